@@ -132,7 +132,8 @@ def bench_rivals(
         import torch
 
         dtype = getattr(torch, options.dtype)
-        dense, tied = checkpoint.dense_bytes(dtype), checkpoint.config.get_text_config().tie_word_embeddings
+        dense, tied = checkpoint.dense_bytes(dtype, "cuda"), checkpoint.config.get_text_config().tie_word_embeddings
+        # The dense bytes of a GPU include the embedding, which a CPU reads by rows.
         looked_up = 0 if tied else checkpoint.skeleton.get_input_embeddings().weight.numel() * dtype.itemsize
         spec, path = checkpoint.spec, checkpoint.path
         vocabulary = int(checkpoint.config.get_text_config().vocab_size)
@@ -203,7 +204,7 @@ def print_rivals(made: RivalBench) -> None:
     for cell in made.cells:
         memory = "all" if cell.memory_bytes is None else f"{tables.count(cell.memory_bytes, 'B')}"
         if cell.decode_tokens_s is None or cell.prefill_tokens_s is None or cell.read_token_bytes is None:
-            rows.append((cell.engine, memory, "not measured", cell.why, "", ""))
+            rows.append((cell.engine, memory, "not measured", "", "", ""))
             continue
         rows.append(
             (
@@ -217,6 +218,10 @@ def print_rivals(made: RivalBench) -> None:
         )
     heads = ("engine", "memory", "prefill tokens/s", "decode tokens/s (slowest)", "MB read a token", "x bound")
     tables.print_table(f"{made.model}, {made.options.threads} threads", heads, rows)
+    for cell in made.cells:
+        if cell.why:
+            memory = "all" if cell.memory_bytes is None else tables.count(cell.memory_bytes, "B")
+            print(f"{cell.engine} with {memory} of memory: {cell.why}")
     print(
         f"A token reads {made.token_bytes / 1e6:.0f} MB of weights; memory gives {made.memory_bytes_s / 1e9:.1f} GB/s: "
         f"bound {made.bound_tokens_s:.1f} tokens/s. {made.command}"

@@ -28,6 +28,7 @@ from moetool.models.revision import config_revision, revision_of
 from moetool.models.scaled_slot import stays_scaled
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
+from moetool.models.stored_embedding import embedding_to_store, is_readable
 from moetool.models.tensor_index import DTYPES, TensorIndex, has_weights, read_index
 from moetool.models.text_part import build_empty, stands_alone
 from moetool.models.weight_index import WeightIndex, index_weights
@@ -158,13 +159,27 @@ class Checkpoint:
             warn_of_further_layers(self.config, self.index.tensors, self.path)
         return spec
 
-    def dense_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of everything but the routed experts, in memory as `dtype`.
+    def stored_embedding(self, dtype: torch.dtype) -> str | None:
+        """Name of the input embedding if a CPU reads its rows from the weight files (`StoredEmbedding`).
+
+        Without weight files this assumes that they store it as plain numbers.
+        """
+        name = embedding_to_store(self.skeleton, dtype)
+        if name is None or not self.weights:
+            return name
+        source = self.sources.get(f"{name}.weight")
+        return name if source is not None and is_readable(source, self.weight_index.weights) else None
+
+    def dense_bytes(self, dtype: torch.dtype, device: str = "cpu") -> int:
+        """Bytes of everything but the routed experts, in the memory of a type of device as `dtype`.
 
         Where experts are packed, this includes what one takes while it is computed: unpacked, and once more on the way.
+        An embedding that stays in its file does not count.
         """
         scratch = self.layers[0].form.num_elements * (dtype.itemsize + 4) if self.weights and self.quantization else 0
-        return self._dense_numbers * dtype.itemsize + scratch
+        name = self.stored_embedding(dtype) if device == "cpu" else None
+        stored = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
+        return (self._dense_numbers - stored) * dtype.itemsize + scratch
 
     @cached_property
     def _dense_numbers(self) -> int:

@@ -21,6 +21,7 @@ from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import PACKED
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded
+from moetool.models.stored_embedding import StoredEmbedding
 from moetool.types import ForwardInfo, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,7 +180,7 @@ def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
 
 def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """The plain model of a checkpoint that transformers does not load so: quantized, or part of another model."""
-    with contextlib.closing(load_lazy(checkpoint, dtype, device)) as loaded:
+    with contextlib.closing(load_lazy(checkpoint, dtype, device, whole_embedding=True)) as loaded:
         assert loaded.files is not None
         for layer in loaded.layers:
             for name, stacked in loaded.files.stacked(layer, dtype).items():
@@ -269,7 +270,11 @@ def _reported(into: io.StringIO) -> Iterator[None]:
 
 
 def load_lazy(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU, products: bool = False
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    products: bool = False,
+    whole_embedding: bool = False,
 ) -> LoadedModel:
     """The model with everything but its routed experts in the memory of a device.
 
@@ -279,9 +284,10 @@ def load_lazy(
     Args:
         products: have slots hold quantized experts in the form that is the fastest to compute with on a CPU
             (`ExpertFiles`). What a slot holds is then of use to this processor alone.
+        whole_embedding: bring the input embedding into memory even where a CPU would read its rows from the file.
 
     Effects: keeps files open until `LoadedModel.close` or `Checkpoint.close`. On a CPU, linear layers with bfloat16
-        weights compute few rows by `moetool.models.row_products`.
+        weights compute few rows by `moetool.models.row_products`, and a large input embedding stays in its file.
 
     Raises:
         MismatchError: the weight files and the config do not belong together.
@@ -292,6 +298,8 @@ def load_lazy(
     try:
         model = checkpoint.empty_model(dtype)
         layers = moe_layers(model)
+        if device.type == "cpu" and not whole_embedding:
+            _leave_embedding(model, checkpoint, dtype)
         _fill(model, checkpoint, files.shards, dtype, device)
         if device.type == "cpu":
             row_products.adopt(model)
@@ -309,6 +317,15 @@ def load_lazy(
     )
 
 
+def _leave_embedding(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Put an embedding that reads its rows from the weight files in the place of one that it can replace."""
+    name = checkpoint.stored_embedding(dtype)
+    if name is not None:
+        source = checkpoint.sources[f"{name}.weight"]
+        (stored,) = (stored for names in source.names.values() for stored in names)
+        model.set_submodule(name, StoredEmbedding(checkpoint.weight_index, stored, dtype))
+
+
 def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
     """Bring all but the experts from the meta device into memory.
 
@@ -316,7 +333,8 @@ def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype
         MismatchError: a tensor is missing or has another shape than the config says.
     """
     experts = offloaded(checkpoint.layers)
-    wanted = [source for source in checkpoint.sources.values() if source.parameter not in experts]
+    stored = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, StoredEmbedding)}
+    wanted = [source for source in checkpoint.sources.values() if source.parameter not in experts | stored]
     fill(model, wanted, shards.load, dtype, device)
     complete(model, experts)
 

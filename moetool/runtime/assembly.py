@@ -128,7 +128,7 @@ class ServeOptions:
 def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
     """Bytes of a model's dense weights and of its KV cache."""
     dtype = parse_dtype(options.dtype)
-    return checkpoint.dense_bytes(dtype), kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
+    return checkpoint.dense_bytes(dtype, options.device), kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
 
 
 def slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
@@ -315,7 +315,7 @@ def open_pooled(
     with contextlib.ExitStack() as undo:
         loaded = load_lazy(checkpoint, dtype, device, products=True)
         undo.callback(loaded.close)
-        slots = _slots(loaded, device_memory_bytes, checkpoint.dense_bytes(dtype), kv_bytes, 0)
+        slots = _slots(loaded, device_memory_bytes, checkpoint.dense_bytes(dtype, device.type), kv_bytes, 0)
         residency = Residency(build_policy("lru", loaded.spec, {}, slots))
         store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
         undo.callback(store.close)

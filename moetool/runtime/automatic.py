@@ -91,7 +91,7 @@ def choose(
             raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
     else:
         limit, source = _process_limit(process_memory_bytes)
-    model = footprint(checkpoint, dtype, predictor_bytes)
+    model = footprint(checkpoint, dtype, device.type, predictor_bytes)
     fixed = {"kv_tokens": chosen.get("kv_tokens"), "chunk_tokens": chosen.get("prefill_chunk")}
     split = divide(model, limit, **fixed)
     chunk_why = split.why["chunk_tokens"]
@@ -146,12 +146,12 @@ def choose(
     )
 
 
-def footprint(checkpoint: Checkpoint, dtype: torch.dtype, predictor_bytes: int = 0) -> Footprint:
-    """Memory of a checkpoint's parts in `dtype`."""
+def footprint(checkpoint: Checkpoint, dtype: torch.dtype, device: str, predictor_bytes: int = 0) -> Footprint:
+    """Memory of a checkpoint's parts in `dtype` on a type of device."""
     spec, config = checkpoint.spec, checkpoint.config
     empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
     return Footprint(
-        dense_bytes=checkpoint.dense_bytes(dtype) + predictor_bytes + empty,
+        dense_bytes=checkpoint.dense_bytes(dtype, device) + predictor_bytes + empty,
         slot_bytes=stride_of(spec.slot_bytes),
         num_experts=spec.total_experts,
         min_slots=MIN_SLOTS,

@@ -1,0 +1,119 @@
+"""Input embeddings that stay in the weight file, of which a token needs one row."""
+
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from moetool.errors import MismatchError
+from moetool.models.conversion import TensorSource
+from moetool.models.ggml_blocks import GgmlCodec
+from moetool.models.tensor_index import DTYPES, FileStamp
+from moetool.models.weight_format import STORED_DTYPES, Dense, StoredWeight, unpack
+from moetool.models.weight_index import WeightIndex
+
+LEAST_BYTES = 64 << 20
+"""Bytes of an embedding in memory from which reading rows is worth the wait for the disk."""
+
+
+class StoredEmbedding(nn.Module):
+    """Embedding [V, H] whose rows are read from a weight file when tokens need them.
+
+    Reads go through the page cache, which holds the rows of frequent tokens as far as memory allows.
+
+    Args:
+        weights: index of the checkpoint.
+        name: the embedding's weight in it; `is_readable` must hold.
+        dtype: of the rows that `forward` returns. Each number is converted as it would be in memory.
+
+    Effects: keeps one file open as long as the module lives.
+
+    Raises:
+        OSError: the file cannot be opened.
+        MismatchError: it has changed since its header was read.
+    """
+
+    def __init__(self, weights: WeightIndex, name: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._stored = weights.weights[name]
+        (self._tensor,) = self._stored.tensors.values()
+        self.num_embeddings, self.embedding_dim = self._stored.shape
+        # A model's device and type are those of its first parameter, which this often is.
+        self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, dtype=dtype), requires_grad=False)
+        self._row_bytes = self._tensor.num_bytes // self.num_embeddings
+        self._path, self._stamp = weights.files[self._tensor.file], weights.stamps[self._tensor.file]
+        self._file = os.open(self._path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        try:
+            self._require_unchanged()
+        except OSError as error:
+            raise MismatchError(f"{error}; try again") from None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows [..., H] of token ids [...].
+
+        Raises:
+            IndexError: an id is outside the vocabulary.
+            OSError: the file cannot be read, or was written to.
+        """
+        ids, places = torch.unique(tokens, return_inverse=True)
+        if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self.num_embeddings:
+            raise IndexError(f"token ids {int(ids[0])} to {int(ids[-1])}, expected 0 to {self.num_embeddings - 1}")
+        offsets = [self._tensor.offset + row * self._row_bytes for row in ids.tolist()]
+        data = bytearray(len(offsets) * self._row_bytes)
+        if len(offsets) > 1:
+            for offset in offsets:  # all reads are under way before the first is waited for
+                os.posix_fadvise(self._file, offset, self._row_bytes, os.POSIX_FADV_WILLNEED)
+        view = memoryview(data)
+        for number, offset in enumerate(offsets):
+            self._read(view[number * self._row_bytes :][: self._row_bytes], offset)
+        self._require_unchanged()
+        return self._unpacked(data, len(offsets))[places]
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self._path.name}"
+
+    def _read(self, out: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(out):
+            got = os.preadv(self._file, [out[done:]], offset + done)
+            if got == 0:
+                raise OSError(f"{self._path.name} ends at byte {offset + done:,}, expected {offset + len(out):,}")
+            done += got
+
+    def _unpacked(self, data: bytearray, rows: int) -> torch.Tensor:
+        if not rows:
+            return torch.empty(0, self.embedding_dim, dtype=self.weight.dtype)
+        (role,) = self._stored.tensors
+        stored = torch.frombuffer(data, dtype=STORED_DTYPES[self._tensor.dtype]).view(rows, -1)
+        return unpack(self._stored.codec, {role: stored}, (rows, self.embedding_dim), self.weight.dtype)
+
+    def _require_unchanged(self) -> None:
+        if FileStamp.of(os.fstat(self._file)) != self._stamp:
+            raise OSError(f"{self._path.name} has been written to since the model was opened")
+
+
+def embedding_to_store(model: Any, dtype: torch.dtype) -> str | None:
+    """Name of a model's input embedding if rows are all that the model needs of it, and the whole is large."""
+    embedding = model.get_input_embeddings()
+    if type(embedding) is not nn.Embedding or model.config.get_text_config().tie_word_embeddings:
+        return None  # subclasses scale rows or add to them
+    if embedding.weight.numel() * dtype.itemsize < LEAST_BYTES or not hasattr(os, "posix_fadvise"):
+        return None
+    return next(name for name, module in model.named_modules() if module is embedding)
+
+
+def is_readable(source: TensorSource, weights: dict[str, StoredWeight]) -> bool:
+    """Whether rows of a parameter can be read apart: one stored tensor is the parameter, in plain numbers or blocks."""
+    names = [name for some in source.names.values() for name in some]
+    if source.converter is not None or len(names) != 1:
+        return False
+    weight = weights[names[0]]
+    if len(weight.tensors) != 1 or len(weight.shape) != 2:
+        return False
+    (tensor,) = weight.tensors.values()
+    if isinstance(weight.codec, GgmlCodec):
+        return len(weight.codec.kinds) == 1 and weight.codec.undo is None and not weight.codec.transposed
+    return isinstance(weight.codec, Dense) and tensor.dtype in DTYPES
