@@ -13,7 +13,7 @@ from moetool.errors import CapacityError, UsageError
 from moetool.machine import memory_bytes, resident_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import DTYPES, parse_device, parse_dtype
-from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.assembly import ServeOptions, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
 from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, divide
@@ -83,15 +83,14 @@ def choose(
         chosen["dtype"], why["dtype"] = _dtype(checkpoint, device)
     if "io_threads" not in values:
         chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "readers of experts"
-    parse(ServeOptions, chosen, "--set")  # refuse bad values before they are used
-    dtype = parse_dtype(chosen["dtype"])
+    options = parse(ServeOptions, chosen, "--set")  # refuse bad values before they are used
     if device.type == "cuda":
         limit, source = int(torch.cuda.mem_get_info(device)[0] * (1 - _GPU_HEADROOM)), "free on the GPU"
         if process_memory_bytes is not None:
             raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
     else:
         limit, source = _process_limit(process_memory_bytes)
-    model = footprint(checkpoint, dtype, device.type, predictor_bytes)
+    model = footprint(checkpoint, options, predictor_bytes)
     fixed = {"kv_tokens": chosen.get("kv_tokens"), "chunk_tokens": chosen.get("prefill_chunk")}
     split = divide(model, limit, **fixed)
     chunk_why = split.why["chunk_tokens"]
@@ -146,13 +145,13 @@ def choose(
     )
 
 
-def footprint(checkpoint: Checkpoint, dtype: torch.dtype, device: str, predictor_bytes: int = 0) -> Footprint:
-    """Memory of a checkpoint's parts in `dtype` on a type of device."""
-    spec, config = checkpoint.spec, checkpoint.config
+def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: int = 0) -> Footprint:
+    """Memory of a checkpoint's parts on the device and in the dtype of the options."""
+    spec, config, dtype = checkpoint.spec, checkpoint.config, parse_dtype(options.dtype)
     empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
     return Footprint(
-        dense_bytes=checkpoint.dense_bytes(dtype, device) + predictor_bytes + empty,
-        slot_bytes=stride_of(spec.slot_bytes),
+        dense_bytes=checkpoint.dense_bytes(dtype, options.device) + predictor_bytes + empty,
+        slot_bytes=stride_of(slot_bytes(checkpoint, options)),
         num_experts=spec.total_experts,
         min_slots=MIN_SLOTS,
         kv_token_bytes=max(1, (many - empty) // (64 * PAGE_TOKENS)),

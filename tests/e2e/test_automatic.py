@@ -1,11 +1,21 @@
 """`moetool serve MODEL` as a process: what it chooses, and what it says of it."""
 
+import contextlib
 import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.automatic import choose
+from moetool.models.loading import load_lazy, parse_dtype
+from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.automatic import choose, footprint
+from moetool.runtime.copies import stride_of
 from tests.server_process import served
 from tests.servers import get
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 
 
 def test_stats_have_the_settings_that_are_printed() -> None:
@@ -24,3 +34,17 @@ def test_a_plans_settings_name_the_plan() -> None:
     why = {name: reason for name, _, reason in made.choices}
     assert {why[name] for name in ("KV cache", "memory", "policy")} == {"the plan's"}
     assert why["device"] == why["dtype"] == "as set" != why["prefill chunk"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_are_those_that_unpacked_experts_leave(dtype: str) -> None:
+    """An expert of a GGUF file can be larger in a slot than in the file."""
+    checkpoint = Checkpoint.open(GOLDEN / "qwen3moe.gguf")
+    options = ServeOptions(dtype=dtype, kv_tokens=64, prefill_chunk=16)
+    with contextlib.closing(load_lazy(checkpoint, parse_dtype(dtype), products=True)) as loaded:
+        assert loaded.files is not None
+        slot = stride_of(loaded.files.slot_bytes)
+    parts = footprint(checkpoint, options)
+    memory = parts.dense_bytes + 64 * parts.kv_token_bytes + 5 * slot
+    setup = choose(checkpoint, {**asdict(options), "warm_start": False}, device_memory_bytes=memory)
+    assert parts.slot_bytes == slot and ("expert slots", "5 of 8") in [choice[:2] for choice in setup.choices]

@@ -9,7 +9,7 @@ import torch
 
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams
-from moetool.runtime.assembly import build_engine
+from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.runtime.automatic import choose, footprint
 from moetool.runtime.engine import Engine
 from tests import families
@@ -37,7 +37,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def _open(checkpoint: Checkpoint, *, prefix_caching: bool = True) -> Engine:
     """As `moetool serve` does, with memory for a quarter of the experts."""
-    kv_tokens, model = PROMPT + 160, footprint(checkpoint, torch.float32, "cpu")
+    kv_tokens, model = PROMPT + 160, footprint(checkpoint, ServeOptions())
     slots = int(SHARE * model.num_experts)
     memory = model.dense_bytes + kv_tokens * model.kv_token_bytes + slots * model.slot_bytes
     values = {"device": "cpu", "dtype": "float32", "kv_tokens": kv_tokens, "warm_start": False}
