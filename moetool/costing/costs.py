@@ -22,15 +22,15 @@ TIERS = ("disk", "pinned", "pageable")
 class Curve:
     """Seconds against an amount (tokens, bytes): straight between knots.
 
-    Before the first knot and after the last one the curve goes on with the slope of that end, but never falls below
-    zero, nor, after the last, below its last value.
+    Outside its knots the curve continues with the slope of that end. It never falls below zero, nor below its last
+    value after the last knot.
 
     Attributes:
         x: the knots' amounts, rising.
         y: their seconds.
-        residual: the farthest that the curve is from a median it was fitted to, as a share of that median.
-        noise: half of the single timings are within this share of their median.
-        samples: timings behind each measured amount, at least.
+        residual: largest distance of the curve from a fitted median, as a share of that median.
+        noise: half of the timings lie within this share of their median.
+        samples: least number of timings of any measured amount.
 
     Raises:
         ValueError: there are no knots, the amounts do not rise, or a value is negative or not finite.
@@ -53,7 +53,7 @@ class Curve:
             raise ValueError("residual and noise of a curve have to be finite and not negative, its samples 1 or more")
 
     def __call__(self, amount: float) -> float:
-        """Seconds that `amount` takes."""
+        """Return the seconds for `amount`."""
         x, y = self.x, self.y
         if len(x) == 1:
             return y[0]
@@ -64,7 +64,7 @@ class Curve:
 
     @classmethod
     def fit(cls, timings: Mapping[float, Sequence[float]], tolerance: float = 0.02) -> "Curve":
-        """The curve with the fewest knots, found greedily, that is near the median of every amount's timings.
+        """Fit the curve with the fewest knots (greedy search) that is near the median of every amount's timings.
 
         Args:
             timings: seconds measured for each amount.
@@ -102,9 +102,9 @@ class ComputeCosts:
     Attributes:
         device: `cpu` or `cuda`.
         dtype: data type of the activations and of all weights but the routed experts.
-        threads: of the arithmetic, on the CPU.
-        slot_bytes: size of an expert in a slot of the device; 0: not asked.
-        expert: one routed expert, from the checkpoint's data type, against its tokens.
+        threads: compute threads on the CPU.
+        slot_bytes: bytes of an expert in a slot of the device; 0 where unknown.
+        expert: one routed expert in the checkpoint's data type, against its tokens.
         attention: everything of a decoder layer but its MLP or MoE block, for one new token, against the context.
         prompt_attention: the same for a whole prompt, against its tokens.
         gate: the router, against tokens.
@@ -130,13 +130,13 @@ class ComputeCosts:
 class LoadCosts:
     """Seconds from the start of one load to that of the next, against its bytes, all threads kept busy.
 
-    With one thread that is the time of a load. With more, a single load takes longer than the curve says; bytes
-    divided by the curve's seconds is the rate of the tier.
+    With one thread this is the time of a load. With more, a single load takes longer than the curve says. Bytes divided
+    by the curve's seconds is the rate of the tier.
 
     Attributes:
         tier: `disk` (to host memory), `pinned` or `pageable` (host memory to the GPU).
-        threads: loads under way at a time.
-        direct: whether the page cache was kept out (O_DIRECT); true for the other tiers.
+        threads: concurrent loads.
+        direct: whether reads bypassed the page cache (O_DIRECT); true for the other tiers.
     """
 
     tier: str
@@ -151,15 +151,15 @@ class CostProfile(Artefact):
 
     Attributes:
         spec: the model, or its shape.
-        config_only: whether it was made from the config, without the weights.
+        config_only: whether the profile was made from the config, without the weights.
         num_hidden_layers: decoder layers, with and without experts.
         machine: where it was measured.
-        load_average: processes that ran or waited when it began: near 0 on an idle machine.
+        load_average: load average at the start: near 0 on an idle machine.
         measured_s: how long measuring took.
         compute: one for each device and data type.
         loads: one for each tier and number of threads.
         predictor: seconds of one prediction against the tokens of the forward, where a predictor was given.
-        peer: whom `link` was measured to.
+        peer: address of the peer that `link` was measured to.
         link: seconds until bytes sent to the peer were received and acknowledged, against bytes.
     """
 
@@ -182,14 +182,14 @@ class CostProfile(Artefact):
 
     @property
     def sha256(self) -> str:
-        """Tells this profile from others, wherever it is saved."""
+        """Identify this profile by its content, wherever it is saved."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def on(self, device: str = "cpu", dtype: str | None = None) -> ComputeCosts:
-        """The costs on a device in a data type, or in the one that computes a single token's expert fastest.
+        """Return the costs on a device in a data type (default: the one that computes a single token's expert fastest).
 
         Raises:
-            MismatchError: that was not measured.
+            MismatchError: the device or data type was not measured.
         """
         found = [costs for costs in self.compute if costs.device == device and dtype in (None, costs.dtype)]
         if not found:
@@ -201,7 +201,7 @@ class CostProfile(Artefact):
         return min(found, key=lambda costs: costs.expert(1))
 
     def tier(self, tier: str = "disk", threads: int = 1) -> LoadCosts:
-        """The costs of a tier with so many threads, or with the nearest measured number of them.
+        """Return the costs of a tier with this many threads, or with the nearest measured number.
 
         Raises:
             MismatchError: the tier was not measured.
@@ -242,10 +242,10 @@ class CostProfile(Artefact):
             )
 
     def validate(self) -> None:
-        """Refuse a profile that no machine has. Curves refuse themselves what they cannot be.
+        """Refuse impossible values. Curves check themselves.
 
         Raises:
-            MismatchError: nothing was measured, or the same twice, or a number cannot be.
+            MismatchError: nothing was measured, something was measured twice, or a number is impossible.
         """
         self.spec.validate()
         check.require_whole("num_hidden_layers", self.num_hidden_layers, self.spec.num_layers, check.MAX_LAYERS)
@@ -265,7 +265,7 @@ class CostProfile(Artefact):
 
 
 def _shape(spec: ModelSpec) -> set[tuple[int, ...]]:
-    """Parameters that a layer's costs depend on, per kind of MoE layer."""
+    """Return the parameters that a layer's costs depend on, per kind of MoE layer."""
     return {
         (spec.hidden_size, spec.num_shared_experts, *layer)
         for layer in zip(spec.num_experts_L, spec.top_k_L, spec.expert_bytes_L, strict=True)

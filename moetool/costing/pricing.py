@@ -13,7 +13,7 @@ from moetool.costing.costs import ComputeCosts, CostProfile
 from moetool.errors import MismatchError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
-_SEVERAL = 8  # tokens of a decode step that an expert is priced for beside one
+_SEVERAL = 8  # an expert's price in a decode step is taken at 1 and at this many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,12 @@ class TimelineOptions:
 
     Attributes:
         device: `cpu` or `cuda`.
-        dtype: of everything but the experts; the one that computes an expert fastest, if not said.
-        io_threads: threads that read experts; the nearest number that was measured is taken.
-        tier: where experts that are not on the device lie: `disk`, or `pinned` or `pageable` host memory.
-        prediction_ms: of one prediction; by default the profile's own curve.
-        synchronous: the experts of a layer wait for all that was prefetched before, needed or not, as in systems that
-            fetch synchronously; a server of moetool does not.
+        dtype: data type of everything but the experts (default: the one that computes an expert fastest).
+        io_threads: threads that read experts; rounded to the nearest measured number.
+        tier: location of experts that are not on the device: `disk`, or `pinned` or `pageable` host memory.
+        prediction_ms: milliseconds of one prediction (default: the profile's curve).
+        synchronous: the experts of a layer wait for all earlier prefetches, needed or not, as in systems that fetch
+            synchronously. `moetool serve` does not.
     """
 
     device: str = "cpu"
@@ -42,7 +42,7 @@ class TimelineOptions:
 
 
 class ForwardCosts(NamedTuple):
-    """Nanoseconds of a forward beside its routed experts.
+    """Nanoseconds of a forward without its routed experts.
 
     `before_L` is what comes before the experts of each MoE layer (dense layers, attention, gate), `after` what comes
     after them (shared experts), `rest` what comes after the last MoE layer (dense layers, head).
@@ -67,11 +67,10 @@ class _Nanoseconds(dict[int, int]):
 class Prices:
     """The costs of one model on one machine.
 
-    The profile measured single requests. Several in one forward are taken to attend one after the other, as our
-    server's attention does; that their projections are one product is not counted, so large batches look slower than
-    they are. A later part of a long prompt costs what it adds to the prompt before it. A disk read for a GPU and the
-    copy that follows it take one after the other. An expert that is computed on the host is taken to lie in its memory.
-    Experts of every layer cost what those of the first one do.
+    The profile measures single requests. Requests of one forward attend one after the other, as in the server. Their
+    shared projections are not counted, so large batches look slower than they are. A later chunk of a long prompt costs
+    what it adds to the prompt before it. A disk read for a GPU and the copy that follows it run in sequence. An expert
+    that the host computes lies in host memory. Experts of every layer cost as much as those of the first.
 
     Raises:
         MismatchError: the profile is of another model, or lacks the device, data type or tier.
@@ -114,7 +113,7 @@ class Prices:
         return self._loads[tier][layer]
 
     def prediction_ns(self, tokens: int) -> int:
-        """One prediction for a forward of so many tokens. Raises: MismatchError where nothing says what it takes."""
+        """One prediction for a forward of `tokens` tokens. Raises: MismatchError if no prediction time is known."""
         return self._prediction[tokens]
 
     def forward(self, info: ForwardInfo) -> ForwardCosts:
@@ -191,7 +190,7 @@ class Prices:
 def with_host_costs(
     policies: Iterable[str], options: Mapping[str, Mapping[str, Any]], prices: Prices | None
 ) -> dict[str, Mapping[str, Any]]:
-    """The options of policies, with the prices of link and host where a policy weighs them and was given none."""
+    """Return the policies' options, with prices of link and host for policies that use them and have none."""
     made = dict(options)
     costs = {} if prices is None else prices.host_costs()
     for name in policies if costs else ():
@@ -203,7 +202,7 @@ def with_host_costs(
 
 
 def _host_costs(profile: CostProfile, dtype: str | None) -> ComputeCosts | None:
-    """The processor's costs beside a GPU, in the data type of the GPU where that was measured."""
+    """CPU costs on a machine with a GPU, in the GPU's data type where that was measured."""
     found = [costs for costs in profile.compute if costs.device == "cpu"]
     return min(found, key=lambda costs: (costs.dtype != dtype, costs.expert(1)), default=None)
 

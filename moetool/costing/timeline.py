@@ -1,14 +1,13 @@
 """Programs with a clock: the time of a run of `moetool.caching._residency` on the machine of a `CostProfile`.
 
 One stream computes, and each tier of memory moves experts on a stream of its own. Time is integer nanoseconds. The
-program is executed as `moetool.runtime.expert_store` executes it: a load is started and not waited for; an expert is
-waited for just before it is computed. A transfer that runs is never interrupted. Demand goes ahead of every prefetch
-that has not begun; what the compute stream waits for goes ahead of all that has not; a prefetch that has not begun when
-its slot is given away is never made.
+program runs as in `moetool.runtime.expert_store`: loads are asynchronous, and the compute stream waits for an expert
+just before computing it. A running transfer is never interrupted. On-demand loads go ahead of every prefetch that has
+not begun. A transfer that the compute stream waits for goes ahead of all that have not begun. A prefetch that has not
+begun when its slot is reused is dropped.
 
-What is left out: Python's own time, sampling, and what reading and computing take from each other on one processor; of
-predicting, all but the scores that a policy asks a predictor for: policies with a search or a network of their own, or
-that ask later gates, do that for nothing here.
+Not modelled: Python's own time, sampling, and contention of reading and computing on one processor. Of predicting, only
+calls to a predictor's `scores` cost time: a policy's own search or network and look-ahead at later gates are free.
 """
 
 from collections import deque
@@ -25,7 +24,7 @@ _QUEUED = -1
 
 
 class MeteredPredictor:
-    """Passes everything on to a predictor and counts the predictions that are asked for."""
+    """Forwards every call to a predictor and counts its predictions."""
 
     def __init__(self, predictor: Any) -> None:
         self._predictor = predictor
@@ -73,7 +72,7 @@ class _Stream:
         self.read_bytes = 0
 
     def advance(self, now: int) -> None:
-        """Begin what begins before `now`. What could begin at `now` itself has not: something more urgent may come."""
+        """Begin the transfers that start before `now`, but none at `now` itself: something more urgent may come."""
         while queue := self.demand or self.prefetches:
             job = queue[0]
             if job.dropped or job.done != _QUEUED:
@@ -125,15 +124,14 @@ class _Tally:
 class Timeline:
     """Executes the programs of one run in simulated time.
 
-    A request's time to first token runs from the beginning of the forward with its first prompt token to the end of
-    the one with its last; when requests arrive is not modelled. A forward without prompt tokens is one time per
-    output token.
+    A request's time to first token runs from the start of the forward with its first prompt token to the end of the one
+    with its last. Arrival times are not modelled. A forward without prompt tokens is one time per output token.
 
     Args:
-        prices: costs; runs that are driven side by side share them.
-        predictor: the policy's own, if it has one: each prediction takes the compute stream's time, at the point where
-            the program is made.
-        tier_of: the tier that an expert's key is loaded from; by default that of the prices' options.
+        prices: costs; concurrent runs share them.
+        predictor: the policy's predictor, if any. Each prediction takes the compute stream's time where the program is
+            made.
+        tier_of: the tier that an expert's key is loaded from (default: that of the prices' options).
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class Timeline:
         self._requests: dict[int, list[int]] = {}  # nanoseconds of a request's forwards, with prompt tokens and without
 
     def begin_forward(self, info: ForwardInfo, steps: Iterable[Step]) -> None:
-        """A forward begins, with these prefetches."""
+        """Begin a forward with these prefetches."""
         self._tally = self._tallies[Phase.PREFILL if info.prefill else Phase.DECODE]
         self._began = self.now
         self._predict(info)
@@ -170,7 +168,7 @@ class Timeline:
             self._load(key, slot, kind is _PREFETCH)
 
     def event(self, event: GateEvent, steps: Sequence[Step]) -> None:
-        """One MoE layer, from what lies between it and the one before to its shared experts, by its program."""
+        """Run one MoE layer's program, from the layers since the previous MoE layer to its shared experts."""
         tally, jobs = self._tally, self._jobs
         forward = self._prices.forward(event.forward)
         self.now += forward.before_L[event.layer]
@@ -180,7 +178,7 @@ class Timeline:
         self._ahead.clear()
         self._predict(event.forward)
         expert_ns = self._prices.experts(event)
-        beside: list[int] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+        beside: list[int] = []  # loaded on demand though this event does not need them: the rest of a whole layer
         computed = hosted = 0
         on_host = [key for kind, key, _, _ in steps if kind is _HOST] if self._prices.host_is_device else []
         for kind, key, slot, _ in steps:
@@ -218,7 +216,7 @@ class Timeline:
         tally.compute += forward.before_L[event.layer] + computed + forward.after
 
     def end_forward(self, info: ForwardInfo) -> None:
-        """The layers after the last MoE layer and the head; the forward is complete."""
+        """Complete the forward: the layers after the last MoE layer, and the head."""
         tally, rest = self._tally, self._prices.forward(info).rest
         tally.compute += rest
         self.now += rest
@@ -241,7 +239,7 @@ class Timeline:
                 self._prompt_took[request] = self.now - began
 
     def timing(self) -> Timing:
-        """Times of the forwards so far."""
+        """Return the times of the forwards so far."""
         decodes = [ns / 1e9 for ns in self._decodes]
         prompts = [ns / 1e9 for ns in self._prompt_took.values()]
         tpot_p50, tpot_p95 = percentiles(decodes)
@@ -264,7 +262,7 @@ class Timeline:
             self.now += ns
 
     def _load(self, key: int, slot: int, prefetch: bool) -> None:
-        """Ask for a transfer. What the slot was to get and has not begun is never made."""
+        """Ask for a transfer. Drops an earlier one to the same slot that has not begun."""
         tier = self._prices.options.tier if self._tier_of is None else self._tier_of(key)
         stream = self._default or self._stream(tier)
         earliest, before = self.now, self._jobs.get(slot)
@@ -285,7 +283,7 @@ class Timeline:
             self._ahead.append(job)
 
     def _wait(self, job: _Job) -> None:
-        """The compute stream goes on when the job is done; one that has not begun goes ahead of all that has not."""
+        """Let the compute stream wait for the job, which goes ahead of all that have not begun."""
         stream, tally = job.stream, self._tally
         if job.done == _QUEUED:
             stream.advance(self.now)

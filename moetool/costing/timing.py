@@ -12,17 +12,17 @@ class Spent:
     """Time breakdown of forwards: seconds = compute_s + prediction_s + stall_s + host_wait_s.
 
     Attributes:
-        seconds: from the beginning of each forward to its end.
-        compute_s: the device's arithmetic.
-        prediction_s: predicting.
-        stall_s: the compute stream waited for experts.
-        host_s: experts computed on the host beside the device.
-        host_wait_s: the device had to wait for those.
-        io_s: by tier, how long its transfers kept it busy until the last of the forwards ended.
-        read_bytes: of the transfers that began.
+        seconds: sum over the forwards, each from its beginning to its end.
+        compute_s: compute on the device.
+        prediction_s: predictions.
+        stall_s: waits of the compute stream for experts.
+        host_s: experts computed on the host.
+        host_wait_s: waits of the device for those.
+        io_s: by tier, its busy time until the end of the last forward.
+        read_bytes: bytes of the transfers that began.
         late: prefetched experts that were waited for.
-        promoted: those among them that had not begun and went ahead of everything then.
-        dropped: prefetches never begun, since their slot was given away first.
+        promoted: late prefetches that had not begun and then went ahead of everything.
+        dropped: prefetches never begun, since their slot was reused first.
     """
 
     seconds: float
@@ -39,12 +39,12 @@ class Spent:
 
     @property
     def stall_share(self) -> float:
-        """Share of the time that the compute stream waited for experts (0 for no time)."""
+        """Share of the time in which the compute stream waits for experts (0 for no time)."""
         return self.stall_s / self.seconds if self.seconds else 0.0
 
     @property
     def overlap_bound_s(self) -> float:
-        """The least that the same work and bytes take: the longest of compute, the host's share and each tier."""
+        """Lower bound for the same work and bytes: the longest of compute, the host's share and each tier."""
         return max(self.compute_s, self.host_s, *self.io_s.values(), 0.0)
 
     @property
@@ -74,14 +74,14 @@ class Timing:
     """Times of one run.
 
     Attributes:
-        prefill: of the forwards with prompt tokens.
-        decode: of the forwards without.
-        decode_forwards: how many those are.
-        ttft_p50_s: time to first token, half of the requests are below; None without prompts.
-        ttft_p95_s: the same for 95 % of them.
-        tpot_p50_s: time per output token, of the forwards without prompt tokens; None without such forwards.
-        tpot_p95_s: the same for 95 % of them.
-        request_s: by request, of the forwards with prompt tokens that it took part in, and of those without.
+        prefill: times of the forwards with prompt tokens.
+        decode: times of the forwards without prompt tokens.
+        decode_forwards: number of forwards without prompt tokens.
+        ttft_p50_s: median time to first token; None without prompts.
+        ttft_p95_s: 95th percentile of the time to first token.
+        tpot_p50_s: median time per output token; None without forwards that decode only.
+        tpot_p95_s: 95th percentile of the time per output token.
+        request_s: by request, the seconds of its forwards with prompt tokens and of those without.
     """
 
     prefill: Spent
@@ -104,7 +104,7 @@ class Timing:
         return self.decode.seconds / self.decode_forwards if self.decode_forwards else None
 
     def to_json(self) -> dict[str, Any]:
-        """Flat, to go into the row of a table; what is of decoding alone says so."""
+        """Return a flat table row; names of decode-only values say so."""
         total, forwards = self.total, self.decode_forwards
         return {
             "ttft_p50_s": self.ttft_p50_s,
@@ -132,7 +132,7 @@ class Timing:
 
 
 def percentiles(seconds: Sequence[float]) -> tuple[float | None, float | None]:
-    """The 50th and the 95th percentile, between neighbours where they fall between two; None of nothing."""
+    """Return the 50th and the 95th percentile, interpolated linearly; None for no values."""
     if not seconds:
         return None, None
     p50, p95 = np.percentile(seconds, (50, 95)).tolist()

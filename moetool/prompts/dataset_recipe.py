@@ -2,9 +2,9 @@
 
     recipes/datasets/NAME.toml    one data set a file; the file's name is its name
 
-Templates are text with fields in braces, `{{` and `}}` for the braces themselves. A field is a path into the row:
+Templates are text with fields in braces, `{{` and `}}` for the braces themselves. A field is a path in the row:
 `{question}`, `{answers.text.0}` (a key, then the first of a list), `{conversation.role=user.content}` (of a list, the
-first element whose `role` is `user`). After a colon stands how it is written: `{options:letters}` gives a line
+first element whose `role` is `user`). A style may follow a colon: `{options:letters}` gives a line
 `A. …` for each, `{answer:commas}` one line of all, `{label:yes_no}` yes or no.
 """
 
@@ -28,24 +28,23 @@ class DatasetRecipe:
     """A data set by name.
 
     Attributes:
-        hub: its id on the Hugging Face hub.
-        split: of the hub, to read.
-        config: of the hub; None where there is but one.
-        tasks: configs that are tasks of their own, instead of `config`; those that are read if none is named.
-        files: of the hub's repository, a pattern, perhaps with {split}, where they are read themselves and not through
-            a config.
-        prompt: template of what the model reads.
+        hub: id on the Hugging Face hub.
+        split: split to read.
+        config: config to read; None where the data set has only one.
+        tasks: configs that are separate tasks, instead of `config`; the default where no task is named.
+        files: pattern of files in the hub's repository, optionally with {split}, to read instead of a config.
+        prompt: template of the prompt.
         answer: template of the reference answer; None where there is none.
-        task: template of the task; the config's name where there are `tasks`, else the data set's.
+        task: template of the task (default: the config's name with `tasks`, else the data set's).
         id: template of the row's id; None takes a checksum of the prompt.
-        output: how many tokens to decode: `answer` (those of the reference answer), a number, or None, where no paper
-            says and the caller decides. Deviation: an end of text ends it earlier, where FineMoE forces the length.
-        input_tokens: prompts are cut after so many tokens; None leaves them whole. Deviation: shorter ones stay as they
-            are, where FineMoE has all of one length, without saying how.
-        min_chars: shorter prompts are left out, such as headings.
-        licence: of the data, as its publisher names it.
-        gated: whether the hub wants its terms accepted first.
-        source: which paper uses it, and where in it the lengths are.
+        output: tokens to decode: `answer` (length of the reference answer), a number, or None (the caller decides).
+            Deviation: an end of text ends the answer earlier, where FineMoE forces the length.
+        input_tokens: maximum length of a prompt in tokens; None leaves prompts whole. Deviation: shorter prompts stay
+            as they are, where FineMoE has all of one length, without saying how.
+        min_chars: least length of a prompt; shorter ones, such as headings, are left out.
+        licence: licence of the data, as its publisher names it.
+        gated: whether the hub requires accepting its terms.
+        source: paper that uses it, with the place of the lengths.
     """
 
     hub: str
@@ -80,29 +79,29 @@ class DatasetRecipe:
 
     @property
     def configs(self) -> tuple[str | None, ...]:
-        """Tasks that are read by default."""
+        """Return the tasks that are read by default."""
         return self.tasks or (self.config,)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The columns that the prompt is made of."""
+        """Return the columns that the prompt uses."""
         return tuple(dict.fromkeys(part.path[0] for part in _fields(self.prompt) if part.path))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for --json."""
+        """Return all fields, for --json."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def names() -> list[str]:
-    """The data sets, sorted."""
+    """Return the names of the data sets, sorted."""
     return sorted(file.stem for file in assets.path("recipes", "datasets").glob("*.toml"))
 
 
 def load(name: str) -> DatasetRecipe:
-    """The recipe `name` of ours, or the one in the file `name` that ends in `.toml`.
+    """Load the recipe of the data set `name`, or of the file `name` if it ends in `.toml`.
 
     Raises:
-        UsageError: the file is not there, or is no recipe.
+        UsageError: the file does not exist, or is not a recipe.
     """
     file = Path(name).expanduser() if name.endswith(".toml") else assets.path("recipes", "datasets", f"{name}.toml")
     try:
@@ -113,15 +112,15 @@ def load(name: str) -> DatasetRecipe:
 
 
 class Incomplete(Exception):
-    """A row lacks what the template wants: a list is too short, or the value is null or blank."""
+    """A row lacks a value of the template: a list is too short, or the value is null or blank."""
 
 
 def fill(template: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """The template with the row's values, and those values alone, a line each.
+    """Return the template filled with the row's values, and the values alone, a line each.
 
     Raises:
-        Incomplete: this row has nothing to fill in.
-        MismatchError: rows have no such field.
+        Incomplete: the row lacks a value.
+        MismatchError: the rows have no such field.
     """
     parts: list[str] = []
     values: list[str] = []
@@ -134,7 +133,7 @@ def fill(template: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
 
 
 class _Part(NamedTuple):
-    """Some text, and the field after it; the path is empty at the template's end."""
+    """Literal text and the field after it; the path is empty at the template's end."""
 
     literal: str
     path: tuple[str, ...]
@@ -198,7 +197,7 @@ def _write(value: Any, part: _Part, where: str) -> str:
     name = ".".join(part.path)
     if part.style in ("letters", "commas"):
         if not isinstance(value, list | tuple) or len(value) > 26:
-            raise MismatchError(f"{where} has a field {name!r} that is no list of up to 26 values, expected one")
+            raise MismatchError(f"{where} has a field {name!r} that is not a list of up to 26 values")
         if part.style == "commas":
             return ", ".join(map(str, value))
         return "\n".join(f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, value, strict=False))

@@ -1,7 +1,7 @@
-"""Rows of a data set, one after the other: streamed from the Hugging Face hub, or out of a copy on disk.
+"""Rows of a data set, streamed from the Hugging Face hub or from a copy on disk.
 
 A copy is a folder as the hub has it (`main/test-00000-of-00001.parquet`), one that `datasets` saved, or files that are
-named by their split or task (`test.jsonl`, `arithmetic.jsonl`). What is read are Parquet, JSON, JSON lines, CSV and
+named by their split or task (`test.jsonl`, `arithmetic.jsonl`). Formats are Parquet, JSON, JSON lines, CSV and
 Arrow, as `datasets.load_dataset` reads them. The only importer of `datasets`.
 """
 
@@ -17,21 +17,21 @@ from moetool.prompts import dataset_recipe
 from moetool.prompts.dataset_recipe import DatasetRecipe
 
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
-# Files that say how a copy was made, and are no rows.
+# Files that describe a copy and hold no rows.
 _NO_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json"})
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
-    """Which rows, and in which order.
+    """Choice and order of rows.
 
     Attributes:
-        folder: of the copy; None for the hub.
-        split: instead of the recipe's.
-        seed: of the order; None leaves the rows in theirs.
-        buffer: the order is drawn from the next so many rows at a time, and from the order of the hub's files, so a
-            set with more rows is not shuffled evenly.
+        folder: folder of the copy; None reads from the hub.
+        split: split to read (default: the recipe's).
+        seed: seed of the shuffle; None keeps the order.
+        buffer: rows in the shuffle buffer. The order of the hub's files is shuffled too, but a set with more rows is
+            not shuffled evenly.
     """
 
     folder: Path | None = None
@@ -47,22 +47,22 @@ class RowOptions:
 
 
 def rows(name: str, recipe: DatasetRecipe, config: str | None, options: RowOptions) -> Iterator[dict[str, Any]]:
-    """The rows of one config.
+    """Yield the rows of one config.
 
     Args:
-        name: of the data set, for messages.
+        name: name of the data set, for messages.
 
-    Effects: imports `datasets`; without a folder, reads from the hub, and only as far as rows are taken.
+    Effects: imports `datasets`; without a folder, streams from the hub as far as rows are consumed.
 
     Raises:
-        UsageError: the hub or the folder has no such data set, config or split, or does not give it.
+        UsageError: the hub or the folder has no such data set, config or split, or refuses access.
         MismatchError: a file is damaged, or has no rows.
         MoetoolError: the hub cannot be reached.
     """
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is in the errors that it raises
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors say the same
     where = recipe.hub if options.folder is None else str(options.folder)
     try:
         if options.folder is None:
@@ -72,7 +72,7 @@ def rows(name: str, recipe: DatasetRecipe, config: str | None, options: RowOptio
         if options.seed is not None and options.buffer > 1:
             stream = stream.shuffle(seed=options.seed, buffer_size=options.buffer)
         iterator = iter(stream)
-    except Exception as error:  # the hub and the readers of files raise dozens of kinds
+    except Exception as error:  # the hub and the readers of files raise dozens of types
         raise _refusal(name, recipe, config, options, where, error) from error
     while True:
         try:
@@ -102,7 +102,7 @@ def _from_folder(name: str, recipe: DatasetRecipe, config: str | None, folder: P
     import datasets
 
     if config is not None and Path(config).name != config:
-        raise UsageError(f"{config!r} is no name of a task, expected one without a path; 'moetool data' lists some")
+        raise UsageError(f"{config!r} is not a task name, expected one without a path; 'moetool data' lists some")
     if not folder.is_dir():
         raise UsageError(f"no directory at {folder}, expected a copy of {recipe.hub}; give another --data-dir")
     root = next(
@@ -129,7 +129,7 @@ def _from_folder(name: str, recipe: DatasetRecipe, config: str | None, folder: P
 
 
 def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) -> list[Path]:
-    """The files under a folder that have the rows."""
+    """Return the files under a folder that hold the rows."""
     found = sorted(
         file
         for file in root.rglob("*")
@@ -146,7 +146,7 @@ def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) ->
         found = listed
     if config is not None:
         named = [file for file in found if config.lower() in _labels(file.relative_to(root))]
-        # Where nothing is named so, files that are in no folder of another name are taken for a copy of this alone.
+        # Without a match by name, files outside folders of other names are taken for a copy of this config alone.
         alone = [file for file in found if {*file.relative_to(root).parts[:-1]} <= {"data", *_SPLITS}]
         if not named and root.name != config and (config != recipe.config or recipe.tasks or not alone):
             known = {file.stem for file in alone} or {file.relative_to(root).parts[0] for file in found}
@@ -162,7 +162,7 @@ def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) ->
 
 
 def _labels(path: Path) -> set[str]:
-    """The configs that a file may be of: its folders' names, and its own without its split and number."""
+    """Return possible configs of a file: its folders' names, and its own without split and number."""
     *folders, _ = path.parts
     stem = path.name[: -len(path.suffix)].lower()
     plain = re.sub(r"([-_.](\d[\d-]*(of[-_]\d+)?|of|" + "|".join(_SPLITS) + "))+$", "", stem)
@@ -170,7 +170,7 @@ def _labels(path: Path) -> set[str]:
 
 
 def _words(path: Path) -> set[str]:
-    """The names of the folders and of the file, and what the file's name says before numbers and signs."""
+    """Return the names of the folders and of the file, and the file's name up to numbers and signs."""
     *folders, _ = path.parts
     stem = path.name[: -len(path.suffix)].lower()
     return {*(folder.lower() for folder in folders), stem, *re.split(r"[^a-z]+", stem), re.sub(r"[-_.]\d.*$", "", stem)}
@@ -185,7 +185,7 @@ def _no_split(root: Path, found: list[str], split: str) -> UsageError:
 def _refusal(
     name: str, recipe: DatasetRecipe, config: str | None, options: RowOptions, where: str, error: Exception
 ) -> MoetoolError:
-    """User message for an error of the hub or of a file reader."""
+    """Return the error to raise for one of the hub or of a file reader."""
     if isinstance(error, MoetoolError):
         return error
     reason = first_line(error)

@@ -1,6 +1,6 @@
-"""Prompts in files of one's own: JSON lines, CSV, Parquet, or text.
+"""Prompts in a user's files: JSON lines, CSV, Parquet, or text.
 
-A row has `prompt`, or the `messages` of a chat as OpenAI writes them; then the last answer in it is the reference.
+A row has `prompt`, or the `messages` of a chat in OpenAI's form, whose last answer is the reference answer.
 """
 
 import csv
@@ -22,7 +22,7 @@ _CHAT = 'messages like [{"role": "user", "content": "…"}]'
 
 
 class PromptRow(NamedTuple):
-    """A prompt as a file has it; `prompt_id` is its own, or its number, counted from 1.
+    """A prompt as stored in a file; `prompt_id` is the file's id, or the row's number, counted from 1.
 
     `messages` are (role, content) of a chat, for the model's chat template; `text` joins their contents.
     """
@@ -64,7 +64,7 @@ def _read_csv(file: Path) -> Iterator[PromptRow]:
                 raise _refusal(where, f"has other than {len(rows.fieldnames or ())} cells", "one for each column")
             yield plain({name: value for name, value in row.items() if value != ""}, number, where)
     except csv.Error as error:
-        raise _refusal(f"{file}:{rows.line_num}", f"is no CSV ({error})", "quotes that close") from None
+        raise _refusal(f"{file}:{rows.line_num}", f"is not CSV ({error})", "quotes that close") from None
 
 
 def _read_parquet(file: Path) -> Iterator[PromptRow]:
@@ -112,12 +112,11 @@ READERS: dict[str, Callable[[Path], Iterator[PromptRow]]] = {
     ".parquet": _read_parquet,
     ".txt": _read_text,
 }
-"""Readers of files, by suffix. Every reader raises MismatchError, with the place, for what is not as it has to
-be, and OSError as it comes."""
+"""Readers of files, by suffix. Every reader raises MismatchError with the place for invalid content, and OSError."""
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, line) of every line, without a byte order mark."""
+    """Yield (byte offset, line) of every line, without a byte order mark."""
     offset = 0
     for line in file:
         mark = len(_BOM) if offset == 0 and line.startswith(_BOM) else 0
@@ -126,7 +125,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _has_line(file: BinaryIO, wanted: bytes) -> bool:
-    """Whether such a line is near the beginning. Effects: rewinds the file."""
+    """Whether such a line occurs near the beginning. Effects: rewinds the file."""
     found = any(line.rstrip() == wanted for line in file.read(_SNIFF_BYTES).split(b"\n"))
     file.seek(0)
     return found
@@ -140,10 +139,10 @@ def _decode(line: bytes, file: Path, offset: int) -> str:
 
 
 def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
-    """A row in the fields of our own files: `prompt` or `messages`, and perhaps others of `_FIELDS`.
+    """Convert a row of a file: `prompt` or `messages`, and optionally others of `_FIELDS`.
 
     Raises:
-        MismatchError: it has no prompt, or one that is no text.
+        MismatchError: the row has no prompt, or one that is not text.
     """
     said: tuple[tuple[str, str], ...] = ()
     text, answer = row.get("prompt"), _optional(row, "answer", where)
@@ -170,14 +169,14 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
 
 
 def _chat(messages: Any, where: str) -> tuple[tuple[tuple[str, str], ...], str | None]:
-    """A chat up to its last answer, and that: the reference answer, unless the row has one."""
+    """Return a chat up to its last answer, and that answer: the reference, unless the row has one."""
     if isinstance(messages, str):  # a cell of CSV
         try:
             messages = json.loads(messages)
         except (ValueError, RecursionError) as error:
-            raise _refusal(where, f"has messages that are no JSON ({error})", _CHAT) from None
+            raise _refusal(where, f"has messages that are not JSON ({error})", _CHAT) from None
     if not isinstance(messages, list) or not messages:
-        raise _refusal(where, "has messages that are no list", _CHAT)
+        raise _refusal(where, "has messages that are not a list", _CHAT)
     said = [_message(message, where) for message in messages]
     answer = said.pop()[1] if said[-1][0] == "assistant" else None
     if not any(content.strip() for _, content in said):
@@ -193,7 +192,7 @@ def _message(message: Any, where: str) -> tuple[str, str]:
         ]
         spoken = [text for text in texts if isinstance(text, str)]
         if len(spoken) < len(texts):
-            raise _refusal(where, "has messages with parts that are no text", "parts of type text")
+            raise _refusal(where, "has messages with parts that are not text", "parts of type text")
         content = "".join(spoken)
     if not isinstance(role, str) or not isinstance(content, str):
         raise _refusal(where, f"has the message {str(message)[:40]!r}", _CHAT)
@@ -201,7 +200,7 @@ def _message(message: Any, where: str) -> tuple[str, str]:
 
 
 def require_text(text: str, where: str) -> None:
-    """Raises: MismatchError for what JSON can escape and neither a UTF-8 file nor a tokenizer can hold."""
+    """Raises: MismatchError for half of a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -209,7 +208,7 @@ def require_text(text: str, where: str) -> None:
 
 
 def _optional(row: Mapping[str, Any], name: str, where: str) -> str | None:
-    """A field that may be missing or null; numbers become text, as data sets often number their rows."""
+    """Read an optional field; numbers become text, since data sets often number their rows."""
     value = row.get(name)
     if value is None or isinstance(value, str):
         return value

@@ -1,11 +1,11 @@
-"""Prompts to capture: the embedded sets, public data sets, or a JSONL, Parquet or text file of one's own.
+"""Prompts to capture: the embedded sets, public data sets, or a user's JSONL, Parquet or text file.
 
     data/prompts/*.jsonl      one object a line: id, prompt, answer (string or null), task; the file's name is its set's
     recipes/datasets/*.toml   public data sets, see `moetool.prompts.dataset_recipe`
 
-A reader stops as soon as it has the prompts that were asked for, so a large file costs no more than its beginning.
-Prompts that repeat an earlier one, exactly or nearly, are dropped here, before anyone can put one of them into a part
-to learn from and the other into a held-out part.
+A reader stops at the requested number of prompts, so a large file costs no more than its beginning. Prompts that repeat
+an earlier one, exactly or nearly, are dropped here, before a split can put one copy into the training part and the
+other into the held-out part.
 """
 
 import hashlib
@@ -33,16 +33,16 @@ class Prompt:
 
     Attributes:
         dataset: the embedded set's name, or the file's without its suffix.
-        task: kind of text; the data set's name where the source does not say.
-        prompt_id: the source's own id, or the number of its line, row or document, counted from 1; of a public data
-            set, behind its split and task, the row's id or a checksum of the text.
+        task: kind of text (default: the data set's name).
+        prompt_id: the source's id, or the number of its line, row or document, counted from 1. For a public data set:
+            split, task, and the row's id or a checksum of the text.
         text: the model's input; never blank. Of a chat, the contents of its messages.
-        messages: (role, content) of a chat, which the model's chat template makes the tokens from.
-        answer: the reference answer, where there is one.
-        label: of its row, whatever that says of it; empty where the file has none.
-        pair: shared by the prompts that it is compared with; empty where there are none.
-        output: how many tokens its data set wants decoded: `answer`, as many as the answer has, a number, or None.
-        input_tokens: its data set wants it cut after so many tokens; None leaves it whole.
+        messages: (role, content) of a chat, the input of the model's chat template.
+        answer: the reference answer, if any.
+        label: label of the row; empty where the file has none.
+        pair: id shared by prompts that are compared with each other; empty where there is none.
+        output: tokens to decode by its data set: `answer` (as many as the answer has), a number, or None.
+        input_tokens: maximum length by its data set; None leaves the prompt whole.
     """
 
     dataset: str
@@ -57,7 +57,7 @@ class Prompt:
     input_tokens: int | None = None
 
     def token_ids(self, tokenizer: Any) -> list[int]:
-        """The tokens of the prompt. A chat whose tokenizer has no chat template is read as plain text.
+        """Return the tokens of the prompt. Without a chat template, a chat is read as plain text.
 
         Raises:
             MismatchError: the chat template refuses the messages.
@@ -74,23 +74,23 @@ class Prompt:
             raise MismatchError(
                 f"the model's chat template refuses prompt {self.prompt_id} of {self.dataset}: {first_line(error)}"
             ) from error
-        # the template has written the special tokens already
+        # the template writes the special tokens
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """Which prompts of the sources are taken.
+    """Choice of prompts from the sources.
 
     Attributes:
-        folder: of a copy of the public data sets; None reads them from the hub.
-        task: the config of a public data set, as `NAME:TASK` names it.
-        split: of the public data sets, instead of their recipes'.
-        seed: of the choice among a public data set's rows, where not all are asked for.
-        buffer: the choice is among the next so many rows at a time; 1 takes the first ones.
+        folder: copy of the public data sets; None reads from the hub.
+        task: config of a public data set, as in `NAME:TASK`.
+        split: split of the public data sets (default: their recipes').
+        seed: seed of the choice among a public data set's rows, where not all are used.
+        buffer: rows in the shuffle buffer; 1 takes the first rows.
         duplicates: `drop` prompts that repeat an earlier one of any source, or `keep` them.
-        similarity: from which Jaccard similarity two prompts are the same; see `moetool.prompts.near_duplicates`.
+        similarity: least Jaccard similarity of near duplicates; see `moetool.prompts.near_duplicates`.
     """
 
     folder: Path | None = None
@@ -104,11 +104,11 @@ class DataOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """Prompts, and where they come from.
+    """Prompts and their origins.
 
     Attributes:
-        origins: one object a source (a public data set's task is one): how many prompts it gave, how many repeated
-            an earlier one exactly or nearly, and what is needed to get the same ones again; for a trace's manifest.
+        origins: for a trace's manifest, one object per source (each task of a public data set is one): numbers of
+            prompts and of exact and near duplicates, and the facts that reproduce them.
     """
 
     prompts: list[Prompt]
@@ -116,45 +116,45 @@ class Gathered:
 
     @property
     def duplicates(self) -> int:
-        """Prompts that were dropped as they repeat others."""
+        """Return the number of dropped duplicates."""
         return sum(origin["exact_duplicates"] + origin["near_duplicates"] for origin in self.origins)
 
 
 def names() -> list[str]:
-    """The embedded sets, sorted."""
+    """Return the names of the embedded sets, sorted."""
     return sorted(file.stem for file in assets.path("data", "prompts").glob("*.jsonl"))
 
 
 def describe() -> list[dict[str, Any]]:
-    """The sets that have a name: the embedded ones (`hub` is None), then the public ones with all their recipe says."""
+    """Describe all sets: the embedded ones (`hub` is None), then the public ones with their recipes."""
     embedded = [{"name": name, "hub": None} for name in names()]
     return [*embedded, *({"name": name, **dataset_recipe.load(name).to_json()} for name in dataset_recipe.names())]
 
 
 def load(sources: Sequence[str], *, max_prompts: int | None = None) -> list[Prompt]:
-    """The prompts of the sources; see `gather`."""
+    """Return the prompts of the sources; see `gather`."""
     return gather(sources, max_prompts=max_prompts).prompts
 
 
 def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: DataOptions | None = None) -> Gathered:
-    """The prompts of the sources, in their order; a source that is named twice counts once.
+    """Collect the prompts of the sources, in their order; a source named twice counts once.
 
     Args:
         sources: names of embedded sets (`all` is every one of them); names of public data sets, as `NAME` or
             `NAME:TASK`, or the path of a recipe that ends in `.toml`; paths of files: `.jsonl` with `prompt` and
             perhaps `answer`, `task` and `id`; `.parquet` with the same columns; `.txt` with documents that end at a
-            line `<|endoftext|>` or, where its first 16 MiB have no such line, at blank lines. A name goes before a
-            file of that name: write `./code` for the file.
-        max_prompts: of each source (of each set, for `all`; of each task, for a public data set that has tasks); the
-            first so many, or of a public data set some of them by `options.seed`; None takes every one in its order.
+            line `<|endoftext|>` or, where its first 16 MiB have no such line, at blank lines. A set's name goes before
+            a file's: write `./code` for the file.
+        max_prompts: limit per source (per set with `all`; per task of a public data set with tasks): the first ones, or
+            a choice by `options.seed` from a public data set. None takes all in order.
 
     Effects: public data sets are read from the hub unless `options.folder` is given.
 
     Raises:
-        UsageError: there is no such set or file, its format is not one of these, a number makes no sense, or the hub
-            does not give the data set to this user.
-        MismatchError: a file does not hold what it should: it is empty, damaged, not UTF-8, or lacks prompts.
-        MoetoolError: a file cannot be read, or the hub not reached.
+        UsageError: there is no such set or file, its format is unknown, a number is invalid, or the hub refuses access
+            to the data set.
+        MismatchError: a file is empty, damaged, not UTF-8, or lacks prompts.
+        MoetoolError: a file cannot be read, or the hub cannot be reached.
     """
     options = options or DataOptions()
     if not sources:
@@ -188,11 +188,11 @@ def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: D
 
 
 def tokens_to_decode(prompt: Prompt, tokenizer: Any, limit: int | None) -> int:
-    """Token limit of a prompt's answer: its data set's, at most `limit`.
+    """Return the token limit of a prompt's answer: its data set's, at most `limit`.
 
     Args:
-        tokenizer: counts the tokens of the reference answer, where the data set wants as many.
-        limit: the caller's limit; None: the data set's, and 32 where it has none.
+        tokenizer: counts the tokens of the reference answer, where the data set uses its length.
+        limit: the caller's limit (default: the data set's, else 32).
     """
     wanted = prompt.output
     if isinstance(wanted, str):
@@ -204,12 +204,12 @@ def tokens_to_decode(prompt: Prompt, tokenizer: Any, limit: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Sources of prompts.
+    """A source of prompts.
 
     Attributes:
-        prompts: each with the text that it is compared by: all of it, or what a template was filled with.
-        origin: its description for the manifest; grows by counts as prompts are read.
-        name: for messages.
+        prompts: each with the text that duplicates are compared by: all of it, or a template's values.
+        origin: description for the manifest; its counts grow as prompts are read.
+        name: name for messages.
     """
 
     prompts: Iterator[tuple[Prompt, str]]
@@ -218,7 +218,7 @@ class _Source:
 
 
 def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None, gathered: Gathered) -> None:
-    """Move the prompts of a source that repeat none to `gathered`."""
+    """Move the prompts of a source that are not duplicates to `gathered`."""
     before = (seen.num_exact, seen.num_near) if seen else (0, 0)
     taken: list[Prompt] = []
     try:
@@ -253,7 +253,7 @@ def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None,
 
 
 def _of_dataset(name: str, task: str | None, max_prompts: int | None, options: DataOptions) -> list[_Source]:
-    """A public data set: each of its tasks, or the one that was named."""
+    """Return the sources of a public data set: each of its tasks, or the named one."""
     recipe = dataset_recipe.load(name)
     dataset = Path(name).stem
     chosen = RowOptions(
@@ -284,7 +284,7 @@ def _of_dataset(name: str, task: str | None, max_prompts: int | None, options: D
 def _read_dataset(
     dataset: str, recipe: DatasetRecipe, config: str | None, options: RowOptions, origin: dict[str, Any]
 ) -> Iterator[tuple[Prompt, str]]:
-    """The prompts of the rows that have what they need; `origin` counts the others."""
+    """Yield the prompts of the complete rows; `origin` counts the others."""
     split = options.split or recipe.split
     within = f"{config}/{split}" if recipe.tasks else split
     for number, row in enumerate(rows(dataset, recipe, config, options), start=1):
@@ -305,7 +305,7 @@ def _read_dataset(
             origin["incomplete"] += 1
             continue
         require_text(text, where)
-        # A row's number says nothing where rows come in an order of their own.
+        # Row numbers identify nothing in a shuffled order.
         prompt_id = own_id or hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         prompt = Prompt(
             dataset=dataset,
@@ -320,7 +320,7 @@ def _read_dataset(
 
 
 def _maybe(template: str | None, row: Mapping[str, Any], where: str) -> str | None:
-    """The filled template, or None where there is none or this row has nothing to fill in."""
+    """Return the filled template; None where there is none or the row is incomplete."""
     if template is None:
         return None
     try:
@@ -339,7 +339,7 @@ def _of_file(file: Path) -> _Source:
 
 
 def _file(source: str, known: Sequence[str]) -> Path:
-    """The file that a source means, refused here if it cannot be one."""
+    """Return the file of a source. Raises: UsageError if it cannot be one."""
     file = Path(source).expanduser()
     if not file.exists():
         if file.suffix or file.name != source:

@@ -1,16 +1,16 @@
-"""Which texts repeat an earlier one, exactly or nearly: MinHash finds candidates, their shingles decide.
+"""Detection of texts that repeat an earlier one, exactly or nearly: MinHash finds candidates, shingles decide.
 
-Two texts are equal if they are so after Unicode's compatibility folding, in lower case, with any white space read as
+Two texts are equal if they are equal after Unicode's compatibility folding, in lower case, with runs of white space as
 one space. They are nearly equal if their sets of shingles (three tokens in a row) have at least a given Jaccard
-similarity |a ∩ b| / |a ∪ b|. A token is a word, one Chinese, Japanese or Korean character, or what stands between
-words on a line, so that drawings made of signs differ where their lines do.
+similarity |a ∩ b| / |a ∪ b|. A token is a word, one Chinese, Japanese or Korean character, or the characters between
+two words of a line, so that drawings in ASCII differ where their lines do.
 
 Source: Broder, "On the resemblance and containment of documents" (1997), with bands as in Leskovec et al., "Mining of
 Massive Datasets", § 3.4. 20 bands of 6 rows see a pair of similarity s with probability 1 - (1 - s^6)^20: 99.8 % at
-0.8, 62 % at 0.6. Whoever is seen is then compared shingle by shingle, so nothing is called a duplicate that is not
-one, but for a chance of about 2^-32 for each pair of shingles to have the same checksum. Deviation: a band keeps its
-first 64 texts, and the 32 candidates with the likest signatures are compared, so some duplicates may stay among
-thousands of texts that share most of their words.
+0.8, 62 % at 0.6. Candidates are then compared shingle by shingle, so a false duplicate needs equal checksums, with
+probability about 2^-32 for each pair of shingles. Deviation: a band keeps its first 64 texts, and only the 32
+candidates with the most similar signatures are compared. Some duplicates may stay among thousands of texts that share
+most of their words.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ SIMILARITY = 0.8
 _BANDS, _ROWS = 20, 6
 _SHINGLE_TOKENS = 3
 _CHUNK = 1 << 14
-# Candidates whose signatures agree by this much less than asked for are not compared: 3 standard deviations of 120.
+# Candidates whose signatures agree by this much less than required are skipped: 3 standard deviations of 120 hashes.
 _SLACK = 0.12
-# Where thousands of prompts share one long instruction, each would be compared with all; these two bounds keep the time
-# of a prompt the same, and a band that so many texts have says nothing of any two of them.
+# Thousands of prompts may share one long instruction. These two bounds keep the time per prompt constant; a band shared
+# by that many texts tells nothing about any two of them.
 _ALIKE = 64
 _COMPARED = 32
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -40,10 +40,10 @@ _TOKEN = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s](?:[^\w\n]*[^\w\s])?")
 class NearDuplicates:
     """Remembers texts and says which later ones repeat them; the first of its kind stays.
 
-    A text of a hundred words costs less than a millisecond; each is kept as 4 bytes a shingle and about 3 kB more.
+    A stored text takes 4 bytes per shingle and about 3 kB more.
 
     Attributes:
-        similarity: from which two texts are nearly equal, above 0; 1 takes the same shingles in any order as equal.
+        similarity: least Jaccard similarity of near duplicates, above 0; 1 requires the same set of shingles.
         num_exact: texts that repeated one exactly.
         num_near: texts that repeated one nearly.
 
@@ -103,7 +103,7 @@ class NearDuplicates:
         return False
 
     def _signature(self, shingles: np.ndarray) -> np.ndarray:
-        """The least of the shingles under each of P random orders."""
+        """Return the minimum shingle under each of P random orders."""
         least_P = np.full(len(self._factors_P), np.iinfo(np.uint32).max, np.uint32)
         for start in range(0, len(shingles), _CHUNK):
             values_S = shingles[start : start + _CHUNK].astype(np.uint64)

@@ -1,1 +1,1 @@
-"""Trains the small Mixture-of-Experts model that `reference` names, and models like it."""
+"""Training of the small Mixture-of-Experts model named `reference`, and of models like it."""

@@ -13,18 +13,18 @@ from moetool.models.spec import moe_layers
 from moetool.reference.data import Domain, held_out_rows
 from moetool.reference.training_recipe import Recipe
 
-_ROWS = 16  # that are forwarded together
+_ROWS = 16  # rows per forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainMeasures:
-    """A model on the held-out text.
+    """Scores of a model on the held-out text.
 
     Attributes:
         cross_entropy: by domain, in nats a token.
-        tokens: by domain, how many predictions were scored.
-        between_L: mean Jensen-Shannon divergence, over pairs of domains, of how often each layer uses its experts.
-        within_L: that between two halves of one domain, as a mean over the domains: what chance alone makes.
+        tokens: by domain, the number of scored predictions.
+        between_L: Jensen-Shannon divergence of each layer's expert use, as a mean over pairs of domains.
+        within_L: the same between two halves of one domain, as a mean over the domains: the level of chance.
         busiest: the busiest expert's load as a multiple of the mean, as a mean over the layers.
 
     Units: divergences in bits.
@@ -37,7 +37,7 @@ class DomainMeasures:
     busiest: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, rounded to what can be told apart."""
+        """Return plain values, rounded to their precision."""
         return {
             "cross_entropy": {name: round(value, 4) for name, value in self.cross_entropy.items()},
             "tokens": self.tokens,
@@ -104,11 +104,11 @@ def divergences(use_DHLE: np.ndarray) -> tuple[list[float], list[float]]:
     """Divergence of expert use by layer: between domains, and between the halves of one.
 
     Args:
-        use_DHLE: how often each domain's halves use each expert of each layer.
+        use_DHLE: number of uses of each expert of each layer by each domain's halves.
 
     Returns:
-        Mean Jensen-Shannon divergence over pairs of domains (0 where there is one domain), and over domains of that
-        between their halves (those with an empty half left out).
+        Mean Jensen-Shannon divergence over pairs of domains (0 for one domain), and the mean over domains of the
+        divergence between their halves (without domains that have an empty half).
 
     Units: bits.
     """
@@ -141,7 +141,7 @@ def _shares(use: np.ndarray) -> np.ndarray:
 
 
 def readme(name: str, model: Any, facts: Mapping[str, Any]) -> str:
-    """The card, in Markdown.
+    """Return the card in Markdown.
 
     Args:
         facts: contents of training.json.

@@ -1,9 +1,8 @@
 """Text for training: a folder with one file a domain, its documents separated by `<|endoftext|>`.
 
-Documents, not lines, are held out, and by their own hash: the same document is on the same side in every run, and a
-copy of it too, in this file or another; but a file of so few documents that no hash falls below the share gives one all
-the same, and a copy of that one elsewhere is learned from. Which tokens a step sees depends on the seed and the step
-alone, so a run that was killed goes on as if it had not been.
+Documents, not lines, are held out, chosen by their hash: a document and all its copies are on the same side in every
+run. A file so small that no hash falls below the share still holds out one document, whose copies elsewhere are trained
+on. The tokens of a step depend on the seed and the step alone, so a killed run can resume exactly.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from moetool.errors import UsageError
 
 SEPARATOR = "<|endoftext|>"
 
-_AT_ONCE = 64  # documents that the tokenizer is given together
+_AT_ONCE = 64  # documents per call of the tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +26,12 @@ class Domain:
 
     Attributes:
         name: the file's name without its ending.
-        sha256: of the file.
-        num_bytes: of the file.
-        num_documents: with those held out, copies counted once.
+        sha256: digest of the file.
+        num_bytes: size of the file.
+        num_documents: documents, held-out ones included, copies counted once.
         num_held_out: documents held out.
         train_N: token ids of the training documents, each ended by the separator's.
-        held_out_N: those of the held-out ones.
+        held_out_N: token ids of the held-out documents.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Domain:
     held_out_N: np.ndarray
 
     def windows(self, length: int) -> int:
-        """Number of sequences of `length` tokens, and one token more, in the training text."""
+        """Return the number of sequences of `length` + 1 tokens in the training text."""
         return (len(self.train_N) - 1) // length
 
 
@@ -57,12 +56,12 @@ def read_domains(
     """Read and tokenize every `.txt` file of a folder, by name.
 
     Args:
-        tokenizer: of transformers; it has the token `<|endoftext|>`.
-        held_out: share of each file's documents.
-        on_progress: is called with the bytes that are read, and all there are.
+        tokenizer: a tokenizer of transformers with the token `<|endoftext|>`.
+        held_out: share of each file's documents to hold out.
+        on_progress: called with the bytes read so far and the total.
 
     Raises:
-        UsageError: no such folder, no text in it, a file that is no UTF-8 or holds fewer than two documents, or a
+        UsageError: no such folder, no text in it, a file that is not UTF-8 or holds fewer than two documents, or a
             tokenizer without the separator.
     """
     end = separator_id(tokenizer)
@@ -90,13 +89,13 @@ def read_domains(
 
 
 def training_documents(folder: Path, held_out: float) -> Iterator[str]:
-    """The documents of every domain that are not held out. Raises: UsageError: as `read_domains`."""
+    """Return the training documents of every domain. Raises: UsageError: as `read_domains`."""
     for file in text_files(folder):
         yield from hold_out(split_documents(file.read_bytes(), file), held_out)[1]
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The text files of a folder, by name. Raises: UsageError: there are none."""
+    """Return the text files of a folder, by name. Raises: UsageError: there are none."""
     if not folder.is_dir():
         raise UsageError(f"no directory {folder}; --data takes a directory of .txt files, one a domain")
     files = sorted(file for file in folder.glob("*.txt") if file.is_file())
@@ -106,7 +105,7 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def separator_id(tokenizer: Any) -> int:
-    """Raises: UsageError where the tokenizer has no such token."""
+    """Return the separator's token id. Raises: UsageError where the tokenizer has none."""
     found = tokenizer.convert_tokens_to_ids(SEPARATOR)
     if found is None or tokenizer.convert_ids_to_tokens(found) != SEPARATOR:
         raise UsageError(f"the tokenizer has no token {SEPARATOR}; start --from a checkpoint that has it")
@@ -114,15 +113,15 @@ def separator_id(tokenizer: Any) -> int:
 
 
 def split_documents(content: bytes, file: Path) -> list[str]:
-    """The different documents of a file, in order.
+    """Return the distinct documents of a file, in order.
 
     Raises:
-        UsageError: it is no UTF-8, or there are fewer than two: none could be held out.
+        UsageError: the file is not UTF-8, or has fewer than two documents, so that none can be held out.
     """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is no UTF-8 text (byte {error.start}); convert it, or leave it out") from None
+        raise UsageError(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out") from None
     parts = (part.strip("\r\n") for part in text.split(SEPARATOR))
     documents = list(dict.fromkeys(part for part in parts if part.strip()))
     if len(documents) < 2:
@@ -134,9 +133,9 @@ def split_documents(content: bytes, file: Path) -> list[str]:
 
 
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """Documents to score and documents to learn from, at least one of each, each in the order of their hashes.
+    """Return the held-out and the training documents, at least one of each, in the order of their hashes.
 
-    The hashes' order has nothing to do with the file's, so neighbours in it do not stay neighbours.
+    The order of hashes is unrelated to the file's, so neighbours in the file do not stay neighbours.
     """
     hashed = sorted((hashlib.sha256(document.encode("utf-8")).digest(), document) for document in documents)
     below = sum(int.from_bytes(digest[:8], "big") < share * 2**64 for digest, _ in hashed)
@@ -159,13 +158,13 @@ class TextBatches:
 
     Attributes:
         share_D: each domain's share of the rows.
-        domain_N, window_N: of every row of the run, which domain and which of its windows.
+        domain_N, window_N: domain and window of every row of the run.
     """
 
     def __init__(
         self, domains: Sequence[Domain], *, length: int, batch_size: int, steps: int, mixing: float, seed: int
     ) -> None:
-        """Deal the rows of all steps. Raises: UsageError: a domain does not fill one row."""
+        """Assign the rows of all steps. Raises: UsageError: a domain does not fill one row."""
         for domain in domains:
             if not domain.windows(length):
                 raise UsageError(
@@ -186,7 +185,7 @@ class TextBatches:
             self.window_N[of_domain] = np.concatenate([*windows, np.empty(0, np.int64)])[: len(of_domain)]
 
     def rows(self, step: int) -> np.ndarray:
-        """The rows of a step, counted from 0. Shapes: B, length + 1; int64."""
+        """Return the rows of a step, counted from 0. Shape: B, length + 1; int64."""
         chosen = range(step * self.batch_size, (step + 1) * self.batch_size)
         starts = [(self.domains[self.domain_N[i]].train_N, self.window_N[i] * self.length) for i in chosen]
         return np.stack([tokens_N[at : at + self.length + 1] for tokens_N, at in starts]).astype(np.int64)

@@ -1,7 +1,7 @@
-"""A model that trains fast on a processor: experts on tokens that lie together, and a balancing loss for each layer.
+"""A model that trains fast on a CPU: expert products on sorted tokens, and a balancing loss for each layer.
 
-The model is transformers' own and stays it: only the function that computes the experts differs while it trains, so
-what is saved is a plain checkpoint.
+The model is transformers' own: only the function that computes the experts differs during training, so the result is a
+plain checkpoint.
 """
 
 from pathlib import Path
@@ -20,12 +20,12 @@ FAMILY = "qwen3_moe"
 EXPERTS = "moetool_sorted"
 """Name of `sorted_experts` among transformers' implementations of experts."""
 
-_TOKENS = 256  # whose scores over the vocabulary are in memory together
+_TOKENS = 256  # tokens whose scores over the vocabulary are in memory together
 _ROUND = 64  # rows of an expert are a multiple of this
 
 
 class _Spread(torch.autograd.Function):
-    """Rows for the experts, from the tokens; autograd by itself would add up their gradients row by row."""
+    """Gather the experts' rows from the tokens; autograd by itself would add up their gradients row by row."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, token_S: Tensor, slot_TK: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _Spread(torch.autograd.Function):
 class _Experts(torch.autograd.Function):
     """Every expert on its rows: `down(silu(gate(x)) * up(x))`.
 
-    Autograd by itself would make, for each expert that is indexed, a gradient as large as all of them together.
+    Autograd by itself would allocate a gradient as large as all experts for each indexed expert.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ class _Experts(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The weighted sum over a token's experts; rows that only pad get no gradient."""
+    """The weighted sum over a token's experts; padding rows get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, out_SD: Tensor, weights_TK: Tensor, token_S: Tensor, slot_TK: Tensor) -> Tensor:
@@ -106,11 +106,10 @@ class _Gather(torch.autograd.Function):
 
 
 def sorted_experts(self: nn.Module, hidden_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-    """Every expert on its own tokens, which lie together; no token is dropped.
+    """Compute every expert on its own tokens, sorted by expert; no token is dropped.
 
-    Each expert's rows are filled up to a multiple of 64, so that the products have few different shapes: a processor's
-    library makes new code for each. (Filling all up to the busiest expert's, for one batched product, computes three
-    times as many rows with the reference model's routing.)
+    Each expert's rows are padded to a multiple of 64, so that the products have few shapes: a CPU library generates
+    code for each. One batched product, padded to the busiest expert, would compute far more rows.
     """
     weights: list[Tensor] = [self.gate_up_proj, self.down_proj]  # type: ignore[list-item]
     num_experts, num_tokens, top_k = len(weights[0]), *top_k_index_TK.shape
@@ -133,10 +132,10 @@ def sorted_experts(self: nn.Module, hidden_TD: Tensor, top_k_index_TK: Tensor, t
 
 
 class _NextToken(torch.autograd.Function):
-    """Mean cross-entropy of the next token, and its gradient, some tokens at a time.
+    """Mean cross-entropy of the next token, and its gradient, computed in chunks of tokens.
 
-    The scores of a whole batch over the vocabulary would be the largest array of a step, and every pass over them
-    waits for memory.
+    The scores of a whole batch over the vocabulary would be the largest array of a step, and every pass over them would
+    be bound by memory bandwidth.
     """
 
     @staticmethod
@@ -164,10 +163,10 @@ class _NextToken(torch.autograd.Function):
 
 
 def losses(model: Any, rows_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each row's tokens after its first, and how unevenly the routers use their experts.
+    """Return the cross-entropy of each row's tokens after its first, and the balancing loss of its routers.
 
-    The second is transformers' balancing loss (Switch Transformer, equations 4 to 6), as the mean over the layers:
-    over all layers at once an expert that is idle in one layer and busy in another would look balanced.
+    The second is transformers' balancing loss (Switch Transformer, equations 4 to 6) as the mean over the layers. Over
+    all layers at once, an expert that is idle in one layer and busy in another would look balanced.
     """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -183,10 +182,10 @@ def losses(model: Any, rows_BL: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def new_config(options: ModelOptions, tokenizer: Any) -> Any:
-    """The architecture as transformers has it; the vocabulary is the tokenizer's.
+    """Return the transformers config of the architecture; the vocabulary is the tokenizer's.
 
     Raises:
-        UsageError: transformers refuses it.
+        UsageError: transformers refuses the architecture.
     """
     from transformers import Qwen3MoeConfig
 
@@ -195,7 +194,7 @@ def new_config(options: ModelOptions, tokenizer: Any) -> Any:
         return Qwen3MoeConfig(
             vocab_size=len(tokenizer),
             hidden_size=options.hidden_size,
-            intermediate_size=options.expert_width * options.top_k,  # of dense layers, of which there are none
+            intermediate_size=options.expert_width * options.top_k,  # width of dense layers; there are none
             num_hidden_layers=options.num_layers,
             num_attention_heads=options.num_heads,
             num_key_value_heads=options.num_kv_heads,
@@ -216,7 +215,7 @@ def new_config(options: ModelOptions, tokenizer: Any) -> Any:
 
 
 def build(config: Any, seed: int) -> Any:
-    """A model with new weights, in float32."""
+    """Return a model with new weights, in float32."""
     from transformers import Qwen3MoeForCausalLM
 
     with torch.random.fork_rng():
@@ -225,10 +224,10 @@ def build(config: Any, seed: int) -> Any:
 
 
 def open_checkpoint(path: Path) -> Any:
-    """The model of a checkpoint, in float32.
+    """Return the model of a checkpoint, in float32.
 
     Raises:
-        UsageError: it is of another family than the one that is trained here.
+        UsageError: the checkpoint is of another family than the one trained here.
     """
     from transformers import Qwen3MoeForCausalLM
     from transformers.utils import logging
@@ -240,7 +239,7 @@ def open_checkpoint(path: Path) -> Any:
 
 
 def ready(model: Any) -> Any:
-    """Set how a model computes while it trains; it stays transformers' own.
+    """Set how a model computes its experts while it trains.
 
     Effects: registers `sorted_experts` with transformers.
     """
@@ -248,5 +247,5 @@ def ready(model: Any) -> Any:
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, sorted_experts)
     model.set_experts_implementation(EXPERTS)
-    model.set_attn_implementation("eager")  # its backward is faster on a processor, at sequences this short
+    model.set_attn_implementation("eager")  # its backward is faster on a CPU at short sequences
     return model

@@ -1,4 +1,4 @@
-"""The steps of gradient descent, by Lightning. Beside `moetool.learning.fitting` the only importer of it."""
+"""The steps of gradient descent. Only this module and `moetool.learning.fitting` import Lightning."""
 
 import math
 import time
@@ -27,9 +27,9 @@ def run_steps(
     state: State,
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Train `model` in place, from where `progress` is to the recipe's last step.
+    """Train `model` in place, from the step of `progress` to the recipe's last.
 
-    Effects: counts on in `progress`; saves `state` every `fit.save_every` steps.
+    Effects: updates `progress`; saves `state` every `fit.save_every` steps.
 
     Raises:
         MoetoolError: a loss is not finite.
@@ -45,7 +45,7 @@ def run_steps(
             precision="bf16-mixed" if fit.precision == "bfloat16" else "32-true",
             max_steps=fit.max_steps - progress.step,
             max_epochs=1,
-            plugins=[LightningEnvironment()],  # whatever cluster this runs on, it is one process
+            plugins=[LightningEnvironment()],  # one process, on whatever cluster it runs
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -57,7 +57,7 @@ def run_steps(
 
 
 class _Rows(IterableDataset):
-    """The rows of each step that is left."""
+    """The rows of each remaining step."""
 
     def __init__(self, batches: TextBatches, start: int, end: int) -> None:
         self.batches, self.start, self.end = batches, start, end

@@ -1,4 +1,4 @@
-"""A tokenizer of its own for a model: byte-level BPE, learned from the training documents."""
+"""Training of a byte-level BPE tokenizer on the training documents."""
 
 import json
 import tempfile
@@ -15,19 +15,19 @@ _ALPHABET = 256  # every byte is a token, so that no text is unknown
 
 
 def tokenizer_of(folder: Path) -> tuple[Any, dict[str, bytes]]:
-    """The tokenizer of a model, and its files by name. Raises: UsageError: it has none."""
+    """Return the tokenizer of a model, and its files by name. Raises: UsageError: it has none."""
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     return read_tokenizer(folder), files
 
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, like: Path) -> tuple[Any, dict[str, bytes]]:
-    """Learn a vocabulary; gives a tokenizer of transformers, and its files by name.
+    """Learn a vocabulary; return a tokenizer of transformers, and its files by name.
 
-    Digits stay single tokens, as in the embedded model's, so that numbers are read alike wherever they stand.
+    Digits stay single tokens, as in the embedded model, so that a number's tokens do not depend on its context.
 
     Args:
-        vocabulary: tokens in all, with the special ones.
-        like: the folder of a model whose special tokens, settings and chat template it takes over.
+        vocabulary: number of tokens, special ones included.
+        like: folder of the model whose special tokens, settings and chat template to copy.
 
     Raises:
         UsageError: the vocabulary has no room for the bytes and the special tokens.

@@ -1,4 +1,4 @@
-"""Trains a reference model: text in, a plain transformers checkpoint with its card out."""
+"""Training of a reference model: from text to a plain transformers checkpoint with its card."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from moetool.reference.training_state import Progress, State, require_room
 
 MARKER = "training.json"
 STATE = ".training"
-"""Ending of the folder, beside the result, with the state of an unfinished run."""
+"""Suffix of the folder, next to the result, with the state of an unfinished run."""
 
 _ARCHITECTURE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -47,22 +47,22 @@ def train(
 
     Args:
         data: a folder of text files, one a domain.
-        start: the checkpoint to continue from, as elsewhere a name or a folder; None begins with new weights.
-        resume: go on from the state that a killed run left. The losses are those of a run that nothing stopped.
-        overwrite: replace `out`, and a state that is there.
-        on_progress: is called with what is going on, how much of it is done, and of how much.
+        start: name or folder of the checkpoint to continue from; None begins with new weights.
+        resume: continue from the state of a killed run. The losses are those of an uninterrupted run.
+        overwrite: replace `out` and an existing state.
+        on_progress: called with the activity, the amount done and the total.
 
-    Effects: writes `out`, whole or not at all, and every so many steps the run's state to `out.training`, which goes
-        when the run has ended. Sets the number of torch's threads.
+    Effects: writes `out`, whole or not at all. Saves the run's state to `out.training` at intervals and removes it at
+    the end. Sets the number of torch's threads.
 
     Returns:
         The content of training.json.
 
     Raises:
-        UsageError: an input is missing or makes no sense, or there is a result or a state already.
+        UsageError: an input is missing or invalid, or a result or a state exists.
         MismatchError: the state to resume is of another run, or `start` is not of the recipe's architecture.
         CapacityError: the disk has no room for the state.
-        MoetoolError: a loss is not finite, or something cannot be written; what was saved last stays.
+        MoetoolError: a loss is not finite, or a write fails; the last saved state stays.
     """
     durable.require_absent(out, overwrite, MARKER)
     folder = out.with_name(out.name + STATE)
@@ -70,7 +70,7 @@ def train(
     text_files(data)
     source = locate(start or REFERENCE)
     if start is not None and recipe.data.tokenizer == "new":
-        raise UsageError(f"data.tokenizer is new, but the weights of {source} know their own; leave one of them out")
+        raise UsageError(f"data.tokenizer is new, but the weights of {source} have their own; leave one of them out")
     model, tokenizer, tokenizer_files = _begin(recipe, data, source, from_checkpoint=start is not None)
     threads = use_threads(model.config, recipe.fit.threads)
     domains = read_domains(
@@ -116,8 +116,8 @@ def train(
             facts["continues"] = _history(start, source)
         with durable.staged_directory(out, overwrite, MARKER) as staged:
             _write(staged, out.name, model, tokenizer_files, facts)
-    except (OSError, SafetensorError) as error:  # the second is what a full disk makes of weights
-        rest = f"what {folder} holds can be gone on from with --resume" if folder.exists() else "choose another --out"
+    except (OSError, SafetensorError) as error:  # safetensors raises the second on a full disk
+        rest = f"continue from {folder} with --resume" if folder.exists() else "choose another --out"
         raise MoetoolError(f"cannot write {out}: {error}; free space; {rest}") from error
     state.remove()
     return facts
@@ -127,14 +127,14 @@ def _require_state(folder: Path, resume: bool, overwrite: bool) -> None:
     durable.put_back(folder)
     if folder.exists() and not (resume or overwrite):
         raise UsageError(
-            f"{folder} is what an unfinished run left; go on with --resume, or begin anew with --overwrite"
+            f"{folder} holds the state of an unfinished run; continue with --resume, or start again with --overwrite"
         )
     if resume and not folder.exists():
-        raise UsageError(f"there is nothing to resume: no {folder}; leave --resume out")
+        raise UsageError(f"there is nothing to resume: {folder} does not exist; leave --resume out")
 
 
 def _begin(recipe: Recipe, data: Path, source: Path, *, from_checkpoint: bool) -> tuple[Any, Any, Mapping[str, bytes]]:
-    """The model before its first step, its tokenizer, and that one's files by name."""
+    """Return the model before its first step, its tokenizer, and the tokenizer's files by name."""
     if recipe.data.tokenizer == "new":
         documents = training_documents(data, recipe.data.held_out)
         tokenizer, files = learn_tokenizer(documents, recipe.data.vocabulary, source)
@@ -179,13 +179,13 @@ def _save(model: Any, folder: Path) -> None:
 
 
 def _weights_sha256(folder: Path) -> str:
-    """sha256 of a checkpoint's weights; of those of its shards, where there are several."""
+    """Return the sha256 of a checkpoint's weights; with several shards, the sha256 of theirs."""
     hashes = [durable.sha256_file(file) for file in sorted(folder.glob("*.safetensors"))]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _history(start: str, source: Path) -> dict[str, Any]:
-    """Facts about the checkpoint that a run began from."""
+    """Return facts about the checkpoint that a run began from."""
     try:
         earlier = read_json(source / MARKER, advice="")
     except (OSError, MismatchError):
@@ -239,7 +239,7 @@ def _facts(
 
 
 def _curve(losses: Sequence[float], points: int = 100) -> list[float]:
-    """The losses as at most `points` means of as many neighbours each."""
+    """Return the losses as at most `points` means over equal runs of steps."""
     size = max(1, -(-len(losses) // points))
     parts = [losses[at : at + size] for at in range(0, len(losses), size)]
     return [round(sum(part) / len(part), 4) for part in parts]

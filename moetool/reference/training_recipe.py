@@ -1,4 +1,4 @@
-"""Recipes of reference models: a TOML file and its checks."""
+"""Training recipes of reference models: a TOML file and its checks."""
 
 import math
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ class TextOptions:
     """Options of text and batches.
 
     Attributes:
-        held_out: share of each domain's documents that training never sees, chosen by their hash.
-        held_out_tokens: at most so many of a domain's held-out tokens are scored, evenly spaced over them.
-        tokenizer: of new weights: that of the embedded reference model, or a new one, learned from the training
-            documents.
-        vocabulary: tokens of a new one.
-        mixing: a domain's share of the batches is its tokens to this power: 1 takes all text alike, 0 all domains.
+        held_out: share of each domain's documents to hold out, chosen by their hash.
+        held_out_tokens: most held-out tokens to score per domain, evenly spaced.
+        tokenizer: tokenizer of new weights: that of the embedded reference model, or a new one learned from the
+            training documents.
+        vocabulary: tokens of a new tokenizer.
+        mixing: a domain's share of the batches is its tokens to this power: 1 weighs all text equally, 0 all domains.
     """
 
     held_out: float = 0.05
@@ -57,18 +57,18 @@ class GradientOptions:
     """Options of gradient descent.
 
     Attributes:
-        max_steps: batches in all.
+        max_steps: number of batches.
         batch_size: sequences in a batch.
         sequence_length: tokens of a sequence.
-        learning_rate: the highest, after the warm-up.
-        schedule: after the warm-up, cosine falls to nothing; wsd stays, and falls in a straight line over `decay`.
+        learning_rate: peak learning rate, after the warm-up.
+        schedule: after the warm-up, `cosine` falls to 0; `wsd` stays constant, then falls linearly over `decay`.
         warm_up: share of the steps over which the rate rises.
-        decay: share of the steps at the end over which wsd falls; all that the warm-up leaves makes a straight line.
-        weight_decay: of AdamW, on matrices only.
-        clip: the longest gradient.
-        precision: of the products; weights and sums are float32.
-        threads: of the arithmetic; 0 chooses. Another number gives other last digits.
-        save_every: steps between the states that a killed run can go on from.
+        decay: share of the steps at the end over which `wsd` falls; 1 minus `warm_up` gives a linear decay.
+        weight_decay: AdamW's weight decay, on matrices only.
+        clip: maximum norm of the gradient.
+        precision: data type of the products; weights and sums are float32.
+        threads: compute threads (0 = automatic). Another number changes the last digits.
+        save_every: steps between saved states that a killed run can resume from.
     """
 
     max_steps: int = 2000
@@ -87,11 +87,11 @@ class GradientOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(JsonRecord):
-    """Everything but the text and the checkpoint that a run starts from.
+    """A training run without its text and its starting checkpoint.
 
     Attributes:
-        seed: of the first weights and of what each batch holds.
-        sources: by domain, where its text is from and under which licence; the card repeats it.
+        seed: seed of the first weights and of the batches.
+        sources: by domain, origin and licence of its text, for the card.
     """
 
     seed: int = 0
@@ -102,13 +102,13 @@ class Recipe(JsonRecord):
 
 
 def read_recipe(path: Path, settings: Mapping[str, Any]) -> Recipe:
-    """A recipe, with some of its values replaced.
+    """Read a recipe, with some of its values replaced.
 
     Args:
-        settings: nested as the recipe is: {"fit": {"max_steps": 10}}.
+        settings: values to replace, nested as in the recipe: {"fit": {"max_steps": 10}}.
 
     Raises:
-        UsageError: the file cannot be read, or a key or value is none that a recipe can have.
+        UsageError: the file cannot be read, or has an unknown key or an invalid value.
     """
     try:
         values = read_toml(path)
@@ -129,7 +129,7 @@ def read_recipe(path: Path, settings: Mapping[str, Any]) -> Recipe:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raises: UsageError where a value makes no sense."""
+    """Raises: UsageError where a value is invalid."""
     data, model, fit = recipe.data, recipe.model, recipe.fit
     one, finite = Span(1), Span(0, below=True)
     widths = {name: one for name in asdict(model) if name not in ("balance", "head_dim")}
@@ -152,9 +152,9 @@ def _check(recipe: Recipe) -> None:
 
 
 def same_so_far(one: GradientOptions, other: GradientOptions, steps: int) -> bool:
-    """Whether two runs that differ in nothing else are the same over their first steps.
+    """Whether two runs that differ in their number of steps alone have the same first steps.
 
-    With the schedule wsd a run can thus be made longer or shorter until its rate begins to fall.
+    With the schedule `wsd` a run can be made longer or shorter until its rate begins to fall.
     """
     schedule = {"max_steps", "learning_rate", "schedule", "warm_up", "decay", "save_every"}
     rest = [{n: v for n, v in asdict(fit).items() if n not in schedule} for fit in (one, other)]
@@ -166,7 +166,7 @@ def same_so_far(one: GradientOptions, other: GradientOptions, steps: int) -> boo
 
 
 def learning_rate(fit: GradientOptions, step: int) -> float:
-    """The learning rate of a step, counted from 0; after the last it would be nothing."""
+    """Return the learning rate of a step, counted from 0."""
     warm_up = round(fit.warm_up * fit.max_steps)
     if step < warm_up:
         return fit.learning_rate * (step + 1) / warm_up

@@ -1,6 +1,6 @@
-"""State of an unfinished run on disk, so that a killed one goes on as if nothing had happened.
+"""State of an unfinished run on disk, from which a killed run resumes exactly.
 
-No random state is among it: what a batch holds follows from the seed and the step, and the model has no dropout.
+It has no random state: the batches follow from the seed and the step, and the model has no dropout.
 """
 
 import json
@@ -31,10 +31,10 @@ class Progress:
     """Progress of a run.
 
     Attributes:
-        step: steps that are done.
-        losses: cross-entropy of each one's batch.
+        step: number of completed steps.
+        losses: cross-entropy of each step's batch.
         seconds: their time, over all processes of the run.
-        start: how the checkpoint that the run began from did on the held-out text; None without one.
+        start: scores of the starting checkpoint on the held-out text; None without one.
     """
 
     step: int = 0
@@ -54,9 +54,9 @@ class State:
     """The state of one run, in a folder of its own.
 
     Attributes:
-        identity: the run's inputs: its recipe and more; only one that was given the same goes on from it, or
-            one that only goes on otherwise.
-        moments: AdamW's, by kind and parameter, as they were read.
+        identity: the run's inputs, its recipe included. Only a run with the same inputs, or one that differs in later
+            steps alone, can resume.
+        moments: AdamW's moments, by kind and parameter.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class State:
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
 
     def load(self, model: torch.nn.Module) -> Progress:
-        """Bring a model, and the moments for its optimizer, to where the run was.
+        """Restore a model and the moments of its optimizer.
 
         Raises:
             MismatchError: the state is of another run, or damaged.
@@ -73,14 +73,13 @@ class State:
         from safetensors.torch import load_file
 
         try:
-            saved = read_json(self.folder / MARKER, advice="begin anew with --overwrite")
+            saved = read_json(self.folder / MARKER, advice="start again with --overwrite")
             require_regular(self.folder / _WEIGHTS)
             progress = parse(Progress, saved["progress"], "progress")
             progress.validate()
             if differences := self._differences(saved["identity"], progress.step):
                 raise MismatchError(
-                    f"{self.folder} is of a run with {differences[0]}; give it the same again, or begin anew with "
-                    "--overwrite"
+                    f"{self.folder} is of a run with {differences[0]}; give the same, or start again with --overwrite"
                 )
             tensors = load_file(self.folder / _WEIGHTS)
             for name, tensor in tensors.items():
@@ -92,12 +91,12 @@ class State:
             }
         except (*_DAMAGE, SafetensorError) as error:
             raise MismatchError(
-                f"{self.folder} is damaged ({first_line(error)}); begin anew with --overwrite"
+                f"{self.folder} is damaged ({first_line(error)}); start again with --overwrite"
             ) from error
         return progress
 
     def _differences(self, saved: dict[str, Any], steps: int) -> list[str]:
-        """Differences between a saved run and this one, in words, without those that a run may still change."""
+        """Describe the differences between a saved run and this one, without those that a run may change."""
         one, other = ({**given, "recipe": dict(given["recipe"])} for given in (saved, self.identity))
         fits = [parse(GradientOptions, given["recipe"].pop("fit"), "fit") for given in (one, other)]
         for given in (one, other):
@@ -120,10 +119,10 @@ class State:
         self.moments = {}
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Replace what is saved, whole or not at all.
+        """Replace the saved state, whole or not at all.
 
         Raises:
-            OSError: the disk refuses; what was saved before stays.
+            OSError: the write fails; the earlier state stays.
         """
         from safetensors.torch import save_file
 
@@ -137,15 +136,15 @@ class State:
             (staged / MARKER).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def remove(self) -> None:
-        """The run is over; nobody needs this any more."""
+        """Remove the state at the end of the run."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def require_room(folder: Path, model: torch.nn.Module) -> None:
-    """Make sure that the disk takes two states, the last and the next, and the result.
+    """Check that the disk has room for two states (the last and the next) and the result.
 
     Raises:
-        CapacityError: it does not.
+        CapacityError: it has not.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     need = parameters * (2 * 3 * 4 + 2)
@@ -158,7 +157,7 @@ def require_room(folder: Path, model: torch.nn.Module) -> None:
 
 
 def _differences(saved: Any, given: Any, path: str = "") -> list[str]:
-    """Differences between two nested dictionaries, in words."""
+    """Describe the differences between two nested dictionaries."""
     if isinstance(saved, dict) and isinstance(given, dict):
         names = dict.fromkeys([*saved, *given])
         return [d for n in names for d in _differences(saved.get(n), given.get(n), f"{path}.{n}" if path else n)]

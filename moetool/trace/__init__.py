@@ -1,1 +1,1 @@
-"""The trace: its schema, and what reads, writes, joins, parts and translates it."""
+"""The trace: schema, reader, writer, checks, editing and merging."""

@@ -19,7 +19,7 @@ _WIDTHS = {
 
 
 def require_layers(spec: ModelSpec, column: str) -> None:
-    """Raises: MismatchError where a column cannot be an array by layer: it is none, or the layers differ in width."""
+    """Raises: MismatchError where a column is not per layer, or the layers differ in width."""
     if column not in _WIDTHS:
         raise MismatchError(f"{column} is not a per-layer column, expected one of {', '.join(_WIDTHS)}")
     widths = set(getattr(spec, _WIDTHS[column]))
@@ -28,7 +28,7 @@ def require_layers(spec: ModelSpec, column: str) -> None:
 
 
 def by_layer(spec: ModelSpec, column: str, batches: Iterable[TokenBatch]) -> np.ndarray:
-    """A column of a trace, tokens in the trace's order.
+    """Return a column of a trace, tokens in the trace's order.
 
     Returns:
         [T, L, K] of `experts`, `weights` and `norms`; [T, L, E] of `logits`, `logits32` and `scores`.
@@ -44,10 +44,13 @@ def by_layer(spec: ModelSpec, column: str, batches: Iterable[TokenBatch]) -> np.
 
 
 def long_table(spec: ModelSpec, requests: "pa.Table", batches: Iterable[TokenBatch]) -> "pa.Table":
-    """A row for each expert that a token uses in a layer: request, dataset, task, phase, iteration, position, token_id,
-    layer (absolute), rank, expert, and weight where it was recorded.
+    """Return a row for each expert that a token uses in a layer.
 
-    The same by DuckDB, without moetool, of a trace whose layers are alike (L layers, top-k K):
+    Columns: request, dataset, task, phase, iteration, position, token_id, layer (absolute), rank, expert, and weight
+    where it was recorded.
+
+
+    The same in DuckDB, without moetool, for a trace whose layers are alike (L layers, top-k K):
 
         SELECT request, position, (i - 1) // K AS layer_index, (i - 1) % K AS rank, experts[i] AS expert
         FROM 'TRACE/tokens/*.parquet', range(1, L * K + 1) AS places(i)

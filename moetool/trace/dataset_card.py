@@ -32,7 +32,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
 
 
 def columns_table(spec: ModelSpec, columns: list[str], ahead: int) -> str:
-    """The columns of a trace as a Markdown table."""
+    """Return the columns of a trace as a Markdown table."""
     widths = {
         "S": sum(spec.top_k_L),
         "F": sum(spec.num_experts_L),
@@ -51,10 +51,10 @@ def columns_table(spec: ModelSpec, columns: list[str], ahead: int) -> str:
 
 
 def card(spec: ModelSpec, contents: Mapping[str, Any], schema_version: str) -> str:
-    """The card of a trace.
+    """Return the dataset card of a trace.
 
     Args:
-        contents: of its manifest: columns, ahead, composition, requests, tokens, provenance.
+        contents: entries of its manifest: columns, ahead, composition, requests, tokens, provenance.
     """
     offsets = [0, *np.cumsum(spec.top_k_L).tolist()]
     even = len(set(spec.top_k_L)) == 1

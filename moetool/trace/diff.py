@@ -1,4 +1,4 @@
-"""Two traces of the same tokens: what quantization, fine-tuning or another engine did to routing, layer by layer."""
+"""Routing differences of two traces of the same tokens, by layer: effects of quantization, fine-tuning or an engine."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ class LayerDiff:
     """One MoE layer.
 
     Attributes:
-        layer: its absolute index.
+        layer: absolute index.
         flip_rate: share of the experts chosen in the first trace that the second one did not choose.
-        changed: share of the tokens with any such expert.
+        changed: share of the tokens with any such expert (a flip).
         margin: median gap between the scores of the k-th and the next expert in the first trace; None without logits.
         flipped_margin: the same over the tokens that changed; small gaps say that near ties flipped.
-        use_bits: Jensen-Shannon divergence of how often experts were used, in bits.
-        score_bits: mean over tokens of that of the routers' distributions; None where a trace lacks logits.
+        use_bits: Jensen-Shannon divergence of expert use, in bits.
+        score_bits: mean over tokens of the divergence of the routers' distributions, in bits; None without logits.
     """
 
     layer: int
@@ -37,12 +37,12 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceDiff(JsonRecord):
-    """All layers, and what was compared.
+    """Differences of all layers, and the extent of the comparison.
 
     Attributes:
-        requests: that both traces have.
-        tokens: of them that both forwarded: each request up to the first token that differs.
-        left_out: tokens of the first trace in those requests that come after.
+        requests: number of requests in both traces.
+        tokens: compared tokens: each request up to the first token that differs.
+        left_out: later tokens of the first trace in those requests.
         only_a, only_b: requests without a counterpart.
     """
 
@@ -55,18 +55,18 @@ class TraceDiff(JsonRecord):
 
     @property
     def flip_rate(self) -> float:
-        """The mean over layers."""
+        """Return the mean flip rate over layers."""
         return float(np.mean([layer.flip_rate for layer in self.layers]))
 
 
 def diff(a: Trace, b: Trace) -> TraceDiff:
     """Compare two traces token by token.
 
-    Requests belong together by their pair id, or by dataset, task and prompt where they have none; their tokens as
-    long as their ids are the same. Where ids are withheld, the tokens of the prompt are compared.
+    Requests are matched by their pair id, or by dataset, task and prompt without one. Tokens are compared while their
+    ids agree. Where ids are withheld, the tokens of the prompt are compared.
 
     Raises:
-        MismatchError: the models have other shapes, or no request is in both.
+        MismatchError: the models' shapes differ, or no request is in both.
     """
     for name in ("layer_ids_L", "num_experts_L", "top_k_L"):
         if getattr(a.spec, name) != getattr(b.spec, name):
@@ -100,7 +100,7 @@ def diff(a: Trace, b: Trace) -> TraceDiff:
 
 
 def _pairs(a: Trace, b: Trace) -> tuple[dict[int, int], int, int]:
-    """The request of b for each of a, and how many of each have none. A prompt that comes twice is paired in order."""
+    """Return the request of b for each of a, and the unmatched counts. Repeated prompts are paired in order."""
 
     def keyed(trace: Trace) -> dict[tuple[str, str, str, int], int]:
         seen: dict[tuple[str, str, str], int] = {}

@@ -1,4 +1,4 @@
-"""Traces made of a part of another: its first layers or requests, a sample, or its parts by task or request."""
+"""Parts of a trace as traces: the first layers or requests, a sample, or a split by task or request."""
 
 import hashlib
 import json
@@ -20,25 +20,25 @@ from moetool.types import ModelSpec
 
 SPLIT_BY = ("task", "label", "request")
 SPLIT = "split.json"
-_OF_THE_WHOLE = ("decisions", "failed_forwards", "capture")  # they are about all of its requests
+_OF_THE_WHOLE = ("decisions", "failed_forwards", "capture")  # these describe all requests of a trace
 
 
 def head(
     trace: Trace, out: Path, *, layers: int | None = None, requests: int | None = None, overwrite: bool = False
 ) -> Trace:
-    """The first MoE layers, or the first requests, of a trace, as a trace of its own. Requests keep their numbers.
+    """Write the first MoE layers or requests of a trace as a new trace. Requests keep their numbers.
 
-    A trace of fewer layers is of another model, one that ends there: what is trained on it fits nothing else. The
-    columns `ahead` and `resident` are left out of it, since they look at layers that are gone.
+    A trace of fewer layers belongs to another, truncated model, and so does everything trained on it. The columns
+    `ahead` and `resident` are left out, since they refer to removed layers.
 
     Args:
-        layers: how many MoE layers; all by default.
-        requests: how many requests; all by default.
+        layers: number of MoE layers (default: all).
+        requests: number of requests (default: all).
 
     Effects: writes `out`, whole or not at all.
 
     Raises:
-        UsageError: there are not so many, or `out` exists.
+        UsageError: the trace has fewer, or `out` exists.
         MismatchError: the trace is damaged.
     """
     spec = trace.spec
@@ -57,16 +57,16 @@ def head(
 
 
 def sample(trace: Trace, out: Path, *, requests: int, seed: int = 0, overwrite: bool = False) -> Trace:
-    """Some requests of a trace, drawn by chance, in their order and numbered anew.
+    """Write a random sample of a trace's requests, in their order and renumbered.
 
     Args:
-        requests: how many.
-        seed: of the draw.
+        requests: number of requests.
+        seed: seed of the sample.
 
     Effects: writes `out`, whole or not at all.
 
     Raises:
-        UsageError: there are not so many, or `out` exists.
+        UsageError: the trace has fewer, or `out` exists.
         MismatchError: the trace is damaged.
     """
     there = request_numbers(trace)
@@ -86,18 +86,18 @@ def sample(trace: Trace, out: Path, *, requests: int, seed: int = 0, overwrite: 
 def split(
     trace: Trace, out: Path, *, by: str, shares: Sequence[float] = (), overwrite: bool = False
 ) -> dict[str, Trace]:
-    """The parts of a trace, each a trace in a folder of `out`, with its requests in their order and numbered anew.
+    """Write the parts of a trace, each a trace in a folder of `out`, requests in their order and renumbered.
 
     Args:
-        by: `task` or `label`: a part for each, by its name; `request`: parts `0`, `1`, ... of the given shares, what
-            is left of 1 being the last. Requests go to the part that is furthest behind its share, so that every part
-            is evenly spread.
-        shares: of `request` only; above 0, together at most 1.
+        by: `task` or `label`: one part for each, with its name. `request`: parts `0`, `1`, ... of the given shares; the
+            last gets the remainder. Each request goes to the part that is furthest behind its share, so that parts are
+            evenly spread.
+        shares: with `request` only; above 0, together at most 1.
 
-    Effects: writes `out`, whole or not at all; `split.json` in it says what the parts are.
+    Effects: writes `out`, whole or not at all; its `split.json` describes the parts.
 
     Raises:
-        UsageError: shares that make no sense, a part that would be empty, or `out` exists.
+        UsageError: invalid shares, a part that would be empty, or `out` exists.
         MismatchError: the trace is damaged.
     """
     if by not in SPLIT_BY:
@@ -127,13 +127,13 @@ def split(
 
 
 def request_numbers(trace: Trace) -> list[int]:
-    """The requests of a trace, in their order."""
+    """Return the requests of a trace, in their order."""
     requests: list[int] = trace.requests["request"].to_pylist()
     return requests
 
 
 def _by_name(trace: Trace, by: str, shares: Sequence[float]) -> dict[int, str]:
-    """The part of each request: its task or label, as a folder's name; with the dataset where two have such a one."""
+    """Return the part of each request: its task or label as a folder name, with the dataset where ambiguous."""
     if shares:
         raise UsageError(f"--share is for --by request; leave it out with --by {by}")
     rows = trace.requests.to_pylist()
@@ -167,7 +167,7 @@ def _by_share(trace: Trace, shares: Sequence[float]) -> dict[int, str]:
 
 
 def part_writer(stack: ExitStack, folder: Path, spec: ModelSpec, columns: frozenset[str], like: Trace) -> TraceWriter:
-    """A writer of some columns, made as those of `like` were; abandoned when the stack unwinds before its end."""
+    """Open a writer with the column options of `like`; it is aborted if the stack unwinds early."""
     keep = {"topk", *(columns & {*KEEP, *EXTRA})}
     return stack.enter_context(
         TraceWriter(folder, spec, keep, like.ahead or 1, weights="weights" in columns, resident=like.resident)
@@ -182,10 +182,10 @@ def copy_requests(
     num_layers: int | None = None,
     first_forward: int = 0,
 ) -> int:
-    """Copy requests, each to its writer under its new number; gives the number after that of the last forward.
+    """Copy requests, each to its writer under its new number; return the number after the last forward.
 
     Args:
-        num_layers: of the first layers alone.
+        num_layers: number of first layers to copy.
         first_forward: number of the trace's first forward.
     """
     for row in trace.requests.to_pylist():

@@ -9,7 +9,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 def to_events(
     spec: ModelSpec, rows: TokenBatch, forward_id: int, *, embedding_TD: np.ndarray | None = None
 ) -> tuple[ForwardInfo, list[GateEvent]]:
-    """The rows of one forward as a ForwardInfo and its gate events, one a layer."""
+    """Return the rows of one forward as a ForwardInfo and its gate events, one per layer."""
     info = ForwardInfo(
         forward_id=forward_id,
         request_T=tuple(rows.request_T.tolist()),

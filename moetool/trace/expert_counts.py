@@ -1,11 +1,11 @@
-"""Counts of experts, as a folder: what engines record that count tokens and keep no routes.
+"""Counts of tokens per expert, as a folder: the records of engines that keep no routes.
 
     manifest.json     kind `counts`, schema version, ModelSpec, provenance, sha256 of the other file
-    counts.parquet    one row a pass (a forward, or however many the engine counted together): `pass`, and `tokens`,
-                      how many tokens used each expert, as a list of L * E, layer-major
+    counts.parquet    one row per pass (one or more forwards, counted together by the engine): `pass`, and `tokens`:
+                    tokens that used each expert, as a list of L * E, layer-major
 
-A placement can be planned and scored from them, as from a trace: a pass then counts as a request. What needs to know
-which experts one token used, in which order (replay, caches, predictors), cannot be done with them.
+They are enough to plan and score a placement, with a pass in place of a request. Replay, cache plans and predictors
+need the experts of each token in order and refuse them.
 """
 
 import io
@@ -37,10 +37,10 @@ class Counted:
 
     Attributes:
         counts_WLE: tokens of pass w that used expert e of layer l (int64); 0 beyond a layer's experts.
-        notes: a sentence for each thing that the files lack or that is not as in the files.
+        notes: one sentence for each fact that the files lack or that was changed.
 
     Raises:
-        MismatchError: a count is below 0, there are none, or a layer has none.
+        MismatchError: a count is below 0, or all counts, or those of a layer, are 0.
     """
 
     spec: ModelSpec
@@ -65,20 +65,20 @@ class Counted:
 
 
 class ExpertCounts:
-    """Counts on disk.
+    """Counts of tokens per expert on disk.
 
     Args:
-        path: the folder.
+        path: folder of the counts.
 
     Attributes:
         manifest: manifest.json.
         spec: the model that was counted.
-        counts_WLE: as of `Counted`.
-        num_tokens: tokens that were counted; a fraction where an engine lost some.
+        counts_WLE: as in `Counted`.
+        num_tokens: counted tokens; a fraction where an engine lost some.
 
     Raises:
         UsageError: there is no such folder.
-        MismatchError: it is not whole, or not such a folder.
+        MismatchError: it is incomplete, or holds something else.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,9 +112,9 @@ class ExpertCounts:
             if column.null_count or flat.null_count:
                 raise ValueError("some counts are missing")
             self.counts_WLE: np.ndarray = flat.to_numpy(zero_copy_only=False).reshape(-1, *shape)
-            Counted(spec=self.spec, counts_WLE=self.counts_WLE)  # which refuses counts that cannot be
+            Counted(spec=self.spec, counts_WLE=self.counts_WLE)  # refuses impossible counts
             if not isinstance(self.manifest["provenance"], dict):
-                raise ValueError("its provenance is no object")
+                raise ValueError("its provenance is not an object")
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError, MismatchError) as error:
             raise MismatchError(f"{file} is damaged ({first_line(error)}); import it again") from None
 
@@ -125,7 +125,7 @@ class ExpertCounts:
 
     @property
     def requests(self) -> range:
-        """The numbers of the passes, which stand for requests where a trace has those."""
+        """Return the numbers of the passes, in place of a trace's requests."""
         return range(len(self.counts_WLE))
 
     @property
@@ -173,12 +173,12 @@ def write_counts(folder: Path, counted: Counted, provenance: dict[str, Any]) -> 
 
 
 def holds_counts(path: Path) -> bool:
-    """Whether a folder holds counts and not a trace, by its manifest."""
+    """Whether a folder holds counts instead of a trace, by its manifest."""
     return path.is_dir() and (path / MANIFEST).is_file() and _manifest(path).get("kind") == KIND
 
 
 def open_workload(path: Path) -> "Trace | ExpertCounts":
-    """A trace or counts, whichever the folder holds.
+    """Open a trace or counts, whichever the folder holds.
 
     Raises:
         UsageError: there is no such folder.

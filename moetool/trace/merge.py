@@ -1,4 +1,4 @@
-"""One trace of several."""
+"""Merging of several traces into one."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,18 +13,18 @@ from moetool.trace.reader import MANIFEST, Trace
 
 
 def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tuple[Trace, list[str]]:
-    """Several traces of one model as one: their requests one trace after the other, numbered anew.
+    """Write several traces of one model as one: requests in the order of the traces, renumbered.
 
-    Columns that not all of them have are left out. How each was made stays in the provenance.
+    Columns that some of them lack are left out. The provenance keeps how each was made.
 
     Returns:
-        The trace, and a sentence for each thing that was left out or is to be known.
+        The trace, and one sentence for each omission or caveat.
 
     Effects: writes `out`, whole or not at all.
 
     Raises:
-        UsageError: fewer than two, one of them twice, or `out` exists.
-        MismatchError: they are of different models, or one is damaged.
+        UsageError: fewer than two traces, one of them twice, or `out` exists.
+        MismatchError: the traces are of different models, or one is damaged.
     """
     if len(traces) < 2:
         raise UsageError(f"{len(traces)} trace to merge, expected at least two; give their directories")
@@ -37,7 +37,7 @@ def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tup
         seen[trace.sha256] = trace.path
     columns, notes = _common_columns(traces)
     if again := _prompts_again(traces):
-        notes.append(f"{numbered(again, 'prompt')} in more than one of them; a split by request may part such")
+        notes.append(f"{numbered(again, 'prompt')} in more than one of them; a split by request may part copies")
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
         writer = part_writer(stack, folder, first.spec, columns, first)
@@ -72,7 +72,7 @@ def _common_columns(traces: Sequence[Trace]) -> tuple[frozenset[str], list[str]]
     notes = [f"{name}: not in all of them" for name in sorted(frozenset.union(*(t.columns for t in traces)) - columns)]
     if "ahead" in columns and len({trace.ahead for trace in traces}) > 1:
         columns -= {"ahead"}
-        notes.append("ahead: they look ahead differently far")
+        notes.append("ahead: they look different numbers of layers ahead")
     if "resident" in columns and len({trace.resident for trace in traces}) > 1:
         columns -= {"resident"}
         notes.append("resident: different shares of the experts")
@@ -84,7 +84,7 @@ def _common_columns(traces: Sequence[Trace]) -> tuple[frozenset[str], list[str]]
 
 
 def _prompts_again(traces: Sequence[Trace]) -> int:
-    """Number of prompts in more than one of the traces."""
+    """Return the number of prompts in more than one of the traces."""
     found: dict[tuple[str, str, str], int] = {}
     for trace in traces:
         for key in {(row["dataset"], row["task"], row["prompt_id"]) for row in trace.requests.to_pylist()}:
@@ -93,7 +93,7 @@ def _prompts_again(traces: Sequence[Trace]) -> int:
 
 
 def _composition(traces: Sequence[Trace]) -> dict[str, Any]:
-    """The composition of all: that of a log if one is a log, else their own."""
+    """Return the common composition: `log` if any is a log, else their own."""
     every: list[dict[str, Any]] = [trace.manifest["composition"] for trace in traces]
     if all(each == every[0] for each in every):
         return every[0]

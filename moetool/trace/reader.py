@@ -1,20 +1,19 @@
-"""The trace: what a model's routers did, token by token, as a folder of Parquet files.
+"""The trace: a model's routing, token by token, as a folder of Parquet files.
 
     manifest.json           schema version, ModelSpec, how batches were composed, provenance, sha256 of each file, and
-                            whether the trace is closed: the log of a server that runs is not
+                            whether the trace is closed; the log of a running server is not
     requests.parquet        one row a request
     tokens/*.parquet        one row a forwarded token, in the order of the forwards
     iterations/*.parquet    one row an iteration of a request: the mean output of the embedding layer; in the log of a
                             server one row for each forward that an iteration took
 
 Per-layer columns are fixed-size lists, layer-major: `experts` and `weights` hold the K of layer 0, then those of
-layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw; `ahead` what the routers of the
-next A MoE layers say of those D, A times E of the widest layer (0 beyond a layer's experts and beyond the last layer);
-`resident` what the next one's router would say if only resident and shared experts had been computed, E of the widest
-layer (0 likewise).
-The offsets are in the schema metadata. Readers stream and name the columns that they need. `weights` is missing where a
-trace was made from the records of an engine that keeps only the experts. How versions of this schema follow one another
-is said in `moetool.trace.version`: traces of an older minor version are read, those of a newer version refused.
+layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw; `ahead` the logits of the next A
+MoE layers' routers on those D, A times E of the widest layer (0 beyond a layer's experts and beyond the last layer);
+`resident` the next router's logits if only resident and shared experts had been computed, E of the widest layer (0
+likewise). The offsets are in the schema metadata. Readers stream and name the columns that they need. `weights` is
+missing in a trace from the records of an engine that keeps only the experts. Traces of an older minor version are read,
+those of a newer version refused (`moetool.trace.version`).
 """
 
 import hashlib
@@ -59,7 +58,7 @@ COMPOSITIONS = ("sequential", "batch", "log", "mixed")
 _REQUESTS = "requests.parquet"
 _VOCABULARY = "vocabulary.parquet"
 _ROWS_A_BYTE = 64
-"""More rows than that in a byte of Parquet are made to fill the memory, not to say anything."""
+"""Limit of rows per byte of Parquet: more are made to exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
-    """Types of a manifest's entries, the model's left out."""
+    """Types of a manifest's entries, except the model's."""
 
     files: dict[str, _File]
     columns: list[str]
@@ -85,7 +84,7 @@ class _Manifest:
 
     @property
     def requests_file(self) -> str:
-        """File of its requests: the last one of an open log."""
+        """Return the file of the requests: the latest one of an open log."""
         if self.closed:
             return _REQUESTS
         return max((name for name in self.files if name.startswith("requests-")), default=_REQUESTS)
@@ -100,7 +99,7 @@ class _Manifest:
         unknown = sorted(set(self.columns) - {*COLUMNS, "embeddings", "text"})
         check.require(not unknown, "columns", ", ".join(unknown), "columns of traces")
         missing = sorted(set(ALWAYS) - set(self.columns))
-        check.require(not missing, "columns", f"no {', '.join(missing)}", "it in every trace")
+        check.require(not missing, "columns", f"no {', '.join(missing)}", "these columns in every trace")
         check.require_whole("tokens", self.tokens, 0)
         check.require_whole("requests", self.requests, 0)
         check.require_whole("ahead", self.ahead, 0, check.MAX_LAYERS)
@@ -112,24 +111,24 @@ class Trace:
     """A trace on disk, read as a stream.
 
     Args:
-        path: the folder, also as text.
+        path: folder of the trace.
 
     Attributes:
         manifest: manifest.json, as this version writes it.
         spec: the model that was traced.
-        columns: the recorded columns: `experts` and perhaps `weights`, `SIGNALS`, `embeddings`.
-        ahead: for how many layers the column `ahead` looks ahead; 0 without it.
+        columns: the recorded columns: `experts` and optionally `weights`, `SIGNALS`, `embeddings`.
+        ahead: number of layers that the column `ahead` looks ahead; 0 without it.
         resident: share of a layer's experts that the column `resident` takes to be resident; 0 without it.
         num_tokens: rows of tokens/.
         requests: requests.parquet, in the order of the requests.
-        closed: whether nothing more will be added. The log of a server is not closed while that runs, and stays so
-            when it is killed: it is read as far as it had come when it was opened here.
-        running: requests that had not ended after the last row.
-        sha256: identifies the content: of the manifest, which holds that of every file.
+        closed: whether the trace is complete. The log of a running or killed server is open: it is read up to its end
+            at the time of opening.
+        running: requests still running after the last row.
+        sha256: identity of the content: digest of the manifest, which holds the digest of every file.
 
     Raises:
         UsageError: there is no such folder.
-        MismatchError: it is not a whole trace, or not of a schema version that can be read.
+        MismatchError: the trace is incomplete, or its schema version cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -142,7 +141,7 @@ class Trace:
                 self._open(found)
                 return
             except MismatchError:
-                if self._read_manifest() == found:  # else the log has grown meanwhile
+                if self._read_manifest() == found:  # otherwise the log has grown meanwhile
                     raise
 
     def _read_manifest(self) -> bytes:
@@ -251,10 +250,10 @@ class Trace:
             self._verify(name)
 
     def check(self) -> None:
-        """Read every row and column and check them more closely than other readers do.
+        """Read every row and column, with more checks than other readers do.
 
         Raises:
-            MismatchError: a file is damaged, or rows make no sense.
+            MismatchError: a file is damaged, or a row is invalid.
         """
         self.verify()
         for rows in self.batches(self.columns & {"weights", *SIGNALS}):
@@ -264,7 +263,7 @@ class Trace:
                 pass
 
     def _verify(self, name: str) -> Path:
-        """The path of a file whose bytes are the manifest's; they are compared the first time that it is read."""
+        """Return the path of a file; the first read compares its digest with the manifest's."""
         file = self.path / name
         if not self.closed and not file.exists():
             raise MismatchError(f"{file} is gone: the log was closed during the read; run the command again")
@@ -274,13 +273,13 @@ class Trace:
         return file
 
     def batches(self, columns: Iterable[str] = ()) -> Iterator[TokenBatch]:
-        """Stream the rows of tokens/ in the order of the forwards, some thousands at a time.
+        """Stream the rows of tokens/ in the order of the forwards, thousands at a time.
 
         Args:
-            columns: any of `weights` and `SIGNALS`, besides those that always come.
+            columns: any of `weights` and `SIGNALS`, in addition to those always read.
 
         Raises:
-            MismatchError: a column was not recorded, a file is damaged, or rows make no sense (`RowChecks`).
+            MismatchError: a column was not recorded, a file is damaged, or a row is invalid (`RowChecks`).
         """
         wanted = set(columns)
         self.require(wanted, "this reader")
@@ -302,25 +301,27 @@ class Trace:
         checks.finish()
 
     def by_layer(self, column: str = "experts") -> np.ndarray:
-        """All tokens of `experts` or `weights` as [T, L, K], or of `logits` as [T, L, E].
+        """Return all tokens of `experts` or `weights` as [T, L, K], or of `logits` as [T, L, E].
 
         Raises:
-            MismatchError: it was not recorded, or the layers differ in width.
+            MismatchError: the column was not recorded, or the layers differ in width.
         """
         require_layers(self.spec, column)
         return by_layer(self.spec, column, self.batches(() if column == "experts" else [column]))
 
     @property
     def vocabulary(self) -> dict[int, str]:
-        """The text of each token that occurs, where `text` was kept; else empty."""
+        """Return the text of each token that occurs, where `text` was kept; else empty."""
         if "text" not in self.columns:
             return {}
         table = self._read(_VOCABULARY, VOCABULARY)
         return dict(zip(table["token_id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each expert that a token uses in a layer (`moetool.trace.arrays.long_table`),
-        and its token's text where that was kept."""
+        """Return a DataFrame with a row for each expert that a token uses in a layer.
+
+        Columns: those of `moetool.trace.arrays.long_table`, and the token's text where `text` was kept.
+        """
         weights = self.columns & {"weights"}
         table = long_table(self.spec, self.requests, self.batches(weights)).to_pandas()
         if spelled := self.vocabulary:
@@ -328,7 +329,7 @@ class Trace:
         return table
 
     def embeddings(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(request, iteration, embedding_D float16) of every iteration."""
+        """Yield (request, iteration, embedding_D float16) of every iteration."""
         self.require(["embeddings"], "this reader")
         for part in self._names("iterations/"):
             table = self._read(part, embedding_schema(self.spec))
@@ -346,11 +347,10 @@ class Trace:
         """Stream the trace as forwards with their gate events, layer by layer.
 
         Args:
-            sequential: one request after the other, each prompt in one forward; otherwise the forwards as they
-                were recorded.
-            columns: `weights` and `SIGNALS` fill the fields of the events, `embeddings` that of the forwards: the mean
-                over an iteration, which is all that a trace holds.
-            requests: only these requests (all by default).
+            sequential: one request after the other, each prompt in one forward; otherwise the recorded forwards.
+            columns: `weights` and `SIGNALS` fill the fields of the events, `embeddings` that of the forwards (the mean
+                over an iteration).
+            requests: requests to include (default: all).
         """
         columns = set(columns)
         embeddings = _Embeddings(self, requests) if "embeddings" in columns else None
@@ -367,10 +367,10 @@ class Trace:
             forward_id += 1
 
     def token_rows(self, columns: Iterable[str] = ()) -> Iterator[tuple[TokenBatch, np.ndarray | None]]:
-        """Stream the rows of tokens/ in the order of the forwards, with embedding_TD float32 where it is asked for.
+        """Stream the rows of tokens/ in the order of the forwards, with embedding_TD float32 on request.
 
         Args:
-            columns: as in `forwards`. With `embeddings` the pieces are forwards, otherwise larger.
+            columns: as in `forwards`. With `embeddings` each piece is one forward, otherwise larger.
         """
         columns = set(columns)
         self.require(columns, "this reader")
@@ -383,7 +383,7 @@ class Trace:
             yield rows, embeddings.of(rows)
 
     def recorded_forwards(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
-        """The rows of each forward, as they were recorded; arguments and errors are those of `batches`."""
+        """Yield the recorded rows of each forward; arguments and errors as in `batches`."""
         held: TokenBatch | None = None
         for batch in self.batches(columns):
             rows = batch if held is None else TokenBatch.concatenate([held, batch])
@@ -396,9 +396,10 @@ class Trace:
             yield held
 
     def whole_requests(self, columns: Iterable[str] = ()) -> Iterator[TokenBatch]:
-        """The rows of each request that has any, in the order of `requests`; arguments and errors as of `batches`.
+        """Yield the rows of each request that has any, in the order of `requests`; arguments and errors as in
+        `batches`.
 
-        Requests that ran at the same time are held back until their turn.
+        Concurrent requests are buffered until their turn.
         """
         order = self.requests["request"].to_pylist()
         total = dict(zip(order, self.requests["tokens"].to_pylist(), strict=True))
@@ -430,11 +431,11 @@ class Trace:
                 yield whole.select(slice(start, end))
 
     def _names(self, prefix: str) -> list[str]:
-        """The files of a folder that the manifest knows; whatever else lies there is not of this trace."""
+        """Return the files of a folder that the manifest lists; other files are not part of the trace."""
         return [name for name in sorted(self._files) if name.startswith(prefix)]
 
     def _read(self, name: str, schema: pa.Schema, empty: Sequence[str] = ()) -> pa.Table:
-        """A small file. `empty`: text columns that may be missing, and are empty then."""
+        """Read a small file. `empty`: text columns that are empty where missing."""
         file, whole = self._verify(name), schema
         try:
             with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
@@ -463,17 +464,17 @@ def _require_schema(file: Path, expected: pa.Schema, found: pa.Schema) -> None:
 
 
 class _Embeddings:
-    """The embeddings of a trace, looked up by the rows of a forward while both are read in about the same order."""
+    """The embeddings of a trace, looked up by the rows of a forward; both are read in nearly the same order."""
 
     def __init__(self, trace: Trace, requests: frozenset[int] | None = None) -> None:
         self._rows = (row for row in trace.embeddings() if requests is None or row[0] in requests)
         self._log = trace.manifest["composition"]["kind"] == "log"  # one row a forward instead of one an iteration
         self._read: dict[tuple[int, int], list[np.ndarray]] = {}
-        self._last: dict[int, tuple[int, np.ndarray]] = {}  # of each request: its iteration, and the mean over it
+        self._last: dict[int, tuple[int, np.ndarray]] = {}  # by request: its iteration, and the mean over it
         self._path = trace.path
 
     def of(self, rows: TokenBatch) -> np.ndarray:
-        """embedding_TD float32: each token's request's mean, over as much of its iteration as the rows hold."""
+        """Return embedding_TD float32: the mean of each token's request over its rows of the iteration."""
         embedding_TD: np.ndarray | None = None
         for request in np.unique(rows.request_T).tolist():
             mine = rows.request_T == request
@@ -486,7 +487,7 @@ class _Embeddings:
         return embedding_TD
 
     def _of(self, request: int, iteration: int, tokens: np.ndarray) -> np.ndarray:
-        """The mean over the forwards of one iteration that are asked for, each of so many tokens."""
+        """Return the mean over some forwards of one iteration, weighted by their tokens."""
         last = self._last.get(request)
         if last is not None and last[0] == iteration and not self._log:
             return last[1]  # an iteration that came in several forwards

@@ -1,4 +1,4 @@
-"""Rows of a trace, as arrays and as Arrow, and the schemas of its files; `moetool.trace.reader` says where they lie."""
+"""Rows of a trace, as arrays and as Arrow, and the schemas of its files (layout: `moetool.trace.reader`)."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ from moetool.types import ModelSpec
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "resident")
 """Columns that a capture can keep for policies and predictors."""
 EXTRA = ("scores", "logits32", "norms", "text")
-"""Further columns that it can keep, for people."""
+"""Further columns that a capture can keep, for analysis."""
 SIGNALS = ("logits", "hidden", "ahead", "resident", "scores", "logits32", "norms")
-"""Columns of tokens/ beside the routes, which a trace may hold."""
+"""Optional columns of tokens/ in addition to the routes."""
 
 REQUESTS = pa.schema(
     [
@@ -26,7 +26,7 @@ REQUESTS = pa.schema(
         ("prompt_id", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("new_tokens", pa.int32()),
-        ("label", pa.string()),  # of the prompt file; empty where it has none
+        ("label", pa.string()),  # from the prompt file; empty where it has none
         ("pair", pa.string()),  # shared by requests that belong together; empty where there is none
         ("tokens", pa.int32()),  # rows of this request in tokens/
     ]
@@ -44,7 +44,7 @@ class TokenBatch:
         request_T, forward_T, iteration_T, position_T, token_id_T int32; phase_T uint8 (`Phase`);
         experts_TS uint16 and weights_TS float16 with S = sum of top_k_L; logits_TF float16 with F = sum of
         num_experts_L; hidden_TH float16 with H = L * D; ahead_TR float16 with R = L * A * E; resident_TW float16 with
-        W = L * E; scores_TF float16; logits32_TF float32; norms_TS float16. `None` where not recorded or not asked for.
+        W = L * E; scores_TF float16; logits32_TF float32; norms_TS float16. `None` where not recorded or not requested.
         A token id of -1 was withheld.
     """
 
@@ -68,7 +68,7 @@ class TokenBatch:
         return len(self.request_T)
 
     def select(self, index: Any) -> "TokenBatch":
-        """The rows that `index` (a slice, a mask or an index array) picks."""
+        """Return the rows that `index` (a slice, a mask or an index array) selects."""
         picked: dict[str, Any] = {
             name: None if (column := getattr(self, name)) is None else column[index] for name in TokenBatch.__slots__
         }
@@ -76,7 +76,7 @@ class TokenBatch:
 
     @staticmethod
     def concatenate(batches: Sequence["TokenBatch"]) -> "TokenBatch":
-        """The rows of several batches, one after the other. All must have the same columns."""
+        """Return the rows of several batches in sequence. All must have the same columns."""
         joined: dict[str, Any] = {}
         for name in TokenBatch.__slots__:
             parts = [getattr(batch, name) for batch in batches]
@@ -119,7 +119,7 @@ def _widths(spec: ModelSpec, ahead: int) -> dict[str, int]:
 
 
 def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Schema:
-    """The schema of tokens/. `ahead`: for how many layers the column of that name looks ahead."""
+    """Return the schema of tokens/. `ahead`: number of layers that the column of that name looks ahead."""
     widths = _widths(spec, ahead)
     types: dict[str, pa.DataType] = {
         **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
@@ -139,7 +139,7 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
 
 
 def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
-    """Rows of tokens/ from Arrow, which they share memory with. Raises: pa.ArrowInvalid where a value is missing."""
+    """Convert Arrow rows of tokens/, sharing their memory. Raises: pa.ArrowInvalid where a value is missing."""
     columns: dict[str, Any] = {}
     for name in record.schema.names:
         values = record[name]
@@ -152,19 +152,19 @@ def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
 
 
 def require_values(name: str, *arrays: Any) -> None:
-    """Raises: pa.ArrowInvalid where a column, or what its lists hold, has nulls."""
+    """Raises: pa.ArrowInvalid where a column or its lists have nulls."""
     if any(array.null_count for array in arrays):
         raise pa.ArrowInvalid(f"column {name} lacks values")
 
 
 def to_record_batch(rows: TokenBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of a schema from rows of tokens/."""
+    """Return the columns of a schema from rows of tokens/."""
     arrays = [to_array(getattr(rows, COLUMNS[field.name]), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def to_array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """A column of one type; of a matrix, fixed-size lists."""
+    """Return a column of one type; a matrix becomes fixed-size lists."""
     if not pa.types.is_fixed_size_list(kind):
         return pa.array(values, type=kind)
     flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=kind.value_type)

@@ -1,4 +1,4 @@
-"""Prompts known again by what they hold, whatever their files and ids are called."""
+"""Identity of prompts by content, whatever their files and ids are called."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -10,28 +10,28 @@ from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.types import ModelSpec
 
-_LENGTH = 24  # hexadecimal digits: prompts that differ have others
+_LENGTH = 24  # hexadecimal digits of a digest
 
 
 def digest_of_tokens(token_ids: Sequence[int]) -> str:
-    """Identity of a prompt with these tokens."""
+    """Return the identity of a prompt with these tokens."""
     return _named("tokens", hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()))
 
 
 def prompt_digests(trace: Trace, requests: Collection[int] | None = None) -> dict[int, frozenset[str]]:
-    """Identity of each request's prompt: its tokens, if recorded, and its experts.
+    """Return the identity of each request's prompt: its tokens, if recorded, and its experts.
 
-    The experts tell it again where one trace withholds its tokens: of each token and layer which were chosen, in no
-    order. That fails where a tie was decided otherwise, as another batch size may. Of a request without the rows of its
-    prompt, all that there is counts.
+    The experts (a set per token and layer) identify a prompt where one trace withholds its tokens. That fails where a
+    tie was resolved differently, for example at another batch size. A request without prompt rows is identified by all
+    its rows.
 
     Args:
-        requests: only these; by default all.
+        requests: requests to include (default: all).
 
     Raises:
         MismatchError: the trace is damaged.
     """
-    held: dict[int, list[Any]] = {}  # of each request and part: whether all ids are there, digests of ids and experts
+    held: dict[int, list[Any]] = {}  # by request and part: whether all ids are there, digests of ids and experts
     parts: dict[int, set[bool]] = {}
     for rows in trace.batches():
         for request in np.unique(rows.request_T).tolist():
@@ -57,11 +57,10 @@ def prompt_digests(trace: Trace, requests: Collection[int] | None = None) -> dic
 
 
 def repeated(trace: Trace, seen_prompts: Collection[str]) -> frozenset[int]:
-    """The requests of a trace whose prompts are among these, told by `prompt_digests`, or as `dataset/prompt_id`.
+    """Return the requests of a trace whose prompts are among these, by `prompt_digests` or as `dataset/prompt_id`.
 
     Args:
-        seen_prompts: what a predictor's card says of the prompts that it was made from; cards of before digests name
-            them instead.
+        seen_prompts: digests of the training prompts in a predictor's card; older cards hold names instead.
     """
     seen = set(seen_prompts)
     named = {row["request"] for row in trace.requests.to_pylist() if f"{row['dataset']}/{row['prompt_id']}" in seen}

@@ -1,4 +1,4 @@
-"""Writing a trace that can be read while it grows, and after a kill: closed segments and a manifest that names them."""
+"""Writer of a trace that can be read while it grows and after a kill: closed segments, and a manifest of them."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_S = 10.0
-"""Seconds that `append` waits for a disk that neither writes nor fails."""
+"""Seconds that `append` waits for a disk that hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class SegmentLimits:
     """Limits of an open segment, and of rows waiting to be written.
 
     Attributes:
-        rows, bytes, seconds: of a segment, at most: `bytes` in memory, `seconds` since its first row came. Where a
-            segment cannot be written, it is tried again after as many seconds.
-        waiting_bytes: rows in memory. When more wait and the disk takes none, the trace ends.
+        rows, bytes, seconds: limits of a segment: its rows, bytes in memory, and seconds since its first row. A failed
+            write is retried after `seconds`.
+        waiting_bytes: limit of rows in memory. When more wait and the disk takes none, the trace ends.
     """
 
     rows: int = ROW_GROUP_TOKENS
@@ -49,13 +49,13 @@ class SegmentLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentStatus:
-    """State of the rows so far.
+    """State of the rows.
 
     Attributes:
         written: rows in closed segments.
         waiting: rows in memory.
         lost: rows that will never be written.
-        error: why nothing can be written now; empty if all is well.
+        error: reason why writing fails now; empty if it works.
     """
 
     written: int
@@ -66,7 +66,7 @@ class SegmentStatus:
 
 @dataclass(slots=True)
 class _Counts:
-    """A request so far."""
+    """Counters of a running request."""
 
     prompt_tokens: int
     new_tokens: int = 0
@@ -86,17 +86,17 @@ class _Segment:
 class SegmentWriter:
     """Writes the log of a server into a folder that is a whole trace at any time.
 
-    The manifest names closed segments only and is replaced last, so readers and a kill see the trace as it was when
-    the newest segment was closed: a prefix of the rows, with the provenance as of its last forward. A write that fails
-    leaves the folder as it was and is tried again; rows wait in memory meanwhile. When too many wait, the trace ends
-    there: it never has a gap. `close` joins small segments.
+    The manifest names closed segments only and is replaced last. Readers, and a kill, therefore see a prefix of the
+    rows up to the newest closed segment, with the provenance of its last forward. A failed write leaves the folder
+    unchanged and is retried; rows wait in memory meanwhile. When too many wait, the trace ends: it never has a gap.
+    `close` joins small segments.
 
-    Methods may be called from one thread, `status` from any.
+    Call the methods from one thread; `status` from any.
 
     Args:
         folder: an empty folder.
         keep, ahead: as for `moetool.trace.writer.TraceWriter`.
-        provenance: its constant part; `append` and `close` add to it.
+        provenance: constant part of the provenance; `append` and `close` add to it.
 
     Effects: writes the manifest of an empty trace; starts a thread, which `close` ends.
 
@@ -124,11 +124,11 @@ class SegmentWriter:
         self._provenance = dict(provenance)
         self._running: dict[int, _Counts] = {}
         self._ended: list[tuple[int, _Counts]] = []  # since the last segment
-        self._past = _request_table([])  # those that had ended before
+        self._past = _request_table([])  # requests that ended in earlier segments
         self._requests_file: str | None = None
         self._number = 0
-        self._first_s: float | None = None  # when the oldest row that waits came
-        self._again_s = 0.0  # not tried before
+        self._first_s: float | None = None  # arrival of the oldest waiting row
+        self._again_s = 0.0  # earliest time of the next try
         self._changed = threading.Condition()
         self._events: list[Callable[[], None]] = []
         self._waiting_bytes = self._rows = self._written = 0
@@ -154,11 +154,11 @@ class SegmentWriter:
         embeddings: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take in the rows of one forward.
+        """Append the rows of one forward.
 
         Args:
-            embeddings: of its requests: request_N, iteration_N and embedding_ND.
-            provenance: of a trace that ends with this forward.
+            embeddings: request_N, iteration_N and embedding_ND of its requests.
+            provenance: provenance of a trace that ends with this forward.
         """
         columns = {name: getattr(rows, COLUMNS[name]) for name in self._tokens.schema.names}
         means: dict[str, np.ndarray] | None = None
@@ -180,11 +180,11 @@ class SegmentWriter:
             self._changed.notify_all()
 
     def end_request(self, request: int) -> None:
-        """A request has ended, and the policy was told so before the next forward."""
+        """Record the end of a request, of which the policy learns before the next forward."""
         self._post(lambda: self._end(request))
 
     def status(self) -> SegmentStatus:
-        """State of the rows so far."""
+        """Return the state of the rows."""
         with self._changed:
             left = self._rows - self._written
             return SegmentStatus(
@@ -195,10 +195,10 @@ class SegmentWriter:
             )
 
     def close(self, provenance: Mapping[str, Any]) -> None:
-        """Write what waits, join small segments, and close the trace.
+        """Write the waiting rows, join small segments, and close the trace.
 
         Raises:
-            MoetoolError: some rows could not be written; those before them are there.
+            MoetoolError: some rows could not be written; earlier rows are safe.
         """
         self._post(lambda: self._provenance.update(provenance))
         with self._changed:
@@ -211,7 +211,7 @@ class SegmentWriter:
             raise MoetoolError(f"{self._folder} holds all {self._rows:,} rows, but could not be closed ({self._error})")
         raise MoetoolError(
             f"{self._folder} holds the first {self._written:,} of {self._rows:,} rows: the rest could not be "
-            f"written ({self._error}); what is there can be read"
+            f"written ({self._error}); the written rows can be read"
         )
 
     def _post(self, event: Callable[[], None]) -> None:
@@ -221,7 +221,7 @@ class SegmentWriter:
                 self._changed.notify_all()
 
     def _await_room(self, size: int) -> None:
-        """Wait while too much waits for a disk that works, and end the trace where it does not; holds the lock."""
+        """Wait while too many rows wait for a working disk; end the trace if the disk fails. Holds the lock."""
 
         def full() -> bool:
             return bool(self._waiting_bytes) and self._waiting_bytes + size > self._limits.waiting_bytes
@@ -269,7 +269,7 @@ class SegmentWriter:
                 self._try()
 
     def _wait_s(self) -> float | None:
-        """Seconds until a segment is to be closed; None where no row waits."""
+        """Return the seconds until a segment must be closed; None where no row waits."""
         if self._first_s is None:
             return None
         return max(0.0, max(self._first_s + self._limits.seconds, self._again_s) - time.monotonic())
@@ -293,7 +293,7 @@ class SegmentWriter:
             self._ended.append((request, counts))
 
     def _try(self, *, at_once: bool = False) -> bool:
-        """Close a segment, if it is time to try; whether nothing waits."""
+        """Close a segment if it is due; return whether no row waits."""
         if not self._tokens.pending:
             return True
         if not at_once and time.monotonic() < self._again_s:
@@ -304,7 +304,7 @@ class SegmentWriter:
                 if kind.pending:
                     kind.segments.append(kind.write(self._folder, self._number))
             self._commit(closed=False)
-        except Exception as error:  # Arrow has errors that are no OSError; serving must go on whatever it is
+        except Exception as error:  # Arrow's errors are not all OSErrors; serving must continue in any case
             self._restore(before)
             self._failed(_reason(error))
             return False
@@ -312,7 +312,7 @@ class SegmentWriter:
         return True
 
     def _restore(self, segments: list[list[_Segment]]) -> None:
-        """Go back to these segments of each kind, and remove those that have come since."""
+        """Restore these segments of each kind, and remove later ones."""
         for kind, those in zip(self._kinds, segments, strict=True):
             for segment in kind.segments:
                 if segment not in those:
@@ -342,10 +342,10 @@ class SegmentWriter:
         for kind in self._kinds:
             kind.clear()
         if again:
-            _LOG.warning("the gate log %s is being written again; nothing is missing", self._folder)
+            _LOG.warning("writing of the gate log %s works again; no row is missing", self._folder)
 
     def _commit(self, *, closed: bool) -> None:
-        """Replace the requests and the manifest: from then on the trace is that of all segments."""
+        """Replace the requests and the manifest, so that the trace has all segments."""
         ended = _request_table(self._ended)
         past = pa.concat_tables([self._past, ended]).combine_chunks() if self._ended else self._past
         table = pa.concat_tables([past, _request_table(list(self._running.items()))]).sort_by("request")
@@ -380,7 +380,7 @@ class SegmentWriter:
         self._past, self._ended, self._requests_file = past, [], name
 
     def _finish(self) -> None:
-        """Close the trace, its small segments joined if there is room for it."""
+        """Close the trace, with small segments joined if the disk has room."""
         before = [list(kind.segments) for kind in self._kinds]
         old: list[_Segment] = []
         try:
@@ -390,7 +390,7 @@ class SegmentWriter:
         except Exception as error:
             self._restore(before)
             old = []
-            try:  # it may be the joining that found no room
+            try:  # joining may have run out of room
                 self._commit(closed=True)
             except Exception:
                 self._error = self._error or _reason(error)
@@ -399,7 +399,7 @@ class SegmentWriter:
 
 
 class _Kind:
-    """A folder of segments of one schema, and the rows that wait for the next."""
+    """A folder of segments of one schema, and the rows waiting for the next."""
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name, self.schema = name, schema
@@ -416,11 +416,11 @@ class _Kind:
         self.pending, self.rows, self.bytes = [], 0, 0
 
     def write(self, folder: Path, number: int) -> _Segment:
-        """A segment of what waits, which goes on waiting."""
+        """Write the waiting rows as a segment, and keep them."""
         return self._write(folder, f"part-{number:08d}", to_table(self.pending, self.schema), self.bytes)
 
     def join(self, folder: Path, limits: SegmentLimits) -> list[_Segment]:
-        """Put larger segments in the place of small ones that follow each other; gives the small ones."""
+        """Replace consecutive small segments by larger ones; return the small ones."""
         groups: list[list[_Segment]] = []
         for segment in self.segments:
             group = [*groups[-1], segment] if groups else []
@@ -450,7 +450,7 @@ class _Kind:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a file could not be written, without its path."""
+    """Return why a file could not be written, without its path."""
     number = getattr(error, "errno", None)
     return os.strerror(number) if number else first_line(error)
 

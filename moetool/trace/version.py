@@ -1,12 +1,11 @@
-"""The version of a trace's schema, and how older traces are read.
+"""The version of a trace's schema, and the upgrade of older traces.
 
-A version is `major.minor`. A manifest of before minor versions has the major number alone: it is minor version 0.
+A version is `major.minor`. A manifest with a major number alone has minor version 0.
 
-- The minor version rises when something is added that an older trace can be given on reading: its manifest is brought
-  up in memory by what each minor version added (`_ADDED`); the files on disk stay as they are, and so does the trace's
-  sha256.
-- The major version rises when the rows themselves change their meaning or layout. Such a trace is not read.
-- A newer version than this program's, minor or major, is refused: what it added may matter.
+- The minor version rises with an addition that has a default for older traces. Their manifest is upgraded in memory
+  (`_ADDED`); the files on disk and the trace's sha256 stay unchanged.
+- The major version rises when the rows change their meaning or layout. Such a trace is refused.
+- A newer version than this program's, minor or major, is refused: its additions may matter.
 
     1.0  the first
     1.1  `ahead` is always in the manifest; `weights` may be missing from `columns` (routes of engines that record only
@@ -31,10 +30,10 @@ _ADDED: tuple[dict[str, Any], ...] = ({"ahead": 0}, {"resident": 0.0}, {"closed"
 
 
 def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The manifest of a trace as this version writes it.
+    """Return the manifest of a trace as this version writes it.
 
     Raises:
-        MismatchError: it is of another kind, of an older major version or of a newer version.
+        MismatchError: the manifest is of another kind, an older major version or a newer version.
     """
     kind, found = manifest.get("kind"), manifest.get("schema_version")
     parts = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(found)) if not isinstance(found, bool) else None

@@ -32,17 +32,17 @@ from moetool.types import ModelSpec
 
 ROW_GROUP_TOKENS = 8192
 PART_TOKENS = 1 << 20
-"""Rows after which a new file is begun."""
+"""Rows per file."""
 
 
 def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
-    """The columns of tokens/ for what is kept.
+    """Return the columns of tokens/ for the kept signals.
 
     Args:
-        weights: whether the experts' weights are known.
+        weights: whether the weights of the experts are known.
 
     Raises:
-        UsageError: something else than `KEEP` and `EXTRA`.
+        UsageError: `keep` has a name that is not in `KEEP` or `EXTRA`.
     """
     if unknown := set(keep) - {*KEEP, *EXTRA}:
         raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join((*KEEP, *EXTRA))}")
@@ -54,13 +54,13 @@ def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
 
 
 def speller(tokenizer: Any) -> Callable[[int], str]:
-    """The text of each token by itself, by a tokenizer of transformers; parts of characters show as U+FFFD."""
+    """Return a function from a token to its text; parts of characters become U+FFFD."""
     return lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
     """Writer options of a trace's files, for `pyarrow.parquet`."""
-    # Dictionaries and statistics of floating-point lists take two thirds of the time and save nothing.
+    # Dictionaries and statistics of floating-point lists cost most of the time and save no bytes.
     plain = [field.name for field in schema if not pa.types.is_fixed_size_list(field.type)]
     return {
         "compression": "zstd",
@@ -71,28 +71,28 @@ def parquet_options(schema: pa.Schema) -> dict[str, Any]:
 
 
 def to_table(pending: Sequence[Mapping[str, np.ndarray]], schema: pa.Schema) -> pa.Table:
-    """One table of rows that came in several pieces."""
+    """Return several pieces of rows as one table."""
     values = {name: np.concatenate([columns[name] for columns in pending]) for name in schema.names}
     return pa.Table.from_arrays([to_array(values[field.name], field.type) for field in schema], schema=schema)
 
 
 def file_facts(file: Path) -> dict[str, Any]:
-    """The entry of a file in the manifest."""
+    """Return the manifest's entry of a file."""
     return {"bytes": file.stat().st_size, "sha256": durable.sha256_file(file)}
 
 
 def write_manifest(
     folder: Path, spec: ModelSpec, contents: Mapping[str, Any], *, closed: bool = True, running: Sequence[int] = ()
 ) -> None:
-    """Replace the manifest of a trace, as a whole or not at all; beside that of a closed one goes its dataset card.
+    """Replace the manifest of a trace atomically; a closed trace also gets its dataset card.
 
     Args:
         contents: columns, ahead, resident, composition, requests, tokens, provenance and files.
-        closed: whether nothing more will be added.
-        running: requests that had not ended after the last row.
+        closed: whether the trace is complete.
+        running: requests still running after the last row.
 
     Raises:
-        OSError: it could not be written; the old one is still there.
+        OSError: the write failed; the old manifest is unchanged.
     """
     manifest = {
         "kind": "trace",
@@ -109,12 +109,12 @@ def write_manifest(
 
 
 class TraceWriter:
-    """Writes a trace into a folder, from a thread of its own, so that the model need not wait for the disk.
+    """Writes a trace into a folder, on its own thread, so that the model need not wait for the disk.
 
     Args:
         folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
-        keep: which of `KEEP` and `EXTRA` to record; `topk` always is.
-        ahead: for how many layers the column `ahead` looks ahead, where it is kept.
+        keep: names of `KEEP` and `EXTRA` to record; `topk` always is.
+        ahead: number of layers that the column `ahead` looks ahead, where it is kept.
         weights: whether the weights of the experts are known.
         resident: share of a layer's experts that the column `resident` takes to be resident, where it is kept.
 
@@ -140,7 +140,7 @@ class TraceWriter:
         self._tokens_parts = _Parts(folder / "tokens", token_schema(spec, self.columns, self.ahead))
         self._iterations = _Parts(folder / "iterations", embedding_schema(spec)) if "embeddings" in self.keep else None
         self._token_ids: set[int] = set()  # where their text is kept
-        self._requests: list[tuple[int, str, str, str, int, int, str, str]] = []  # all that grows with the requests
+        self._requests: list[tuple[int, str, str, str, int, int, str, str]] = []  # grows with the requests
         self._rows_of: dict[int, int] = {}
         self._tokens = 0
         self._queue: queue.Queue[tuple[_Parts, dict[str, np.ndarray]] | None] = queue.Queue(maxsize=64)
@@ -160,7 +160,7 @@ class TraceWriter:
         label: str = "",
         pair: str = "",
     ) -> None:
-        """Record one request; its rows in tokens/ may have been appended before or come later."""
+        """Record one request; its rows in tokens/ may come before or after."""
         self._requests.append((request, dataset, task, prompt_id, prompt_tokens, new_tokens, label, pair))
 
     def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
@@ -168,7 +168,7 @@ class TraceWriter:
         self.add_embeddings(np.array([request]), np.array([iteration]), embedding_D[None])
 
     def add_embeddings(self, request_N: np.ndarray, iteration_N: np.ndarray, embedding_ND: np.ndarray) -> None:
-        """As `add_embedding`, of several iterations."""
+        """Record the embeddings of several iterations; see `add_embedding`."""
         self._check()
         if self._iterations is None:
             return
@@ -180,7 +180,7 @@ class TraceWriter:
         self._queue.put((self._iterations, columns))
 
     def append(self, batch: TokenBatch) -> None:
-        """Queue the rows of one forward. Raises: MoetoolError: the writer thread failed earlier (a full disk, say)."""
+        """Queue the rows of one forward. Raises: MoetoolError: the writer thread failed, for example on a full disk."""
         self._check()
         for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
             self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)
@@ -197,16 +197,16 @@ class TraceWriter:
         provenance: dict[str, Any],
         spell: Callable[[int], str] | None = None,
     ) -> None:
-        """Write what is queued, the requests and the manifest.
+        """Write the queued rows, the requests and the manifest.
 
         Args:
             composition: how batches were composed: `{"kind": "sequential"}`, `{"kind": "batch", "size": 8}`
                 (batches by prompt index) or `{"kind": "log"}` (as clients came).
             provenance: model, data, versions and options, for people and for checks.
-            spell: the text of a token; needed where `text` is kept.
+            spell: function from a token to its text; required where `text` is kept.
 
         Raises:
-            MoetoolError: anything could not be written.
+            MoetoolError: a write failed.
         """
         self._queue.put(None)
         self._thread.join()
@@ -255,7 +255,7 @@ class TraceWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Stop the thread and drop what is queued; nothing after `finish`."""
+        """Stop the thread and drop the queue; without effect after `finish`."""
         if self._thread.is_alive():
             self._error = self._error or MoetoolError("the trace was abandoned")
             self._queue.put(None)
@@ -275,7 +275,7 @@ class TraceWriter:
             if self._error is None:
                 for parts in folders:
                     parts.flush()
-        except BaseException as error:  # handed to the thread that appends; the queue is drained so it never blocks
+        except BaseException as error:  # passed to the appending thread; the queue is drained so that it never blocks
             self._error = error
             while item is not None:
                 item = self._queue.get()
@@ -283,12 +283,12 @@ class TraceWriter:
             for parts in folders:
                 try:
                     parts.close()
-                except Exception as error:  # Arrow has errors that are no OSError
+                except Exception as error:  # Arrow's errors are not all OSErrors
                     self._error = self._error or error
 
 
 class _Parts:
-    """A folder of Parquet files of one schema, written a row group at a time. Effects: makes the folder at once."""
+    """A folder of Parquet files of one schema, written a row group at a time. Effects: creates the folder."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         self.schema = schema
@@ -299,14 +299,14 @@ class _Parts:
         folder.mkdir()
 
     def add(self, columns: dict[str, np.ndarray]) -> None:
-        """Take in rows; write them when they make a row group."""
+        """Add rows; write them when they fill a row group."""
         self._pending.append(columns)
         self._pending_rows += len(columns[self.schema.names[0]])
         if self._pending_rows >= ROW_GROUP_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the waiting rows."""
         if not self._pending:
             return
         if self._writer is None:
@@ -320,7 +320,7 @@ class _Parts:
             self._part, self._part_rows = self._part + 1, 0
 
     def close(self) -> None:
-        """End the file that is being written; what waits is dropped."""
+        """Close the current file; waiting rows are dropped."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

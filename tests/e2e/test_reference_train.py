@@ -115,7 +115,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     saved = json.loads((tmp_path / "model.training" / "state.json").read_text())
     assert saved["progress"]["step"] == 2 * saves
 
-    with pytest.raises(UsageError, match="go on with --resume"):
+    with pytest.raises(UsageError, match="continue with --resume"):
         train(recipe(), text, tmp_path / "model")
     with pytest.raises(MismatchError, match=r"seed 0, and this one has 1.*--overwrite"):
         other = read_recipe(assets.path("recipes", "reference", "model.toml"), {**TINY, "seed": 1})

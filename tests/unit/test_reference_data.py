@@ -80,7 +80,7 @@ def test_tokens_are_those_of_the_documents_each_with_its_end(tmp_path: Path, tok
             f"one.txt holds 1 different documents.*{SEPARATOR[2:-2]}",
         ),
         ({"empty": ""}, "empty.txt holds 0 different documents"),
-        ({"latin": b"caf\xe9"}, "latin.txt is no UTF-8 text .byte 3."),
+        ({"latin": b"caf\xe9"}, "latin.txt is not UTF-8 text .byte 3."),
     ],
 )
 def test_text_that_cannot_be_used_is_refused(
