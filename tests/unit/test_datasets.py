@@ -258,7 +258,7 @@ def test_folders_without_the_rows_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "d" / "socratic" / "test.jsonl", [row])
     refused(UsageError, lambda: gather("gsm8k", tmp_path / "d"), "'main'", "known: socratic")
     assert len(gather("gsm8k:socratic", tmp_path / "d").prompts) == 1
-    refused(UsageError, lambda: gather("bigbench:../d", tmp_path / "d"), "'../d' is no name of a task")
+    refused(UsageError, lambda: gather("bigbench:../d", tmp_path / "d"), "'../d' is not a task name")
     write(tmp_path / "c" / "race" / "test.jsonl", [row])
     refused(UsageError, lambda: gather("gsm8k", tmp_path / "c"), "has race, expected a directory gsm8k")
 

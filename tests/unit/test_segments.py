@@ -147,7 +147,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(
     full.clear()
     eventually(lambda: not writer.status().waiting)
     assert is_prefix(Trace(tmp_path / "t")) == 8 and not writer.status().error
-    assert logged[1:] == [f"the gate log {tmp_path / 't'} is being written again; nothing is missing"]
+    assert logged[1:] == [f"writing of the gate log {tmp_path / 't'} works again; no row is missing"]
     give(writer, FORWARDS[8:])
     writer.close({"forward": len(FORWARDS) - 1})
     assert is_prefix(Trace(tmp_path / "t")) == len(FORWARDS)
