@@ -1,1 +1,1 @@
-"""The command line: one module a group of commands, and the one error boundary."""
+"""The command line: one module per group of commands, and the one error boundary."""

@@ -1,4 +1,4 @@
-"""Results of every `moetool bench`: saved, drawn, printed."""
+"""Output of every `moetool bench`: files, figures, tables."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ M = TypeVar("M", bound=JsonRecord)
 
 
 def command_line() -> str:
-    """The command as it was typed, to be printed with what it measured."""
+    """Return the command as typed, to print with its results."""
     return shlex.join(["moetool", *sys.argv[1:]])
 
 
@@ -26,10 +26,10 @@ def hand_over(
     as_json: bool,
     draw: Callable[[M, Path], Sequence[Path]] | None = None,
 ) -> None:
-    """Write results into a file, if there is one, with figures beside it; print them as tables or JSON.
+    """Write results to a file, if one is given, with figures next to it; print them as tables or JSON.
 
     Args:
-        draw: makes figures in a folder and says which.
+        draw: draws figures in a folder and returns their files.
     """
     if file is not None:
         durable.write_text(file, json.dumps(made.to_json(), indent=1) + "\n")
@@ -42,7 +42,7 @@ def hand_over(
 
 
 def results_file(folder: Path | None, name: str, overwrite: bool) -> Path | None:
-    """Path of the results in a user's directory. Raises: UsageError before measuring if it cannot be written."""
+    """Return the path of the results. Raises: UsageError before measuring if it cannot be written."""
     if folder is None:
         return None
     durable.require_new_file(folder / name, overwrite)

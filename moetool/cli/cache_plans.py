@@ -1,4 +1,4 @@
-"""The commands about experts on one device: `moetool plan cache`, `maps` and `alpha`."""
+"""The commands for one device: `moetool plan cache`, `maps` and `alpha`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -72,8 +72,8 @@ def plan_cache(
 ) -> None:
     """Choose a cache policy and expert slots for a device by replaying a trace.
 
-    Minimizes the bytes loaded, or with --profile the time per output token. Half of the requests serve to choose, the
-    other half to test.
+    Minimizes the bytes loaded, or with --profile the time per output token. One half of the requests chooses the
+    policy, the other half tests it.
     """
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.hub import with_revision
@@ -89,12 +89,12 @@ def plan_cache(
         require_drawable(draw)
         durable.require_new_file(draw, overwrite)
         if draw.resolve() == out.resolve():
-            raise UsageError(f"{draw} is the plan's own file; draw into another")
+            raise UsageError(f"{draw} is the plan file itself; choose another file for --draw")
         if frontier < 1:
             raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
-        raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
+        raise UsageError("--target-tpot needs the costs of a machine; give them with --profile FILE")
     source = open_trace(trace)
     values = parse_settings(settings)
     machine = values.pop("timeline", {})

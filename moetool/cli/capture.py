@@ -122,7 +122,7 @@ def capture(
         threads=threads,
         data=tuple(gathered.origins),
     )
-    parse_device(options.device)  # refused here once, and not by every worker
+    parse_device(options.device)  # refuse here once, instead of in every worker
     setup = RunSetup(overwrite=overwrite, resume=resume, on_note=_note)
     if device_memory is not None:
         from moetool.runtime.assembly import open_pooled
@@ -138,7 +138,7 @@ def capture(
         if shares.under_torchrun():
             shared = shares.capture_under_torchrun(model, texts, out, options, setup)
             if shared is None:
-                return  # the process of rank 0 speaks for all
+                return  # the process of rank 0 reports for all
             made = shared
         elif workers > 1:
             made = shares.capture_with_workers(model, texts, out, options, workers, setup)

@@ -20,7 +20,7 @@ from moetool.errors import UsageError, unknown_name
 
 
 def serve_cluster(command: ClusterCommand) -> None:
-    """Serve a model on a cluster until it is interrupted. Raises: UsageError: something that the mode does not do."""
+    """Serve a model on a cluster until an interruption. Raises: UsageError: an unsupported option."""
     if command.mode not in MODES:
         raise unknown_name("--mode", command.mode, MODES)
     MODES[command.mode](command)
@@ -34,12 +34,12 @@ def require_no_placement(plan: Path) -> None:
     try:
         PlacementPlan.load(plan)
     except (UsageError, MismatchError):
-        return  # whoever reads it as a cache plan says what is wrong with it
+        return  # reading it as a cache plan reports the error
     raise UsageError(f"{plan} is a placement plan for several servers; serve it with --cluster local:N")
 
 
 def _edge(command: ClusterCommand) -> None:
-    """Edge servers that call each other's experts; each has an endpoint of its own."""
+    """Serve by edge servers that call each other's experts; each has its own endpoint."""
     from moetool.cluster.cluster_folder import ClusterFolder
     from moetool.cluster.cluster_options import ClusterOptions, read_token
     from moetool.cluster.edge.edge_head import EdgeHead
@@ -78,7 +78,7 @@ def _edge(command: ClusterCommand) -> None:
         stack.callback(folder.close)
         living = folder.living()
         if not living:
-            folder.scheduler_state.unlink(missing_ok=True)  # of a cluster of which nothing is left
+            folder.scheduler_state.unlink(missing_ok=True)  # of a cluster without living servers
         watch = Watch(values, plan, lambda line: tables.narrate(f"moetool: {line}"), folder.scheduler_state)
         limits = parse(ServerOptions, values.pop("server", {}), "--set server")
         options = parse(ServeOptions, values, "--set")
@@ -102,7 +102,7 @@ def _edge(command: ClusterCommand) -> None:
             tables.narrate(f"moetool: {warning}")
         if _only_here(command.host) and not _only_here(settings[0].toward or command.host):
             tables.narrate(
-                f"moetool: warning: with --host {command.host} each server is reachable from its own machine "
+                f"moetool: warning: --host {command.host} makes each server reachable from its own machine "
                 f"only; --host 0.0.0.0 --api-key KEY admits others"
             )
         settings = watch.begin_with(settings)
@@ -112,7 +112,7 @@ def _edge(command: ClusterCommand) -> None:
         if len(there) < len(names):
             tables.narrate(f"moetool: starting {len(names) - len(there)} servers")
         stack.callback(watch.close)
-        watch.open(limits.allowed_hosts)  # first: a port that is taken must not end servers that were taken over
+        watch.open(limits.allowed_hosts)  # first: a busy port must not end servers that were taken over
         workers = Workers(
             where,
             Worker,
@@ -158,7 +158,7 @@ def _only_here(host: str) -> bool:
 
 
 def _require_any_machine(host: str, toward: str) -> None:
-    """Raises: UsageError where servers on several machines are all to listen at the address of one."""
+    """Raises: UsageError where servers on several machines would all listen at one machine's address."""
     from moetool.serving.server import address_of
 
     address = ipaddress.ip_address(address_of(host).partition("%")[0])
@@ -170,7 +170,7 @@ def _require_any_machine(host: str, toward: str) -> None:
 
 
 def _ep(command: ClusterCommand) -> None:
-    """Expert parallelism: ranks in lockstep behind one endpoint."""
+    """Serve by expert parallelism: ranks in lockstep behind one endpoint."""
     from moetool.cli.parallel import serve_parallel
 
     if given := [name for name, is_given in command.refused.items() if is_given]:
@@ -183,7 +183,7 @@ MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
 
 
 class _Interrupts:
-    """Counts Ctrl-C, SIGTERM and a terminal that is closed."""
+    """Counts interruptions: Ctrl-C, SIGTERM and a closed terminal."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -192,12 +192,12 @@ class _Interrupts:
         self._count += 1
 
     def wait(self) -> None:
-        """Until the first."""
+        """Block until the first interruption."""
         while not self._count:
             time.sleep(0.1)
 
     def during(self, work: Callable[[], object], stop_at: int) -> bool:
-        """Have something done on another thread; gives whether it was before so many interruptions.
+        """Run work on another thread; return whether it finished before this many interruptions.
 
         Raises: exceptions of the work.
         """
@@ -211,7 +211,7 @@ class _Interrupts:
             else:
                 done.set_result(None)
 
-        threading.Thread(target=run, daemon=True).start()  # nobody waits for it where it is given up
+        threading.Thread(target=run, daemon=True).start()  # abandoned after too many interruptions
         while self._count < stop_at:
             if wait([done], timeout=0.1).done:
                 done.result()

@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCommand:
-    """Arguments of a cluster.
+    """Arguments of a cluster command.
 
     Attributes:
-        values: of `--set`, by name.
-        refused: options that mean nothing here, and whether they were given.
-        predictor: of expert parallelism that places for the queue.
+        values: values of `--set`, by name.
+        refused: options without effect here, and whether they were given.
+        predictor: predictor for proactive placement in expert parallelism.
         profile: costs for its decisions.
     """
 

@@ -1,4 +1,4 @@
-"""The tour behind `moetool demo`: every stage on the embedded model, its output checked against the plain model."""
+"""The pipeline of `moetool demo` on the embedded model, with output checked against plain transformers."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CURVES = {"lru": "lru", "lfu": "lfu", "foresight": "foresight", "belady": "belad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoAnswer:
-    """Result of a server for the questions under one policy and budget."""
+    """A server's result for the questions under one policy and budget."""
 
     policy: str
     slots: int
@@ -56,15 +56,15 @@ def run(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     recipe = _recipes("capture", "train", "plan", "serve")
 
-    _say("1/5", "capture: the plain model reads prompts of seven tasks, its gate logits go to Parquet")
+    _say("1/5", "capture: run the plain model on prompts of seven tasks, write its gate logits to Parquet")
     _capture(out / "trace", recipe["capture"])
-    _say("2/5", "train: next_use keeps their routes, to tell how soon each expert is needed again")
+    _say("2/5", "train: next_use stores their routes, to predict when each expert is needed again")
     _train(out, recipe["train"])
-    _say("3/5", "plan: which cache policy suits 20 MB, judged on held-out prompts")
+    _say("3/5", "plan: choose a cache policy for 20 MB, scored on held-out prompts")
     plan = _plan(out, recipe["plan"])
     _say("4/5", "replay: cache policies at other memory sizes, without the model")
     _replay(out)
-    _say("5/5", "serve: the same questions over HTTP under each policy, and to plain transformers")
+    _say("5/5", "serve: ask the same questions over HTTP under each policy, and of plain transformers")
     served = _serve(out, plan, recipe["serve"])
     tables.print_table(
         f"{len(QUESTIONS)} questions of {NEW_TOKENS} tokens, one at a time; foresight with the predictor",
@@ -112,7 +112,7 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
     from moetool.capture.run import CaptureOptions, RunSetup, capture
     from moetool.prompts import gather as prompts
 
-    shutil.rmtree(stage_path(out), ignore_errors=True)  # of a demo that was stopped
+    shutil.rmtree(stage_path(out), ignore_errors=True)  # from an interrupted demo
     texts = list(prompts.load(recipe["data"], max_prompts=recipe["max_prompts"]))
     with tables.progress("capturing", len(texts)) as on_progress:
         made = capture(
@@ -179,7 +179,7 @@ def _replay(out: Path) -> None:
     budgets = [int(share * whole) for share in SHARES]
     rows = replay(trace, list(CURVES), budgets, ReplaySetup(predictor=load_predictor(out / "predictor")))
     tables.print_table(
-        "hit rate in decode (MB loaded / new token); belady knows the future, so it is the bound without prefetching",
+        "hit rate in decode (MB loaded / new token); belady knows the future: the bound without prefetching",
         ["policy", *(f"{share:.1%} of experts" for share in SHARES)],
         [
             [
@@ -218,7 +218,7 @@ def _serve_one(out: Path, policy: str, pool_bytes: int, plain: list[str], recipe
         memory += (predictor / "predictor.safetensors").stat().st_size
     engine = build_engine(checkpoint, options=options, policy=policy, predictor=predictor, device_memory_bytes=memory)
     with _server(engine) as url:
-        _ask(url, QUESTIONS[0])  # the first request after a start pays for pages and kernels
+        _ask(url, QUESTIONS[0])  # the first request after a start also loads pages and compiles kernels
         before, began = engine.metrics(), time.perf_counter()
         answers = [_ask(url, question) for question in QUESTIONS]
         seconds, after = time.perf_counter() - began, engine.metrics()

@@ -90,7 +90,7 @@ EXAMPLES = {
 
 
 def explain(app: typer.Typer, words: tuple[str, ...] = ()) -> None:
-    """Give every command of an application its examples, and its help paragraphs without the source's line ends."""
+    """Add examples to every command of an application, and join the lines of its help paragraphs."""
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and how their values are read."""
+"""Flags shared by several commands, and the parsing of their values."""
 
 import functools
 import inspect
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def open_trace(path: Path) -> "Trace":
-    """A trace that a command is about to use. Raises: as `Trace`.
+    """Open a trace for a command. Raises: as `Trace`.
 
-    Effects: says so where more of it may come, or more was meant to.
+    Effects: prints a note if the trace is not closed.
     """
     from moetool.trace.reader import Trace
 
@@ -32,14 +32,14 @@ def open_trace(path: Path) -> "Trace":
 
 
 def open_predictor(path: Path | None) -> "Predictor | None":
-    """The predictor of a flag, if it was given. Raises: as `moetool.learning.predictor.load_predictor`."""
+    """Load the predictor of a flag, if given. Raises: as `moetool.learning.predictor.load_predictor`."""
     from moetool.learning.predictor import load_predictor
 
     return None if path is None else load_predictor(path)
 
 
 def how_whole(trace: "Trace") -> str:
-    """Whether a trace is closed, and if not, why."""
+    """Describe whether a trace is complete, and if not, why."""
     if trace.closed:
         return "complete and unchanged"
     if durable.is_being_written(trace.path):
@@ -48,7 +48,7 @@ def how_whole(trace: "Trace") -> str:
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Take the defaults of a command's flags from a TOML file; flags that are given win."""
+    """Take the defaults of a command's flags from a TOML file; explicit flags win."""
     if path is None:
         return None
     if not path.exists():
@@ -66,7 +66,7 @@ def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def _flags(ctx: typer.Context) -> dict[str, str]:
-    """The command's parameters by what a recipe may call them: as on the command line, `settings` for `set` as well."""
+    """Return the command's parameters by their names in a recipe: the flags' names, and also `settings` for `set`."""
     names: dict[str, str] = {}
     for parameter in ctx.command.params:
         if parameter.name is None or parameter.name in ("recipe", "help", "verbose", "quiet"):
@@ -77,7 +77,7 @@ def _flags(ctx: typer.Context) -> dict[str, str]:
 
 
 def settable(what: str) -> Any:
-    """The option `--set` of a command, which says what can be set."""
+    """Return the option `--set` of a command with a help text of its settings."""
     return typer.Option("--set", help=f"{what} Repeatable.")
 
 
@@ -130,7 +130,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors: n
 
 
 def listening(app: typer.Typer) -> None:
-    """Let every command of an application take -v and -q behind its name too, where its help does not list them."""
+    """Let every command of an application take -v and -q after its name too, hidden from its help."""
     for command in app.registered_commands:
         assert command.callback is not None
         command.callback = _with_verbosity(command.callback)
@@ -159,7 +159,7 @@ def _with_verbosity(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listed(values: list[str]) -> list[str]:
-    """Repeated flags and commas alike make a list; a path with a comma in it stays whole if it exists."""
+    """Split repeated and comma-separated values into a list; an existing path with a comma stays whole."""
     parts = [part for value in values for part in ([value] if _exists(value) else value.split(",")) if part]
     if not parts:
         raise UsageError(f"{values!r} names nothing; give at least one")
@@ -169,23 +169,23 @@ def listed(values: list[str]) -> list[str]:
 def _exists(value: str) -> bool:
     try:
         return Path(value).exists()
-    except (OSError, ValueError):  # a list that is longer than a file's name may be is no path
+    except (OSError, ValueError):  # a list longer than a file name may be is not a path
         return False
 
 
 def require_policies(names: list[str], options: dict[str, Any]) -> None:
-    """Raises: UsageError where a setting is no policy's option."""
+    """Raises: UsageError where a setting is not an option of any policy."""
     if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
-        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+        raise UsageError(f"--set {stray[0]!r} fits none of {', '.join(names)}; write POLICY.OPTION=VALUE")
 
 
 def read_timeline(path: Path | None, values: Any, **defaults: Any) -> tuple[Any, Any]:
-    """The profile, if there is one, and which of its machines a timeline is for."""
+    """Return the profile, if given, and the options of the timeline."""
     from moetool.costing.costs import CostProfile
     from moetool.costing.pricing import TimelineOptions
 
     if path is None and values:
-        raise UsageError("--set timeline… is of no use without a profile; give one with --profile FILE")
+        raise UsageError("--set timeline… needs a profile; give one with --profile FILE")
     if isinstance(values, dict):
         values = {**defaults, **values}
     timeline = parse(TimelineOptions, values, "timeline")

@@ -13,11 +13,11 @@ ORDER = (
     *("quickstart", "traces", "memory", "predictors", "policies", "placements", "clusters", "serving", "plugins"),
     *("formats", "papers", "benchmarks", "speed", "security", "verify", "architecture", "project", "glossary"),
 )
-"""Topics in the order in which they are read; others follow."""
+"""Topics in reading order; others follow."""
 
 
 def topics() -> dict[str, str]:
-    """The text of each guide in the package by its topic, which is its file's name."""
+    """Return the text of each guide by its topic, the file's name."""
     found = {
         item.name.removesuffix(".md"): item.read_text(encoding="utf-8")
         for item in (files("moetool") / "guide").iterdir()

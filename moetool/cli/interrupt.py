@@ -1,7 +1,7 @@
 """Ctrl-C from the first moment on: one line and exit code 130, never a traceback.
 
-Imports nothing heavy: an interruption of an import shows as any exception that the library makes of it, or aborts the
-process where C++ does not expect it.
+Imports nothing heavy: an interrupted import can raise any exception of the imported library, or abort the process in
+C++.
 """
 
 import os
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
     from types import FrameType
 else:
-    import _signal as signal  # built in; the module around it makes enumerations, which takes milliseconds
+    import _signal as signal  # built in; importing its wrapper takes milliseconds
 
 EXIT_CODE = 130
-"""128 and the signal's number."""
+"""128 + the signal's number."""
 _AGAIN_S = 0.05
 
-_waits = False  # an interruption, for an import to end
-_own = False  # the next one is that one again
+_waits = False  # an interruption waits for the end of an import
+_own = False  # the next interruption repeats the waiting one
 
 
 def ends_process() -> None:
-    """Let Ctrl-C end the process where it stands. For the time in which it holds nothing that could be lost.
+    """Let Ctrl-C end the process at once, while there is nothing to lose.
 
-    Effects: on this process's handler of SIGINT, unless a parent has set it to be ignored.
+    Effects: sets this process's handler of SIGINT, unless a parent has set it to be ignored.
     """
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
 
 
 def raises() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, so that work in progress is tidied up.
+    """Let Ctrl-C raise KeyboardInterrupt again, so that running work is cleaned up.
 
-    During an import it is raised once that is over; a second Ctrl-C meanwhile ends the process. Where it was raised
-    and nobody could hear of it, as in a finalizer, it is raised again.
+    During an import it is raised at the import's end; a second Ctrl-C meanwhile ends the process. An interruption that
+    was swallowed, as in a finalizer, is raised again.
 
-    Effects: on this process's handler of SIGINT, if it is that of `ends_process`, and on `sys.unraisablehook`.
+    Effects: sets this process's handler of SIGINT, if it is that of `ends_process`, and on `sys.unraisablehook`.
     """
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, _raise)
@@ -48,7 +48,7 @@ def raises() -> None:
 
 
 def is_behind(error: BaseException | None) -> bool:
-    """Whether an exception came of an interruption."""
+    """Whether an exception was caused by an interruption."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -70,7 +70,7 @@ def _raise(number: int, frame: "FrameType | None") -> None:
 
 
 def _again() -> None:
-    """Have the interruption of now come a little later."""
+    """Repeat this interruption a little later."""
     global _waits, _own
     _waits, _own = True, False
     start_new_thread(_repeat, (get_ident(),))  # a handler runs on the main thread

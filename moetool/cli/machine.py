@@ -1,4 +1,4 @@
-"""The commands that look at what there is: `moetool profile`, `doctor`, `models` and `data`."""
+"""The commands that inspect machine, models and data: `moetool profile`, `doctor`, `models` and `data`."""
 
 import contextlib
 import textwrap
@@ -113,7 +113,7 @@ def _doctor_cluster(address: str, as_json: bool) -> None:
     from moetool.cluster.ray_launch import require_ray
 
     if parse_where(address).address is None:
-        raise UsageError(f"--cluster {address} is this machine alone; expected HOST:PORT of a Ray head")
+        raise UsageError(f"--cluster {address} names this machine alone; expected HOST:PORT of a Ray head")
     require_ray()
     checks = check_cluster(address)
     if as_json:
@@ -147,11 +147,11 @@ def models(as_json: Json = False) -> None:
         for r in rows
         if r["known"] == "listed"
     ]
-    tables.print_table(f"{len(table)} families of mixture-of-experts models", columns, table, num_text=len(columns))
+    tables.print_table(f"{len(table)} families of Mixture-of-Experts models", columns, table, num_text=len(columns))
     for row in rows:
         if row["known"] == "listed" and row["remarks"]:
             print(textwrap.fill(f"{row['family']}: {row['remarks']}", 78, subsequent_indent="  "))
-    print("\ninferred when a model is opened, by trying its router:")
+    print("\ninferred from the model's router when it is opened:")
     print(f"{', '.join(UNLISTED)}, and others that transformers calls through its experts interface")
     title = "weight formats tested with each family (others are read too)"
     cells = [[r["family"], *r["formats"].values()] for r in rows if "tested" in r["formats"].values()]

@@ -1,6 +1,6 @@
-"""The command line: which commands there are, and the one place where errors become messages and exit codes.
+"""The command line: its commands, and the one place where errors become messages and exit codes.
 
-Each group of commands is a module beside this one.
+Each group of commands is another module of this package.
 """
 
 import errno
@@ -42,17 +42,17 @@ from moetool.cli import (
 from moetool.cli.flags import Quiet, Verbose, listening
 from moetool.errors import CapacityError, MoetoolError
 
-# What the machine refuses is no bug of ours: full disks and quotas, permissions, read-only file systems.
+# Refusals of the machine are not bugs of moetool: full disks and quotas, permissions, read-only file systems.
 _OUTSIDE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG}
     | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 )
 
 OURS = ("moetool", "predictors")
-"""Packages whose absence is a bug of ours."""
+"""Packages whose absence is a bug of moetool."""
 
 _WrongLine: Any = typer.BadParameter.__base__
-"""Click's UsageError, of whichever Click Typer uses."""
+"""Click's UsageError, from the Click that Typer uses."""
 
 _ORDER = (
     *("advise", "capture", "train", "evaluate", "replay", "plan", "serve", "chat", "verify", "simulate", "bench"),
@@ -61,7 +61,7 @@ _ORDER = (
 
 
 class _Commands(TyperGroup):
-    """The commands in the order in which they are met, groups of commands among them."""
+    """Commands and groups of commands in the order of use."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return sorted(
@@ -170,8 +170,8 @@ listening(app)
 def main() -> None:
     """The console script.
 
-    Effects: collects garbage less often than usual; exits with 0, with the code of the MoetoolError that was raised,
-        or, on a bug, with a traceback.
+    Effects: collects garbage less often than usual. Exits with 0, with the code of a MoetoolError, or with a traceback
+    on a bug.
     """
     garbage.rarely()
     plugins.allow_from(sys.argv[1:])
@@ -189,11 +189,11 @@ def main() -> None:
 def _run() -> None:
     try:
         code = app(prog_name="moetool", standalone_mode=False) or 0
-        if code == interrupt.EXIT_CODE:  # of Typer, which says nothing
+        if code == interrupt.EXIT_CODE:  # from Typer, which prints nothing
             _fail("stopped", code)
         sys.exit(code)
     except _WrongLine as error:
-        said = error.format_message().rstrip(".")  # nothing where the help has been printed instead
+        said = error.format_message().rstrip(".")  # empty where the help was printed instead
         see = error.ctx.command_path if error.ctx is not None else "moetool"
         _fail(f"{said[:1].lower()}{said[1:]} (see {see} --help)" if said else "", error.exit_code)
     except typer.Abort:

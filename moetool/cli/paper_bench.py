@@ -1,4 +1,4 @@
-"""The command `moetool bench paper`: what a paper claims, beside what is found of it in miniature."""
+"""The command `moetool bench paper`: a paper's claims and their results in miniature."""
 
 import json
 import multiprocessing
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _OWN = ".moetool-paper"
-"""Marks a directory of `--work`."""
+"""File that marks a directory of `--work`."""
 
 
 def paper(
@@ -36,7 +36,7 @@ def paper(
         bool, typer.Option("--quick", help="Smoke test: tiny sizes, about a minute, most verdicts undecided.")
     ] = False,
     trace: Annotated[
-        list[str], typer.Option(help="NAME=DIR: trace to use in place of the embedded model's. Repeatable.")
+        list[str], typer.Option(help="NAME=DIR: trace to use instead of the embedded model's. Repeatable.")
     ] = [],
     out: Annotated[
         Path | None, typer.Option("--out", help="Output directory for figures (SVG, PNG) and verdicts.json.")
@@ -55,7 +55,7 @@ def paper(
     if name is None:
         raise UsageError(f"no paper named, expected one of: {', '.join(names())}, all; run: moetool bench paper NAME")
     if name == "all" and only:
-        raise UsageError("--only names tables of one paper; name the paper in place of all")
+        raise UsageError("--only names tables of one paper; name the paper instead of all")
     recipes = {one: read_paper(one) for one in (names() if name == "all" else (name,))}
     for chosen in recipes.values():
         choose(chosen.claim, only)
@@ -78,13 +78,13 @@ def paper(
         _print_counts(found)
     if out is not None:
         pictures = {(one, picture) for one, tested in found.items() for each in tested for picture in each.pictures}
-        print(f"{out}: verdicts.json, and {len(pictures) // 2} of the experiments drawn, as SVG and PNG")
+        print(f"{out}: verdicts.json, and figures of {len(pictures) // 2} experiments as SVG and PNG")
 
 
 def _require_own(work: Path) -> None:
-    """Take a folder for traces and predictors: a new or empty one, or one that an earlier run was given."""
+    """Use a folder for traces and predictors: a new or empty one, or one of an earlier run."""
     if work.exists() and (not work.is_dir() or (any(work.iterdir()) and not (work / _OWN).exists())):
-        raise UsageError(f"{work} is not empty and no bench made it; name a new directory, or leave --work out")
+        raise UsageError(f"{work} is not empty and not from a bench; name a new directory, or leave --work out")
     work.mkdir(parents=True, exist_ok=True)
     (work / _OWN).touch()
 
@@ -110,7 +110,7 @@ def _run(
     work: Path | None,
     jobs: int,
 ) -> "dict[str, list[Tested]]":
-    """The claims of each paper, judged; of several papers, figures go to a folder each."""
+    """Return the judged claims of each paper; with several papers, each has its own folder of figures."""
     from functools import partial
 
     from moetool.bench.paper.claims import choose
@@ -209,5 +209,5 @@ def _value(name: str, mean: float, half: float | None, unit: str) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """A number of so many digits that mean something, without an exponent where it is large."""
+    """Format a number by significant digits, without an exponent for large ones."""
     return f"{float(f'{value:.{digits}g}'):,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"

@@ -7,10 +7,10 @@ from moetool.errors import UsageError
 
 
 def serve_parallel(command: ClusterCommand) -> None:
-    """Serve a model on ranks in lockstep until it is interrupted.
+    """Serve a model on ranks in lockstep until an interruption.
 
     Raises:
-        UsageError: no plan, another number of ranks than the plan has GPUs, or an option that means nothing here.
+        UsageError: no plan, another number of ranks than the plan has GPUs, or an option without effect here.
     """
     from moetool.cluster.launch import parse_where
     from moetool.cluster.parallel.rank_launch import RankProcesses

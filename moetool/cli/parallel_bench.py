@@ -25,10 +25,10 @@ def bench_parallel(
     """Measure, print, and write results and figures into `out`.
 
     Args:
-        data: prompt sets; all that are embedded without.
-        lines: names of `moetool.bench.expert_parallelism.variants`; all without.
-        quick: small, to see that it works.
-        values: of `RankBenchOptions` by name, and `work`: a folder that keeps the trace and the predictors.
+        data: prompt sets (default: all embedded ones).
+        lines: names of `moetool.bench.expert_parallelism.variants` (default: all).
+        quick: smoke test with small sizes.
+        values: options of `RankBenchOptions` by name, and `work`: a folder that keeps the trace and the predictors.
 
     Raises:
         UsageError: an unknown option or variant.

@@ -1,4 +1,4 @@
-"""The commands about placement: `moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`."""
+"""The placement commands: `moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -237,7 +237,7 @@ def migrate(
     aside = sum(move.kind == "stage" for move in plan.moves)
     tables.print_paragraph(
         f"{out}: {tables.numbered(len(plan.moves), 'move')}, {copies:,} copies "
-        f"({tables.count(plan.bytes, 'B')}), {aside:,} through host memory, {plan.seconds:,.2f} s if done in turn"
+        f"({tables.count(plan.bytes, 'B')}), {aside:,} through host memory, {plan.seconds:,.2f} s in sequence"
     )
     tables.print_paragraph(
         f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "
@@ -283,7 +283,7 @@ def export(
 
 
 def _settings(given: Sequence[str], default: Mapping[str, Any] | None = None) -> "tuple[Setting, dict[str, Any]]":
-    """Settings of scoring, and the rest for planners."""
+    """Split settings into those of scoring and those of planners."""
     from moetool.errors import unknown_name
     from moetool.placement._comparing import Setting
     from moetool.placement._demand import STARTS
@@ -303,13 +303,13 @@ def _refuse(stray: dict[str, Any]) -> None:
 
 
 def _c_max(options: Mapping[str, Mapping[str, Any]]) -> str:
-    """The limits that planners were given, from their options by name."""
+    """Describe the limits of planners, from their options by name."""
     given = [f"{values['c_max']} for {name}" for name, values in options.items() if values.get("c_max")]
     return ", ".join(given) or "as memory allows"
 
 
 def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting", costs: str, c_max: str) -> None:
-    """Rows side by side, and under what conditions they hold."""
+    """Print the planners' rows and their conditions."""
     from moetool.report.placement_page import score_tables
 
     for table in score_tables([(row.planner, row) for row in rows], cluster, costs):

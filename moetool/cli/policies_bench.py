@@ -1,4 +1,4 @@
-"""The commands `moetool bench policies` and `drafts`: what policies and drafts save, by replay."""
+"""The commands `moetool bench policies` and `drafts`: loads of policies and of drafts, by replay."""
 
 from pathlib import Path
 from typing import Annotated

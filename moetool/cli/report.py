@@ -41,7 +41,7 @@ def report(
 ) -> None:
     """Render a trace, placement or cache plan as one HTML page.
 
-    A trace: popularity, skew, entropy, affinity, reuse distance, hit rates and what they mean. A placement: experts per
+    A trace: popularity, skew, entropy, affinity, reuse distance, hit rates and findings. A placement: experts per
     GPU, load and traffic. A cache plan: latency against memory.
     """
     from moetool.report.sample import ReportOptions
@@ -111,8 +111,8 @@ def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | Non
     """Write the page of a plan, by its kind.
 
     Raises:
-        UsageError: it is no plan, or something is given that its kind has no use for.
-        MismatchError: the plan is damaged, or of another model or cluster than what is given with it.
+        UsageError: the file is not a plan, or an option has no effect on its kind.
+        MismatchError: the plan is damaged, or its model or cluster differs from the other inputs.
     """
     kind = _kind(path)
     if kind == "placement_plan":
@@ -187,7 +187,7 @@ def _cache(path: Path, out: Path, as_json: bool) -> None:
         ("prefetch", f"distance {plan.prefetch_distance}" if plan.prefetch_distance else "nothing"),
         *([("predictor", f"{plan.predictor.name} ({plan.predictor.sha256[:12]})")] if plan.predictor else []),
         ("trace", plan.trace_sha256),
-        ("profile", plan.profile_sha256 or "none (bytes moved stand for time)"),
+        ("profile", plan.profile_sha256 or "none (bytes moved instead of time)"),
         *([("to reach", f"{plan.target_tpot_s * 1e3:,.4g} ms a token")] if plan.target_tpot_s else []),
     ]
     durable.write_text(out, page(plan, facts))

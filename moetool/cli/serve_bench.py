@@ -90,14 +90,14 @@ def bench_serve(
 def _require_together(
     model: str | None, beside: str, others: Mapping[str, object], shape: str | None, data: Sequence[str]
 ) -> None:
-    """Raises: UsageError unless it is a model with text, or a shape with routes and its own rounded form."""
+    """Raises: UsageError unless --beside comes with a model and text, or with a shape, routes and int4."""
     if others["--predictor"] is not None:
-        raise UsageError("--beside compares two forms, and a predictor belongs to one: leave out --predictor")
+        raise UsageError("--beside compares two forms of a model, and a predictor fits one: leave out --predictor")
     if shape is not None:
         found = "a MODEL too" if model is not None else "--data" if data else f"--beside {beside}"
         if model is not None or data or beside != "int4":
             raise UsageError(
-                f"a --shape, whose weights are random, is benched --beside int4, which is made of it; found {found}: "
+                f"a --shape has random weights, so --beside takes int4, which is made from them; found {found}: "
                 f"moetool bench serve --shape {shape} --layers 2 --routes DIR --beside int4 --policy lru --budget 25%"
             )
         return
@@ -105,6 +105,6 @@ def _require_together(
     if given or model is None or not data:
         found = f"{', '.join(given)} too" if given else "no MODEL" if model is None else "no --data"
         raise UsageError(
-            f"--beside takes a MODEL and --data and lets both forms route by themselves; found {found}: moetool bench "
+            f"--beside needs a MODEL and --data, and both forms use their own routing; found {found}: moetool bench "
             f"serve MODEL --beside {beside} --data chat --policy lru --budget 25%"
         )

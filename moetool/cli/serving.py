@@ -1,4 +1,4 @@
-"""The commands at both ends of the API: `moetool serve` and `chat`."""
+"""The commands of the server and its client: `moetool serve` and `chat`."""
 
 import difflib
 import sys
@@ -49,7 +49,7 @@ def serve(
         str | None,
         typer.Option(
             help="Host memory that caches experts between disk and device, e.g. 32GB (default: 80 % of the free "
-            "RAM beside a GPU, else none)."
+            "RAM with a GPU, else none)."
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -135,7 +135,7 @@ def serve(
     from moetool.serving.status_line import status_line
 
     allowed = parse(ServerOptions, values.pop("server", {}), "--set server")
-    server.tls_context(allowed)  # so that a file that cannot be used is known before a model is loaded
+    server.tls_context(allowed)  # refuse an unusable file before a model is loaded
     sock = server.bind(host, port)
     try:
         checkpoint = Checkpoint.open(model)
@@ -165,7 +165,7 @@ def serve(
     widths = [max(len(row[i]) for row in setup.choices) for i in (0, 1)]
     for name, value, why in setup.choices:
         tables.narrate(f"moetool: {name:<{widths[0]}}  {value:<{widths[1]}}  {why}")
-    garbage.as_usual()  # a server lives long, and a pause to look through all of torch would be somebody's latency
+    garbage.as_usual()  # in a long-lived server a full collection over torch would add to latency
     slots = engine.store.num_slots
     among = f" on {options.devices} devices" if options.devices > 1 else ""
     below = (
@@ -192,13 +192,13 @@ def serve(
 
 
 def _settled(given: Sequence[str], flags: Mapping[str, Any], host: str, api_key: str | None) -> dict[str, Any]:
-    """The values of `--set` with the flags about who may reach the server among those of the server."""
+    """Return the values of `--set` with the access flags among the server's."""
     from moetool.serving.web_names import host_name
 
     values = parse_settings(given)
     server = values.get("server", {})
     if not isinstance(server, dict):
-        return values  # refused where it is read
+        return values  # the reader refuses it
     hosts = [*_listed(server.get("allowed_hosts", [])), *flags["allowed_hosts"]]
     if (hosts or api_key is None) and host_name(host):
         hosts.append(host)
@@ -246,7 +246,7 @@ def chat(
 
 
 def _say_what_is_ignored(fields: Mapping[str, Any]) -> None:
-    """Other servers may know more fields than ours, which ignores those that it does not know, as OpenAI's does."""
+    """Warn about fields that a moetool server ignores, as OpenAI's does; other servers may know more."""
     from moetool.serving.request_schema import ChatRequest, CompletionRequest
 
     known = {**ChatRequest.model_fields, **CompletionRequest.model_fields}
@@ -256,11 +256,11 @@ def _say_what_is_ignored(fields: Mapping[str, Any]) -> None:
 
 
 _SPOKEN = "\n\t\xa0\u3000\u200c\u200d"
-"""Not printable to Python, and harmless parts of written language: blanks, and the joiners of scripts and emoji."""
+"""Characters of written language that Python calls unprintable: blanks, and joiners of scripts and emoji."""
 
 
 def _next_line() -> str:
-    """The user's next line; empty at the end."""
+    """Return the user's next line; empty at the end of input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The command `moetool simulate`: a cluster, its requests and a way to place experts, without owning the cluster."""
+"""The command `moetool simulate`: a cluster, its requests and placement modes, without the hardware."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,7 +81,7 @@ def simulate(
     swept = parse_sweeps(sweep)
     modes = _modes(mode, planner_options)
     if plan is not None and {"gpus", "bandwidth"} & swept.keys():
-        raise UsageError("--plan is for one cluster, and --sweep makes others; leave one of them out")
+        raise UsageError("--plan is for one cluster, and --sweep changes the cluster; leave one of them out")
     given = None if plan is None else PlacementPlan.load(plan)
     predicts = open_predictor(predictor)
     sources = open_sources(trace)
@@ -138,7 +138,7 @@ def simulate(
 
 
 def _modes(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
-    """The modes by name. Raises: UsageError where there is none, or an option is for the planner of none of them."""
+    """Return the modes by name. Raises: UsageError where there is none, or an option fits no mode's planner."""
     from moetool.simulation.placement_control import find_mode
 
     modes = [name for text in given for name in text.split(",") if name]
@@ -146,7 +146,7 @@ def _modes(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
         raise UsageError("--mode names no mode, expected one such as prism_exact")
     planners = {find_mode(name).planner for name in modes}
     if stray := [name for name, value in planner_options.items() if isinstance(value, dict) and name not in planners]:
-        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(sorted(planners))}; write PLANNER.OPTION=VALUE")
+        raise UsageError(f"--set {stray[0]!r} fits none of {', '.join(sorted(planners))}; write PLANNER.OPTION=VALUE")
     return modes
 
 
@@ -158,10 +158,10 @@ def _write_page(report: Path, runs: Any, spec: "ModelSpec", said: Mapping[str, A
 
 
 def _drawn_from(split: float, planned: float | None) -> str:
-    """Whether placements have seen the requests that are drawn.
+    """Describe whether placements have seen the drawn requests.
 
     Args:
-        planned: the share of the requests that a given plan was made from.
+        planned: share of the requests that a given plan was made from.
     """
     if split == 1:
         return "the requests that placements are planned on"
@@ -169,7 +169,7 @@ def _drawn_from(split: float, planned: float | None) -> str:
 
 
 def _print(runs: Any) -> None:
-    """Runs side by side."""
+    """Print a table of runs."""
     names = [name for name in runs[0][0] if name != "mode"]
     rows = []
     for at, found in runs:
@@ -217,7 +217,7 @@ def _seconds(value: float) -> str:
 
 
 def _print_one(found: "Simulated") -> None:
-    """Details of a single run below its row."""
+    """Print the details of a single run."""
     slowest = sorted(found.mean_by_server.items(), key=lambda one: -one[1])
     more = f" and {len(slowest) - 12} more" if len(slowest) > 12 else ""
     tables.print_paragraph(

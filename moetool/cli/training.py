@@ -1,4 +1,4 @@
-"""The commands that make and judge predictors: `moetool train` and `evaluate`."""
+"""The predictor commands: `moetool train` and `evaluate`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +72,7 @@ def train(
 
 
 def summarize_card(card: dict[str, Any]) -> str:
-    """One line about a trained predictor."""
+    """Return one line about a trained predictor."""
     return (
         f"{card['predictor']}, {tables.count(card['parameters'])} parameters, trained on "
         f"{tables.numbered(card['tokens']['train'], 'token')} of "

@@ -1,4 +1,4 @@
-"""The command `moetool cache`: what serving keeps of models between runs."""
+"""The command `moetool cache`: warm-start files that servers keep between runs."""
 
 import time
 from typing import Annotated

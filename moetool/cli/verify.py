@@ -41,7 +41,7 @@ def verify(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Compare a model as served here with plain transformers: tokens, logits, experts chosen, weights.
+    """Compare a model served by moetool with plain transformers: tokens, logits, chosen experts, weights.
 
     Exit code 0 means that every answer is exact or a tie.
     """

@@ -16,14 +16,14 @@ class Watch:
     """The scheduler of a cluster and its page.
 
     Args:
-        values: of `--set`; those of `scheduler` and `dashboard` are taken out.
-        state: file of the scheduler's state, unless they name another.
-        narrate: told what a person should know.
+        values: values of `--set`; those of `scheduler` and `dashboard` are removed.
+        state: file of the scheduler's state (default for `values`).
+        narrate: called with messages for the user.
 
-    Effects: `open` serves the page; `close` ends it and keeps the scheduler's state.
+    Effects: `open` serves the page; `close` ends it and saves the scheduler's state.
 
     Raises:
-        UsageError: an unknown or wrong option.
+        UsageError: an unknown or invalid option.
         MismatchError: the scheduler's state is of another model or cluster.
     """
 
@@ -42,7 +42,7 @@ class Watch:
         self.scheduler = Scheduler(plan.spec, plan.cluster, options, narrate=narrate)
 
     def begin_with(self, settings: "list[WorkerSettings]") -> "list[WorkerSettings]":
-        """Workers' settings with what they held when the state was kept, if it was, in place of the plan's."""
+        """Return the workers' settings with the saved placement, if any, instead of the plan's."""
         held = self.scheduler.in_force
         if held is None or any(len(places) > one.capacity for places, one in zip(held, settings, strict=True)):
             return settings
@@ -50,7 +50,7 @@ class Watch:
         return [replace(one, held=tuple(sorted(places))) for one, places in zip(settings, held, strict=True)]
 
     def open(self, allowed_hosts: Iterable[str]) -> None:
-        """Serve the page, also under these names, unless it is switched off. Raises: UsageError: the port is taken."""
+        """Serve the page, also under these host names, unless it is disabled. Raises: UsageError: the port is taken."""
         from moetool.cluster.edge.dashboard import Dashboard
 
         host, port = self._page_options.host, self._page_options.port
@@ -59,7 +59,7 @@ class Watch:
             self._narrate(f"cluster page: {self._page.url}")
 
     def close(self) -> None:
-        """End the page, and keep the state."""
+        """End the page, and save the state."""
         if self._page is not None:
             self._page.close()
         self.scheduler.save()

@@ -44,7 +44,7 @@ def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: 
     claim, *others = json.loads((tmp_path / "out" / "verdicts.json").read_text())["claims"]
     assert {claim["id"], *(other["id"] for other in others)} == {only}
     drawn = {name for each in (claim, *others) for name in each["pictures"]}
-    assert f"{tmp_path / 'out'}: verdicts.json, and {len(drawn) // 2} of the experiments drawn" in out
+    assert f"{tmp_path / 'out'}: verdicts.json, and figures of {len(drawn) // 2} experiments" in out
     assert claim["verdict"] in ("agrees", "differs", "undecided"), claim["why"]
     assert len({len(values) for values in claim["values"].values()}) == 1
     assert [Path(name).suffix for name in claim["pictures"]] == [".svg", ".png"]

@@ -404,7 +404,7 @@ def test_importing_and_replaying_what_others_published(run: Run, tmp_path: Path)
     code, printed, _ = run(*replaying, "--set", "belady.whole_events=true")
     (row,) = json.loads(printed)
     assert (code, row["budget_bytes"], row["missed"]) == (0, 600, 8)
-    _one_line(run(*replaying, "--set", "lru.x=1"), 2, "--set 'lru' is for none of belady")
+    _one_line(run(*replaying, "--set", "lru.x=1"), 2, "--set 'lru' fits none of belady")
     _one_line(run(*replaying, "--set", "belady.hole_events=true"), 2, "did you mean 'whole_events'")
     _one_line(run(*replaying, "--pool-unit", "byte"), 2, "did you mean 'bytes'")
 

@@ -98,4 +98,4 @@ def test_what_a_page_cannot_be_made_of_is_refused(run: Run, inputs: dict[str, An
     code, _, err = run(
         *("simulate", *inputs["traces"], inputs["cluster"], "--mode", "uniform", "--set", "director.kicks=0")
     )
-    assert code == 2 and "is for none of uniform" in err
+    assert code == 2 and "fits none of uniform" in err

@@ -356,7 +356,7 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     recipe.write_text(head + 'prompt = "{missing}"\n')
     refused(MismatchError, lambda: gather(str(recipe), tmp_path / "copy"), "has the fields a, c", "'missing'")
     recipe.write_text(head + 'prompt = "{a:letters}"\n')
-    refused(MismatchError, lambda: gather(str(recipe), tmp_path / "copy"), "no list")
+    refused(MismatchError, lambda: gather(str(recipe), tmp_path / "copy"), "not a list")
 
 
 def test_options_without_a_public_set_are_refused(tmp_path: Path) -> None:

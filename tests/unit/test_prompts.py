@@ -319,6 +319,6 @@ def test_csv_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,answer\nx\n")
     refused(tmp_path / "a.csv", "a.csv:2", "cells")
     (tmp_path / "a.csv").write_text('prompt\n"open\n')
-    refused(tmp_path / "a.csv", "no CSV")
+    refused(tmp_path / "a.csv", "not CSV")
     (tmp_path / "a.csv").write_text("question\nx\n")
     refused(tmp_path / "a.csv", "'question'")
