@@ -94,7 +94,7 @@ def plan_cache(
             raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
-        raise UsageError("--target-tpot needs the costs of a machine; give them with --profile FILE")
+        raise UsageError("--target-tpot depends on the machine; give its costs with --profile FILE")
     source = open_trace(trace)
     values = parse_settings(settings)
     machine = values.pop("timeline", {})

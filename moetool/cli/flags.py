@@ -185,7 +185,7 @@ def read_timeline(path: Path | None, values: Any, **defaults: Any) -> tuple[Any,
     from moetool.costing.pricing import TimelineOptions
 
     if path is None and values:
-        raise UsageError("--set timeline… needs a profile; give one with --profile FILE")
+        raise UsageError("--set timeline… has no effect without a profile; give one with --profile FILE")
     if isinstance(values, dict):
         values = {**defaults, **values}
     timeline = parse(TimelineOptions, values, "timeline")

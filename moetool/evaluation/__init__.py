@@ -1,1 +1,1 @@
-"""Scores of predictors: match, time and size, and their tables."""
+"""Scores of predictors (match, time and size), and verification of served models."""

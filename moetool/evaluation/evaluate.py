@@ -1,7 +1,7 @@
-"""Scores predictors on requests that they were not made from, beside the counting predictors.
+"""Scores of predictors on held-out requests, with the counting predictors as baselines.
 
-What is scored, and where: `moetool.evaluation.tally` says how often a prediction is right, by distance, phase and
-layer; `moetool.evaluation.prompt_scoring` judges what is said of a whole request while it waits.
+`moetool.evaluation.tally` scores predictions by distance, phase and layer; `moetool.evaluation.prompt_scoring` scores
+predictions for whole pending requests.
 """
 
 import copy
@@ -35,29 +35,29 @@ class Evaluation(JsonRecord):
     """One predictor on the held-out requests of one trace.
 
     Attributes:
-        path: its folder; for a baseline, the folder of the predictor beside which it was counted.
-        baseline: for a baseline, what it was counted on; else None.
-        trace: the folder of the trace.
-        unseen_task: whether the trace was given as one of a task that the predictors were not trained on.
-        requests, num_skipped: as of `moetool.learning.unseen.Unseen`.
-        num_requests: requests scored.
-        num_tokens: tokens scored.
+        path: folder of the predictor; for a baseline, of the predictor that it accompanies.
+        baseline: source of a baseline's counts; None for others.
+        trace: folder of the trace.
+        unseen_task: whether the trace was given as one of an unseen task.
+        requests, num_skipped: as in `moetool.learning.unseen.Unseen`.
+        num_requests: number of scored requests.
+        num_tokens: number of scored tokens.
         top_k: K of the model.
-        parameters: number fitted by gradient descent.
+        parameters: number of trained parameters.
         size_bytes: parameters and buffers in memory.
         expert_bytes_share: `size_bytes` as a share of the model's routed experts.
         step_ms: median time to observe and predict all layers of one token, on the CPU, in milliseconds.
-        prompt_ms: the same for a pending request: to predict its prompt, or, of a predictor that does not, to follow
-            it; a median over some prompts.
-        prompt_tokens: of those prompts, the median.
-        decode_step_ms: time of one token with every expert in memory, by the given profile.
+        prompt_ms: the same for a pending request: to predict it from its prompt, or else to observe it; median over
+            some prompts.
+        prompt_tokens: median length of those prompts.
+        decode_step_ms: time of one token with every expert in memory, by the profile.
         training_s, training_tokens: its training time and number of training tokens; None for a baseline.
-        training_share: those tokens as a share of the trace that they are of.
-        epochs: how often they were gone through; None where nothing is fitted.
-        scores: the next layer, all layers and phases first, then by phase and layer; then the same for each farther
-            distance of `DISTANCES` that the predictor sees.
-        prompt_prediction: its predictions from prompts alone; None for a predictor that makes none, and where only the
-            end of a request is scored.
+        training_share: share of the training tokens in their trace.
+        epochs: number of training epochs; None without training.
+        scores: for each distance of `DISTANCES` that the predictor supports: first over all layers and phases, then by
+            phase and layer.
+        prompt_prediction: predictions from prompts alone; None where unsupported, and where only the end of a request
+            is scored.
     """
 
     predictor: str
@@ -85,7 +85,7 @@ class Evaluation(JsonRecord):
     prompt_prediction: PromptPrediction | None
 
     def overall(self, phase: str = "all") -> dict[int, MatchScore]:
-        """By distance, the score over all layers of a phase."""
+        """Return the score over all layers of a phase, by distance."""
         return {s.distance: s for s in self.scores if s.phase == phase and s.layer is None}
 
 
@@ -96,26 +96,25 @@ def evaluate(
     profile: CostProfile | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Evaluation]:
-    """Score predictors and, beside each, the counting predictors made from the same training requests.
+    """Score predictors, and the counting predictors from the same training requests as baselines.
 
-    All are scored on the same requests, those that none of them has seen: of the trace that a predictor was trained on
-    its test requests, of another trace of the model those whose prompt it has not seen. The baselines are counted again
-    where the trace is the one trained on; elsewhere they are taken from the buffers of the predictor, as far as it has
-    them.
+    All are scored on the same requests, which none has seen. On its training trace a predictor has not seen its test
+    requests; on another trace of the model, those with new prompts. On the training trace the baselines are counted
+    again; elsewhere they come from the predictor's buffers, if present.
 
     Args:
-        unseen_task: a trace of a task that none of them was trained on; scored as well.
-        profile: of this machine and the traces' model, to weigh times by.
-        options: by predictor's name, in place of those that it was made with.
+        unseen_task: a trace of a task that no predictor was trained on, scored in addition.
+        profile: profile of this machine and the traces' model, for the shares of times.
+        options: options by predictor name, instead of the trained ones.
 
     Returns:
-        One evaluation a predictor, in the order of `paths`, each followed by those of its baselines that were not
-        listed before; then the same on `unseen_task`.
+        One evaluation per predictor, in the order of `paths`, each followed by its baselines that are not listed yet;
+        then the same on `unseen_task`.
 
     Raises:
         UsageError: no such trace or predictor; no request of the trace is unseen by all.
-        MismatchError: another model's trace or profile, a trace without what a predictor looks at, or something is
-            damaged.
+        MismatchError: the trace or profile is of another model, the trace lacks a column that a predictor needs, or a
+            file is damaged.
         MoetoolError: a predictor gives scores that are not finite.
     """
     predictors = [load_predictor(path, options) for path in paths]
@@ -161,7 +160,7 @@ def evaluate(
 
 
 def _made_from(predictor: Predictor) -> tuple[str, tuple[int, ...]]:
-    """The trace and the requests that a predictor was trained on."""
+    """Return the trace and the requests that a predictor was trained on."""
     return predictor.card["trace"]["sha256"], tuple(predictor.card["requests"]["train"])
 
 
@@ -174,7 +173,7 @@ def _require_unseen(predictor: Predictor, trace: Trace) -> None:
 
 
 def _baseline(name: str, predictor: Predictor, trace: Trace) -> tuple[Predictor, str] | None:
-    """A counting predictor from what `predictor` was trained on, and a word on where its counts come from."""
+    """Return a counting predictor from the training data of `predictor`, and the source of its counts."""
     baseline = build(name, predictor.spec)
     if predictor.card["trace"]["sha256"] == trace.sha256:
         spans, requests = in_time(predictor.card, trace), predictor.card["requests"]["train"]
@@ -201,7 +200,7 @@ def _evaluate(
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = MatchTally(predictor, distances)
     if predictor.remembers or predictor.incremental:
-        _replay(copy.deepcopy(predictor), trace, part, tally)  # what it remembers of one trace stays there
+        _replay(copy.deepcopy(predictor), trace, part, tally)  # a copy, so that online state of one trace does not leak
     else:
         for tokens in stream(trace, predictor.needs, part):
             tally.add(tokens)
@@ -238,9 +237,9 @@ def _evaluate(
 
 
 def _replay(predictor: Predictor, trace: Trace, part: Part, tally: MatchTally) -> None:
-    """Score a predictor by what it says as it watches: request after request, forward after forward.
+    """Score a predictor during replay, request by request and forward by forward.
 
-    Of a request split in time it watches the tokens before those that are scored too.
+    For a request split in time it also observes the earlier tokens.
     """
     columns, picker = predictor.needs - {"experts"}, Picker(part)
     for info, events in trace.forwards(sequential=True, columns=columns, requests=frozenset(part)):

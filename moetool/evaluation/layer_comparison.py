@@ -1,7 +1,7 @@
-"""The comparison layer by layer: plain transformers on the hidden states of the model as served here.
+"""The comparison layer by layer: plain transformers on the hidden states of the served model.
 
-Each layer is compared while plain transformers has it in memory: the weights of every expert as a slot holds them, all
-other tensors, the experts that are chosen, and the layer's output. So what differs is named by layer and expert.
+Each layer is compared while plain transformers has it in memory: the weights of every expert in a slot, all other
+tensors, the chosen experts, and the layer's output. Differences are therefore named by layer and expert.
 """
 
 import gc
@@ -21,12 +21,12 @@ from moetool.models.expert_files import ExpertFiles
 from moetool.models.spec import MoeLayer
 
 MEMORY_SHARE = 0.85
-"""Share of the free memory that plain transformers may take as a whole."""
+"""Share of the free memory that the whole plain model may take."""
 OUTSIDE = -1
-"""Number of what is in no decoder layer: embeddings, the last norm, the head."""
+"""Layer number of tensors outside decoder layers: embeddings, the last norm, the head."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is going on, how much of it is done, and of how much."""
+"""Called with the activity, the amount done and the total."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,16 +34,16 @@ class LayerResult:
     """One decoder layer on the same hidden states.
 
     Attributes:
-        layer: its number among all decoder layers.
-        difference: of its output, at most; `scale` is the largest number in that.
-        routes, route_ties, route_errors: tokens of a MoE layer whose experts were compared; that chose others of nearly
-            the same weight; that chose others.
-        experts_compared: whose weights in a slot were compared with those of plain transformers.
-        experts_differing: whose weights differ.
+        layer: number among all decoder layers.
+        difference: largest difference of the output; `scale` is the output's largest number.
+        routes, route_ties, route_errors: tokens of a MoE layer: compared; with other experts in a tie; with other
+            experts.
+        experts_compared: experts whose weights in a slot were compared.
+        experts_differing: experts whose weights differ.
         experts_at: experts of the token at which the output differs most.
-        experts_changed: that only one of the two chose, where that is no tie.
-        tensors: other weights and buffers of the layer that were compared; `OUTSIDE` stands for those of no layer.
-        tensors_differing: those of other content.
+        experts_changed: experts that only one of the two chose, without a tie.
+        tensors: compared weights and buffers other than experts; `OUTSIDE` has those of no layer.
+        tensors_differing: those that differ.
     """
 
     layer: int
@@ -60,13 +60,13 @@ class LayerResult:
     tensors_differing: list[str] = field(default_factory=list)
 
     def problems(self, tolerance: float) -> Iterator[str]:
-        """Its errors, one line each, the causes first."""
+        """Yield its errors, one line each, causes first."""
         name = "outside the layers" if self.layer == OUTSIDE else f"layer {self.layer}"
         if self.experts_differing:
             yield f"{name}: the slots of {_experts(self.experts_differing)} hold other weights"
         if self.tensors_differing:
             more = f" and {len(self.tensors_differing) - 1} more" if len(self.tensors_differing) > 1 else ""
-            yield f"{name}: {self.tensors_differing[0]}{more} is not what plain transformers has"
+            yield f"{name}: {self.tensors_differing[0]}{more} differs from plain transformers"
         if self.route_errors:
             yield (
                 f"layer {self.layer}: {self.route_errors:,} of {self.routes:,} tokens chose other experts, such as "
@@ -88,8 +88,8 @@ class LayerComparison:
 
     Attributes:
         tolerance: share of a layer's largest output that its difference may be.
-        results: by decoder layer.
-        decoded: logits of transformers' own greedy decoding, of the prompts whose forward told of another token.
+        results: results by decoder layer.
+        decoded: logits of transformers' own greedy decoding, for prompts whose forward chose another token.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class LayerComparison:
     def compare(
         self, prompts: Sequence[Sequence[int]], reference: Answers, layer_by_layer: bool, on_progress: Progress
     ) -> tuple[list[torch.Tensor], tuple[float, float] | None, str, bool]:
-        """Plain transformers' logits by prompt, its own difference of implementations, its origin, and if whole."""
-        gc.collect()  # what is over is part of cycles, and would take memory here
+        """Return plain logits by prompt, the difference of implementations, the origin, and whether whole."""
+        gc.collect()  # garbage in cycles would take memory here
         free = memory_bytes()[1] if self._device.type == "cpu" else torch.cuda.mem_get_info(self._device)[0]
         fits = plain_bytes(self._checkpoint, self._dtype) < free * MEMORY_SHARE
         on_progress("loading plain transformers", 0, 1)
@@ -150,7 +150,7 @@ class LayerComparison:
         self.results[OUTSIDE] = LayerResult(layer=OUTSIDE)
         outside = {name: value for name, value in dense_digests(plain.model, plain.layers).items() if name[0] == "."}
         self._compare_tensors(OUTSIDE, reference.dense, outside)
-        # Cached decoding of some families is not their forward of the whole sequence.
+        # In some families cached decoding differs from a forward of the whole sequence.
         others = [n for n, made in enumerate(reference.tokens) if logits[n].argmax(dim=-1).tolist() != made]
         if others:
             on_progress("plain transformers, decoding", 0, 1)
@@ -161,7 +161,7 @@ class LayerComparison:
         return logits[: len(prompts)], yardstick, plain.origin, plain.whole
 
     def _compare_tensors(self, number: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-        """Other weights; a quantized checkpoint's may be rounded otherwise, which its outputs tell."""
+        """Compare other weights; those of a quantized checkpoint may be rounded differently, so outputs decide."""
         common = sorted(theirs.keys() & ours.keys())
         self.results[number].tensors = len(common)
         if self._checkpoint.quantization is None:
@@ -169,15 +169,15 @@ class LayerComparison:
             self.results[number].tensors_differing = wrong
 
     def _compare_weights(self, files: ExpertFiles, layer: MoeLayer) -> None:
-        """The weights of every expert of a layer: in a slot, and in transformers' module."""
+        """Compare the weights of every expert of a layer in a slot and in transformers' module."""
         result = self.results[layer.layer_id]
         if any(len(part.parameters) > 1 for part in layer.form.parts):
-            return  # flat matrices of all experts, in an order of their own
+            return  # flat matrices of all experts in another order
         result.experts_compared = layer.form.num_experts
         differing: set[int] = set()
         for name, ours in files.stacked(layer, self._dtype).items():
             theirs = layer.experts.get_parameter(name).detach().cpu().to(self._dtype)
-            # Some families keep rows for experts without weights behind the others.
+            # Some families have extra rows for experts without weights.
             flat, others = ours.flatten(1).float(), theirs[: len(ours)].reshape(ours.shape).flatten(1).float()
             allowed = 0.0 if self._checkpoint.quantization is None else 2.0**-8 * others.abs().amax(1)
             wrong = ~((flat - others).abs().amax(1) <= allowed)
@@ -206,7 +206,7 @@ class LayerComparison:
 
 
 def _compare_routes(result: LayerResult, ours: LayerRoutes, theirs: LayerRoutes, tolerance: float) -> None:
-    """Other experts are a tie where the routers agree on the logits: rounding then decides between two."""
+    """Compare routes. Other experts are a tie if the routers' logits agree: rounding then decides."""
     result.routes += len(ours.experts_TK)
     mine, other = ours.experts_TK.sort(dim=1).values, theirs.experts_TK.sort(dim=1).values
     for token in (mine != other).any(dim=1).nonzero().flatten().tolist():
@@ -223,6 +223,6 @@ def _compare_routes(result: LayerResult, ours: LayerRoutes, theirs: LayerRoutes,
 
 
 def differences(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
-    """The largest and the mean difference."""
+    """Return the largest and the mean difference."""
     apart = [(a - b).abs().nan_to_num(nan=math.inf) for a, b in pairs]
     return max(float(a.max()) for a in apart), sum(float(a.mean()) for a in apart) / len(apart)

@@ -1,4 +1,4 @@
-"""The tables of `moetool evaluate`, each a heading, columns and cells, for the terminal and for the page alike."""
+"""The tables of `moetool evaluate` for terminal and page: headings, columns and cells."""
 
 import math
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ MEANINGS = {
     "whole request, its number of new tokens is given",
     "busiest": "how often the most loaded expert of a layer was predicted",
 }
-"""Meaning of the measures, for the page."""
+"""Meanings of the measures, for the page."""
 
 
 def print_evaluations(rows: Sequence[Any]) -> None:
-    """Predictors side by side (`moetool.evaluation.evaluate`): an overview, then by task, the unseen one last."""
+    """Print a comparison of predictors: an overview, then by task, the unseen one last."""
     for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
         print_matches(table)
 
@@ -44,7 +44,7 @@ def print_matches(table: TextTable) -> None:
 
 
 def overview(rows: Sequence[Any]) -> TextTable:
-    """One table of everything: shares in whole per cent, of several distances beside each other."""
+    """Return the overview: shares in whole per cent, at several distances."""
     groups = {group[0].unseen_task: group for group in by_task(rows)}
     found = {(g, row.predictor, row.path, row.baseline is None): row for g, group in groups.items() for row in group}
     lines = list(dict.fromkeys(key[1:] for key in found))
@@ -96,17 +96,17 @@ def _at(row: Any, phase: str, distance: int) -> float | None:
 
 
 def _whole(value: float | None) -> str:
-    """A share in per cent, in two places."""
+    """Format a share in per cent with two digits."""
     return " -" if value is None else f"{100 * value:2.0f}"
 
 
 def by_task(rows: Sequence[Any]) -> list[list[Any]]:
-    """The rows of the trace, then those of the unseen task, if there are any."""
+    """Return the rows of the trace, then those of the unseen task, if any."""
     return [group for unseen in (False, True) if (group := [row for row in rows if row.unseen_task == unseen])]
 
 
 def tables_of(rows: Sequence[Any]) -> list[TextTable]:
-    """All tables of one trace."""
+    """Return all tables of one trace."""
     made = [_right(rows), *(_by_distance(rows, phase) for phase in phases(rows)), _recall(rows), _by_layer(rows)]
     told = [row.prompt_prediction for row in rows if row.prompt_prediction is not None]
     made += [_prompt_predictions(rows, phase) for phase in ("prefill", "decode") if any(f.overall(phase) for f in told)]
@@ -114,12 +114,12 @@ def tables_of(rows: Sequence[Any]) -> list[TextTable]:
 
 
 def phases(rows: Sequence[Any]) -> list[str]:
-    """Those of prefill and decode that were scored."""
+    """Return the scored phases among prefill and decode."""
     return [phase for phase in ("prefill", "decode") if any(row.overall(phase) for row in rows)]
 
 
 def scope(rows: Sequence[Any]) -> str:
-    """The scored requests, in words."""
+    """Describe the scored requests."""
     first = rows[0]
     requests = f"{first.num_requests} request{'s' if first.num_requests > 1 else ''}"
     where = {
@@ -195,7 +195,7 @@ def _recall(rows: Sequence[Any]) -> TextTable:
 
 
 def _by_layer(rows: Sequence[Any]) -> TextTable:
-    """Neighbouring layers are taken together where there are many."""
+    """Return the match by layer; neighbouring layers are averaged if there are many."""
     layers = [s.layer for s in rows[0].scores if s.phase == "all" and s.layer is not None and s.distance == 1]
     size = math.ceil(len(layers) / _MOST_LAYERS)
     groups = [layers[start : start + size] for start in range(0, len(layers), size)]

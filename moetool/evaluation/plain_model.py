@@ -1,8 +1,8 @@
 """Plain transformers as the oracle: the whole model in memory, or one decoder layer of it at a time.
 
-Layer by layer, the forwards of all sequences run side by side, each on a thread of its own, and wait for each other in
-front of every decoder layer. There its weights are read, all sequences pass through it, and its memory is freed. So
-the model runs transformers' own forward whatever its family, and its files are read once.
+Layer by layer, the forwards of all sequences run concurrently, each on its own thread, with a barrier before every
+decoder layer. There the layer's weights are read, all sequences pass through it, and its memory is freed. Every family
+therefore runs transformers' own forward, and its files are read once.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ class Forward(NamedTuple):
     """One forward of a sequence.
 
     Attributes:
-        tokens: its token ids.
-        first: position of the first logits that are kept.
+        tokens: token ids.
+        first: position of the first kept logits.
         experts: transformers' experts implementation; None for the model's default.
     """
 
@@ -40,21 +40,21 @@ class Forward(NamedTuple):
 
 
 Visit = Callable[[int, int, Callable[[torch.Tensor], torch.Tensor]], None]
-"""Called in front of a decoder layer, with the number of the forward and of the layer, and the layer as a function of
-its hidden states, its other arguments being those of that forward."""
+"""Called before a decoder layer, with the numbers of forward and layer, and the layer as a function of hidden states,
+with the other arguments of that forward."""
 
 
 class PlainModel:
-    """A model as plain transformers runs it.
+    """A model in plain transformers.
 
     Args:
-        model: transformers' model; with `streams`, its decoder layers on the meta device.
+        model: transformers' model; streamed decoder layers are on the meta device.
         origin: the library that loaded its weights, for reports.
-        open_layer: brings the weights of a decoder layer into memory, of a model that does not hold all.
+        open_layer: loads the weights of a decoder layer; None for a model in memory.
 
     Attributes:
-        layers: its MoE layers.
-        decoder_layers: all its decoder layers.
+        layers: MoE layers.
+        decoder_layers: all decoder layers.
     """
 
     def __init__(self, model: Any, origin: str, open_layer: "Callable[[int], Any] | None" = None) -> None:
@@ -66,12 +66,12 @@ class PlainModel:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is in memory."""
+        """Whether the whole model is in memory."""
         return self._open_layer is None
 
     def implementations(self) -> list[str]:
-        """The experts implementations of transformers that can be compared; empty where the family has only one."""
-        with contextlib.suppress(Exception):  # how a family refuses is its own
+        """Return transformers' comparable experts implementations; empty where the family has only one."""
+        with contextlib.suppress(Exception):  # families refuse in different ways
             for name in ("eager", "grouped_mm"):
                 self.model.set_experts_implementation(name)
             return ["grouped_mm", "eager"]
@@ -80,7 +80,7 @@ class PlainModel:
     def run(
         self, forwards: Sequence[Forward], *, visit: Visit, on_layer: Callable[[int, nn.Module], None]
     ) -> list[torch.Tensor]:
-        """The logits [T - first, V] float32 of each forward, on the CPU.
+        """Return the logits [T - first, V] float32 of each forward, on the CPU.
 
         Args:
             visit: as `Visit`.
@@ -110,7 +110,7 @@ class PlainModel:
         visit: Visit,
         on_layer: Callable[[int, nn.Module], None],
     ) -> list[torch.Tensor]:
-        """Results of `compute` for each number below `count`; all take equally many forwards.
+        """Return the results of `compute` for each number below `count`; all need equally many forwards.
 
         Args:
             visit: as `Visit`.
@@ -137,7 +137,7 @@ class PlainModel:
             visit(local.number, current[0], partial(_again, module, args, kwargs))
 
         def after(module: Any, args: Any, output: Any) -> None:
-            if local.inside:  # not where the barrier broke in front of it
+            if local.inside:  # not if the barrier broke before it
                 local.inside = False
                 lock.release()
 
@@ -170,9 +170,10 @@ class PlainModel:
         return [logits for logits in made if logits is not None]
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> list[torch.Tensor]:
-        """The logits [num_tokens, V] float32 of greedy decoding with transformers' own cache, on the CPU, by prompt.
+        """Return the logits [num_tokens, V] float32 of greedy decoding with transformers' own cache, on the CPU, by
+        prompt.
 
-        Effects: where not all of the model is in memory, reads all of it once for each token.
+        Effects: for a streamed model, reads all weights once per token.
         """
         most = max(num_tokens)
 
@@ -192,7 +193,7 @@ class PlainModel:
 
 
 def decoder_layers(model: Any, layers: Sequence[MoeLayer]) -> list[nn.Module]:
-    """The decoder layers of a model, in order. Raises: UsageError: they are not in one list."""
+    """Return the decoder layers of a model, in order. Raises: UsageError: they are not in one list."""
     return list(model.get_submodule(_list_name(model, layers)))
 
 
@@ -205,15 +206,15 @@ def _list_name(model: Any, layers: Sequence[MoeLayer]) -> str:
 
 
 def plain_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of the whole model in memory, experts and all."""
+    """Return the bytes of the whole model in memory, experts included."""
     return sum(parameter.numel() for parameter in checkpoint.skeleton.parameters()) * dtype.itemsize
 
 
 def open_plain(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, whole: bool) -> PlainModel:
-    """The model as plain transformers runs it; a quantized one with its weights unpacked.
+    """Open a model in plain transformers; a quantized one with unpacked weights.
 
     Args:
-        whole: all in memory, as transformers loads it where it can; else one decoder layer at a time.
+        whole: load the whole model, by transformers if possible; else one decoder layer at a time.
 
     Raises: as `moetool.models.loading.load_full`.
     """
@@ -270,7 +271,7 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
 
 
 def _read_by_library(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor as the safetensors library reads it."""
+    """Read a tensor by the safetensors library."""
     from safetensors import safe_open
 
     tensor: Tensor = checkpoint.index.tensors[name]
@@ -290,7 +291,7 @@ def _free(model: Any, names: Iterator[str] | set[str]) -> None:
 
 
 def _again(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
-    """A decoder layer on other hidden states."""
+    """Return a decoder layer as a function of other hidden states."""
     if args:
         output = module.forward(hidden, *args[1:], **kwargs)
     else:

@@ -18,9 +18,9 @@ _STEPS, _PROMPTS = 20, 4
 
 
 def step_time(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> float:
-    """Median seconds of what a decode step asks of a predictor: each layer observed, the next one scored.
+    """Return the median seconds of a predictor in a decode step: observe each layer, score the next.
 
-    The first of the timed steps warms up. The predictor itself is left as it is.
+    The first of the timed steps warms up. The predictor stays unchanged.
     """
     predictor = copy.deepcopy(predictor)
     wanted = np.array(sorted(requests))
@@ -41,9 +41,9 @@ def step_time(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> f
 
 
 def prompt_time(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> tuple[float, float]:
-    """Median seconds of predicting a prompt, or else of following it, and the median length of the timed ones.
+    """Return the median seconds of predicting a prompt, or else of observing it, and the median prompt length.
 
-    The first of several warms up. The predictor itself is left as it is.
+    The first of several warms up. The predictor stays unchanged.
     """
     predictor = copy.deepcopy(predictor)
     seconds, lengths = [], []
@@ -63,7 +63,7 @@ def prompt_time(predictor: Predictor, trace: Trace, requests: frozenset[int]) ->
 def _prompts(
     predictor: Predictor, trace: Trace, requests: frozenset[int]
 ) -> Iterator[tuple[ForwardInfo, list[GateEvent]]]:
-    """The first forward of each request."""
+    """Yield the first forward of each request."""
     seen: set[int] = set()
     for info, events in trace.forwards(sequential=True, columns=predictor.needs - {"experts"}, requests=requests):
         if info.request_T[0] not in seen:

@@ -1,7 +1,7 @@
-"""Judges what a predictor says of requests while they wait: of their prompts, of their workload, of their new tokens.
+"""Scores of predictions for pending requests: their prompts, workload and new tokens.
 
-A pending request is known by its prompt alone. What is said of the tokens of the prompt and of those that the request
-goes on to make is judged apart, as the phases `prefill` and `decode`, over all layers, the first too.
+Only the prompt of a pending request is known. Predictions for prompt tokens and for new tokens are scored separately,
+as the phases `prefill` and `decode`, over all layers.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from moetool.types import ForwardInfo, GateEvent, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPrediction:
-    """Scores of predictions made from prompts alone.
+    """Scores of predictions from prompts alone.
 
-    A workload matrix says how many tokens use each expert of each layer.
+    A workload matrix holds the number of tokens for each expert of each layer.
 
     Attributes:
         num_requests: pending requests.
-        prompt_tokens, new_tokens: their numbers of tokens.
+        prompt_tokens, new_tokens: numbers of tokens of these requests.
         scores: at distance 0: all layers and phases first, then by phase and layer.
-        load_error: share of a prompt's workload that is predicted for other experts (0: none, 1: all),
-            a mean over requests and layers.
-        request_load_error: the same for whole requests, whose number of new tokens is known; None where there are none.
-        busiest: how often the expert with the largest load in a layer is the one that has it, over requests and layers.
+        load_error: share of a prompt's workload predicted for wrong experts (0: none, 1: all), mean over requests and
+            layers.
+        request_load_error: the same for whole requests with a known number of new tokens; None without new tokens.
+        busiest: how often the most loaded expert of a layer is predicted, over requests and layers.
     """
 
     num_requests: int
@@ -40,21 +40,21 @@ class PromptPrediction:
     busiest: float
 
     def overall(self, phase: str) -> MatchScore | None:
-        """The score of a phase over all layers."""
+        """Return the score of a phase over all layers."""
         return next((s for s in self.scores if s.phase == phase and s.layer is None), None)
 
     def deepest(self, phase: str) -> float | None:
-        """The match in the last quarter of the layers, in which a prompt tells the least."""
+        """Return the match in the last quarter of the layers, the hardest from a prompt."""
         match_L = [s.match for s in self.scores if s.phase == phase and s.layer is not None]
         last = match_L[-max(1, len(match_L) // 4) :]
         return sum(last) / len(last) if last else None
 
 
 def judge(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> PromptPrediction:
-    """Predict requests of a trace, each from its prompt alone, and compare with their routing.
+    """Predict requests of a trace from their prompts alone, and compare with their routing.
 
     Raises:
-        MismatchError: the trace is damaged, or withholds token ids that are looked at.
+        MismatchError: the trace is damaged, or withholds required token ids.
         MoetoolError: a score is not finite.
     """
     judged = _Judged(predictor)
@@ -70,7 +70,7 @@ def judge(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> Promp
 
 
 class _Judged:
-    """Sums over the requests that were judged."""
+    """Sums over scored requests."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
@@ -82,12 +82,12 @@ class _Judged:
 
     @torch.inference_mode()
     def add(self, forwards: list[tuple[ForwardInfo, list[GateEvent]]]) -> None:
-        """Predict one request, of which these are all the forwards."""
+        """Score one request, given all its forwards."""
         phase_T = torch.tensor([phase for info, _ in forwards for phase in info.phase_T])
         ids_T = torch.tensor([token for info, _ in forwards for token in info.token_id_T or ()])
         prompt_T = phase_T == Phase.PREFILL
         if not bool(prompt_T.any()):
-            return  # nothing was pending: the trace begins within the request
+            return  # the trace begins within the request
         experts_TLK = torch.cat(
             [torch.tensor([event.experts_TK for event in events]).transpose(0, 1) for _, events in forwards]
         )
@@ -130,5 +130,5 @@ class _Judged:
 
 
 def _misplaced(said_LE: np.ndarray, true_LE: np.ndarray) -> float:
-    """Half the sum of the differences of two workloads of one size, as a share of that size, a mean over layers."""
+    """Return half the L1 distance of two workloads of equal size, relative to the size, mean over layers."""
     return float((np.abs(said_LE - true_LE).sum(axis=1) / (2 * true_LE.sum(axis=1))).mean())

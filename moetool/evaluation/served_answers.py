@@ -1,4 +1,4 @@
-"""Answers and intermediate results of the model as served here: tokens, logits, hidden states, experts chosen."""
+"""Answers and intermediate results of the served model: tokens, logits, hidden states, chosen experts."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from moetool.runtime.engine import Engine
 
 
 class LayerRoutes(NamedTuple):
-    """A layer's routing: experts and weights [T, K], and its router's logits [T, E], where it has any."""
+    """A layer's routing: experts and weights [T, K], and its router's logits [T, E], if any."""
 
     experts_TK: torch.Tensor
     weights_TK: torch.Tensor
@@ -34,8 +34,8 @@ class Computed:
     """Results of one forward of a sequence, on the CPU.
 
     Attributes:
-        logits: [N, V] float32, of the tokens that were generated.
-        inputs, outputs: hidden states in front of each decoder layer and behind it.
+        logits: [N, V] float32, of the generated tokens.
+        inputs, outputs: hidden states before and after each decoder layer.
         routes: by MoE layer.
     """
 
@@ -50,10 +50,10 @@ class Answers:
     """A policy's answers to all prompts.
 
     Attributes:
-        slots: experts that the pool holds.
+        slots: number of slots in the pool.
         dense: digests of the weights outside the routed experts, as of `dense_digests`.
-        tokens: generated ones, by prompt.
-        computed: by prompt, of the sequences that were asked for.
+        tokens: generated tokens, by prompt.
+        computed: results by prompt, for the requested sequences.
     """
 
     slots: int
@@ -67,9 +67,9 @@ class Served:
     """A model that answers prompts by the server's own engine.
 
     Attributes:
-        prompts: their tokens.
-        num_tokens: to generate for each.
-        device_memory_bytes: for weights, KV cache and expert pool.
+        prompts: tokens of each prompt.
+        num_tokens: number of tokens to generate for each.
+        device_memory_bytes: memory for weights, KV cache and expert pool.
     """
 
     checkpoint: Checkpoint
@@ -86,11 +86,11 @@ class Served:
         sequences: Sequence[Sequence[int]] | None = None,
         on_progress: Callable[[int], None],
     ) -> Answers:
-        """Answer the prompts, then forward each prompt and its answer once more by itself.
+        """Answer the prompts, then forward each prompt with its answer once more alone.
 
         Args:
-            sequences: answers to forward with the prompts, where they are not to be the policy's own.
-            on_progress: told how many prompts are done, twice each.
+            sequences: answers to forward with the prompts (default: the policy's own).
+            on_progress: called with the number of completed prompts, twice for each.
 
         Raises: as `moetool.runtime.assembly.build_engine`, and MoetoolError where a forward fails.
         """
@@ -117,7 +117,7 @@ class Served:
 def _generate(
     engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, on_progress: Callable[[int], None]
 ) -> list[list[int]]:
-    """Greedy tokens of all prompts, batched as the server batches them; on this thread."""
+    """Return greedy tokens of all prompts, batched as in the server, on this thread."""
     engine.state = "ready"
     tokens: dict[int, list[int]] = {}
     failed: list[str] = []
@@ -152,7 +152,7 @@ def _forward(engine: Engine, request: int, tokens: list[int], first: int) -> Com
 
 
 def dense_digests(model: Any, layers: Sequence[MoeLayer]) -> dict[str, str]:
-    """Digests of all tensors in memory: in decoder layers by `NUMBER.name in the layer`, else by `.name`."""
+    """Return digests of all tensors in memory: in decoder layers by `NUMBER.name in the layer`, else by `.name`."""
     found: dict[str, str] = {}
     inside: set[int] = set()
     for number, layer in enumerate(decoder_layers(model, layers)):
@@ -165,7 +165,7 @@ def dense_digests(model: Any, layers: Sequence[MoeLayer]) -> dict[str, str]:
 
 
 def digests(module: Any, prefix: str, recurse: bool = True) -> dict[str, str]:
-    """Digests of a module's parameters and buffers that are in memory."""
+    """Return digests of a module's parameters and buffers in memory."""
     tensors = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
     found = {}
     for name, tensor in tensors:
@@ -177,7 +177,7 @@ def digests(module: Any, prefix: str, recurse: bool = True) -> dict[str, str]:
 
 @contextmanager
 def routes_of(model: Any, layers: Sequence[MoeLayer], found: dict[int, LayerRoutes]) -> Iterator[None]:
-    """Put what the layers choose here, by MoE layer."""
+    """Collect the layers' routes, by MoE layer."""
     family = families.known(model.config.get_text_config().model_type)
     logits: dict[int, torch.Tensor] = {}
 

@@ -1,8 +1,7 @@
-"""Counts how often a predictor is right: by prefetch distance, phase and layer.
+"""Counts of correct predictions by distance, phase and layer.
 
-A prediction at distance d is made of MoE layer l when the layers up to l - d have run, for one token; nothing is
-predicted for the first layers, of which nothing is known that early. The top-k of its scores is compared with the k
-experts that the router chose. Each measure is a mean over tokens and layers.
+A prediction at distance d for MoE layer l is made for one token after layer l - d; the first d layers have none. The
+top-k of its scores is compared with the k experts that the router chose. Each measure is a mean over tokens and layers.
 """
 
 from collections.abc import Sequence
@@ -26,15 +25,15 @@ class MatchScore:
 
     Attributes:
         phase: `prefill`, `decode` or `all`.
-        distance: how many layers ahead; 0 for what is said of all layers before the first has run.
-        layer: distance..L-1, or None for all of them.
-        predictions: pairs of a token and a layer.
+        distance: layers ahead; 0 for predictions of all layers before the first runs.
+        layer: distance..L-1, or None for all.
+        predictions: number of (token, layer) pairs.
         match: mean share |predicted ∩ true| / k.
         exact: share of the predictions with all k right.
         at_least_one: share with one right or more.
-        recall: for m = k+1..2k (as far as there are experts) the mean share of the k that the top-m hold.
-        calibration_error: mean difference between an expert's probability, as the predictor gives it, and how often
-            such experts were chosen, over ten bins of the probability.
+        recall: for m = k+1..2k (at most E) the mean share of the true k in the top-m.
+        calibration_error: mean difference between predicted probability and observed frequency of experts, over ten
+            bins of the probability.
     """
 
     phase: str
@@ -52,11 +51,11 @@ class MatchTally:
     """Counts of right predictions by distance, phase and layer.
 
     Args:
-        distances: those to score.
+        distances: distances to score.
 
-    Shapes: of each distance hits_PLM int64, P phases: predictions, all right, one right or more, then the true experts
-        among the top-m for m = k..2k; and bins_PL3B float64, B bins of the probability: experts, the sum of their
-        probabilities, and how many of them were chosen.
+    Shapes: for each distance hits_PLM int64, P phases: predictions, all right, at least one right, then the true
+    experts in the top-m for m = k..2k; and bins_PL3B float64, B bins of the probability: number of experts, sum of
+    their probabilities, number of chosen ones.
     """
 
     def __init__(self, predictor: Predictor, distances: Sequence[int]) -> None:
@@ -70,7 +69,7 @@ class MatchTally:
 
     @torch.inference_mode()
     def add(self, tokens: Tokens) -> None:
-        """Score a predictor that does not remember on tokens of a trace."""
+        """Score a stateless predictor on tokens of a trace."""
         assert tokens.phase_T is not None
         for distance in self.distances:
             for layer in range(distance, tokens.num_layers):
@@ -79,7 +78,7 @@ class MatchTally:
 
     @torch.inference_mode()
     def count(self, distance: int, layer: int, scores_TE: Tensor, true_TK: Tensor, phase_T: Tensor) -> None:
-        """Take in one layer's predictions and the truth. Raises: MoetoolError: a score is not finite."""
+        """Count one layer's predictions against the truth. Raises: MoetoolError: a score is not finite."""
         if not bool(scores_TE.isfinite().all()):
             raise MoetoolError(
                 f"{self.predictor.name} gives scores of MoE layer {layer} that are not finite, {distance} layers "
@@ -102,12 +101,12 @@ class MatchTally:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were scored."""
+        """Return the number of scored tokens."""
         nearest = min(self.distances)
         return int(self._hits_PLM[nearest][:, -1, 0].sum())
 
     def scores(self) -> tuple[MatchScore, ...]:
-        """All scores, in the order of `Evaluation.scores`."""
+        """Return all scores, in the order of `Evaluation.scores`."""
         made: list[MatchScore] = []
         for distance in self.distances:
             hits, bins = self._hits_PLM[distance], self._bins_PL3B[distance]

@@ -1,8 +1,8 @@
-"""Comparing a model as it is served here with plain transformers: tokens, logits, experts chosen, experts' weights.
+"""Comparison of a served model with plain transformers: tokens, logits, chosen experts, weights.
 
-The server's own engine generates greedily. Each prompt and its answer are then forwarded once by the engine and once
-by plain transformers, which says at every position which token it would have chosen. Layer by layer, transformers
-computes on the engine's own hidden states, so that what differs is named by layer and expert.
+The server's own engine generates greedily. Each prompt and its answer are then forwarded once by the engine and once by
+plain transformers, which gives its choice at every position. Layer by layer, transformers computes on the engine's own
+hidden states, so that differences are named by layer and expert.
 """
 
 import gc
@@ -32,10 +32,10 @@ from moetool.runtime.copies import stride_of
 from moetool.tables import count
 
 TIE = 1e-4
-"""Logits whose difference is below this are a tie: either token is right."""
+"""Difference of logits below which two tokens are a tie: either is right."""
 POLICIES = ("lru", "foresight", "hybrimoe")
-"""Compared unless others are named: loads on demand, prefetches, and computes on the host."""
-_PROMPT_TOKENS = 48  # of each prompt, at most
+"""Default policies: on-demand loading, prefetching, and computing on the host."""
+_PROMPT_TOKENS = 48  # at most, of each prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,14 @@ class VerifyOptions:
     """Settings of a comparison.
 
     Attributes:
-        policies: cache policies; none for `POLICIES`, `all` for every one that serves without changing the text.
-        prompts: of the embedded sets, cut after 48 tokens.
-        tokens: to generate for each.
+        policies: cache policies; empty for `POLICIES`, `all` for every lossless one that serves.
+        prompts: number of prompts from the embedded sets, cut after 48 tokens.
+        tokens: number of tokens to generate for each.
         device: `cpu` or `cuda`.
-        dtype: data type of the arithmetic on both sides. In float32 rounding hides nothing.
-        device_memory_bytes: for the dense weights, the KV cache and the expert pool; None for a pool of half of the
-            experts, or what is free.
-        layer_by_layer: hold one layer of plain transformers in memory at a time, even where all fits.
+        dtype: compute data type of both sides. In float32 rounding hides nothing.
+        device_memory_bytes: memory for dense weights, KV cache and expert pool (default: a pool of half of the experts,
+            at most the free memory).
+        layer_by_layer: hold one layer of plain transformers in memory at a time, even if all fits.
     """
 
     policies: tuple[str, ...] = ()
@@ -67,13 +67,13 @@ class PolicyResult:
     """One policy against plain transformers.
 
     Attributes:
-        slots: experts in its pool.
-        exact, ties, differing: answers that are equal; that first differ at a tie; that differ.
-        first: where the first of those that differ does, or of the ties.
-        logits_max, logits_mean: difference of logits.
-        same_bits: whether its logits are those of the first policy to the bit.
-        differs_at: the first decoder layer whose output is not the first policy's; None where all are.
-        skipped: why it was not run; empty where it was.
+        slots: number of slots in its pool.
+        exact, ties, differing: numbers of answers that are equal; first differ at a tie; differ.
+        first: first difference, or else first tie.
+        logits_max, logits_mean: largest and mean difference of logits.
+        same_bits: whether its logits equal those of the first policy bit by bit.
+        differs_at: first decoder layer whose output differs from the first policy's; None without a difference.
+        skipped: reason for skipping it; empty if it ran.
     """
 
     policy: str
@@ -94,8 +94,8 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        oracle: where plain transformers' weights come from.
-        whole: whether it was in memory as a whole.
+        oracle: origin of plain transformers' weights.
+        whole: whether plain transformers was wholly in memory.
         prompts: ids of the embedded prompts.
         base: the policy whose answers were forwarded.
         yardstick_max, yardstick_mean: difference of logits between transformers' own grouped and eager experts; None
@@ -119,7 +119,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that differs beyond a tie, the causes first."""
+        """Return all differences beyond ties, causes first."""
         found = [text for layer in self.layers for text in layer.problems(self.tolerance)]
         for row in self.policies:
             if row.differing:
@@ -134,30 +134,30 @@ class Comparison:
 
     @property
     def logits_limit(self) -> float:
-        """The largest difference of logits that is taken for rounding."""
+        """Return the largest difference of logits that counts as rounding."""
         return max(2 * (self.yardstick_max or 0.0), self.tolerance * self.logits_scale)
 
     @property
     def verdict(self) -> str:
-        """`exact`, `ties` or `differs`."""
+        """Return `exact`, `ties` or `differs`."""
         if self.problems:
             return "differs"
         return "ties" if any(row.ties for row in self.policies) else "exact"
 
     @property
     def first(self) -> str:
-        """The first difference, or tie; empty where there is none."""
+        """Return the first difference, or tie; empty without any."""
         return next(iter(self.problems), "") or next((row.first for row in self.policies if row.ties), "")
 
 
 def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress) -> Comparison:
-    """Compare a model as served here with plain transformers.
+    """Compare a served model with plain transformers.
 
     Effects: loads the model once for each policy, and plain transformers once, one after the other.
 
     Raises:
-        UsageError: an unknown policy, or one that cannot be compared.
-        CapacityError: not even the dense weights and the smallest pool fit.
+        UsageError: a policy is unknown or cannot be compared.
+        CapacityError: the dense weights and the smallest pool do not fit.
         MismatchError: weights are damaged.
     """
     began = time.perf_counter()
@@ -193,7 +193,7 @@ def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress
             predictor = _counted(checkpoint, reference, Path(folder))
         rows = LayerComparison(checkpoint, reference.computed, dtype, device, fastest)
         plain, yardstick, oracle, whole = rows.compare(prompts, reference, options.layer_by_layer, on_progress)
-        gc.collect()  # plain transformers is part of cycles, and the next policies need its memory
+        gc.collect()  # frees plain transformers, which is part of cycles
         results = []
         for name in policies:
             if reasons[name]:
@@ -248,7 +248,7 @@ def _judge(
             continue
         position, expected, gap = where
         text = (
-            f"prompt {names[number]}, token {position + 1}: {tokens[position]} in place of {expected}, "
+            f"prompt {names[number]}, token {position + 1}: {tokens[position]} instead of {expected}, "
             f"{gap:.3g} apart in logits"
         )
         tie = gap < TIE
@@ -271,10 +271,10 @@ def _judge(
 def _first_difference(
     tokens: Sequence[int], sequence: Sequence[int], logits_NV: torch.Tensor
 ) -> tuple[int, int, float] | None:
-    """Position, expected token and distance in logits of the first token that transformers would not have chosen.
+    """Return position, expected token and distance in logits of the first token that transformers would not choose.
 
     Args:
-        sequence: the answer that the logits go with; behind a token that is not in it they say nothing.
+        sequence: the answer behind the logits, which are valid up to the first token that differs from it.
     """
     for position, token in enumerate(tokens):
         row_V = logits_NV[position]
@@ -287,7 +287,7 @@ def _first_difference(
 
 
 def _prompts(checkpoint: Checkpoint, options: VerifyOptions) -> tuple[list[str], list[list[int]]]:
-    """Ids and tokens of prompts, of every embedded set in turn."""
+    """Return ids and tokens of prompts, from every embedded set in turn."""
     loaded = gather.load(["all"], max_prompts=options.prompts)
     by_set: dict[str, list[Any]] = {}
     for prompt in loaded:
@@ -299,7 +299,7 @@ def _prompts(checkpoint: Checkpoint, options: VerifyOptions) -> tuple[list[str],
 
 
 def _pool(checkpoint: Checkpoint, options: VerifyOptions, prompts: Sequence[Sequence[int]]) -> tuple[ServeOptions, int]:
-    """Setup and memory of the served model."""
+    """Return setup and memory of the served model."""
     longest = max(map(len, prompts)) + options.tokens
     serve = ServeOptions(device=options.device, dtype=options.dtype, kv_tokens=max(256, 8 * longest))
     if options.device_memory_bytes is not None:
@@ -313,21 +313,21 @@ def _pool(checkpoint: Checkpoint, options: VerifyOptions, prompts: Sequence[Sequ
     if slots < MIN_SLOTS:
         raise CapacityError(
             f"{checkpoint.name} needs {count(fixed + MIN_SLOTS * slot, 'B')} for dense weights, KV cache and "
-            f"{MIN_SLOTS} experts, and {count(free, 'B')} are free; free some memory, or give --dtype bfloat16"
+            f"{MIN_SLOTS} experts, but {count(free, 'B')} are free; free memory, or give --dtype bfloat16"
         )
     return serve, fixed + slots * slot
 
 
 def _unfit(policy: str) -> str:
-    """Why a policy cannot be compared; empty where it can."""
+    """Return why a policy cannot be compared; empty if it can."""
     kind = policy_class(policy)
     if kind.needs_future:
         return "it needs future requests"
-    return "" if kind.lossless else "it changes the routing on purpose"
+    return "" if kind.lossless else "it changes the routing"
 
 
 def _counted(checkpoint: Checkpoint, reference: Answers, folder: Path) -> Path:
-    """A predictor that has counted the routes of the first policy's forwards."""
+    """Return a predictor that has counted the routes of the first policy's forwards."""
     spec = checkpoint.spec
     made = build("affinity", spec)
     rows = [

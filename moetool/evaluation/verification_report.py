@@ -20,7 +20,7 @@ from moetool.tables import count, numbered
 
 SUFFIXES = (".md", ".json")
 _WORDS = {
-    "exact": "exact: every answer is the one of plain transformers",
+    "exact": "exact: every answer equals that of plain transformers",
     "ties": "ties: answers differ from plain transformers only where two tokens are equally likely",
     "differs": "differs from plain transformers",
 }
@@ -28,16 +28,16 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A comparison, and what it was made of and on.
+    """A comparison with its model, machine and versions.
 
     Attributes:
-        model: its name, without the folder that it lies in.
-        commit: of a model from the hub; else empty.
-        revision: moetool's own, over config and weights.
-        family: by transformers.
-        weights: the weight format, with the number of weights of each.
-        expert_bytes: of an expert, as stored.
-        versions: of moetool, Python and the libraries that compute.
+        model: name of the model, without its folder.
+        commit: commit of a model from the hub; else empty.
+        revision: moetool's digest of config and weights.
+        family: model family in transformers.
+        weights: weight formats with their numbers of weights.
+        expert_bytes: stored bytes of an expert.
+        versions: versions of moetool, Python and the compute libraries.
     """
 
     model: str
@@ -55,21 +55,21 @@ class Report:
 
     @property
     def verdict_line(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         made = self.comparison
         tail = f"; {made.first}" if made.first else ""
         return f"{self.model}: {_WORDS[made.verdict]}{tail}"
 
     @property
     def hint(self) -> str:
-        """Advice to the user; empty where there is nothing to do."""
+        """Return advice to the user; empty if there is none."""
         made = self.comparison
         if made.verdict != "differs":
             return ""
         causes = any(True for layer in made.layers for _ in layer.problems(made.tolerance))
         worst = max((row.logits_max for row in made.policies if not row.skipped), default=0.0)
         if made.dtype != "float32" and not causes and worst <= made.logits_limit:
-            return f"the logits are as near as rounding in {made.dtype} allows; --dtype float32 decides"
+            return f"the logits agree within rounding of {made.dtype}; --dtype float32 decides"
         return "attach the report to a bug report"
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Report:
         }
 
     def facts(self) -> list[tuple[str, str]]:
-        """Name and value of what it was made of and on."""
+        """Return names and values of model, machine and versions."""
         made, machine = self.comparison, self.machine
         gpu = f", {machine.gpu} ({count(machine.gpu_memory_bytes, 'B')})" if machine.gpu else ""
         weights = ", ".join(f"{number:,} tensors {name}" for name, number in self.weights.items())
@@ -116,16 +116,16 @@ class Report:
         ]
 
     def rows(self) -> list[list[str]]:
-        """The table of policies."""
+        """Return the table of policies."""
         return [_row(row) for row in self.comparison.policies if not row.skipped]
 
     @property
     def skipped(self) -> list[str]:
-        """The policies that were not run, with the reason."""
+        """Return the skipped policies with their reasons."""
         return [f"{row.policy} ({row.skipped})" for row in self.comparison.policies if row.skipped]
 
     def to_markdown(self) -> str:
-        """Report as Markdown, for a bug report."""
+        """Return the report as Markdown."""
         lines = ["# moetool verify", "", f"**{self.verdict_line}**", ""]
         lines += [f"- {problem}" for problem in self.comparison.problems[:20]]
         lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in self.facts()), ""]
@@ -138,7 +138,7 @@ class Report:
         return "\n".join(lines)
 
     def save(self, path: Path) -> None:
-        """Write it, by the suffix as Markdown or JSON."""
+        """Write the report as Markdown or JSON, by its suffix."""
         text = self.to_markdown() if path.suffix == ".md" else json.dumps(self.to_json(), indent=1) + "\n"
         durable.write_text(path, text)
 
@@ -147,14 +147,14 @@ COLUMNS = ["policy", "slots", "exact", "ties", "differ", "logits apart, max", "m
 
 
 def require_report_file(path: Path, overwrite: bool) -> None:
-    """Raises: UsageError for a file that no report can be written to."""
+    """Raises: UsageError for a file that cannot hold a report."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--out {path} ends in {path.suffix!r}, expected {' or '.join(SUFFIXES)}")
     durable.require_new_file(path, overwrite)
 
 
 def report_on(checkpoint: Checkpoint, comparison: Comparison, device: str) -> Report:
-    """Put what a comparison was made of and on beside it."""
+    """Add model, machine and versions to a comparison."""
     import numpy
     import safetensors
 

@@ -1,7 +1,7 @@
-"""Tables of other programs (CSV, TSV, JSON, JSON lines, Parquet) by what their columns mean.
+"""Tables of other programs (CSV, TSV, JSON, JSON lines, Parquet), read by the meaning of their columns.
 
-The meaning of a column is one of `FIELDS`; `--map layer=l,expert=e` says which column has it, by its name or, in a file
-without a header, by its number from 1. Columns that are named as `FIELDS` knows them need no saying.
+The meaning of a column is one of `FIELDS`. `--map layer=l,expert=e` assigns columns by name or, in a file without a
+header, by number from 1. Columns with a name known to `FIELDS` need no mapping.
 """
 
 import json
@@ -60,8 +60,8 @@ class MappedColumns:
     """A file by the meaning of its columns.
 
     Attributes:
-        names: the column of each field that there is one for.
-        used: in words, for the provenance.
+        names: column of each field that has one.
+        used: the mapping in words, for the provenance.
     """
 
     table: "pa.Table"
@@ -69,15 +69,15 @@ class MappedColumns:
 
     @property
     def used(self) -> str:
-        """The mapping as it would be given."""
+        """Return the mapping in the form of --map."""
         return ",".join(f"{field}={name}" for field, name in self.names.items())
 
 
 def parse_map(texts: Sequence[str]) -> dict[str, str]:
-    """The mapping of `--map`, which may be repeated.
+    """Parse the values of `--map`.
 
     Raises:
-        UsageError: it is not of the form field=column, or there is no such field.
+        UsageError: a value is not field=column, or names an unknown field.
     """
     found: dict[str, str] = {}
     for part in ",".join(texts).split(",") if texts else []:
@@ -93,10 +93,10 @@ def parse_map(texts: Sequence[str]) -> dict[str, str]:
 
 
 def match(columns: Sequence[str], said: Mapping[str, str]) -> dict[str, str]:
-    """The column of each field: as said, or by the names of `FIELDS`.
+    """Return the column of each field: as mapped, or by the names of `FIELDS`.
 
     Raises:
-        UsageError: a column that is said is not there.
+        UsageError: a mapped column does not exist.
     """
     names = {}
     for field, column in said.items():
@@ -114,10 +114,10 @@ def match(columns: Sequence[str], said: Mapping[str, str]) -> dict[str, str]:
 
 
 def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
-    """Read a file whole.
+    """Read a whole file.
 
     Raises:
-        MismatchError: it is damaged, or none of the kinds.
+        MismatchError: it is damaged, or not a table.
         UsageError: no column is known to be the layer or the expert.
     """
     table = _table(path)
@@ -134,7 +134,7 @@ def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
 
 
 def column_names(sample: FileSample) -> list[str]:
-    """The columns of a file, from its beginning where that is enough; none where it is no table."""
+    """Return the columns of a file, from its beginning if possible; none where it is not a table."""
     if sample.parquet is not None:
         return list(sample.parquet.names)
     if sample.first_object:
@@ -206,7 +206,7 @@ def _delimited(path: Path, first: str) -> "pa.Table":
 
 
 def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """A column of numbers from 0, int64. Raises: MismatchError: it has something else, or empty cells."""
+    """Return a column of whole numbers from 0 as int64. Raises: MismatchError: it has other values or empty cells."""
     import pyarrow as pa
 
     if column.null_count:
@@ -222,7 +222,7 @@ def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarra
 
 
 def numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """A column of numbers, float32. Raises: MismatchError: it has something else, or empty cells."""
+    """Return a column of numbers as float32. Raises: MismatchError: it has other values or empty cells."""
     import pyarrow as pa
 
     try:
@@ -235,7 +235,7 @@ def numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
 
 
 def labels(column: "pa.ChunkedArray") -> tuple[np.ndarray, list[str]]:
-    """A column as numbers of its values, by first appearance, and the values as text (an empty cell as '')."""
+    """Return a column as indices into its distinct values, by first appearance, and the values as text."""
     import pyarrow as pa
 
     coded = column.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
@@ -251,7 +251,7 @@ def lists(path: Path, name: str, column: "pa.ChunkedArray") -> tuple[np.ndarray,
     None for a column of single numbers.
 
     Raises:
-        MismatchError: a cell of text is neither.
+        MismatchError: a cell of text is neither of these.
     """
     import pyarrow as pa
 

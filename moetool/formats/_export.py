@@ -1,4 +1,4 @@
-"""A trace, or counts -> the files of other programs."""
+"""Export of a trace or counts to the files of other programs."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class Exported:
 
     Attributes:
         out: the file, or the folder of files.
-        notes: facts that the format does not hold, and values in it that the trace does not have.
+        notes: facts that the format cannot hold, and values in the file that the trace lacks.
     """
 
     out: Path
@@ -35,7 +35,7 @@ class Exported:
 def export_trace(
     path: Path, format: str, out: Path, *, num_hidden_layers: int | None = None, overwrite: bool = False
 ) -> Exported:
-    """Write a trace, or counts, in a foreign format. A format without routes counts a trace, forward by forward.
+    """Write a trace or counts in a foreign format. A format of counts counts a trace, forward by forward.
 
     Args:
         format: one of `formats_with("write_routes", "write_counts")`, or the dotted name of such a module.
@@ -44,8 +44,8 @@ def export_trace(
     Effects: writes `out` whole or not at all.
 
     Raises:
-        UsageError: there is no such trace or format, `out` exists, or counts are asked for routes.
-        MismatchError: the trace is damaged, or the format cannot say it.
+        UsageError: there is no such trace or format, `out` exists, or the input has counts and the format needs routes.
+        MismatchError: the trace is damaged, or the format cannot hold it.
     """
     writer = plugins.load("format", format)
     if not (hasattr(writer, "write_routes") or hasattr(writer, "write_counts")):
@@ -74,7 +74,7 @@ def export_trace(
 
 
 def _counted(source: Trace | ExpertCounts) -> Counted:
-    """Counts by pass; of a trace, by forward."""
+    """Return counts by pass; for a trace, by forward."""
     if isinstance(source, ExpertCounts):
         return Counted(spec=source.spec, counts_WLE=source.counts_WLE)
     passes = [count_experts(source.spec, rows.experts_TS).astype(np.int64) for rows in source.recorded_forwards([])]

@@ -1,4 +1,4 @@
-"""Which format a file is of, told by its content."""
+"""Detection of a file's format by its content."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from moetool.formats._sample import FileSample
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A format that a file may be of, and why."""
+    """A possible format of a file, and the reason."""
 
     format: str
     reason: str
 
 
 def candidates(path: Path) -> list[Guess]:
-    """The formats that recognize a file; those of no program in particular only where no other does."""
+    """Return the formats that recognize a file; generic ones only where no other does."""
     sample = FileSample(path)
     found: list[tuple[bool, Guess]] = []
     for name in plugins.names("format"):
@@ -30,7 +30,7 @@ def candidates(path: Path) -> list[Guess]:
 
 
 def guess(path: Path) -> Guess:
-    """The one format that recognizes a file.
+    """Return the one format that recognizes a file.
 
     Raises:
         UsageError: there is no such file, none recognizes it, or several do.

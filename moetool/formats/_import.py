@@ -1,4 +1,4 @@
-"""Foreign files of routes or counts -> a trace, or a folder of counts."""
+"""Import of foreign files of routes or counts into a trace, or a folder of counts."""
 
 import hashlib
 import itertools
@@ -33,12 +33,12 @@ class Imported:
     Attributes:
         out: folder of the trace or the counts.
         kind: `trace` or `counts`.
-        model: name and revision that its spec has.
-        tasks: one a file, or those in the files.
-        requests: of counts, the passes.
+        model: name and revision of its spec.
+        tasks: one per file, or those in the files.
+        requests: number of requests; for counts, of passes.
         bytes: size of the folder.
         format: the format that was read.
-        guessed: why they were taken for that, where nobody said it.
+        guessed: reason for the detected format; empty where it was given.
         notes: missing data, and values that differ from the files.
     """
 
@@ -60,7 +60,7 @@ class Imported:
 
 
 def formats_with(*functions: str) -> list[str]:
-    """The formats whose modules have one of these functions (`moetool.formats._routes` says which there are)."""
+    """Return the formats whose modules have one of these functions (`moetool.formats._routes` lists them)."""
     return [name for name in plugins.names("format") if _has(plugins.load("format", name), functions)]
 
 
@@ -78,21 +78,21 @@ def import_trace(
     mapping: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Imported:
-    """Write the routes of one or more files of one model as a trace, or what files count as a folder of counts.
+    """Write the routes of one or more files of one model as a trace, or their counts as a folder of counts.
 
     Args:
-        files: a task each; of counts, those that belong together.
-        format: one of `formats_with("read_routes", "read_counts")`, or the dotted name of such a module; None: told by
-            the files.
-        tokens_as: of sequences whose prompt the file does not tell: `decode` (the first token is the prompt, each
-            later one an iteration; the default) or `prefill` (all tokens are the prompt).
-        settings: facts of the model, by the names of `Settings`.
-        mapping: of formats with `TAKES_MAP`, the column of each field.
+        files: one file per task; for counts, the files of one recording.
+        format: one of `formats_with("read_routes", "read_counts")`, or the dotted name of such a module; None detects
+            it.
+        tokens_as: phase of sequences without a marked prompt: `decode` (the first token is the prompt, each later one
+            an iteration; the default) or `prefill` (all tokens are the prompt).
+        settings: facts about the model, by the names of `Settings`.
+        mapping: column of each field, for formats with `TAKES_MAP`.
 
     Raises:
-        UsageError: a file is not there, an unknown format, one that cannot be told, two files of one task, `out`
-            exists, a number of the model is neither in the file nor said, or `tokens_as` is given for files that
-            tell the prompt.
+        UsageError: a file does not exist, the format is unknown or cannot be detected, two files have one task, `out`
+            exists, a number of the model is neither in the file nor given, or `tokens_as` is given for files with
+            marked prompts.
         MismatchError: a file is damaged or of another format, or the files are of different models.
     """
     durable.require_absent(out, overwrite, MANIFEST)
@@ -113,7 +113,7 @@ def import_trace(
     for file in files:
         if not (file.is_dir() if folders else file.is_file()):
             if file.is_dir():
-                raise UsageError(f"{file} is a directory, and {format} has files: give them, as in {file}/*")
+                raise UsageError(f"{file} is a directory, and {format} needs files: give them, as in {file}/*")
             raise UsageError(f"no {'directory' if folders else 'file'} at {file}; give the path of a {format} file")
     takes_map = getattr(reader, "TAKES_MAP", False)
     if mapping and not takes_map:
@@ -138,7 +138,7 @@ def import_trace(
 
 
 def _guess(files: Sequence[Path]) -> tuple[str, str]:
-    """The format of all the files, and why the first is taken for it."""
+    """Return the format of all files, and the reason for the first."""
     found = {file: guess(file) for file in files}
     first = found[files[0]]
     for file, other in found.items():
@@ -151,7 +151,7 @@ def _guess(files: Sequence[Path]) -> tuple[str, str]:
 
 
 def _sha256(path: Path) -> str | dict[str, str]:
-    """Digest of a file, or of each file in a folder."""
+    """Return the digest of a file, or of each file in a folder."""
     if path.is_file():
         return durable.sha256_file(path)
     return {file.name: durable.sha256_file(file) for file in sorted(path.iterdir()) if file.is_file()}
@@ -181,7 +181,7 @@ def _check_sources(sources: Sequence[_Source], task: str | None, tokens_as: str 
 
 
 def _twins(sources: Sequence[_Source]) -> list[str]:
-    """A warning of each file that holds what another does, as the ranks of one tensor-parallel group do."""
+    """Warn of files with equal content, such as those of the ranks of one tensor-parallel group."""
     seen: dict[bytes, Path] = {}
     found = []
     for file, _, routes in sources:
@@ -255,7 +255,7 @@ def _write_routes(
 def _write_counts(
     counted: Counted, files: Sequence[Path], out: Path, provenance: dict[str, Any], overwrite: bool
 ) -> Imported:
-    notes = [*counted.notes, "counts only: a placement can be planned and scored from them, and nothing replayed"]
+    notes = [*counted.notes, "counts only: enough to plan and score a placement, not for replay"]
     imported = {
         **provenance["imported"],
         "files": [{"name": file.name, "sha256": _sha256(file)} for file in files],
@@ -278,7 +278,7 @@ def _imported(
     requests: int,
     tokens: int,
 ) -> Imported:
-    """The result of writing a staged folder: a trace, or counts where `tasks` is None."""
+    """Return the result of writing a staged folder: a trace, or counts where `tasks` is None."""
     return Imported(
         out=out,
         kind="counts" if tasks is None else "trace",
@@ -301,7 +301,7 @@ def _prompt_tokens(sequence: RouteSequence, tokens_as: str | None) -> int:
 
 
 def _rows(sequence: RouteSequence, request: int, first_forward: int, prompt_tokens: int) -> TokenBatch:
-    """The prompt in one forward, then a forward for each new token, unless the file tells the forwards."""
+    """Return rows with the prompt in one forward and each new token in its own, unless the file has forwards."""
     num_tokens = len(sequence.experts_TS)
     place_T = np.arange(num_tokens, dtype=np.int32)
     iteration_T = np.maximum(place_T - (prompt_tokens - 1), 0).astype(np.int32)
@@ -320,7 +320,7 @@ def _rows(sequence: RouteSequence, request: int, first_forward: int, prompt_toke
 
 
 def _by_forward(batches: Sequence[TokenBatch]) -> Iterator[TokenBatch]:
-    """The rows of sequences in the order of their forwards."""
+    """Return the rows of sequences in the order of their forwards."""
     starts = [int(batch.forward_T[0]) for batch in batches]
     ends = [int(batch.forward_T[-1]) for batch in batches]
     if all(end < start for end, start in zip(ends, starts[1:], strict=False)):

@@ -20,17 +20,17 @@ _MOST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(SaidFacts):
-    """The values by name.
+    """Values of `--set` for an import.
 
     Attributes:
-        model: `reference`, a folder of a model (its config.json is enough), or a folder of a trace of it. It has to
-            agree with the files; then what they hold belongs to that model.
-        task: task of the files, if they do not name it or all have one.
+        model: `reference`, a model's folder (config.json is enough), or a trace of it. It must agree with the files;
+            the trace then belongs to that model.
+        task: task of files that do not name it.
         moe_layers: the layers with experts, such as 1..26 or 1,3,5.
-        drop_tokens: leave out token ids: they spell what people wrote.
+        drop_tokens: leave out token ids, from which text can be read.
 
     Raises:
-        UsageError: a number is not above 0 or absurd, or two of these say the same.
+        UsageError: a number is out of range, or two settings give the same fact.
     """
 
     model: str | None = None
@@ -45,13 +45,13 @@ class Settings(SaidFacts):
         if self.first_k_dense is not None and self.first_k_dense < 0:
             raise UsageError(f"--set first_k_dense: found {self.first_k_dense}, expected a whole number, 0 or more")
         if self.first_k_dense is not None and self.moe_layers is not None:
-            raise UsageError("--set first_k_dense and moe_layers both say which layers have experts; give one")
+            raise UsageError("--set first_k_dense and moe_layers both name the layers with experts; give one")
         shape = ("name", "first_k_dense", "moe_layers", "num_experts", "top_k", "expert_bytes", "hidden_size")
         if self.model is not None and (twice := [name for name in shape if getattr(self, name) is not None]):
-            raise UsageError(f"--set model says {twice[0]} itself; leave out --set {twice[0]}")
+            raise UsageError(f"--set model already gives {twice[0]}; leave out --set {twice[0]}")
 
     def facts(self) -> ModelFacts:
-        """The same, with the model's own spec in place of its path."""
+        """Return the facts, with the model's spec instead of its path."""
         if self.model is not None:
             spec, num_hidden_layers = _model(self.model)
             return ModelFacts(spec=spec, num_hidden_layers=self.num_hidden_layers or num_hidden_layers)
@@ -60,7 +60,7 @@ class Settings(SaidFacts):
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Layers from `1..26` or `1,3,5`. Raises: UsageError: it is neither."""
+    """Parse layers such as `1..26` or `1,3,5`. Raises: UsageError: it is neither."""
     if match := re.fullmatch(r"(\d{1,6})\s*\.\.\s*(\d{1,6})", text.strip()):
         layers = tuple(range(int(match[1]), int(match[2]) + 1))
     elif re.fullmatch(r"\d{1,6}(\s*,\s*\d{1,6})*", text.strip()):
@@ -73,10 +73,10 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _model(name: str) -> tuple[ModelSpec, int | None]:
-    """The spec of a model or a trace at hand, and how many layers it has, if that is known.
+    """Return the spec of a local model or trace, and its number of layers, if known.
 
     Raises:
-        UsageError: there is neither at this path.
+        UsageError: the path has neither.
     """
     path = Path(name)
     if (path / MANIFEST).is_file():

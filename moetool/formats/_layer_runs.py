@@ -1,12 +1,12 @@
-"""Routes whose rows come layer by layer as the model ran, without a number for the token: forwards and requests.
+"""Routes in the order of the model's layers, without token numbers: recovery of forwards and requests.
 
 An engine that hooks its router writes, for each forward, the tokens of the first MoE layer, then those of the next.
-A forward therefore ends where the layer number falls. Two things such files leave out are made up for here:
+A forward therefore ends where the layer number falls. Such files leave out two things:
 
-- Requests: a forward of several tokens is a prompt (or a chunk of one), and one of a single token a new token. A
-  request begins with the first prompt chunk after a new token.
-- Prompt tokens in the last layer: engines that need logits for the last token alone compute the last layer for no
-  other. The missing tokens repeat the experts of the next token that has some, so that the union is as recorded.
+- Requests: a forward of several tokens is a prompt (or a chunk of one), a forward of one token a new token. A request
+  begins with the first prompt chunk after a new token.
+- Prompt tokens in the last layer: engines that need logits for the last token only skip the others there. The missing
+  tokens repeat the experts of the next token that has some, so that the union is as recorded.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class LayerRows:
 
     Attributes:
         layer_R: absolute layer.
-        experts_RK: the experts of the token.
-        weights_RK: their weights, where the file has them.
-        decode_R: whether the row is of a new token, where the file tells.
-        most_drafts: tokens that one forward of new tokens may have (above 1: drafts that are verified together).
+        experts_RK: experts of the token.
+        weights_RK: weights of the experts, where the file has them.
+        decode_R: whether the row is a new token, where the file marks it.
+        most_drafts: most tokens in a forward of new tokens (above 1: drafts that are verified together).
     """
 
     layer_R: np.ndarray
@@ -41,7 +41,7 @@ class LayerRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
-    """The same by token.
+    """The rows of a file by token.
 
     Attributes:
         layers: absolute layers with experts, ascending.
@@ -61,15 +61,15 @@ class TokenRows:
     filled: int
 
     def routes(self, path: Path, facts: ModelFacts, notes: list[str], *, with_forwards: bool = False) -> Routes:
-        """The routes of the file, checked, each request a sequence.
+        """Return the checked routes of the file, each request a sequence.
 
         Args:
-            notes: of the file; one is added where tokens had no row in the last layer.
+            notes: notes of the file; extended where tokens had no row in the last layer.
             with_forwards: keep the forward that each token ran in.
 
         Raises:
-            UsageError: the model's experts or their bytes are neither in the file nor known.
-            MismatchError: no router can give these rows, or the file and the known model differ.
+            UsageError: the number of experts or their bytes are neither in the file nor given.
+            MismatchError: the rows are invalid, or the file and the given model differ.
         """
         num_tokens, num_layers, top_k = self.experts_TLK.shape
         spec = facts.spec_of(path, layers=self.layers, top_k_L=[top_k] * num_layers)
@@ -103,7 +103,7 @@ class TokenRows:
 
 
 def by_token(path: Path, rows: LayerRows) -> TokenRows:
-    """Tell forwards, tokens and requests apart.
+    """Split the rows into forwards, tokens and requests.
 
     Raises:
         MismatchError: a forward lacks a layer, or its layers have different numbers of tokens.
@@ -128,7 +128,7 @@ def by_token(path: Path, rows: LayerRows) -> TokenRows:
     row_TL = start_FL[forward_T] + offset_T[:, None]
     absent_T = np.zeros(num_tokens, bool)
     if num_layers > 1:
-        # the last layer's rows are those of the forward's last tokens
+        # the last layer has rows of the forward's last tokens only
         short_F = tokens_F - tokens_FL[:, -1]
         absent_T = offset_T < short_F[forward_T]
         row_TL[:, -1] -= short_F[forward_T]

@@ -15,22 +15,22 @@ from moetool.errors import MismatchError, UsageError
 from moetool.types import ModelSpec
 
 MOST_EXPERTS = 1 << 16
-"""A trace keeps the number of an expert in 16 bits."""
+"""Limit of experts per layer: a trace stores an expert's number in 16 bits."""
 
 SAY_LAYERS = "--set model=PATH, first_k_dense=N or moe_layers=1..26"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaidFacts:
-    """Facts about the model as a user says them.
+    """Facts about a model, given by the user.
 
     Attributes:
-        name: of the model, for people.
+        name: display name of the model.
         num_hidden_layers: its layers with and without experts.
         first_k_dense: how many layers without experts come first; all later ones have experts.
-        num_experts: of each MoE layer.
-        top_k: experts that a token uses in each.
-        expert_bytes: of one expert, for everything about memory.
+        num_experts: experts of each MoE layer.
+        top_k: experts per token and layer.
+        expert_bytes: bytes of one expert.
         hidden_size: width of the residual stream.
     """
 
@@ -45,10 +45,10 @@ class SaidFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts(SaidFacts):
-    """Facts about the model from the user, which the files lack.
+    """Facts about a model that the files lack, given by the user.
 
     Attributes:
-        spec: of a model or a trace at hand; it has to agree with the files, and is taken as it is.
+        spec: spec of a local model or trace; it must agree with the files and replaces theirs.
         moe_layers: the layers with experts, where these are not simply the last ones.
     """
 
@@ -56,10 +56,10 @@ class ModelFacts(SaidFacts):
     moe_layers: tuple[int, ...] | None = None
 
     def layers_of(self, path: object, num_hidden_layers: int) -> tuple[int, ...]:
-        """Those with experts, of a file that has a row for every layer; all of them unless it is said otherwise.
+        """Return the layers with experts of a file that has a row for every layer (default: all).
 
         Raises:
-            MismatchError: the file has other layers than what is said.
+            MismatchError: the file's layers differ from the given ones.
         """
         if self.spec is not None:
             layers = self.spec.layer_ids_L
@@ -76,17 +76,17 @@ class ModelFacts(SaidFacts):
         return layers
 
     def said(self, path: object, what: str) -> int:
-        """One of the numbers, which the file does not tell (the number of `what`: an attribute's name).
+        """Return a given number that the file lacks (`what`: an attribute's name).
 
         Raises:
-            UsageError: it is not said either.
+            UsageError: it is not given.
         """
         if (value := self.known(what)) is not None:
             return value
         raise UsageError(f"{path} does not tell {what} of its model; add --set model=PATH or --set {what}=NUMBER")
 
     def known(self, what: str) -> int | None:
-        """One of the numbers, if it is said (`what`: an attribute's name)."""
+        """Return a number if it is given (`what`: an attribute's name)."""
         if (value := getattr(self, what)) is not None:
             return int(value)
         if self.spec is not None and what in ("num_experts", "top_k", "expert_bytes"):
@@ -105,11 +105,11 @@ class ModelFacts(SaidFacts):
         top_k_L: Sequence[int] | None = None,
         has_logits: bool = False,
     ) -> ModelSpec:
-        """The model of a file that tells so much of it, and of what is said for the rest.
+        """Return the model's spec from the facts of a file and the given ones.
 
         Raises:
-            UsageError: something is neither in the file nor said.
-            MismatchError: the file and what is said differ.
+            UsageError: a fact is neither in the file nor given.
+            MismatchError: the file and the given facts differ.
         """
         num_layers = len(layers)
         given = {"num_experts": num_experts, "top_k": top_k_L, "expert_bytes": None}
@@ -146,10 +146,10 @@ class ModelFacts(SaidFacts):
         )
 
     def adopt(self, path: object, found: ModelSpec) -> ModelSpec:
-        """The model at hand in place of the one that a file tells of, if there is one.
+        """Return the given model's spec instead of the file's, if there is one.
 
         Raises:
-            MismatchError: the file and what is said differ.
+            MismatchError: the file and the given facts differ.
         """
         num_layers = found.num_layers
         said = self.spec
@@ -164,13 +164,13 @@ class ModelFacts(SaidFacts):
             if value and tuple(value) != getattr(found, name):
                 raise MismatchError(
                     f"{path} has {name.removesuffix('_L')} {_span(getattr(found, name))}, expected {_span(value)} of "
-                    f"{said.name if said else 'what is said'}; name the model that it was recorded from"
+                    f"{said.name if said else 'the given facts'}; name the model that it was recorded from"
                 )
         return said or found
 
 
 def _span(values: Sequence[int]) -> str:
-    """Numbers, shortly: a run as first..last, equal ones as one."""
+    """Format numbers compactly: a run as first..last, equal ones as one."""
     values = list(values)
     if len(values) > 1 and len(set(values)) == 1:
         return f"{values[0]} in each of {len(values)} layers"
@@ -180,13 +180,13 @@ def _span(values: Sequence[int]) -> str:
 
 
 def without_dense(path: object, experts_THK: np.ndarray, layers: Sequence[int], empty: int = 0) -> np.ndarray:
-    """experts_TS of the layers that have experts.
+    """Return experts_TS of the layers that have experts.
 
     Args:
-        empty: an engine's value for the others.
+        empty: the engine's value for the other layers.
 
     Raises:
-        MismatchError: one of the others has experts after all.
+        MismatchError: another layer has experts.
     """
     for layer in sorted(set(range(experts_THK.shape[1])) - set(layers)):
         if (experts_THK[:, layer] != empty).any():
@@ -197,7 +197,7 @@ def without_dense(path: object, experts_THK: np.ndarray, layers: Sequence[int], 
 
 
 def with_dense(spec: ModelSpec, experts_TS: np.ndarray, num_hidden_layers: int, empty: int = 0) -> np.ndarray:
-    """experts_THK int32 of rows of a trace, `empty` in the layers that have none."""
+    """Return experts_THK int32 of a trace's rows, `empty` in layers without experts."""
     num_tokens = len(experts_TS)
     experts_THK = np.full((num_tokens, num_hidden_layers, spec.top_k_L[0]), empty, np.int32)
     experts_THK[:, list(spec.layer_ids_L)] = experts_TS.reshape(num_tokens, spec.num_layers, -1)
@@ -205,10 +205,10 @@ def with_dense(spec: ModelSpec, experts_TS: np.ndarray, num_hidden_layers: int, 
 
 
 def hidden_layers(spec: ModelSpec, asked: int | None) -> int:
-    """The model's layers with and without experts; unless it is said, none follows the last with experts.
+    """Return the number of the model's layers (default: up to the last with experts).
 
     Raises:
-        UsageError: fewer than there are.
+        UsageError: the given number is too small.
     """
     least = max(spec.layer_ids_L) + 1
     if asked is not None and asked < least:
@@ -227,7 +227,7 @@ def require_even(spec: ModelSpec, format: str) -> None:
 
 
 def revision_of(model: str, header: dict[str, Any]) -> str:
-    """A revision for a model of which there are only routes: equal for equal names and headers.
+    """Return a revision for a model known by its routes only: equal for equal names and headers.
 
     It never equals that of a checkpoint (`moetool.models.spec.revision`): nothing shows that the weights are the same.
     """

@@ -1,7 +1,6 @@
-"""Common parts of SGLang's three expert recorder formats: `.pt` files read without running their code.
+"""Common parts of SGLang's three expert recorder formats: `.pt` files, read without running their code.
 
-`torch.load(weights_only=True)` builds tensors, numbers, lists and dictionaries, and nothing else; a file that asks for
-more is refused.
+`torch.load(weights_only=True)` builds only tensors, numbers, lists and dictionaries; a file that needs more is refused.
 """
 
 import re
@@ -14,10 +13,10 @@ from moetool.errors import MismatchError, first_line
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The dictionary of a `.pt` file.
+    """Load the dictionary of a `.pt` file.
 
     Raises:
-        MismatchError: it is damaged, asks for more than tensors, or holds something else.
+        MismatchError: it is damaged, needs more than tensors, or holds something else.
     """
     import pickle
 
@@ -39,7 +38,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def array(where: object, holder: dict[str, Any], key: str, dimensions: int) -> np.ndarray:
-    """A tensor of whole numbers, as int64.
+    """Return a tensor of whole numbers as int64.
 
     Raises:
         MismatchError: it is missing, has other dimensions, or is not of whole numbers.
@@ -58,7 +57,7 @@ def array(where: object, holder: dict[str, Any], key: str, dimensions: int) -> n
 
 
 def records_of(pack: dict[str, Any]) -> str | None:
-    """The mode whose records a `.pt` file's dictionary holds: `per_pass` or `per_token`."""
+    """Return the mode of a `.pt` file's records: `per_pass` or `per_token`."""
     held = pack.get("records")
     first = held[0] if isinstance(held, list) and held else None
     if not isinstance(first, dict):
@@ -67,7 +66,7 @@ def records_of(pack: dict[str, Any]) -> str | None:
 
 
 def records(path: Path, pack: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of the modes per_pass and per_token. Raises: MismatchError: there are none."""
+    """Return the records of the modes per_pass and per_token. Raises: MismatchError: there are none."""
     found = pack.get("records")
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
         raise MismatchError(f"{path} has no records, expected those of per_pass or per_token; use sglang_stat for stat")
@@ -103,7 +102,7 @@ def logical_map(path: Path, pack: dict[str, Any]) -> np.ndarray:
 
 
 def map_notes(logical_HP: np.ndarray) -> list[str]:
-    """Remarks about the mapping."""
+    """Return notes about the mapping."""
     num_experts = int(logical_HP.max()) + 1
     if np.array_equal(logical_HP, np.tile(np.arange(logical_HP.shape[1]) % num_experts, (len(logical_HP), 1))):
         return []
@@ -111,7 +110,7 @@ def map_notes(logical_HP: np.ndarray) -> list[str]:
 
 
 def trivial_map(num_hidden_layers: int, num_experts: int) -> Any:
-    """The mapping of a run where slot e holds expert e, as a tensor."""
+    """Return the mapping of a run where slot e holds expert e, as a tensor."""
     import torch
 
     return torch.arange(num_experts).repeat(num_hidden_layers, 1)
@@ -126,10 +125,10 @@ def counts_with_dense(counts_WLE: np.ndarray, layers: tuple[int, ...], num_hidde
 
 
 def counts_without_dense(path: object, counts_WHE: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
-    """counts_WLE of the layers with experts, without the passes that have no tokens.
+    """Return counts_WLE of the layers with experts, without passes that have no tokens.
 
     Raises:
-        MismatchError: a layer that is said to have no experts has tokens.
+        MismatchError: a layer given as dense has tokens.
     """
     for layer in sorted(set(range(counts_WHE.shape[1])) - set(layers)):
         if counts_WHE[:, layer].any():

@@ -1,6 +1,6 @@
 """Common parts of SGLang's and vLLM's routed experts: files of responses, with rows for every layer.
 
-A file is one response, a JSON list of them, or one a line.
+A file is one response, a JSON list of them, or one per line.
 """
 
 import base64
@@ -27,10 +27,10 @@ NOTES = [
 
 
 def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Every response of a file, with where it is.
+    """Yield every response of a file with its place.
 
     Raises:
-        MismatchError: it is no text, or not JSON; the line is named.
+        MismatchError: the file is not text, or not JSON; the error names the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -57,10 +57,10 @@ def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def field(where: str, holder: Any, name: str, kind: type) -> Any:
-    """A field that may be missing (None), of the right kind where it is there; a number is one of tokens.
+    """Return an optional field of the given type (None where missing); numbers count tokens.
 
     Raises:
-        MismatchError: it is of another kind.
+        MismatchError: it has another type.
     """
     value = holder.get(name) if isinstance(holder, dict) else None
     if value is None:
@@ -71,7 +71,7 @@ def field(where: str, holder: Any, name: str, kind: type) -> Any:
 
 
 def decoded(where: str, text: str) -> bytes:
-    """The bytes of a base64 text. Raises: MismatchError: it is none."""
+    """Return the bytes of a base64 text. Raises: MismatchError: it is not base64."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -88,18 +88,18 @@ def sequence(
     new_tokens: int | None,
     token_ids: list[int] | None = None,
 ) -> tuple[RouteSequence, ModelSpec, int]:
-    """The routes of one answer, of which model, and at which position they begin.
+    """Return the routes of one answer, its model, and the position of the first row.
 
-    There is one row less than tokens, since the last one is never forwarded; what is missing besides was not asked
-    for, at the beginning.
+    There is one row less than tokens, since the last token is never forwarded. Other missing rows are at the beginning
+    and were not requested.
 
     Args:
-        prompt_tokens: of the request, as the engine says.
-        new_tokens: of this answer; None: not told, and the rows begin with the prompt's first.
-        token_ids: of prompt and answer.
+        prompt_tokens: the engine's count of prompt tokens.
+        new_tokens: new tokens of this answer; None: unknown, and the rows begin with the prompt.
+        token_ids: token ids of prompt and answer.
 
     Raises:
-        MismatchError: the numbers of rows and tokens do not go together, or no row is of the prompt.
+        MismatchError: the numbers of rows and tokens do not fit, or no row is of the prompt.
     """
     num_rows, num_hidden, top_k = experts_THK.shape
     layers = facts.layers_of(where, num_hidden)
@@ -134,13 +134,13 @@ def sequence(
 
 
 def routes(path: Path, found: list[tuple[RouteSequence, ModelSpec, int]]) -> Routes:
-    """All answers of a file; token ids are kept where all have them."""
+    """Return all answers of a file; token ids are kept where all have them."""
     sequences, spec = [one for one, _, _ in found], found[0][1]
     notes = list(NOTES)
     if any(start for _, _, start in found):
         notes.append("some prompts were recorded from a later position on: their tokens before it are missing")
     if any(one.prompt_tokens is None for one in sequences):
-        notes.append("responses without a usage do not tell the prompt from new tokens")
+        notes.append("responses without a usage do not mark where new tokens begin")
     return Routes(spec=spec, task=path.stem, sequences=sequences, notes=notes)
 
 
@@ -151,10 +151,10 @@ def write_responses(
     num_hidden_layers: int | None,
     response_of: Callable[[str, np.ndarray, int, int], dict[str, Any]],
 ) -> list[str]:
-    """Write one response a line.
+    """Write one response per line.
 
     Args:
-        response_of: makes one of its id, experts_THK int32, tokens of the prompt, and new tokens.
+        response_of: makes a response from id, experts_THK int32, prompt tokens and new tokens.
     """
     require_even(trace.spec, format)
     num_layers = hidden_layers(trace.spec, num_hidden_layers)

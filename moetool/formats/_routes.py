@@ -8,8 +8,8 @@ A module of `moetool.formats` may have any of these; `moetool.formats._import` a
     write_routes(trace, out, num_hidden_layers) -> notes    a trace as a file (a folder where the module says so)
     write_counts(counts, out, num_hidden_layers) -> notes   counts as a file
 
-`TAKES_MAP` says that readers take `mapping` too, the column of each field; `GENERIC` that a file is of the format only
-where no other recognizes it; `READS_FOLDERS` and `FOLDER_MARK` that the file is a folder.
+`TAKES_MAP`: readers also take `mapping`, the column of each field. `GENERIC`: the format applies only where no other
+recognizes the file. `READS_FOLDERS` and `FOLDER_MARK`: the file is a folder.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,11 +32,11 @@ class RouteSequence:
     """The routes of one sequence of tokens, in their order.
 
     Attributes:
-        name: tells it from the other sequences of its task.
-        prompt_tokens: how many of its rows are of the prompt; None where the file does not tell (teacher-forced).
-        new_tokens: how many tokens were generated; None: the rows after the prompt. An engine has one more than that,
-            since it samples the last one and never forwards it.
-        task: of this sequence, where a file has several.
+        name: name, unique within its task.
+        prompt_tokens: number of prompt rows; None where the file does not mark them (teacher-forced).
+        new_tokens: number of generated tokens (default: the rows after the prompt). An engine counts one more, which it
+            samples and never forwards.
+        task: task of this sequence, where a file has several.
 
     Shapes:
         experts_TS uint16; weights_TS float16 or None, with S = sum of top_k_L, layer-major, the experts in the file's
@@ -62,10 +62,10 @@ class Routes:
     """The content of one file. Its sequences have the same columns.
 
     Attributes:
-        spec: the model, as far as the file or the user tells; without a model at hand `revision` is by
+        spec: the model, from the file and the user's facts; without a local model `revision` is by
             `moetool.formats._model_facts.revision_of`.
         task: task of the sequences.
-        notes: a sentence for each thing that the file lacks or that is not as in the file, for the provenance.
+        notes: one sentence for each fact that the file lacks or that was changed, for the provenance.
     """
 
     spec: ModelSpec
@@ -75,7 +75,7 @@ class Routes:
 
 
 def one_task(trace: "Trace", format: str) -> str:
-    """The task of a trace that has a single one. Raises: MismatchError: it has several."""
+    """Return the only task of a trace. Raises: MismatchError: it has several."""
     tasks = sorted(set(trace.requests["task"].to_pylist()))
     if len(tasks) != 1:
         raise MismatchError(
@@ -86,7 +86,7 @@ def one_task(trace: "Trace", format: str) -> str:
 
 
 def whole_requests(trace: "Trace", columns: Sequence[str] = ()) -> "Iterator[tuple[dict[str, Any], TokenBatch]]":
-    """Each request of a trace that has tokens: its row of requests.parquet and its rows of tokens/."""
+    """Yield each request of a trace that has tokens: its row of requests.parquet and its rows of tokens/."""
     facts = {row["request"]: row for row in trace.requests.to_pylist()}
     for rows in trace.whole_requests(columns):
         yield facts[int(rows.request_T[0])], rows
@@ -98,13 +98,13 @@ def prompt_rows(rows: "TokenBatch") -> int:
 
 
 def run_order(num_layers: int, prompt: int, num_tokens: int) -> Iterator[tuple[int, int]]:
-    """(token, layer) in the order that a request runs: the prompt layer by layer, then new tokens one by one."""
+    """Yield (token, layer) in execution order: the prompt layer by layer, then new tokens one by one."""
     yield from ((token, layer) for layer in range(num_layers) for token in range(prompt))
     yield from ((token, layer) for token in range(prompt, num_tokens) for layer in range(num_layers))
 
 
 def renormalized(spec: ModelSpec, facts: ModelFacts, weights_TS: np.ndarray | None) -> ModelSpec:
-    """The spec with `renormalize` set where the weights of each token and layer add up to 1; a known spec as it is."""
+    """Return the spec with `renormalize` set if weights sum to 1 per token and layer; a given spec unchanged."""
     if facts.spec is not None or weights_TS is None:
         return spec
     starts = np.cumsum([0, *spec.top_k_L[:-1]])
@@ -113,10 +113,10 @@ def renormalized(spec: ModelSpec, facts: ModelFacts, weights_TS: np.ndarray | No
 
 
 def check(path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.ndarray | None) -> None:
-    """Refuse rows that no router can have given. Weights may be zero, but not in every token of a layer.
+    """Refuse invalid rows. Weights may be zero, but not for every token of a layer.
 
     Raises:
-        MismatchError: the first layer that is wrong, with what was found and expected.
+        MismatchError: the first invalid layer, with the values found and expected.
     """
     if not len(experts_TS):
         raise MismatchError(f"{path} has no tokens, expected some; record again")

@@ -1,6 +1,6 @@
-"""The beginning of a file, looked at once for every format that may recognize it; and how columns of numbers are read.
+"""The beginning of a file, read once for the detection by every format; and the reader of numeric CSV files.
 
-A module of `moetool.formats` may have `recognize(sample) -> str | None`: why the file is of that format, if it is.
+A module of `moetool.formats` may have `recognize(sample) -> str | None`: the reason if the file has that format.
 """
 
 import json
@@ -20,13 +20,13 @@ _PARSED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class FileSample:
-    """A file, or a folder, that is to be recognized."""
+    """A file or folder of unknown format."""
 
     path: Path
 
     @cached_property
     def head(self) -> bytes:
-        """Its first bytes; none of a folder."""
+        """Return its first bytes; none for a folder."""
         if not self.path.is_file():
             return b""
         with self.path.open("rb") as file:
@@ -34,7 +34,7 @@ class FileSample:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Its first whole lines without blank ones; none where it is no text."""
+        """Return its first whole nonblank lines; none where it is not text."""
         try:
             text = self.head.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -49,7 +49,7 @@ class FileSample:
 
     @cached_property
     def first_object(self) -> dict[str, Any]:
-        """The first JSON object of JSON lines, of a JSON list, or the file's only one; empty where there is none."""
+        """Return the first JSON object of JSON lines, a JSON list or the file; empty where there is none."""
         found: Any = None
         try:
             found = json.loads(self.lines[0]) if self.lines else None
@@ -65,7 +65,7 @@ class FileSample:
 
     @cached_property
     def parquet(self) -> Any:
-        """The Arrow schema of a Parquet file, or None."""
+        """Return the Arrow schema of a Parquet file, or None."""
         if self.head[:4] != b"PAR1":
             return None
         import pyarrow as pa
@@ -78,7 +78,7 @@ class FileSample:
 
     @cached_property
     def tensors(self) -> dict[str, Any]:
-        """The dictionary of a `.pt` file; empty where it is none."""
+        """Return the dictionary of a `.pt` file; empty for other files."""
         if self.head[:4] != b"PK\x03\x04":
             return {}
         from moetool.formats import _recorder
@@ -90,13 +90,13 @@ class FileSample:
 
 
 def read_numbers(path: Path, width: int, names: str, *, negative_first: bool = False) -> np.ndarray:
-    """A CSV file of whole numbers from 0 without a header: int64 [rows, width].
+    """Read a CSV file of whole numbers from 0 without a header: int64 [rows, width].
 
     Args:
-        negative_first: whether those of the first column may be below 0.
+        negative_first: whether the first column may be below 0.
 
     Raises:
-        MismatchError: it is no such file.
+        MismatchError: the file is not such a CSV file.
     """
     import pyarrow as pa
     import pyarrow.csv as pc

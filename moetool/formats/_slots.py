@@ -11,20 +11,20 @@ from moetool.placement._placement_plan import PlacementPlan
 
 
 def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
-    """The experts of a plan as [L, G, S], as many on each GPU in each layer; each GPU is a rank, in their order.
+    """Return the experts of a plan as [L, G, S], with equal counts on each GPU; GPUs are ranks in their order.
 
     Raises:
-        MismatchError: the plan has unequal numbers, or layers of different width: the format cannot say that.
+        MismatchError: the plan has unequal counts, or layers of different width, which the format cannot hold.
     """
     plan.validate()
     if len(set(plan.spec.num_experts_L)) > 1:
-        raise MismatchError(f"{format} knows one number of experts for all layers, but {plan.spec.name} has several")
+        raise MismatchError(f"{format} needs one number of experts for all layers, but {plan.spec.name} has several")
     first = len(plan.experts_LG[0][0])
     for layer, gpus in enumerate(plan.experts_LG):
         for g, experts in enumerate(gpus):
             if len(set(experts)) != first:
                 raise MismatchError(
-                    f"{format} wants as many slots on every rank in every layer, but this plan has {first} on GPU 0 in "
+                    f"{format} needs equal slots on every rank in every layer, but this plan has {first} on GPU 0 in "
                     f"MoE layer 0 and {len(experts)} on GPU {g} in layer {layer}; plan with uniform, eplb or director "
                     f"on equal GPUs whose memory holds a multiple of {plan.spec.num_layers} experts"
                 )
@@ -32,7 +32,7 @@ def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
 
 
 def write_sidecar(plan: PlacementPlan, out: Path) -> Path:
-    """Provenance of the plan, for formats that cannot hold it."""
+    """Write the provenance of a plan for formats that cannot hold it."""
     path = out.with_name(out.name + ".about.json")
     about = {
         "spec": plan.spec.to_json(),

@@ -21,7 +21,7 @@ _KEY = re.compile(r"(\d{1,9})_(\d{1,6})")
 
 
 def recognized(path: Path, raw: bool) -> str | None:
-    """Why a folder holds such statistics, or their raw kind, if it does."""
+    """Return the reason if a folder holds such statistics, or their raw kind."""
     if not (path / META).is_file():
         return None
     files = [file.name for file in path.glob("rank*.safetensors") if file.stem.endswith("_raw") == raw]
@@ -32,8 +32,8 @@ def read_meta(folder: Path) -> tuple[int, int]:
     """num_experts and num_experts_per_token.
 
     Raises:
-        UsageError: it is no folder.
-        MismatchError: there is no meta_info.json, or it says something else.
+        UsageError: the path is not a folder.
+        MismatchError: meta_info.json is missing or invalid.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a directory, expected the one that EXPERT_STATISTIC_PATH named")
@@ -48,10 +48,10 @@ def read_meta(folder: Path) -> tuple[int, int]:
 
 
 def read_ranks(folder: Path, raw: bool) -> dict[int, dict[tuple[int, int], np.ndarray]]:
-    """Arrays of each rank by (iteration, layer).
+    """Return the arrays of each rank by (iteration, layer).
 
     Raises:
-        MismatchError: a file is damaged or there are none, a key is another, or an iteration lacks layers.
+        MismatchError: a file is damaged, there are none, a key is invalid, or an iteration lacks layers.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file

@@ -1,10 +1,10 @@
-"""colibri's `ROUTE_TRACE`: a line for each call of an MoE layer and row of its batch.
+"""colibri's `ROUTE_TRACE`: a line for each call of a MoE layer and row of its batch.
 
     <call> <row> <layer> <expert>:<weight> <expert>:<weight> …
 
-A call is one layer of one forward. Prompts are not marked: a forward of more than eight rows is taken to be a chunk of
-a prompt (colibri verifies at most so many drafts at once), and requests are told as in `moetool.formats._layer_runs`.
-Rows of a draft head (MTP), whose layer follows the model's last one, are left out where `num_hidden_layers` is said.
+A call is one layer of one forward. Prompts are not marked: a forward of more than eight rows counts as a chunk of a
+prompt (colibri verifies at most eight drafts at once). Requests follow from `moetool.formats._layer_runs`. Rows of a
+draft head (MTP), whose layer follows the model's last one, are left out where `num_hidden_layers` is given.
 
 Source: github.com/JustVugg/colibri, c/route_trace.h.
 """
@@ -30,7 +30,7 @@ _MOST_DRAFTS = 8
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Lines of that shape."""
+    """Recognize lines of that form."""
     if sample.lines and all(_LINE.fullmatch(line.strip()) for line in sample.lines):
         return "lines of <call> <row> <layer> <expert>:<weight> …"
     return None
@@ -40,8 +40,8 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     """Read and check the whole file.
 
     Raises:
-        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
-        UsageError: the model's experts or their bytes are not said.
+        MismatchError: it is damaged, not such a file, or of another model than the given one.
+        UsageError: the number of experts or their bytes are not given.
     """
     heads_R3, experts_RK, weights_RK = _rows(path)
     notes = [
@@ -86,7 +86,7 @@ def _rows(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _check_calls(path: Path, heads_R3: np.ndarray) -> None:
-    """Raises: MismatchError where calls go back, or the rows of one are not 0, 1, 2, …: lines are missing."""
+    """Raises: MismatchError where calls go back, or a call's rows are not 0, 1, 2, …: lines are missing."""
     call_R, row_R, layer_R = heads_R3.T
     new_R = np.diff(call_R, prepend=call_R[0] - 1) != 0
     start_R = np.maximum.accumulate(np.where(new_R, np.arange(len(call_R)), 0))

@@ -4,7 +4,7 @@
     -2 <version> <engine>          version 1; the engine's name as a 32-bit FNV-1a hash
     <layer> <expert> <count>       where the count is not 0
 
-Files of before the two header lines have the triples alone. Another layout, of its engine inkling, is binary: "IKU1",
+Older files have the triples without header lines. The binary layout of its engine inkling: "IKU1",
 uint32 layers and experts, then uint32 counts [layers, experts]. Counts may have decayed (`COLI_USAGE_DECAY`).
 
 Source: github.com/JustVugg/colibri, c/route_trace.h.
@@ -27,7 +27,7 @@ _MOST_LAYERS = 10_000
 
 
 def recognize(sample: FileSample) -> str | None:
-    """The header lines, the binary mark, or the file's name."""
+    """Recognize the header lines, the binary mark, or the file's name."""
     if sample.head.startswith(_INKLING):
         return "it begins with IKU1"
     triples = [line.split() for line in sample.lines]
@@ -39,11 +39,11 @@ def recognize(sample: FileSample) -> str | None:
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
-    """The counts of each file, as a pass.
+    """Return the counts of each file as a pass.
 
     Raises:
         MismatchError: a file is damaged, of a later version, or the files are of different models.
-        UsageError: the model's top-k or expert bytes are not said.
+        UsageError: top-k or the bytes of an expert are not given.
     """
     notes: list[str] = []
     found = [_read(path, notes) for path in paths]
@@ -75,7 +75,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
 
 
 def _read(path: Path, notes: list[str]) -> tuple[tuple[int, int] | None, np.ndarray]:
-    """(layers, experts) if the file tells, and its triples, int64 [N, 3]."""
+    """Return (layers, experts), if the file has them, and its triples, int64 [N, 3]."""
     data = path.read_bytes()
     if data.startswith(_INKLING):
         return _read_inkling(path, data)
@@ -93,13 +93,13 @@ def _read(path: Path, notes: list[str]) -> tuple[tuple[int, int] | None, np.ndar
         if kind == -1:
             shape = (first, second)
         elif kind == -2 and first > _VERSION:
-            raise MismatchError(f"{path} is of version {first}, expected {_VERSION}; this moetool is older than it")
+            raise MismatchError(f"{path} is of version {first}, expected {_VERSION}; update moetool")
         elif kind == -2:
             name = next((one for one in _ENGINES if _fnv1a(one) == second), "an engine not known here")
             notes.append(f"{path.name} was written by {name}")
     counts = triples[triples[:, 0] >= 0]
     if shape is None:
-        notes.append(f"{path.name} has no header: its shape is the one said, and its engine unknown")
+        notes.append(f"{path.name} has no header: its shape is the given one, and its engine unknown")
     elif not 0 < shape[0] <= _MOST_LAYERS or shape[1] < 1 or (counts[:, 0] > shape[0]).any():
         raise MismatchError(
             f"{path} says {shape} (layers, experts) and counts layer {counts[:, 0].max()}; it is damaged"
@@ -133,7 +133,7 @@ def _fnv1a(text: str) -> int:
 
 
 def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write counts, all passes added up, without the header that names an engine: any of colibri's reads that."""
+    """Write the sum of all passes, without the header, so that any of colibri's engines reads it."""
     counts_LE = counted.counts_WLE.sum(axis=0)
     with out.open("w", encoding="ascii", newline="\n") as file:
         for place, layer in enumerate(counted.spec.layer_ids_L):

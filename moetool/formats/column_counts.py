@@ -1,6 +1,6 @@
-"""Any table that counts: a row for each layer and expert with a number of tokens.
+"""Any table of counts: a row for each layer and expert with a number of tokens.
 
-Which column means what is told by its name or by `--map` (`moetool.formats._column_table`).
+Names of columns or `--map` give their meaning (`moetool.formats._column_table`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ TAKES_MAP = True
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Columns that are known to be the layer, the expert and a count."""
+    """Recognize columns for the layer, the expert and a count."""
     names = _column_table.match(_column_table.column_names(sample), {})
     if not {"layer", "expert", "count"} <= names.keys():
         return None
@@ -27,11 +27,11 @@ def recognize(sample: FileSample) -> str | None:
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, str] | None = None) -> Counted:
-    """The counts of each file, as a pass; an expert without a row has 0.
+    """Return the counts of each file as a pass; an expert without a row has 0.
 
     Raises:
         MismatchError: a file is damaged, or has an expert twice.
-        UsageError: a column is not known, or the model's experts, top-k or expert bytes are not said.
+        UsageError: a column is unknown, or the number of experts, top-k or the bytes of an expert are not given.
     """
     found, notes = [], []
     for path in paths:

@@ -1,8 +1,8 @@
 """Any table of routes: a row for each token and layer with a list of experts, or one for each expert that it uses.
 
-Which column means what is told by its name or by `--map` (`moetool.formats._column_table`). `token` is the position in
-its request; without it rows are taken to come layer by layer as the model ran (`moetool.formats._layer_runs`). Without
-`request` the file is one request; with `phase` (prefill or prompt, decode or generated; 0 or 1) the prompt is told.
+Names of columns or `--map` give their meaning (`moetool.formats._column_table`). `token` is the position in its
+request; without it, rows are in the order of the model's layers (`moetool.formats._layer_runs`). Without `request` the
+file is one request. `phase` (prefill or prompt, decode or generated; 0 or 1) marks the prompt.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _DECODE = ("decode", "generated", "generation", "1")
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Columns that are known to be the layer and the expert, and none that counts."""
+    """Recognize columns for the layer and the expert, without a count."""
     names = _column_table.match(_column_table.column_names(sample), {})
     if not {"layer", "expert"} <= names.keys() or "count" in names:
         return None
@@ -38,7 +38,7 @@ def read_routes(path: Path, facts: ModelFacts, mapping: Mapping[str, str] | None
 
     Raises:
         MismatchError: it is damaged, or a token lacks a layer or has other numbers of experts than the first.
-        UsageError: a column is not known, or the model's experts or their bytes are not said.
+        UsageError: a column is unknown, or the number of experts or their bytes are not given.
     """
     mapped = _column_table.read(path, mapping or {})
     rows = _Rows(path, mapped)
@@ -46,7 +46,7 @@ def read_routes(path: Path, facts: ModelFacts, mapping: Mapping[str, str] | None
 
 
 class _Rows:
-    """The file with a row for each expert that a token uses in a layer."""
+    """The file as a row for each expert that a token uses in a layer."""
 
     def __init__(self, path: Path, mapped: MappedColumns) -> None:
         self.path, self.mapped = path, mapped
@@ -88,7 +88,7 @@ class _Rows:
         return np.repeat(found, self.sizes), names
 
     def by_position(self, facts: ModelFacts) -> Routes:
-        """By request and position; rows may come in any order."""
+        """Return sequences by request and position; rows may be in any order."""
         assert self.token_R is not None
         order = np.lexsort((self.rank_R, self.layer_R, self.token_R, self.request_R))
         request_R, token_R, layer_R = (column[order] for column in (self.request_R, self.token_R, self.layer_R))
@@ -133,7 +133,7 @@ class _Rows:
         return Routes(spec=spec, task=self.path.stem, sequences=sequences, notes=self._notes())
 
     def by_order(self, facts: ModelFacts) -> Routes:
-        """By the order of the rows, layer by layer."""
+        """Return sequences by the order of the rows, layer by layer."""
         if len(self.requests) > 1:
             raise MismatchError(
                 f"{self.path} has requests and no column for the token; name it with --map token=COLUMN"
@@ -155,7 +155,7 @@ class _Rows:
                 decode_R=None if self.decode_R is None else self.decode_R[::top_k],
             ),
         )
-        notes = [*self._notes(), "tokens are told by the order of the rows, as no column numbers them"]
+        notes = [*self._notes(), "tokens follow from the order of the rows, since no column numbers them"]
         return tokens.routes(self.path, facts, notes)
 
     def _prompt(self, rows: np.ndarray) -> int | None:

@@ -1,9 +1,8 @@
 """KTransformers' frequency table: a `.pt` file with `logical_count` [num_hidden_layers, E], like SGLang's recorder.
 
-KTransformers keeps the experts with the highest counts of the whole table on its GPU, so what it can take from a plan
-is not which GPU has which expert but the counts that the plan was made from. They are read again from the plan's
-traces, without the requests that the plan held out; layers without experts have zeros. A trace, or counts, are written
-without any plan. The reader is in `sglang-kt`, and was not looked at.
+KTransformers keeps the experts with the highest counts of the whole table on its GPU. The export therefore writes the
+counts behind a plan instead of its placement. They are read again from the plan's traces, without held-out requests;
+layers without experts have zeros. A trace or counts need no plan. Deviation: the reader in `sglang-kt` was not tested.
 """
 
 import io
@@ -20,7 +19,7 @@ from moetool.trace.expert_counts import Counted, open_workload
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write the counts behind a plan; gives what they are.
+    """Write the counts behind a plan; return notes on them.
 
     Raises:
         MismatchError: a trace of the plan has changed, the plan names none or does not say which requests it was made
@@ -30,7 +29,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     if not plan.traces:
         raise MismatchError("KTransformers takes counts, and this plan names no trace to count; plan from a trace")
     if len(set(plan.spec.num_experts_L)) > 1:
-        raise MismatchError(f"KTransformers has one width for all layers, but {plan.spec.name} has several")
+        raise MismatchError(f"KTransformers needs one width for all layers, but {plan.spec.name} has several")
     count_LE = np.zeros((hidden_layers(plan.spec, num_hidden_layers), plan.spec.num_experts))
     for reference in plan.traces:
         trace = open_workload(Path(reference.path))
@@ -51,7 +50,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
 
 
 def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write counts, all passes added up; gives what was added.
+    """Write the sum of all passes; return notes on the additions.
 
     Raises:
         MismatchError: the layers differ in width.
@@ -59,7 +58,7 @@ def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = No
     """
     spec = counted.spec
     if len(set(spec.num_experts_L)) > 1:
-        raise MismatchError(f"KTransformers has one width for all layers, but {spec.name} has several")
+        raise MismatchError(f"KTransformers needs one width for all layers, but {spec.name} has several")
     count_LE = np.zeros((hidden_layers(spec, num_hidden_layers), spec.num_experts))
     count_LE[list(spec.layer_ids_L)] = counted.counts_WLE.sum(axis=0)
     out.write_bytes(_packed(count_LE))

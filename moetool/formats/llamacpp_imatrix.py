@@ -1,10 +1,10 @@
-"""llama.cpp's importance matrix, which counts how many tokens each expert got while calibrating.
+"""llama.cpp's importance matrix, which counts the tokens of each expert during calibration.
 
 GGUF: for each tensor `blk.N.ffn_gate_exps.weight` (and `up`, `down`, or `gate_up`) of an MoE layer, `.counts` [E, 1]
 float32 beside `.in_sum2`; for the dense tensors of a layer one count, that of all tokens, from which top-k follows.
 
-The older `.dat` layout has, for each tensor, its name, a number of calls and mean squares, and no counts of experts.
-Such a file is read far enough to say so. llama-imatrix converts it to GGUF with one count for all experts: refused.
+The older `.dat` layout has, for each tensor, its name, a number of calls and mean squares, but no counts of experts. It
+is refused, and so is its conversion to GGUF by llama-imatrix, which has one count for all experts.
 
 Source: github.com/ggml-org/llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
 """
@@ -30,7 +30,7 @@ _EXACT_FLOAT32 = 1 << 24
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A GGUF file of the type imatrix, or the older layout's beginning."""
+    """Recognize a GGUF file of the type imatrix, or the older layout's beginning."""
     if sample.head.startswith(b"GGUF"):
         return "a GGUF file with the type imatrix" if b"imatrix" in sample.head else None
     return "it begins as llama.cpp's older imatrix .dat does" if _dat_entry(sample.head) else None
@@ -41,7 +41,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
 
     Raises:
         MismatchError: a file is damaged, of the layout without counts, or the files are of different models.
-        UsageError: the model's expert bytes are not said, or its top-k where the file has no dense layer.
+        UsageError: the bytes of an expert are not given, or top-k where the file has no dense layer.
     """
     notes: list[str] = []
     found = [_read(path, notes) for path in paths]
@@ -73,7 +73,7 @@ class _Matrix:
             raise MismatchError(f"{path} has no counts of experts (ffn_*_exps), expected some; is the model an MoE?")
         self.layers = sorted(experts)
         self.counts_LE = np.stack([self._of_layer(path, layer, experts[layer], notes) for layer in self.layers])
-        # the last layer may have been computed for the last tokens alone
+        # the last layer may have been computed for the last tokens only
         shares = {
             float(self.counts_LE[place].sum()) / dense[layer]
             for place, layer in enumerate(self.layers[:-1] or self.layers)
@@ -93,7 +93,7 @@ class _Matrix:
                 )
             if (others != values).any():
                 notes.append(
-                    f"{path.name}: layer {layer} has other counts for {name} than for {first}, which are taken"
+                    f"{path.name}: layer {layer} has other counts for {name} than for {first}; {first} is used"
                 )
         if len(values) < 2 or (values == values[0]).all():
             raise MismatchError(
@@ -123,7 +123,7 @@ def _read(path: Path, notes: list[str]) -> _Matrix:
             for tensor in reader.tensors
             if tensor.name.endswith(".counts")
         }
-    except Exception as error:  # the reader fails in a dozen ways on a damaged file
+    except Exception as error:  # the reader raises many types on a damaged file
         raise MismatchError(f"{path} is not a complete GGUF file ({first_line(error)[:200]}); {_AGAIN}") from None
     if kind != "imatrix":
         raise MismatchError(
@@ -138,7 +138,7 @@ def _read(path: Path, notes: list[str]) -> _Matrix:
 
 
 def _dat_entry(head: bytes) -> str | None:
-    """The name of the first tensor of a `.dat` file, if it is one."""
+    """Return the name of the first tensor of a `.dat` file, or None."""
     if len(head) < 16:
         return None
     entries, length = struct.unpack_from("<ii", head)

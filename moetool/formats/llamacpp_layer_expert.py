@@ -1,11 +1,11 @@
 """llama.cpp's `moe-trace` example: CSV without a header, a row `layer,expert` for each expert that a token uses.
 
-Rows come forward by forward, layer by layer, token by token, best expert first. Neither the token nor the prompt is in
-the file (`moetool.formats._layer_runs` says how they are told). Expert numbers are those of the model.
+Rows come forward by forward, layer by layer, token by token, best expert first. The file marks neither tokens nor
+prompts (`moetool.formats._layer_runs` recovers them). Expert numbers are those of the model.
 
-The first version of the example read a strided view as if it were contiguous: of a forward of several tokens it wrote
-the ranking of all experts for the first token in place of the experts of the others. Such a forward lists each expert
-once in every layer. Its first token is right and kept, the others are left out.
+The first version of the example read a strided view as if it were contiguous. For a forward of several tokens it wrote
+the ranking of all experts for the first token instead of the other tokens' experts. Such a forward lists each expert
+once in every layer. Its first token is correct and kept; the others are left out.
 
 Source: github.com/ggml-org/llama.cpp, pull request 28544, examples/moe-trace.
 """
@@ -26,11 +26,11 @@ from moetool.formats._sample import FileSample, read_numbers
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
 
-_LOG_CHANCE = -15.0  # a file is taken to be of the first version where chance would make one so once in 3 million
+_LOG_CHANCE = -15.0  # a file counts as the first version if chance would produce it less than once in 3 million
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Rows of two whole numbers and nothing else."""
+    """Recognize rows of two whole numbers."""
     lines = sample.lines
     if lines and all(len(cells := line.split(",")) == 2 and all(c.strip().isdigit() for c in cells) for line in lines):
         return "rows of two whole numbers without a header: layer,expert"
@@ -57,7 +57,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     tokens, dropped = _whole(by_token(path, rows))
     notes = [
         "top-k only: no weights, no scores over all experts, no embeddings, no token ids",
-        "the prompt is not marked in the file: forwards of several tokens are taken to be of a prompt",
+        "the prompt is not marked in the file: forwards of several tokens count as prompts",
     ]
     if facts.known("top_k") is None:
         notes.append(f"top_k {top_k} is the length of the shortest run of rows of one layer")
@@ -70,7 +70,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
 
 def _whole(tokens: TokenRows) -> tuple[TokenRows, int]:
-    """The tokens, without those of a prompt that were read from a strided view; and how many those are."""
+    """Return the tokens without prompt tokens that were read from a strided view, and the number of those."""
     size_F = np.bincount(tokens.forward_T)
     end_F = np.cumsum(size_F)
     spans = [slice(int(end_F[f] - size_F[f]), int(end_F[f])) for f in np.flatnonzero(size_F > 1).tolist()]
@@ -96,7 +96,7 @@ def _whole(tokens: TokenRows) -> tuple[TokenRows, int]:
 
 
 def _log_chance_of_one_ranking(experts_TLK: np.ndarray) -> float:
-    """Odds against independent tokens all listing distinct experts, as these do; infinite where they do not.
+    """Return the log probability that independent tokens list distinct experts as these do; infinite if they do not.
 
     The last layer is left out: it may hold a single token.
     """
@@ -120,4 +120,4 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
             for forward in np.split(rows.experts_TS, edges):
                 for layer, part in zip(spec.layer_ids_L, np.split(forward, cuts, axis=1), strict=True):
                     file.write("".join(f"{layer},{expert}\n" for expert in part.ravel().tolist()))
-    return ["llamacpp_layer_expert has layers and experts alone; it does not tell tokens or requests apart"]
+    return ["llamacpp_layer_expert has layers and experts only; it does not separate tokens or requests"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Rows of as many whole numbers, at least three, of which only the first may be negative."""
+    """Recognize rows of equally many whole numbers, at least three, of which only the first may be negative."""
     rows = [line.split(",") for line in sample.lines]
     if not rows or len(rows[0]) < 3 or len({len(row) for row in rows}) > 1:
         return None
@@ -71,9 +71,9 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
             for token, place in run_order(spec.num_layers, prompt, len(rows)):
                 ids = ",".join(map(str, experts_TLK[token, place].tolist()))
                 file.write(f"{token - prompt},{spec.layer_ids_L[place]},{ids}\n")
-    notes = ["llamacpp_moe_profile has experts alone, and no names of requests"]
+    notes = ["llamacpp_moe_profile has experts only, and no names of requests"]
     if not decodes:
-        notes.append("the trace has no new tokens, and --moe-cache-profile counts no others: it will find nothing")
+        notes.append("the trace has no new tokens, the only ones that --moe-cache-profile counts: it will find nothing")
     return notes
 
 

@@ -1,8 +1,8 @@
 """llama.cpp's `--override-tensor` (`-ot`): which layers' experts stay in host memory.
 
 llama.cpp keeps the experts of a layer stacked in one tensor for each of gate, up and down, so `-ot` moves whole layers
-and never single experts. Every layer computes as many experts for a token, so any two layers of one size are worth the
-same: what decides is how many fit. Forks with an expert cache keep the hottest experts of every layer instead
+and never single experts. Every layer computes equally many experts per token, so layers of one size have equal value,
+and only the number that fits matters. Forks with an expert cache keep the hottest experts of every layer instead
 (`llamacpp_moe_profile`).
 """
 
@@ -13,10 +13,10 @@ from moetool.errors import CapacityError
 
 
 def write_cache_plan(plan: CachePlan, out: Path) -> list[str]:
-    """Write the option for the layers that fit into the plan's budget, as the first ones; gives how to use it.
+    """Write the option for the first layers that fit into the plan's budget; return how to use it.
 
     Raises:
-        CapacityError: not one whole layer fits.
+        CapacityError: no whole layer fits.
     """
     spec, left = plan.spec, plan.budget_bytes
     resident = []

@@ -4,11 +4,11 @@
     {"record_type": "routing_selection", "phase": "prompt"|"generated", "token_position", "layer", "selected_experts",
      "selected_probabilities": [...] | [], "token_id"}
 
-A file is one sequence. The prompt comes layer by layer, what was generated token by token. Every token needs every
-layer here, which the format does not ask. Version 2, of encoders and decoders, is refused.
+A file is one sequence: the prompt layer by layer, generated tokens one by one. Deviation: every token needs every
+layer, which the format does not require. Version 2, of encoders and decoders, is refused.
 
-Source: github.com/birkansit/moe-cache-lab, TRACE_FORMAT.md. What is written follows its profile of reproducible bytes
-(keys sorted, no spaces); `created_at` is left out.
+Source: github.com/birkansit/moe-cache-lab, TRACE_FORMAT.md. The output follows its profile of reproducible bytes (keys
+sorted, no spaces); `created_at` is left out.
 """
 
 import json
@@ -32,7 +32,7 @@ _PHASES = ("prompt", "generated")
 
 
 def recognize(sample: FileSample) -> str | None:
-    """The metadata line."""
+    """Recognize the metadata line."""
     return f"its first line says {_FORMAT}" if sample.first_object.get("format") == _FORMAT else None
 
 
@@ -96,7 +96,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
 
 def _events(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The metadata and the events, in order, each of them by itself as it should be."""
+    """Return the metadata and the events in order, each checked by itself."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -124,7 +124,7 @@ def _events(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if (position, layer) in seen:
             raise MismatchError(f"{where} is layer {layer} of the token at {position} again, expected it once")
         if before is not None and order < before:
-            raise MismatchError(f"{where} is out of order: the prompt goes layer by layer, what follows token by token")
+            raise MismatchError(f"{where} is out of order, expected the prompt layer by layer, then token by token")
         seen.add((position, layer))
         before = order
         events.append(event)
@@ -176,7 +176,7 @@ def _check_event(where: str, event: dict[str, Any], width: int | None) -> None:
 
 
 def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a file for each request, into a folder; gives what they do not say. Layers are absolute.
+    """Write a file for each request into a folder; return notes on what the files lack. Layers are absolute.
 
     Raises:
         MismatchError: the trace is damaged.
@@ -200,8 +200,8 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
         with (out / f"{number:05d}.jsonl").open("w", encoding="utf-8", newline="\n") as file:
             for record in [metadata, *_records(trace, rows)]:
                 file.write(json.dumps(record, ensure_ascii=False, sort_keys=True, separators=(",", ":")) + "\n")
-    notes = ["moe_cache_lab has no logits, embeddings or tasks, and does not tell which requests ran together"]
-    return notes if plain else [*notes, "weights above 1 cannot be said: they are left out of those requests"]
+    notes = ["moe_cache_lab has no logits, embeddings or tasks, and does not mark requests that ran together"]
+    return notes if plain else [*notes, "weights above 1 do not fit the format: they are left out of those requests"]
 
 
 def _records(trace: "Trace", rows: "TokenBatch") -> list[dict[str, Any]]:

@@ -3,11 +3,11 @@
     prompt_id, token_idx, layer_idx int32; selected_experts list<int32>; router_scores, router_softmax, router_logits
     list<float32>; token_id int32; phase, language_tag, domain_tag string; token_loss; kv_shard_id
 
-Nothing tells of the model. Read so, as far as the format is known here: `layer_idx` is the layer of the model, and
-those that occur are the ones with experts; `phase` is prefill or prompt, then decode, generated or generation;
-`domain_tag` is the task. Scores of the width of `selected_experts` are those of the selected, wider ones of all
-experts: weights are taken from `router_scores`, or else from `router_softmax`; logits where `router_logits` are of
-all experts. `token_loss`, `language_tag` and `kv_shard_id` are left out.
+The file does not describe the model. Interpretation: `layer_idx` is the layer of the model, and the layers that occur
+have experts. `phase` is prefill or prompt, then decode, generated or generation. `domain_tag` is the task. Scores as
+wide as `selected_experts` belong to these, wider ones to all experts. Weights come from `router_scores`, else from
+`router_softmax`; logits from `router_logits` over all experts. `token_loss`, `language_tag` and `kv_shard_id` are left
+out.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ _PHASES = {
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A Parquet file with the columns that every such file has."""
+    """Recognize a Parquet file with the required columns."""
     names = set(sample.parquet.names) if sample.parquet is not None else set()
     return f"a Parquet file with {', '.join(_SCHEMA.names[:4])}" if set(_SCHEMA.names[:4]) <= names else None
 
@@ -128,7 +128,7 @@ _SCORES = ("router_scores", "router_softmax", "router_logits")
 
 
 def _table(path: Path) -> pa.Table:
-    """The columns that are read, in the format's types; those of scores and ids may be missing."""
+    """Return the columns in the format's types; those of scores and ids may be missing."""
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
@@ -157,7 +157,7 @@ def _table(path: Path) -> pa.Table:
 
 
 def _lists(path: Path, table: pa.Table, name: str, i: int, num_layers: int) -> np.ndarray | None:
-    """A column of lists in the i-th layer, [T, width]; None where there is nothing in it."""
+    """Return a column of lists in the i-th layer, [T, width]; None where it is empty."""
     column = table[name].take(pa.array(np.arange(i, len(table), num_layers))).combine_chunks()
     if column.null_count == len(column):
         return None
@@ -238,10 +238,10 @@ def _sequences(
 
 
 def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a trace; gives what the file does not say. Its layers are absolute: no layer is added.
+    """Write a trace; return notes on what the file lacks. Its layers are absolute: no layer is added.
 
-    `router_scores` are the weights of the selected, `router_logits` and `router_softmax` those of all experts; null
-    where the trace does not have them.
+    `router_scores` are the weights of the selected experts, `router_logits` and `router_softmax` cover all experts;
+    null where the trace lacks them.
 
     Raises:
         MismatchError: the trace is damaged.
@@ -250,7 +250,7 @@ def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) 
     with pq.ParquetWriter(out, _SCHEMA, compression="zstd", write_page_checksum=True) as writer:
         for row, rows in whole_requests(trace, columns):
             writer.write_table(_request_table(trace, row, rows))
-    return ["policylang has no model, embeddings or names of requests, and does not tell which ran together"]
+    return ["policylang has no model, embeddings or names of requests, and does not mark requests that ran together"]
 
 
 def _request_table(trace: Trace, row: dict[str, Any], rows: TokenBatch) -> pa.Table:
@@ -266,7 +266,7 @@ def _request_table(trace: Trace, row: dict[str, Any], rows: TokenBatch) -> pa.Ta
     def lists(parts: list[np.ndarray] | None, kind: pa.DataType) -> pa.Array:
         if parts is None:
             return pa.nulls(num_rows, kind)
-        flat = np.concatenate(parts, axis=1).reshape(-1)  # token by token, layer by layer
+        flat = np.concatenate(parts, axis=1).reshape(-1)  # tokens in order, each with its layers
         offsets = np.cumsum([0, *np.tile([part.shape[1] for part in parts], num_tokens).tolist()])
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, kind.value_type))
 

@@ -6,12 +6,12 @@
     turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
 
 Source: github.com/Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace. A step is a token; phase 0 is the
-prompt. `residency` and the column `expert_bytes` (0 for a hit) tell what that runtime's own cache did: they are not
-imported. The bytes of an expert are those of the header, which differ by layer in mixed quantisations.
+prompt. `residency` and the column `expert_bytes` (0 for a hit) describe that runtime's own cache and are not imported.
+The bytes of an expert are those of the header, which differ by layer in mixed quantizations.
 
-That runtime computes a prompt's last layer for the last token alone, so the other prompt tokens have no experts
-there. A trace has K for each token: these repeat the experts of a later prompt token, with weight 0, which leaves the
-union, and so the layer's event, as recorded.
+That runtime computes a prompt's last layer for the last token only, so the other prompt tokens have no experts there.
+In the trace they repeat the experts of a later prompt token with weight 0, so the union, and the layer's event, stay as
+recorded.
 """
 
 import re
@@ -35,11 +35,11 @@ _USED = 6  # the columns before `weight`, all whole numbers
 _MAGIC = "# route_trace v1"
 _MODEL = re.compile(r"# model=(.+) arch=(\S+) n_layer=(\d+) n_expert=(\d+) n_expert_used=(\d+)")
 _LAYER = re.compile(r"# layer=(\d+) expert_bytes=(\d+)\b")
-_LONGEST = 18  # digits that surely fit 64 bits
+_LONGEST = 18  # digits that fit 64 bits
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Its first line."""
+    """Recognize the first line."""
     return f"it begins with {_MAGIC!r}" if sample.lines[:1] == [_MAGIC] else None
 
 
@@ -59,7 +59,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     notes = [
         "top-k only: no scores over all experts, no embeddings, no token ids",
         "the hidden size and the shared experts are not in the file",
-        "what the runtime's own cache held (residency, expert_bytes of a row) is left out",
+        "the state of the runtime's own cache (residency, expert_bytes of a row) is left out",
     ]
     order = rows_R6[:, 0]
     if (np.diff(order) < 0).any():
@@ -76,7 +76,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
 
 def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a trace, each request as a turn; gives what the file says that the trace does not know.
+    """Write a trace, each request as a turn; return notes on values that the trace lacks.
 
     Prompt tokens whose last layer has weight 0 throughout have no rows there, as in the files of that runtime.
 
@@ -114,7 +114,7 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
     return [
         "arch and dense_bytes are not known: written as unknown and 0",
         "residency and expert_bytes of the rows are those of a runtime without a cache",
-        "route_csv does not tell which requests ran together, nor their tasks",
+        "route_csv does not mark requests that ran together, nor their tasks",
     ]
 
 
@@ -151,7 +151,7 @@ def _spec(path: Path, header: list[str]) -> ModelSpec:
 
 
 def _rows(path: Path, lines: list[str], first: int) -> tuple[np.ndarray, np.ndarray]:
-    """turn, phase, step, layer, slot, expert of each row, int64 [R, 6], and its weight, float32 [R]."""
+    """Return turn, phase, step, layer, slot, expert of each row, int64 [R, 6], and its weight, float32 [R]."""
     names = tuple(lines[0].split(",")) if lines else ()
     if names != _COLUMNS:
         raise MismatchError(f"{path} has the columns {', '.join(names) or 'none'}, expected {', '.join(_COLUMNS)}")
@@ -175,7 +175,7 @@ def _rows(path: Path, lines: list[str], first: int) -> tuple[np.ndarray, np.ndar
 def _turn(
     path: Path, spec: ModelSpec, turn: int, rows_R6: np.ndarray, weight_R: np.ndarray, notes: list[str]
 ) -> RouteSequence:
-    """One turn: its tokens in order, with what a prompt's last layer lacks filled in."""
+    """Return one turn: its tokens in order, with missing rows of a prompt's last layer filled in."""
     where, top_k = f"{path}, turn {turn}", spec.top_k_L[0]
     _, phase_R, step_R, layer_R, slot_R, expert_R = rows_R6.T
     index = {layer: i for i, layer in enumerate(spec.layer_ids_L)}
@@ -201,7 +201,7 @@ def _turn(
     if not prompt_tokens or token_R[phase_R == 0].max(initial=-1) != prompt_tokens - 1:
         raise MismatchError(f"{where} has new tokens before or without a prompt (phase 0); rows are missing or mixed")
     wrong_TL = (times != 1).any(axis=2)
-    wrong_TL[: prompt_tokens - 1, -1] &= times[: prompt_tokens - 1, -1].any(axis=1)  # may be absent as a whole
+    wrong_TL[: prompt_tokens - 1, -1] &= times[: prompt_tokens - 1, -1].any(axis=1)  # these rows may be absent
     if wrong_TL.any():
         at, layer = np.argwhere(wrong_TL)[0]
         raise MismatchError(

@@ -1,9 +1,8 @@
 """SGLang's `--init-expert-location`: JSON with `physical_to_logical_map` [num_hidden_layers][P] and nothing else.
 
-SGLang 0.5.23 passes every key on, so one more is a TypeError there: what else there is to say goes to a sidecar. Its
-layers are all hidden layers, those without experts included, and every logical id has to be in every row: rows of
-layers without experts hold the trivial map. Rank r owns the slots r * P/ep to (r + 1) * P/ep;
-P = E + `--ep-num-redundant-experts`.
+SGLang 0.5.23 passes every key on, so another key is a TypeError there: other facts go to a sidecar. Its layers are all
+hidden layers, those without experts included. Every row must have every logical id: rows of layers without experts hold
+the trivial map. Rank r owns the slots r * P/ep to (r + 1) * P/ep; P = E + `--ep-num-redundant-experts`.
 """
 
 import json
@@ -18,10 +17,10 @@ from moetool.placement._placement_plan import PlacementPlan
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a plan; gives what to start SGLang with.
+    """Write a plan; return how to start SGLang with it.
 
     Raises:
-        MismatchError: the plan cannot be said in this format.
+        MismatchError: the plan does not fit this format.
         UsageError: `num_hidden_layers` is too small.
     """
     slots_LGS = equal_slots(plan, "SGLang")
@@ -32,5 +31,5 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     return [
         f"--init-expert-location {out} --ep-size {slots_LGS.shape[1]} "
         f"--ep-num-redundant-experts {num_slots - num_experts}",
-        f"{write_sidecar(plan, out)} says where it comes from",
+        f"{write_sidecar(plan, out)} has its provenance",
     ]

@@ -1,11 +1,11 @@
-"""SGLang's expert distribution recorder, mode per_pass: a `.pt` file a rank, counting slots by forward pass.
+"""SGLang's expert distribution recorder, mode per_pass: one `.pt` file per rank, counting slots by forward pass.
 
     {"records": [{"forward_pass_id", "rank", "gatherer_key", "global_physical_count": int [H, P]}, ...],
      "last_physical_to_logical_map": int [H, P]}
 
-The files of all ranks belong together: the counts of a pass are added up, as SGLang's own reader does. (Ranks that
-share the attention of the same tokens count each of them, so there the sum is a multiple of what was routed, the same
-one for all experts.) Slots become experts by the mapping.
+The files of all ranks belong together: the counts of a pass are summed, as in SGLang's own reader. (Ranks that share
+the attention of the same tokens count each of them, so the sum is a multiple of the true counts, equal for all
+experts.) The mapping converts slots to experts.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from moetool.trace.expert_counts import Counted
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A `.pt` file whose records count and hold no tokens."""
+    """Recognize a `.pt` file whose records have counts and no tokens."""
     return "a .pt file with records that count" if _recorder.records_of(sample.tensors) == "per_pass" else None
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
-    """The passes of all ranks' files, in the order of their numbers.
+    """Return the passes of all ranks' files, in the order of their numbers.
 
     Raises:
-        MismatchError: a file is damaged or of another mode, the ranks had different mappings, a pass comes twice from a
-            rank, or a layer with experts is zero.
-        UsageError: the model's top-k or expert bytes are not said.
+        MismatchError: a file is damaged or of another mode, the ranks' mappings differ, a rank has a pass twice, or a
+            layer with experts is zero.
+        UsageError: top-k or the bytes of an expert are not given.
     """
     logical_HP: np.ndarray | None = None
     counts_of: dict[int, np.ndarray] = {}
@@ -70,7 +70,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
 
 
 def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write counts as those of one rank without copies of experts; gives what was added.
+    """Write counts as those of one rank without copies of experts; return notes on the additions.
 
     Raises:
         UsageError: `num_hidden_layers` is too small.

@@ -1,19 +1,19 @@
-"""SGLang's expert distribution recorder, mode per_token: a `.pt` file a rank, with the slots that each token used.
+"""SGLang's expert distribution recorder, mode per_token: one `.pt` file per rank, with the slots of each token.
 
     {"records": [{"forward_pass_id", "rank", "gatherer_key", "input_ids", "positions", "extend_seq_lens" | None,
                   "forward_mode": 1 extend | 2 decode | 3 mixed, "topk_ids_of_layer": int32 [H, T, 8],
                   "misc_objects", "global_physical_count": int [H, P]}, ...],
      "last_physical_to_logical_map": int [H, P]}
 
--1 stands where no router ran: in layers without experts, in the columns from top-k to 8 (the recorder's width is
-fixed), and in tokens that fill up a batch, which are left out. Slots become experts by the mapping.
+-1 marks places where no router ran: layers without experts, columns from top-k to 8 (the recorder's fixed width), and
+padding tokens, which are left out. The mapping converts slots to experts.
 
-The records do not name requests. A forward's pieces of prompts are told apart by `extend_seq_lens`; a decoded token
-belongs to the sequence whose next position it has and, where several have it, to the first of these in the order of
-the batch, which SGLang keeps. A sequence that a decode pass leaves out is over. A piece of a prompt goes on with a
-sequence that still reads its prompt and whose next position it has; otherwise it begins a new one, at a position above
-0 where the engine had the prefix in its cache. Tokens decoded for sequences that began before the recording are left
-out. How many tokens were assigned among several is in the notes.
+The records do not name requests. `extend_seq_lens` separates the chunks of prompts in a forward. A decoded token
+belongs to the sequence with its position as the next one; among several, to the first in the order of the batch, which
+SGLang keeps. A sequence that is missing from a decode pass has ended. A chunk of a prompt continues a sequence that
+still reads its prompt and has this next position. Otherwise it begins a new sequence, above position 0 if the engine
+had the prefix in its cache. Tokens of sequences that began before the recording are left out. The notes count ambiguous
+tokens.
 
 The ranks of one tensor-parallel group record the same tokens: import one file of each.
 """
@@ -40,7 +40,7 @@ _EXTEND, _DECODE, _MIXED = 1, 2, 3
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request, as far as the records show it: rows as indices into all tokens of the file."""
+    """A request as recovered from the records: rows as indices into all tokens of the file."""
 
     next_position: int
     rows: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _Record:
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A `.pt` file whose records hold the experts of each token."""
+    """Recognize a `.pt` file whose records hold the experts of each token."""
     held = _recorder.records_of(sample.tensors) == "per_token"
     return "a .pt file with records of topk_ids_of_layer" if held else None
 
@@ -70,7 +70,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
     Raises:
         MismatchError: it is damaged or of another mode, contradicts its own counts, or is of another model.
-        UsageError: the expert bytes of the model are not said.
+        UsageError: the bytes of an expert are not given.
     """
     pack = _recorder.load(path)
     logical_HP = _recorder.logical_map(path, pack)
@@ -128,7 +128,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
 
 def _record(where: str, record: dict[str, Any], logical_HP: np.ndarray) -> _Record:
-    """One record with its slots as experts, -1 kept."""
+    """Return one record with slots converted to experts; -1 stays."""
     num_hidden, num_slots = logical_HP.shape
     slots_HTK = _recorder.array(where, record, "topk_ids_of_layer", 3)
     ids, positions = (_numbers(where, record, key) for key in ("input_ids", "positions"))
@@ -175,7 +175,7 @@ def _numbers(where: str, record: dict[str, Any], key: str) -> list[int]:
 
 
 def _sequences(path: Path, found: list[_Record]) -> tuple[list[_Sequence], list[str]]:
-    """The requests of a file, in the order in which they begin, and what was not certain."""
+    """Return the requests of a file in the order of their beginning, and notes on ambiguities."""
     every: list[_Sequence] = []
     live: list[_Sequence] = []
     base = lost = shared = 0
@@ -222,7 +222,7 @@ def _sequences(path: Path, found: list[_Record]) -> tuple[list[_Sequence], list[
 
 
 def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a trace as the records of one rank, forward by forward as it ran; gives what they do not say.
+    """Write a trace as the records of one rank, forward by forward; return notes on what they lack.
 
     Raises:
         MismatchError: the layers differ in shape, or a token uses more than 8 experts.

@@ -1,12 +1,12 @@
-"""SGLang's routed experts, as returned with each request: base64 of raw int32, a row for every layer of the model.
+"""SGLang's routed experts as returned with each request: base64 of raw int32, with rows for every layer of the model.
 
 From a server with `--enable-return-routed-experts`, asked with `return_routed_experts: true`. The native `/generate`
 has them at `meta_info.routed_experts`, the OpenAI routes at `sglext.routed_experts` of the response. The shape, which
-is not in them, is (tokens - 1 - start, num_hidden_layers, top_k): the model has to be told. Expert ids are logical;
-layers without experts hold zeros.
+the response lacks, is (tokens - 1 - start, num_hidden_layers, top_k), so the model must be given. Expert ids are
+logical; layers without experts hold zeros.
 
-Of several choices SGLang returns the routes of the first one and does not tell its length: then the rows are taken to
-begin with the prompt (`routed_experts_start_len: 0`).
+With several choices SGLang returns the routes of the first without its length. The rows then count from the prompt's
+first token (`routed_experts_start_len: 0`).
 """
 
 import base64
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A response with `routed_experts` in `meta_info` or `sglext`."""
+    """Recognize a response with `routed_experts` in `meta_info` or `sglext`."""
     for name in ("meta_info", "sglext"):
         holder = sample.first_object.get(name)
         if isinstance(holder, dict) and "routed_experts" in holder:
@@ -41,7 +41,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
     Raises:
         MismatchError: one is damaged or has no routed experts, or the model is another one.
-        UsageError: the model's layers, top-k, experts or their bytes are not said.
+        UsageError: layers, top-k, the number of experts or their bytes are not given.
     """
     answers = [_read(where, i, response, facts) for i, (where, response) in enumerate(read_responses(path))]
     return _responses.routes(path, answers)
@@ -76,7 +76,7 @@ def _read(where: str, i: int, response: dict[str, Any], facts: ModelFacts) -> tu
 
 
 def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a trace as the responses of `/generate`, one a line; gives what they do not say.
+    """Write a trace as the responses of `/generate`, one per line; return notes on what they lack.
 
     Raises:
         MismatchError: the layers differ in shape.

@@ -1,9 +1,9 @@
 """SGLang's expert distribution recorder, mode stat or stat_approx: a `.pt` file of `logical_count` [T, H, E].
 
-One entry a forward pass, experts logical, added up over all ranks; the buffer of T (1,000 by default) is filled up
-with zeros and begins again when it is full, so passes are in no certain order. H is every layer of the model; those
-without experts are zero. It is also what SGLang's `--init-expert-location` and KTransformers read. The file holds
-`rank` and `average_utilization_rate_over_window` too, which are not read.
+One entry per forward pass, experts logical, summed over all ranks. The ring buffer of T entries (1,000 by default) is
+padded with zeros, so the order of passes is unknown. H is every layer of the model; those without experts are zero. It
+is also what SGLang's `--init-expert-location` and KTransformers read. The file holds `rank` and
+`average_utilization_rate_over_window` too, which are not read.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from moetool.trace.expert_counts import Counted
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A `.pt` file with `logical_count`."""
+    """Recognize a `.pt` file with `logical_count`."""
     return "a .pt file with logical_count" if "logical_count" in sample.tensors else None
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
-    """The passes of all files, those without tokens left out.
+    """Return the passes of all files, without those that have no tokens.
 
     Raises:
         MismatchError: a file is damaged or of another mode, the files differ in shape, or a layer with experts is zero.
-        UsageError: the model's top-k or expert bytes are not said.
+        UsageError: top-k or the bytes of an expert are not given.
     """
     found = [_recorder.array(path, _recorder.load(path), "logical_count", 3) for path in paths]
     for path, counts_WHE in zip(paths, found, strict=True):
@@ -50,7 +50,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
 
 
 def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write counts; gives what was added. Raises: UsageError: `num_hidden_layers` is too small."""
+    """Write counts; return notes on the additions. Raises: UsageError: `num_hidden_layers` is too small."""
     import torch
 
     spec, num_hidden = counted.spec, hidden_layers(counted.spec, num_hidden_layers)

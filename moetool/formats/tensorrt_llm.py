@@ -12,7 +12,7 @@ from moetool.placement._placement_plan import PlacementPlan
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a plan; gives what to start TensorRT-LLM with. Its layers are absolute: `num_hidden_layers` is not needed.
+    """Write a plan; return how to start TensorRT-LLM with it. Layers are absolute: `num_hidden_layers` is not needed.
 
     Raises:
         MismatchError: the plan cannot be said in this format.

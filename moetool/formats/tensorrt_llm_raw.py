@@ -1,8 +1,8 @@
 """TensorRT-LLM's raw expert statistics: the experts of each token, by iteration and layer.
 
-The file to name is the folder (`moetool.formats._tensorrt_statistics` has what is in it). Nothing tells requests,
-positions or prompts apart, so each iteration of each rank is imported as one request whose tokens are all forwarded at
-once: the events are those of the engine, and what asks for the next token of a request finds none.
+The input is the folder (contents: `moetool.formats._tensorrt_statistics`). Requests, positions and prompts are unknown,
+so each iteration of each rank becomes one request whose tokens are forwarded together. The events are those of the
+engine, but no request has a next token.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ FOLDER_MARK = _statistics.META
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A folder with the model's numbers and the experts of each token."""
+    """Recognize a folder with the model's numbers and the experts of each token."""
     return _statistics.recognized(sample.path, raw=True)
 
 
@@ -34,7 +34,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
     Raises:
         MismatchError: it is damaged, or the layers of an iteration have different numbers of tokens.
-        UsageError: it is no folder, or the model's expert bytes are not said.
+        UsageError: it is not a folder, or the bytes of an expert are not given.
     """
     num_experts, top_k = _statistics.read_meta(path)
     ranks = _statistics.read_ranks(path, raw=True)

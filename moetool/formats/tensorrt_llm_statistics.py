@@ -1,7 +1,7 @@
 """TensorRT-LLM's expert statistics: how many tokens used each expert, by iteration and layer.
 
-The file to name is the folder (`moetool.formats._tensorrt_statistics` has what is in it). Ranks are added up, as
-TensorRT-LLM's own reader does.
+The input is the folder (contents: `moetool.formats._tensorrt_statistics`). Ranks are summed, as in TensorRT-LLM's own
+reader.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ FOLDER_MARK = _statistics.META
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A folder with the model's numbers and counts of ranks."""
+    """Recognize a folder with the model's numbers and counts of ranks."""
     return _statistics.recognized(sample.path, raw=False)
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
-    """The iterations of each folder, added up over its ranks, one folder after the other.
+    """Return the iterations of each folder, summed over its ranks, one folder after the other.
 
     Raises:
         MismatchError: a folder is damaged, the folders differ in shape, or a layer is zero.
-        UsageError: one is no folder, or the model's expert bytes are not said.
+        UsageError: one is not a folder, or the bytes of an expert are not given.
     """
     passes = []
     shapes = set()

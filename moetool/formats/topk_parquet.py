@@ -1,9 +1,10 @@
-"""Routes in Parquet, one row a token: `sequence`, `position`, `expert_ids` and `weights`, the last two [layer, k] flat.
+"""Routes in Parquet, one row per token: `sequence`, `position`, `expert_ids` and `weights`, the last two [layer, k]
+flat.
 
-The schema metadata says what they are of: `model`, `moe_layers` (such as "1..26"), `num_experts`, `top_k`, `layout`,
-`task`; and, for a model that is not known here, `expert_bytes`. This is how the routes that DeepSeek published with
-ESFT are kept (github.com/deepseek-ai/ESFT, results/expert_scores). Tokens are teacher-forced: the file does not tell
-a prompt from new tokens.
+The schema metadata holds `model`, `moe_layers` (such as "1..26"), `num_experts`, `top_k`, `layout` and `task`; for a
+model unknown to this module also `expert_bytes`. Source: the routes that DeepSeek published with ESFT
+(github.com/deepseek-ai/ESFT, results/expert_scores). Tokens are teacher-forced: the file does not separate the prompt
+from new tokens.
 """
 
 import re
@@ -32,7 +33,7 @@ _MODELS: dict[str, dict[str, int]] = {
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A Parquet file whose schema metadata says moe_layers."""
+    """Recognize a Parquet file with moe_layers in its schema metadata."""
     metadata = (sample.parquet.metadata or {}) if sample.parquet is not None else {}
     return "a Parquet file with moe_layers in its schema metadata" if b"moe_layers" in metadata else None
 
@@ -57,7 +58,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     task = header.get("task", path.stem)
     notes = [
         "top-k only: no scores over all experts, no embeddings, no token ids",
-        "teacher-forced: the file does not tell the prompt from new tokens",
+        "teacher-forced: the file does not separate the prompt from new tokens",
         f"{task}: the top-k weights of a layer add up to {sums_TL.mean():.2f} on average",
     ]
     if "expert_bytes" not in header:
@@ -71,7 +72,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
 
 def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a trace of one task; gives what the file does not say. Its layers are absolute: no layer is added.
+    """Write a trace of one task; return notes on what the file lacks. Layers are absolute: no layer is added.
 
     Raises:
         MismatchError: the trace has several tasks, no weights, gaps between its MoE layers or in a request's positions,
@@ -82,7 +83,7 @@ def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) 
     trace.require(["weights"], "topk_parquet")
     first, last = spec.layer_ids_L[0], spec.layer_ids_L[-1]
     if spec.layer_ids_L != tuple(range(first, last + 1)):
-        raise MismatchError(f"topk_parquet knows a run of layers, but {spec.name} has experts in {spec.layer_ids_L}")
+        raise MismatchError(f"topk_parquet needs a run of layers, but {spec.name} has experts in {spec.layer_ids_L}")
     metadata = {
         "model": spec.name,
         "moe_layers": f"{first}..{last}",
@@ -113,7 +114,7 @@ def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) 
                 },
             }
             writer.write_table(pa.table(columns, schema=schema))
-    return ["topk_parquet does not tell the prompt from new tokens, nor which requests ran together"]
+    return ["topk_parquet does not separate the prompt from new tokens, nor mark requests that ran together"]
 
 
 def _types(width: int) -> dict[str, pa.DataType]:
@@ -149,7 +150,7 @@ def _spec(path: Path, header: dict[str, str]) -> ModelSpec:
         raise MismatchError(f"{path} has top_k {top_k} of num_experts {num_experts}, expected at most all of them")
     if "expert_bytes" not in header and not known:
         raise MismatchError(
-            f"{path} is of {model!r}, whose expert size is not known here (known: {', '.join(sorted(_MODELS))}), and "
+            f"{path} is of {model!r}, whose expert size is unknown (known: {', '.join(sorted(_MODELS))}), and "
             f"has no expert_bytes in its schema metadata; write that there"
         )
     expert_bytes = _number(path, header, "expert_bytes") if "expert_bytes" in header else known["expert_bytes"]
@@ -192,10 +193,10 @@ def _columns(path: Path, table: pa.Table, width: int) -> dict[str, np.ndarray]:
     for name, kind in expected.items():
         column = table[name].combine_chunks()
         if not column.type.equals(kind) and not _same_list(column.type, kind):
-            raise MismatchError(f"{path} has {name} of type {column.type}, expected {kind}; is its header another's?")
+            raise MismatchError(f"{path} has {name} of type {column.type}, expected {kind}; does its header fit?")
         flat = column.flatten() if width and pa.types.is_fixed_size_list(kind) else column
         if column.null_count or flat.null_count:
-            raise MismatchError(f"{path} has empty places in {name}, expected a value in each; download it again")
+            raise MismatchError(f"{path} has empty cells in {name}, expected a value in each; download it again")
         values = flat.to_numpy(zero_copy_only=False)
         columns[name] = values.reshape(-1, width) if flat is not column else values
     if not len(table):
@@ -204,7 +205,7 @@ def _columns(path: Path, table: pa.Table, width: int) -> dict[str, np.ndarray]:
 
 
 def _same_list(found: pa.DataType, expected: pa.DataType) -> bool:
-    """Whether two list types differ in no more than the name of their elements."""
+    """Whether two list types differ only in the name of their elements."""
     return (
         pa.types.is_fixed_size_list(found)
         and pa.types.is_fixed_size_list(expected)

@@ -1,6 +1,6 @@
 """vllm-ascend's `expert_map_path`: JSON with a list of layers, each a list of devices with their experts.
 
-Layers are counted among those with experts, from 0. Every device has to have as many, and none an expert twice
+Layers are counted among those with experts, from 0. Every device must have equally many experts, none of them twice
 (vllm-ascend issue 9151).
 """
 
@@ -13,7 +13,7 @@ from moetool.placement._placement_plan import PlacementPlan
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a plan; gives what to start vllm-ascend with. Its layers are those with experts only.
+    """Write a plan; return how to start vllm-ascend with it. Its layers are those with experts only.
 
     Raises:
         MismatchError: the plan cannot be said in this format.

@@ -1,13 +1,13 @@
-"""vLLM's routed experts, as returned with each choice: base64 of a `.npy` file, a row for every layer of the model.
+"""vLLM's routed experts as returned with each choice: base64 of a `.npy` file, with rows for every layer of the model.
 
 From a server with `--enable-return-routed-experts` (vLLM 0.21 or newer): `choices[].routed_experts`, of the shape
 (tokens - 1 - prompt_start, num_hidden_layers, top_k), uint8 where a layer has at most 256 experts and uint16 beyond.
-Where the response has `prompt_routed_experts` too, the rows of its choices follow on those. Expert ids are logical.
-Layers without experts hold zeros, which are not to be told from expert 0: the model's layers have to be said, and a
-layer with experts that is all zero is refused (vLLM issue 54730).
+Where the response has `prompt_routed_experts` too, the rows of its choices follow those. Expert ids are logical. Layers
+without experts hold zeros, which look like expert 0: the model's layers must be given, and a layer with experts that is
+all zero is refused (vLLM issue 54730).
 
-With several choices the usage does not tell how long each is, and unless `token_ids` do, the rows are taken to begin
-with the prompt.
+With several choices the usage lacks the length of each. Without `token_ids` the rows then count from the prompt's first
+token.
 """
 
 import base64
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def recognize(sample: FileSample) -> str | None:
-    """A response whose choices have `routed_experts`."""
+    """Recognize a response whose choices have `routed_experts`."""
     choices = sample.first_object.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     return "a response with choices[].routed_experts" if isinstance(first, dict) and "routed_experts" in first else None
@@ -90,13 +90,13 @@ def _joined(where: str, before_THK: np.ndarray, after_THK: np.ndarray) -> np.nda
 
 
 def _array(where: str, raw: bytes) -> np.ndarray:
-    """experts_THK int64 of a `.npy` file; its header is held against its length before anything is allocated."""
+    """Return experts_THK int64 of a `.npy` file; its header is checked against its length before allocation."""
     stream = io.BytesIO(raw)
     try:
         version = np.lib.format.read_magic(stream)
         reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, fortran, dtype = reads[version](stream)
-    except Exception as error:  # NumPy reads the header with Python's own tokenizer, and fails in all of its ways
+    except Exception as error:  # NumPy reads the header with Python's tokenizer and raises any of its errors
         raise MismatchError(f"{where} has routed_experts that are not an .npy file ({first_line(error)})") from None
     left = len(raw) - stream.tell()
     whole = dtype.itemsize * int(np.prod(shape, dtype=object))
@@ -110,7 +110,7 @@ def _array(where: str, raw: bytes) -> np.ndarray:
 
 
 def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write a trace as the responses of completions, one a line; gives what they do not say.
+    """Write a trace as the responses of completions, one per line; return notes on what they lack.
 
     Raises:
         MismatchError: the layers differ in shape.

@@ -1,1 +1,1 @@
-"""A trace as one page: measures, figures, and what they say, behind `moetool report`."""
+"""Pages of traces, placements and plans: measures, figures and findings of `moetool report`."""

@@ -1,4 +1,4 @@
-"""Advice as a table of questions and answers, a table by memory size, and the first section of a trace's page."""
+"""Advice as tables of questions and of memory sizes, and as the first section of a trace's page."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ _LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(JsonRecord):
-    """One line of advice: a question, its answer, and the numbers behind it."""
+    """One line of advice: a question, its answer and its evidence."""
 
     question: str
     answer: str
@@ -33,7 +33,7 @@ class Answer(JsonRecord):
 
 
 def answers(advice: Advice) -> list[Answer]:
-    """Findings in the order of a user's questions."""
+    """Return the answers in the order of a user's questions."""
     found = [_cache(advice), _distance(advice), *_prefetch(advice), _pinning(advice), *_stability(advice)]
     found += _placements(advice)
     return [one for one in found if one is not None]
@@ -155,7 +155,7 @@ def _placements(advice: Advice) -> list[Answer]:
 
 
 def memory_table(advice: Advice) -> TextTable:
-    """A row for each memory size."""
+    """Return a table with a row for each memory size."""
     rows = [
         (
             f"{_share(line)} ({tables.count(line.budget_bytes, 'B')})",
@@ -174,7 +174,7 @@ def memory_table(advice: Advice) -> TextTable:
 
 
 def policy_table(advice: Advice) -> TextTable | None:
-    """Hit rates of all policies replayed, a row for each; None: none was."""
+    """Return a table of hit rates, a row for each replayed policy; None without any."""
     known = [line for line in advice.lines if line.rows]
     if not known:
         return None
@@ -184,7 +184,7 @@ def policy_table(advice: Advice) -> TextTable | None:
 
 
 def section(advice: Advice) -> Section:
-    """The section of a page."""
+    """Return the section of a page."""
     asked = answers(advice)
     return Section(
         name="Advice",
@@ -211,7 +211,7 @@ def section(advice: Advice) -> Section:
 
 
 def page(advice: Advice, source: str) -> str:
-    """A page of its own, for `moetool advise --out`."""
+    """Return the page of `moetool advise --out`."""
     return render_sheet(
         title=f"Advice for {advice.model}",
         heading=f"Caching, prefetching and placing the experts of {advice.model}",

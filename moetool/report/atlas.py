@@ -1,4 +1,4 @@
-"""Atlas of experts: the tasks and tokens that choose it more than others do; dead and duplicate experts."""
+"""Atlas of experts: the tasks and tokens that choose each above average; dead and duplicate experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ _TOP = 5
 _LEAST_USES = 20
 _SHOWN = 24
 DUPLICATE = 0.5
-"""Jaccard similarity of their tokens from which two experts of a layer count as duplicates."""
+"""Least Jaccard similarity of the tokens of duplicate experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lift:
-    """A task or a token that chooses an expert: how often, and how many times as often as over all tokens."""
+    """A task or token that chooses an expert: its count, and its frequency relative to all tokens (lift)."""
 
     name: str
     uses: int
@@ -33,12 +33,11 @@ class ExpertEntry:
     """One expert.
 
     Attributes:
-        layer: absolute.
+        layer: absolute layer.
         uses: tokens that chose it.
-        tasks: by lift, those with some share of its uses.
-        tokens: by lift; empty where a trace withholds token ids.
-        saliency: mean over its tokens of its weight times the norm of its output (REAP); None without norms, or
-            without tokens.
+        tasks: tasks with a minimum share of its uses, by lift.
+        tokens: tokens by lift; empty where a trace withholds token ids.
+        saliency: mean over its tokens of weight times output norm (REAP); None without norms or without tokens.
     """
 
     layer: int
@@ -55,8 +54,8 @@ class Atlas(JsonRecord):
 
     Attributes:
         entries: by layer and number.
-        dead: (layer, expert) of those that no token chose.
-        duplicates: (layer, expert, expert, Jaccard of their tokens), most alike first.
+        dead: (layer, expert) of experts that no token chose.
+        duplicates: (layer, expert, expert, Jaccard similarity of their tokens), most similar first.
     """
 
     entries: tuple[ExpertEntry, ...]
@@ -65,10 +64,10 @@ class Atlas(JsonRecord):
 
 
 def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> Atlas:
-    """Count who chooses each expert, over the requests that a report counts.
+    """Count the tasks and tokens that choose each expert, over the report's requests.
 
     Args:
-        tokenizer: of transformers, to spell tokens; the trace's own text, or their ids, without one.
+        tokenizer: tokenizer of transformers for the text of tokens (default: the trace's text, else ids).
 
     Source: Lasby et al., "REAP the Experts" (2025), for the saliency.
     """
@@ -120,7 +119,7 @@ def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> At
 
 
 def _joint(chosen_TK: np.ndarray, label_T: np.ndarray, num_experts: int, num: int) -> dict[int, tuple[np.ndarray, ...]]:
-    """Labels of each used expert's tokens, with counts."""
+    """Return labels of each used expert's tokens, with counts."""
     keys, counts = np.unique((chosen_TK * num + label_T[:, None]).ravel(), return_counts=True)
     expert_N, label_N = np.divmod(keys, num)
     edges = np.searchsorted(expert_N, np.arange(num_experts + 1))
@@ -161,7 +160,7 @@ def _spelled(token: int, tokenizer: Any, vocabulary: Mapping[int, str]) -> str:
 
 
 def atlas_section(atlas: Atlas) -> Section:
-    """The experts that differ most from the average, dead ones and duplicates."""
+    """Return the section of specialised, dead and duplicate experts."""
     used = [entry for entry in atlas.entries if entry.tasks]
     shown = sorted(used, key=lambda entry: -max(lift.lift for lift in entry.tasks))[:_SHOWN]
     notes = [
@@ -202,7 +201,7 @@ def atlas_section(atlas: Atlas) -> Section:
 
 
 def _by_saliency(atlas: Atlas) -> list[tuple[float, ExpertEntry]]:
-    """Saliency as a share of the layer's mean, and the expert, the least salient first."""
+    """Return (saliency / layer's mean, expert), the least salient first."""
     layers: dict[int, list[ExpertEntry]] = {}
     for one in atlas.entries:
         if one.saliency is not None:
@@ -213,5 +212,5 @@ def _by_saliency(atlas: Atlas) -> list[tuple[float, ExpertEntry]]:
 
 
 def _listed(lifts: tuple[Lift, ...], space: str = " ") -> str:
-    """Those above the average."""
+    """List the lifts above the average."""
     return ", ".join(f"{lift.name.replace(' ', space)} {lift.lift:.1f}x" for lift in lifts[:3] if lift.lift > 1)

@@ -1,4 +1,4 @@
-"""A cache plan as a page: memory against latency, and what each policy does on held-out requests."""
+"""A cache plan as a page: latency by memory, and the policies' results on held-out requests."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from moetool.tables import TextTable
 
 
 def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
-        facts: where the plan is from, as terms and texts.
+        facts: origin of the plan, as terms and texts.
     """
     name = "Memory and latency"
     latency = Section(name=name, notes=["The plan has no frontier; plan with --frontier 8 to see one."])
@@ -34,7 +34,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
 
 
 def _memory_table(plan: CachePlan) -> TextTable:
-    """Device memory by use."""
+    """Return a table of device memory by use."""
     slots_bytes = plan.slots * plan.spec.slot_bytes
     parts = [
         ("dense weights", plan.dense_bytes),
@@ -48,7 +48,7 @@ def _memory_table(plan: CachePlan) -> TextTable:
 
 
 def frontier_table(plan: CachePlan) -> TextTable:
-    """Memory against latency: the plan's frontier; the point in its own budget is marked."""
+    """Return the plan's frontier as a table; the point of its own budget is marked."""
     timed = all(point["tpot_used_s"] is not None for point in plan.frontier)
     rows = []
     for point in plan.frontier:
@@ -73,12 +73,12 @@ def frontier_table(plan: CachePlan) -> TextTable:
 
 
 def candidates_table(plan: CachePlan) -> TextTable:
-    """Every candidate in the plan's budget, on the held-out requests."""
+    """Return a table of every candidate in the plan's budget, on held-out requests."""
     timed = any(row.get("tpot_mean_s") is not None for row in plan.evidence)
     rows = []
     for row in plan.evidence:
         decoded, seconds = row["decode_tokens"], row.get("tpot_mean_s")
-        moved = row["bytes_per_decode_token"] + row["host_bytes_per_decode_token"]  # as plans are chosen by
+        moved = row["bytes_per_decode_token"] + row["host_bytes_per_decode_token"]  # the measure that plans minimize
         rows.append(
             (
                 row["policy"] + (" (the plan)" if row["policy"] == plan.policy else ""),

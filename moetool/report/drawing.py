@@ -1,4 +1,4 @@
-"""Matplotlib figures as SVG that stands in the page itself: system fonts, no reference to anything outside."""
+"""Matplotlib figures as inline SVG: system fonts, no external references."""
 
 import html
 import io
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILES = (".svg", ".png", ".pdf")
-"""Endings of the names of pictures."""
+"""Suffixes of figure files."""
 WIDTH = 10.0
-"""Inches of a figure over the whole column; at 72 units an inch type of 9 units reads like 12 pixels at 960."""
+"""Width of a full-column figure in inches; at 72 units an inch, type of 9 units looks like 12 pixels at 960."""
 STYLES: tuple[tuple[str, Any, str], ...] = (
     ("#0072b2", "-", "o"),
     ("#d55e00", "--", "s"),
@@ -55,18 +55,18 @@ _NUMBERS = {
 
 
 def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -> str:
-    """An `<svg>` element with a text for those who don't see it.
+    """Return an `<svg>` element with an alternative text.
 
     Args:
-        key: begins every id in it, so that figures on one page share none; those that nothing refers to go.
-        height: in inches, of a figure `WIDTH` wide.
-        paint: draws into the figure that it is given.
+        key: prefix of every id, so that figures of one page share none; unused ids are removed.
+        height: height in inches of a figure `WIDTH` wide.
+        paint: draws into a given figure.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # From the defaults, not from what a person's own matplotlibrc says: the same trace gives the same page.
+    # From the defaults, not the user's matplotlibrc: the same trace gives the same page.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_NUMBERS)
@@ -79,16 +79,16 @@ def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -
 
 
 def require_drawable(path: Path) -> None:
-    """Raises: UsageError unless the name ends in a format of pictures that can be drawn."""
+    """Raises: UsageError unless the suffix is a supported figure format."""
     if path.suffix not in FILES:
         raise UsageError(f"{path} is not a supported figure format; use {', '.join(FILES)}")
 
 
 def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
-    """A figure as a file of its own, in the format that its name ends in.
+    """Save a figure as a file in the format of its suffix.
 
     Raises:
-        UsageError: the name ends in something else than .svg, .png or .pdf.
+        UsageError: the suffix is not .svg, .png or .pdf.
     """
     require_drawable(path)
     import matplotlib
@@ -106,7 +106,7 @@ def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
 
 
 def _inline(key: str, svg: str, alt: str) -> str:
-    """Make a part of an HTML page of an SVG file."""
+    """Convert an SVG file to a part of an HTML page."""
     view = re.search(r'viewBox="([^"]+)"', svg)
     assert view is not None, "matplotlib gives its figures a viewBox"
     body = svg[svg.index("<g id=") : svg.rindex("</svg>")]  # without prologue, metadata and rules for the whole page
@@ -116,17 +116,17 @@ def _inline(key: str, svg: str, alt: str) -> str:
     body = body.replace("xlink:href=", "href=")
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     body = re.sub(r"\n\s*", " ", body)
-    for colour, name in _THEMED.items():  # the page gives these names a value in light and in dark
+    for colour, name in _THEMED.items():  # the page defines these names for light and dark mode
         body = body.replace(f": {colour}", f": var(--{name})")
     body = re.sub(r"(<path [^>]*)fill: #ffffff", r"\1fill: var(--paper)", body)
     return f'<svg viewBox="{view[1]}" role="img" aria-label="{html.escape(alt)}" xmlns="http://www.w3.org/2000/svg">{body}</svg>'
 
 
 def heat(axes: "Axes", values_YX: np.ndarray, *, low: float, high: float, label: str = "", **extent: Any) -> None:
-    """A heat map with its scale; what is NaN stays grey, what is above `high` has the lightest colour.
+    """Draw a heat map with its scale; NaN is grey, values above `high` have the lightest colour.
 
     Args:
-        label: of the scale; none is drawn without it.
+        label: label of the scale; without it no scale is drawn.
     """
     import matplotlib
 
@@ -142,21 +142,21 @@ def heat(axes: "Axes", values_YX: np.ndarray, *, low: float, high: float, label:
 
 
 def scale_top(maps: Sequence[np.ndarray], least: float) -> float:
-    """Upper end of a heat map's scale: the 99.5th percentile, at least `least`."""
+    """Return the upper end of a heat map's scale: the 99.5th percentile, at least `least`."""
     values = np.concatenate([values.ravel() for values in maps])
     known = values[~np.isnan(values)]
     return max(least, float(np.quantile(known, 0.995))) if len(known) else least
 
 
 def layer_ticks(layer_ids: Sequence[int], most: int = 14) -> tuple[list[int], list[str]]:
-    """Places and absolute ids of so many layers, evenly, for an axis of layers."""
+    """Return places and absolute ids of evenly spaced layers for an axis."""
     step = max(1, -(-len(layer_ids) // most))
     places = list(range(0, len(layer_ids), step))
     return places, [str(layer_ids[place]) for place in places]
 
 
 def line(axes: "Axes", x: Sequence[float] | np.ndarray, y: Any, series: int, label: str, **more: Any) -> None:
-    """A line in the style of a series; marked where there are few points."""
+    """Draw a line in the style of a series, with markers if it has few points."""
     colour, dashes, marker = STYLES[series % len(STYLES)]
     given = {"color": colour, "linestyle": dashes, "marker": marker if len(x) <= 32 else "", "label": label, **more}
     axes.plot(x, y, **given)

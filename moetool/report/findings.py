@@ -1,7 +1,7 @@
-"""Findings about caching, prediction and placement, in computed sentences.
+"""Findings about caching, prediction and placement, as computed sentences.
 
-Each sentence holds its numbers and the rule that chose it over its opposite. Best policies, pinning, prefetching and
-hot experts across tasks are the advice's (`moetool.report.advice_page`), with held-out evidence.
+Each sentence holds its numbers and its rule. `moetool.report.advice_page` covers best policies, pinning, prefetching
+and hot experts across tasks, with held-out evidence.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ class Finding(JsonRecord):
 
     Attributes:
         topic: one of `TOPICS`.
-        text: the numbers, and what follows.
-        rule: the threshold that decided what follows.
+        text: numbers and conclusion.
+        rule: threshold of the conclusion.
     """
 
     topic: str
@@ -32,7 +32,7 @@ class Finding(JsonRecord):
 
 
 def findings(made: TraceMeasures) -> list[Finding]:
-    """Findings about this trace, by topic."""
+    """Return findings about this trace, by topic."""
     looks: tuple[Callable[[TraceMeasures], Finding | None], ...] = (
         _distances,
         _prompts,
@@ -46,13 +46,13 @@ def findings(made: TraceMeasures) -> list[Finding]:
 
 
 def caveat(made: TraceMeasures) -> str | None:
-    """Says that there is too little to count, if so."""
+    """Return a warning if the trace has too few tokens."""
     tokens, spec = len(made.routes.experts_TS), made.routes.spec
     uses = min(tokens * top_k / num for top_k, num in zip(spec.top_k_L, spec.num_experts_L, strict=True))
     if uses >= FEW_USES:
         return None
     return (
-        f"Few tokens: an expert was chosen {uses:.1f} times on average, and below {FEW_USES} times the numbers say "
+        f"Few tokens: an expert was chosen {uses:.1f} times on average; below {FEW_USES} times the numbers say "
         f"little about other requests. Capture more first."
     )
 
@@ -169,5 +169,5 @@ def _layers(made: TraceMeasures) -> Finding | None:
 
 
 def percent(share: float) -> str:
-    """A share as whole percent."""
+    """Format a share as whole percent."""
     return f"{100 * share:.0f} %"

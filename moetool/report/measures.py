@@ -1,6 +1,6 @@
 """Measures of routes: popularity, skew, coverage and entropy.
 
-Shapes, beside the letters of `moetool.types`: Q tasks, H the two halves of each task's requests
+Shapes, in addition to the letters of `moetool.types`: Q tasks, H the two halves of each task's requests
 (`SampledRoutes.half_T`).
 """
 
@@ -13,7 +13,7 @@ from moetool.report.sample import SampledRoutes, entropy
 from moetool.trace.diff import divergence
 
 SHARES = tuple(i / 16 for i in range(17))
-"""Shares of a layer's experts for which coverage is computed."""
+"""Shares of a layer's experts at which coverage is computed."""
 _COVERED_TASKS = 8
 _GROWTH_REQUESTS = 64
 
@@ -24,13 +24,13 @@ class Popularity:
 
     Attributes:
         tokens_QHLE: tokens of each half of each task that use an expert.
-        uneven_L: tokens of the most used expert over the mean of its layer (max / mean; 1 is even).
+        uneven_L: tokens of the most used expert over its layer's mean (max / mean; 1 is even).
         gini_L: Gini coefficient of a layer's experts (0 is even).
         bits_L: entropy of a layer's choices; log2 E is even.
-        uneven_QL, gini_QL: the same of each task alone.
+        uneven_QL, gini_QL: the same for each task.
         tasks_apart_L: Jensen-Shannon divergence in bits between halves of two tasks, mean over the pairs of tasks; NaN
             with one task.
-        halves_apart_L: the same between the two halves of one task, mean over the tasks: what chance alone does.
+        halves_apart_L: the same between the two halves of one task, mean over the tasks: the level of chance.
     """
 
     tokens_QHLE: np.ndarray
@@ -44,17 +44,17 @@ class Popularity:
 
     @property
     def tokens_QLE(self) -> np.ndarray:
-        """Tokens of each task."""
+        """Return the tokens of each task."""
         return self.tokens_QHLE.sum(axis=1)
 
     @property
     def tokens_LE(self) -> np.ndarray:
-        """Tokens in all."""
+        """Return the tokens of all tasks."""
         return self.tokens_QHLE.sum(axis=(0, 1))
 
 
 def popularity(routes: SampledRoutes) -> Popularity:
-    """Count, task by task and half by half."""
+    """Count expert use by task and half."""
     spec, half_T = routes.spec, routes.half_T()
     task_T = np.repeat(routes.task_B, np.diff(routes.start_B))
     tokens_QHLE = np.stack(
@@ -82,26 +82,26 @@ def popularity(routes: SampledRoutes) -> Popularity:
 
 
 def _skews(routes: SampledRoutes, tokens_LE: np.ndarray) -> list[tuple[float, float]]:
-    """max / mean and Gini coefficient of each layer."""
+    """Return max / mean and Gini coefficient of each layer."""
     loads = [row[:num] for row, num in zip(tokens_LE, routes.spec.num_experts_L, strict=True)]
     return [(float(load_E.max() / load_E.mean()), gini(load_E)) for load_E in loads]
 
 
 def gini(load_E: np.ndarray) -> float:
-    """Gini coefficient: 0 where all loads are equal, (n - 1) / n where one of n has it all."""
+    """Return the Gini coefficient: 0 for equal loads, (n - 1) / n where one of n has all."""
     ordered, num = np.sort(load_E), len(load_E)
     return float(((2 * np.arange(1, num + 1) - num - 1) * ordered).sum() / (num * ordered.sum()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Which share of a task's choices the most used experts of each layer take, on requests not counted for it.
+    """Share of a task's choices taken by the most used experts of each layer, on held-out requests.
 
     Attributes:
-        tasks: how many tasks were compared: those with the most tokens.
-        own: the experts were counted on the other half of the same task.
-        other: on another task, mean over pairs; empty with one task.
-        mixed: on the other half of all tasks together.
+        tasks: number of compared tasks: those with the most tokens.
+        own: experts counted on the other half of the same task.
+        other: experts counted on another task, mean over pairs; empty with one task.
+        mixed: experts counted on the other half of all tasks together.
 
     Each has a value for every share of `SHARES`, the mean over layers and tasks.
     """
@@ -113,7 +113,7 @@ class Coverage:
 
 
 def coverage(routes: SampledRoutes, found: Popularity) -> Coverage:
-    """Keep the most used experts of each layer by half 0, and count on half 1."""
+    """Choose the most used experts of each layer on half 0, and count on half 1."""
     tasks = _largest_tasks(found.tokens_QHLE)
     counted, held = found.tokens_QHLE[tasks, 0], found.tokens_QHLE[tasks, 1]
 
@@ -136,23 +136,23 @@ def coverage(routes: SampledRoutes, found: Popularity) -> Coverage:
 
 
 def _largest_tasks(tokens_QHLE: np.ndarray) -> list[int]:
-    """The tasks with the most tokens, few enough to compare each with each; ascending."""
+    """Return the tasks with the most tokens, few enough for pairwise comparison, ascending."""
     order = np.argsort(-tokens_QHLE.sum(axis=(1, 2, 3)), kind="stable")[:_COVERED_TASKS]
     return sorted(order.tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Entropy of the experts in use, in bits, at the levels of FineMoE's Figure 3.
+    """Entropy of expert use in bits, at the levels of FineMoE's Figure 3.
 
     Attributes:
-        token_L: of one token, which uses k experts alike: log2 k, by definition.
+        token_L: of one token, which uses k experts equally: log2 k by definition.
         prompt_L: of the iteration that is a whole prompt, mean over the requests; NaN where no iteration is.
         request_QL: of all steps (`SampledRoutes.steps`) of one request, mean over the requests of a task.
         task_QL: of all tokens of a task.
         steps: numbers of steps; ascending.
-        growth_QN: entropy of so many steps of one request together, mean over layers and requests; NaN beyond what
-            half of a task's requests have.
+        growth_QN: entropy of the first steps of one request together, mean over layers and requests; NaN where fewer
+            than half of a task's requests have this many.
     """
 
     token_L: np.ndarray
@@ -164,10 +164,10 @@ class Spread:
 
 
 def spread(routes: SampledRoutes, found: Popularity) -> Spread:
-    """Entropies of activations, request by request.
+    """Return the entropies of expert use, request by request.
 
-    Source: FineMoE § 2.4, Figure 3 (b, c). Deviation: (c) is drawn over requests that all have as many steps, at most
-    64 of a task; the paper does not say.
+    Source: FineMoE § 2.4, Figure 3 (b, c). Deviation: (c) uses requests with equally many steps, at most 64 of a task;
+    the paper does not specify this.
     """
     spec = routes.spec
     prompts, requests = [], []
@@ -202,11 +202,11 @@ def spread(routes: SampledRoutes, found: Popularity) -> Spread:
 
 
 def _reached(lengths: np.ndarray) -> int:
-    """The number of steps that half of the requests have."""
+    """Return the number of steps that half of the requests have."""
     return int(np.sort(lengths)[::-1][(len(lengths) - 1) // 2])
 
 
 def _mean_known(values_BL: np.ndarray) -> np.ndarray:
-    """The mean over the rows that are not NaN; NaN where all are."""
+    """Return the mean over rows that are not NaN; NaN where all are."""
     known = values_BL[~np.isnan(values_BL).any(axis=1)]
     return known.mean(axis=0) if len(known) else np.full(values_BL.shape[1], np.nan)

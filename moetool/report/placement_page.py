@@ -1,4 +1,4 @@
-"""A placement as a page: experts of each GPU, and with traces load and traffic, beside another placement's."""
+"""A placement as a page: experts of each GPU, and with traces load and traffic, compared with an earlier plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,20 +21,20 @@ from moetool.types import Cluster
 def measure(
     plan: PlacementPlan, traces: Mapping[str, Workload], before: PlacementPlan | None = None
 ) -> tuple[list[Placed], np.ndarray | None]:
-    """Score a plan, and the one before it, on traces; with the uses of each expert [L, E], if there are any.
+    """Score a plan and an earlier one on traces; return also the uses of each expert [L, E], if there are traces.
 
-    Tokens start as the plan was made for, on both.
+    Tokens start at the servers of the new plan in both scores.
 
     Raises:
         MismatchError: the two are of different models or clusters, or a trace is of another model.
-        UsageError: an unknown server, or no token.
+        UsageError: a server is unknown, or has no tokens.
     """
     named = [("after" if before else plan.planner, plan)]
     if before is not None:
-        plan.spec.require_same(before.spec, "the plan", "the plan before it")
+        plan.spec.require_same(before.spec, "the plan", "the earlier plan")
         if plan.cluster != before.cluster:
             raise MismatchError(
-                "the plan before is for another cluster, so its traffic is on other links; plan for this one with: "
+                "the earlier plan is for another cluster with other links; plan for this one with: "
                 "moetool plan placement"
             )
         named.insert(0, ("before", before))
@@ -56,8 +56,8 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
     """The page as HTML.
 
     Args:
-        plans: the one before, if there is one, and the plan.
-        facts: where they are from, as terms and texts.
+        plans: the earlier plan, if given, and the plan.
+        facts: origins of the plans, as terms and texts.
     """
     plan = plans[-1].plan
     drawn = {name: [sketch.on(name) for sketch in made] for name, made in sketches(plans, tokens_LE).items()}
@@ -82,7 +82,7 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
 
 
 def to_json(plans: Sequence[Placed]) -> list[dict[str, Any]]:
-    """The scores that the page shows, by plan; none without traces."""
+    """Return the scores on the page, by plan; none without traces."""
     return [{"plan": placed.name, **({} if placed.row is None else placed.row.to_json())} for placed in plans]
 
 
@@ -105,7 +105,7 @@ def _held_table(plans: Sequence[Placed]) -> TextTable:
 
 
 def _changes_table(plans: Sequence[Placed]) -> TextTable:
-    """Experts that each GPU receives and drops; `moetool plan migrate` orders the moves."""
+    """Return a table of experts that each GPU receives and drops; `moetool plan migrate` orders the moves."""
     before_GLE, after_GLE = plans[0].plan.placed_GLE, plans[-1].plan.placed_GLE
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     size_L = np.array(spec.expert_bytes_L)
@@ -126,10 +126,10 @@ def _changes_table(plans: Sequence[Placed]) -> TextTable:
 
 
 def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs: str) -> list[TextTable]:
-    """Scores of placements side by side.
+    """Return tables that compare the scores of placements.
 
     Args:
-        rows: each with its name.
+        rows: name and score of each placement.
         costs: the costs in DIRECTOR's equations, in words.
     """
     scores = [((name, row.requests), row.score, row.planning_s) for name, row in rows]
@@ -182,13 +182,13 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
 
 
 def summed_bytes(sent: Sequence[float | None]) -> str:
-    """The sum of bytes; `-` where they are not known."""
+    """Format the sum of bytes; `-` where unknown."""
     known = [each for each in sent if each is not None]
     return "-" if len(known) < len(sent) else tables.count(sum(known), "B")
 
 
 def _link_tables(plans: Sequence[Placed]) -> list[TextTable]:
-    """Bytes by link, in the order of the most of the last plan; the fifty with most."""
+    """Return a table of the fifty busiest links by bytes, in the order of the last plan."""
     scored = [(placed, placed.row.score) for placed in plans if placed.row is not None]
     if not scored or not scored[-1][1].link_bytes or scored[-1][1].link_bytes[0][2] is None:
         return []

@@ -1,4 +1,4 @@
-"""The page of `moetool evaluate --report`: its tables, with bars behind shares, and match by distance as charts."""
+"""The page of `moetool evaluate --report`: tables with bars behind shares, and charts of match by distance."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def write_page(path: Path, rows: Sequence[Any]) -> None:
-    """Write the page of some evaluations (`moetool.evaluation.evaluate.Evaluation`), whole or not at all."""
+    """Write the page of evaluations (`moetool.evaluation.evaluate.Evaluation`), whole or not at all."""
     durable.write_text(path, page(rows))
 
 
 def page(rows: Sequence[Any]) -> str:
-    """The page as HTML, with everything in it."""
+    """Return the page as self-contained HTML."""
     names = ", ".join(dict.fromkeys(row.predictor for row in rows))
     sections = [Section(name="Overview", tables=[overview(rows)])]
     sections += [
@@ -59,7 +59,7 @@ def _every_measure(rows: Sequence[Any]) -> TextTable:
 
 
 def _chart(rows: Sequence[Any], phase: str) -> Picture:
-    """Match by distance, a line for each predictor."""
+    """Return a chart of match by distance, a line per predictor."""
     matches = {row.predictor: {d: s.match for d, s in sorted(row.overall(phase).items())} for row in rows}
     known = {name: by_distance for name, by_distance in matches.items() if by_distance}
 

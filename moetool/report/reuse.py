@@ -1,8 +1,7 @@
 """Reuse distances of experts (LRU stack distances).
 
-The distance of a use is the number of other experts used since the last use of the same one. A pool that evicts the
-least recently used expert has it still if it has more slots than that, so the share of uses below a distance is the
-hit rate of every pool size at once.
+The distance of a use is the number of other experts used since the last use of the same expert. An LRU pool with more
+slots than the distance still holds the expert, so the distribution of distances gives the hit rate of every pool size.
 """
 
 from collections.abc import Sequence
@@ -19,11 +18,12 @@ class Reuse:
 
     Attributes:
         distances: over one pool for all layers, ascending; first uses are left out.
-        uses: all uses, first ones too.
-        layer_median_L: median distance in a layer, counting the experts of that layer alone; NaN without any reuse.
-        layer_high_L: the distance that 90 % of a layer's reuses are at or below.
-        prompt_share: mean share of a layer's experts that a forward with prompt tokens needs; None without such.
-        prompt_tokens: their median number of tokens.
+        uses: number of uses, first ones included.
+        layer_median_L: median distance within a layer's experts; NaN without reuse.
+        layer_high_L: 90th percentile of the distance within a layer.
+        prompt_share: mean share of a layer's experts needed by a forward with prompt tokens; None without such
+            forwards.
+        prompt_tokens: median number of tokens of these forwards.
     """
 
     distances: np.ndarray
@@ -34,18 +34,18 @@ class Reuse:
     prompt_tokens: int | None
 
     def share_within(self, slots: int) -> float:
-        """Share of all uses that an LRU pool of so many slots has still."""
+        """Return the hit rate of an LRU pool with this many slots."""
         return float(np.searchsorted(self.distances, slots, side="left")) / self.uses
 
     def slots_for(self, share: float) -> int | None:
-        """The fewest slots by which that share of the reuses is a hit; None without any reuse."""
+        """Return the fewest slots for which this share of the reuses hits; None without reuse."""
         if not len(self.distances):
             return None
         return int(self.distances[min(len(self.distances) - 1, int(np.ceil(share * len(self.distances))) - 1)]) + 1
 
 
 def read_reuse(trace: Trace, requests: frozenset[int], *, sequential: bool) -> Reuse:
-    """Distances over the forwards that `moetool.tuning.replay` replays."""
+    """Return the distances over the forwards that `moetool.tuning.replay` replays."""
     spec = trace.spec
     keys: list[int] = []
     starts: list[int] = []
@@ -79,15 +79,15 @@ def read_reuse(trace: Trace, requests: frozenset[int], *, sequential: bool) -> R
 
 
 def reused(distance_U: np.ndarray) -> np.ndarray:
-    """The distances of what was used before, ascending."""
+    """Return the distances of reuses, ascending."""
     again: np.ndarray = np.sort(distance_U[distance_U >= 0])
     return again
 
 
 def stack_distances(key_U: np.ndarray, start_V: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Distinct other keys between each use and the previous use of its key, up to the start of its event.
+    """Count distinct other keys between each use and the previous use of its key, up to the start of its event.
 
-    Keys are used event by event; those of one event are distinct, used in their order, and don't count for each other.
+    Keys of one event are distinct, used in order, and do not count for each other.
 
     Args:
         key_U: keys of the experts used, in order.
@@ -96,8 +96,8 @@ def stack_distances(key_U: np.ndarray, start_V: np.ndarray | Sequence[int]) -> n
     Returns:
         distance_U, -1 for a first use.
 
-    Source: Mattson et al. 1970. The number of distinct keys between two uses i' < i of one is the number of uses
-    between them, less those whose own last use is after i' too: the inversions in the array of last uses.
+    Source: Mattson et al. 1970. The number of distinct keys between two uses i' < i of one key is the number of uses
+    between them, minus those whose own last use is also after i': the inversions in the array of last uses.
     """
     num = len(key_U)
     order = np.argsort(key_U, kind="stable")
@@ -105,7 +105,7 @@ def stack_distances(key_U: np.ndarray, start_V: np.ndarray | Sequence[int]) -> n
     same = key_U[order[1:]] == key_U[order[:-1]]
     last_U[order[1:][same]] = order[:-1][same]
     begin_U = np.repeat(start_V, np.diff([*start_V, num]))
-    # Within an event by their last use, so that no two uses of one event are an inversion.
+    # Sorted by last use within an event, so that no two uses of one event form an inversion.
     arranged = np.lexsort((last_U, begin_U))
     repeats_U = np.empty(num, np.int64)
     repeats_U[arranged] = _larger_before(last_U[arranged])
@@ -116,10 +116,10 @@ def _larger_before(values: np.ndarray) -> np.ndarray:
     """Count the larger values before each value, by a merge sort of all pairs of runs at once."""
     num = len(values)
     levels = max(1, num - 1).bit_length()
-    padded = np.full(1 << levels, num, np.int64)  # above every value, and behind all of them
+    padded = np.full(1 << levels, num, np.int64)  # larger than every value, at the end
     padded[:num] = values
     counts = np.zeros(len(padded), np.int64)
-    place = np.arange(len(padded))  # where each value of the runs, which are sorted, came from
+    place = np.arange(len(padded))  # origin of each value in the sorted runs
     for level in range(levels):
         width = 1 << level
         runs, places = padded.reshape(-1, 2, width), place.reshape(-1, 2, width)

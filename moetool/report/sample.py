@@ -1,4 +1,4 @@
-"""The requests of a trace that a report is made of, and their routes in memory."""
+"""The sampled requests of a report, and their routes in memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from moetool.types import ModelSpec, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """Limits of what a report reads. A larger trace is sampled by whole requests, as the page says.
+    """Limits of a report's input. A larger trace is sampled by whole requests, as noted on the page.
 
     Attributes:
-        choices: most choices of a router (tokens x layers x k) that are counted.
-        uses: most uses of an expert by an event (distinct experts of a forward in a layer) that are replayed.
-        score_requests: most requests whose router probabilities are read, where the trace has logits.
-        affinity_layers: layers, by their absolute ids, whose affinity to the next layer is drawn; by default the pairs
-            with the strongest, the median and the weakest affinity.
-        seed: of the samples.
-        by: `task`, or the `label` that prompts have in their file: what experts are compared between.
-        tokenizer: model whose tokenizer spells the tokens of the expert atlas; their ids without one.
+        choices: most counted choices of routers (tokens x layers x k).
+        uses: most replayed uses (distinct experts of a forward in a layer).
+        score_requests: most requests whose router probabilities are read, if the trace has logits.
+        affinity_layers: absolute ids of layers whose affinity to the next is drawn (default: the strongest, the median
+            and the weakest pair).
+        seed: seed of the sample.
+        by: groups to compare: `task`, or the `label` of the prompt file.
+        tokenizer: model whose tokenizer gives the text of tokens in the expert atlas (default: token ids).
     """
 
     choices: int = 40_000_000
@@ -45,16 +45,16 @@ class ReportOptions:
 class SampledRoutes:
     """The routes of some requests, request by request, each in the order of its forwards.
 
-    Shapes: Q  tasks (beside the letters of `moetool.types`)
+    Shapes: Q  tasks (in addition to the letters of `moetool.types`)
 
     Attributes:
-        requests: their numbers in the trace, ascending.
+        requests: numbers in the trace, ascending.
         tasks: names of the tasks, sorted.
-        task_B: the task of each request, an index of `tasks`.
-        start_B: its first row; B + 1 of them.
-        decode_T: whether a row is of a new token.
-        iteration_T: its iteration.
-        experts_TS: its experts, as in a trace.
+        task_B: task of each request, an index of `tasks`.
+        start_B: first row of each request; B + 1 values.
+        decode_T: whether a row is a new token.
+        iteration_T: iteration of each row.
+        experts_TS: experts of each row, as in a trace.
     """
 
     spec: ModelSpec
@@ -68,31 +68,31 @@ class SampledRoutes:
 
     @property
     def stepwise(self) -> bool:
-        """Whether there are new tokens, each an iteration; otherwise each token of a prompt stands for one."""
+        """Whether there are new tokens, each an iteration; otherwise each prompt token counts as one."""
         return bool(self.decode_T.any())
 
     def rows(self, request: int) -> slice:
-        """The rows of the request at this place."""
+        """Return the rows of the request at this index."""
         return slice(int(self.start_B[request]), int(self.start_B[request + 1]))
 
     def steps(self, request: int) -> np.ndarray:
-        """experts_TS of its iterations of one token: the new tokens, or all where there are none in the trace."""
+        """Return experts_TS of a request's one-token iterations: new tokens, or all tokens if the trace has none."""
         rows = self.rows(request)
         experts_TS: np.ndarray = self.experts_TS[rows]
         return experts_TS[self.decode_T[rows]] if self.stepwise else experts_TS
 
     def columns(self, layer: int) -> slice:
-        """The columns of `experts_TS` that belong to a layer."""
+        """Return the columns of `experts_TS` of a layer."""
         start = sum(self.spec.top_k_L[:layer])
         return slice(start, start + self.spec.top_k_L[layer])
 
     @property
     def others(self) -> str:
-        """The held-out half, in words."""
+        """Describe the held-out half."""
         return "other requests" if len(self.requests) > 1 else "the later half of the one request"
 
     def half_T(self) -> np.ndarray:
-        """The half, 0 or 1, that each row is in: every other request of a task; of a lone request, its later rows."""
+        """Return the half (0 or 1) of each row: every other request of a task; for a single request, its later rows."""
         half_T = np.zeros(len(self.experts_TS), np.int8)
         for task in range(len(self.tasks)):
             members = np.flatnonzero(self.task_B == task).tolist()
@@ -105,7 +105,7 @@ class SampledRoutes:
 
 
 def task_names(trace: Trace, by: str = "task") -> dict[int, str]:
-    """Name of each request: its task (with the dataset if ambiguous) or its label."""
+    """Return the name of each request: its task (with the dataset if ambiguous) or its label."""
     rows = trace.requests.to_pylist()
     if by == "label":
         return {row["request"]: row["label"] or "no label" for row in rows}
@@ -121,10 +121,10 @@ def task_names(trace: Trace, by: str = "task") -> dict[int, str]:
 
 
 def choose(tasks: Sequence[str], costs: Sequence[int], limit: int, seed: int) -> list[int]:
-    """Places of requests that together cost at most `limit`, evenly of every task; one at least, whatever it costs.
+    """Choose requests that together cost at most `limit`, evenly from every task; at least one at any cost.
 
-    All of them where they fit. Otherwise the tasks take turns, each giving its requests in an order by `seed`, until
-    one does not fit.
+    All are chosen if they fit. Otherwise the tasks take turns with their requests in an order by `seed`, until one does
+    not fit.
     """
     if sum(costs) <= limit:
         return list(range(len(tasks)))
@@ -144,7 +144,7 @@ def choose(tasks: Sequence[str], costs: Sequence[int], limit: int, seed: int) ->
 
 
 def read_routes(trace: Trace, options: ReportOptions) -> SampledRoutes:
-    """The routes of as many requests as `options.choices` allows.
+    """Read the routes of as many requests as `options.choices` allows.
 
     Raises:
         UsageError: the trace has no tokens, or no two of any task.
@@ -177,17 +177,14 @@ def read_routes(trace: Trace, options: ReportOptions) -> SampledRoutes:
         experts_TS=experts_TS[order],
     )
     if not routes.half_T().any():
-        raise UsageError(
-            f"{trace.path} has one token of each task, and a report counts on some what it scores on others; capture "
-            f"more prompts"
-        )
+        raise UsageError(f"{trace.path} has one token of each task, too few for a held-out half; capture more prompts")
     return routes
 
 
 def choose_replayed(routes: SampledRoutes, options: ReportOptions) -> frozenset[int]:
-    """Numbers of requests with at most `options.uses` uses of experts among them.
+    """Choose requests with at most `options.uses` uses of experts; return their numbers.
 
-    The prompt's are estimated from above: its tokens times k, at most every expert of each layer.
+    A prompt's uses are bounded from above: its tokens times k, at most every expert of each layer.
     """
     spec, costs = routes.spec, []
     for request in range(len(routes.requests)):
@@ -205,11 +202,11 @@ class RouterEntropy:
     """Entropy of the routers' probabilities over all experts, in bits: means over the requests of a task.
 
     Attributes:
-        num_requests: how many were read.
+        num_requests: number of requests read.
 
     Shapes:
-        token_QL, of each token's distribution; request_QL, of the mean distribution of a request's tokens. NaN for a
-        task without requests among them, and for layers whose router has none.
+        token_QL: of each token's distribution; request_QL: of the mean distribution of a request's tokens. NaN for a
+        task without sampled requests, and for layers whose router has no scores.
     """
 
     num_requests: int
@@ -218,9 +215,9 @@ class RouterEntropy:
 
 
 def read_router_entropy(trace: Trace, routes: SampledRoutes, options: ReportOptions) -> RouterEntropy | None:
-    """Router entropy of the tokens of `SampledRoutes.steps`; None for a trace without logits.
+    """Return the router entropy of the tokens of `SampledRoutes.steps`; None for a trace without logits.
 
-    Scores of routers that are no distributions (sigmoid) are divided by their sum.
+    Scores that are not distributions (sigmoid) are divided by their sum.
     """
     if "logits" not in trace.columns:
         return None
@@ -263,7 +260,7 @@ def read_router_entropy(trace: Trace, routes: SampledRoutes, options: ReportOpti
 
 
 def entropy(counts: np.ndarray) -> np.ndarray:
-    """Shannon entropy in bits of the distributions that counts along the last axis come to; 0 where all are 0."""
+    """Return the Shannon entropy in bits of counts along the last axis, normalized; 0 where all are 0."""
     total = counts.sum(axis=-1, keepdims=True)
     share = counts / np.maximum(total, np.finfo(np.float64).tiny)
     bits: np.ndarray = -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1)

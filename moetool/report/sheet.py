@@ -11,7 +11,7 @@ from moetool.tables import TextTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the page under a heading of its own."""
+    """A part of the page with its own heading."""
 
     name: str
     notes: Sequence[str] = ()
@@ -33,11 +33,10 @@ def render_sheet(
     sections: Sequence[Section],
     **more: Any,
 ) -> str:
-    """The page as HTML: a heading, facts as terms and texts, then the sections that have something to show.
+    """Return the page as HTML: a heading, facts as terms and texts, then the nonempty sections.
 
     Args:
-        more: `lead`, a section before all else; `findings` (topics, each with what is said and the rules), and a
-            `caveat` above them.
+        more: `lead`, a first section; `findings` (topics with texts and rules), and a `caveat` above them.
     """
     from jinja2 import Environment
 

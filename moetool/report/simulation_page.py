@@ -1,4 +1,4 @@
-"""Simulated runs as figures in files, and as a page."""
+"""Simulated runs as figure files and as a page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ _EQ4 = "Prism's Eq. 4: seconds that fewer remote calls save over the horizon, ag
 
 
 def require_drawable(path: Path, overwrite: bool) -> None:
-    """Raises: UsageError unless `save` can write there: a picture's name, or a folder, and none is replaced unasked."""
+    """Raises: UsageError unless `save` can write there: a figure file or a folder that does not exist yet."""
     if not path.suffix:
         durable.require_new_file(path / "by-mode.svg", overwrite)
         return
@@ -23,12 +23,12 @@ def require_drawable(path: Path, overwrite: bool) -> None:
 
 
 def save(path: Path, runs: Sequence[Run]) -> list[Path]:
-    """Draw the main figure into a file, or, where the name has no ending, every figure as SVG and PNG into a folder.
+    """Draw the main figure into a file, or, for a name without a suffix, every figure as SVG and PNG into a folder.
 
-    The main one is mean latency and local computing over what was swept, with the 95 % confidence interval of a mean
-    over seeds; where no amount was swept, the share of local computing over time and the distribution of latencies.
+    The main figure shows mean latency and local compute share by the swept value, with 95 % confidence intervals over
+    seeds. Without a sweep it shows the local compute share over time and the distribution of latencies.
 
-    Effects: writes the files; gives their paths.
+    Effects: writes the files; returns their paths.
     """
     drawn = sketches(runs)
     if path.suffix:
@@ -42,7 +42,7 @@ def save(path: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> str:
-    """All of it on a page.
+    """Return the page of runs as HTML.
 
     Args:
         facts: the runs' common settings, as terms and texts.
@@ -65,7 +65,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
 
 
 def _runs_table(runs: Sequence[Run]) -> TextTable:
-    """A row for each combination; over seeds means, with confidence intervals of the latency."""
+    """Return a table with a row per combination: means over seeds, with confidence intervals of the latency."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for at, found in runs:
         groups.setdefault(tuple((k, v) for k, v in at.items() if k != "seed"), []).append((at, found))
@@ -105,7 +105,7 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
 
 
 def decision_table(found: Simulated, title: str) -> TextTable:
-    """The first thirty decisions of a run."""
+    """Return a table of the first thirty decisions of a run."""
     return TextTable(
         title=title,
         columns=(
@@ -128,5 +128,5 @@ def decision_table(found: Simulated, title: str) -> TextTable:
 
 
 def facts_of(given: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Terms and texts, those without a value left out."""
+    """Return terms and texts, without those that have no value."""
     return [(name, str(value)) for name, value in given.items() if value not in (None, "", [], {})]

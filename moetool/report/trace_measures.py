@@ -1,4 +1,4 @@
-"""Measuring a trace for its report: everything that the page shows, as numbers."""
+"""The measures of a trace for its report, as numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -31,16 +31,16 @@ BOUND = "belady"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMeasures:
-    """A trace, measured.
+    """Measures of a trace.
 
     Attributes:
         info: `Trace.describe` of it.
         routes: the counted routes; all measures but `reuse` and `rows` are of these requests.
-        replayed: numbers of the requests that `reuse` and `rows` are of.
+        replayed: numbers of the requests behind `reuse` and `rows`.
         replayed_tokens: their tokens.
-        sequential: whether they were replayed one after the other, or as recorded.
+        sequential: whether they were replayed one after the other or as recorded.
         lifts: `affinity.lift` of some layers, by the layer's index (in JSON by its absolute id).
-        rows: of `moetool.tuning.replay`, by policy and budget; `BOUND` is the last policy.
+        rows: rows of `moetool.tuning.replay`, by policy and budget; `BOUND` is the last policy.
         whole_bytes: the budget that holds every expert.
     """
 
@@ -60,7 +60,7 @@ class TraceMeasures:
     whole_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers, as a JSON object; unknown values are null."""
+        """Return all numbers as a JSON object; unknown values are null."""
         routes, reuse = self.routes, self.reuse
         return {
             "trace": self.info,
@@ -91,7 +91,7 @@ class TraceMeasures:
 
 
 def plain(value: Any, *without: str) -> Any:
-    """JSON values of a dataclass of arrays: five digits after the point, null for what is not a number."""
+    """Return a dataclass of arrays as JSON values: five decimals, null for NaN."""
     if is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.name not in without}
     if isinstance(value, np.ndarray):
@@ -104,7 +104,7 @@ def plain(value: Any, *without: str) -> Any:
 
 
 def curve_slots(routes: SampledRoutes) -> list[int]:
-    """Sizes of a pool from nothing to every expert, in 256 steps at most."""
+    """Return pool sizes from 0 to every expert, in at most 256 steps."""
     total = routes.spec.total_experts
     return sorted({round(total * i / 256) for i in range(257)})
 
@@ -121,15 +121,15 @@ def measure(
     """Measure a trace for `moetool.report.trace_page`.
 
     Args:
-        policies: whose hit rates to replay; Belady's bound comes beside them.
-        budgets: for experts, in bytes or as shares of all; by default those of `BUDGETS` that
-            hold two experts and what the policies need.
+        policies: policies to replay, in addition to Belady's bound.
+        budgets: expert memory, in bytes or as shares of all experts (default: those of `BUDGETS` that hold two experts
+            and the policies' minimum).
         policy_options: by policy, as in `moetool.tuning.replay`.
-        on_progress: is called with the percentage that is done.
+        on_progress: called with the completed percentage.
 
     Raises:
-        UsageError: the trace has no tokens; an unknown policy, or one that needs a predictor; a layer of
-            `affinity_layers` that the model lacks.
+        UsageError: the trace has no tokens; a policy is unknown or needs a predictor; the model lacks a layer of
+            `affinity_layers`.
         MismatchError: the trace lacks a column that a policy needs, or is damaged.
         CapacityError: a budget is too small for a policy.
     """
@@ -177,17 +177,17 @@ def measure(
 
 
 def _asked_pairs(trace: Trace, options: ReportOptions) -> list[int]:
-    """The layers, as indices, of `affinity_layers`."""
+    """Return the layers of `affinity_layers` as indices."""
     known = list(trace.spec.layer_ids_L[:-1])
     if unknown := [layer for layer in options.affinity_layers if layer not in known]:
         raise UsageError(
-            f"affinity_layers has {unknown[0]}, expected MoE layers of {trace.path} that another follows: "
+            f"affinity_layers has {unknown[0]}, expected MoE layers of {trace.path} before the last: "
             f"{', '.join(map(str, known)) or 'there is none'}"
         )
     return [known.index(layer) for layer in options.affinity_layers]
 
 
 def _telling_pairs(chained: Affinity) -> list[int]:
-    """The layers whose affinity to the next is the strongest, the median and the weakest by held-out match."""
+    """Return the layers with the strongest, median and weakest affinity to the next by held-out match."""
     order = np.argsort(-np.nan_to_num(chained.match_M), kind="stable").tolist()
     return sorted({order[0], order[len(order) // 2], order[-1]}) if order else []

@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, for a screen and for paper."""
+"""The page of a trace: one self-contained HTML file, for screen and print."""
 
 from moetool import tables
 from moetool.report.advice_page import section
@@ -15,7 +15,7 @@ SECTIONS = ("Popularity", "Tasks", "Load skew", "Entropy", "Affinity", "Reuse", 
 
 
 def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
-    """The page as HTML. Equal measures give equal pages: it holds no date."""
+    """Return the page as HTML. Equal measures give equal pages: it holds no date."""
     drawn, said = pictures(made), findings(made)
     notes, replayed = _notes(made), "Replayed policies, as by moetool replay"
     made_tables = {
@@ -48,7 +48,7 @@ def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
 
 
 def shape_of(spec: ModelSpec) -> str:
-    """A model's MoE layers in words."""
+    """Describe a model's MoE layers."""
     num_experts = _span(spec.num_experts_L)
     return f"{spec.num_layers} MoE layers of {num_experts} experts, of which a token uses {_span(spec.top_k_L)}"
 
@@ -58,7 +58,7 @@ def _span(numbers: tuple[int, ...]) -> str:
 
 
 def facts(made: TraceMeasures) -> list[tuple[str, str]]:
-    """Sources of the page, as terms and texts."""
+    """Return the sources of the page as terms and texts."""
     info, routes = made.info, made.routes
     recorded = [
         c for c in info["columns"] if c in ("experts", "weights", "logits", "hidden", "ahead", "resident", "embeddings")
@@ -82,20 +82,20 @@ def facts(made: TraceMeasures) -> list[tuple[str, str]]:
         ("tasks", f"{len(routes.tasks)}"),
     ]
     if not routes.stepwise:
-        known.append(("phases", "prompts alone: each token stands for an iteration where iterations are meant"))
+        known.append(("phases", "prompts only: each token counts as an iteration"))
     known += [("note", note) for note in info["provenance"].get("imported", {}).get("notes", [])]
     return known
 
 
 def _notes(made: TraceMeasures) -> dict[str, list[str]]:
-    """Notes of sections."""
+    """Return the notes of sections."""
     notes: dict[str, list[str]] = {}
     if len(made.routes.tasks) < 2:
         notes["Tasks"] = ["The trace has one task; with several, this section compares the experts that they use."]
     if made.router is None:
         notes["Entropy"] = [
             "The trace has no logits, so entropy is that of the chosen experts; capture with --keep topk,logits to "
-            "see how sure the routers are."
+            "see the entropy of the routers."
         ]
     if not made.lifts:
         notes["Affinity"] = ["The model has one MoE layer, so none follows another."]

@@ -1,6 +1,6 @@
-"""Predicting a layer's experts from those of the layer before.
+"""Prediction of a layer's experts from those of the layer before.
 
-Shapes, beside the letters of `moetool.types`: M pairs of a layer and the next (M = L - 1).
+Shapes, in addition to the letters of `moetool.types`: M pairs of a layer and the next (M = L - 1).
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ _SCORED_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affinity:
-    """Predicting a layer's experts from those of the layer before.
+    """Prediction of a layer's experts from those of the layer before.
 
     Attributes:
-        match_M: share of the next layer's k experts among the k with the highest affinity to those just chosen; the
-            affinity is counted on one half of the requests and scored on at most 4,096 tokens of the other.
+        match_M: share of the next layer's k experts among the k with the highest affinity to those just chosen.
+            Affinity is counted on one half of the requests and scored on at most 4,096 tokens of the other.
         popular_M: the same for the k most used experts of that half.
-        chance_M: for k experts drawn blindly: k / E.
-        repeat_L: share of a token's experts that the request's token before it used in the same layer; NaN where no
+        chance_M: for k random experts: k / E.
+        repeat_L: share of a token's experts that the request's previous token used in the same layer; NaN where no
             request has two tokens.
     """
 
@@ -32,7 +32,7 @@ class Affinity:
 
 
 def affinity(routes: SampledRoutes) -> Affinity:
-    """Score each layer's affinity to the next on requests that it was not counted on.
+    """Score each layer's affinity to the next on held-out requests.
 
     Source: DuoServe-MoE § 4.1, Eqs. 2 and 3; a layer's score is the mean of the rows of the experts chosen.
     """
@@ -61,7 +61,7 @@ def affinity(routes: SampledRoutes) -> Affinity:
 
 
 def pair_counts(now_TK: np.ndarray, then_TK: np.ndarray, num_now: int, num_then: int) -> np.ndarray:
-    """[i, j]: how often a token chose expert i in one layer and j in the other."""
+    """Return [i, j]: number of tokens that chose expert i in one layer and j in the other."""
     counts = np.zeros(num_now * num_then, np.int64)
     for slot in range(now_TK.shape[1]):
         keys = now_TK[:, slot, None].astype(np.int64) * num_then + then_TK
@@ -70,9 +70,9 @@ def pair_counts(now_TK: np.ndarray, then_TK: np.ndarray, num_now: int, num_then:
 
 
 def lift(routes: SampledRoutes, layer: int) -> np.ndarray:
-    """[i, j]: how many times likelier expert j of the next layer is after expert i than it is in general.
+    """Return [i, j]: how many times likelier expert j of the next layer is after expert i than in general.
 
-    NaN for an expert that fewer than 20 tokens chose, and after which everything is chance, and for one never chosen.
+    NaN for an expert chosen by fewer than 20 tokens, where chance dominates, and for one never chosen.
     """
     spec, now, then = routes.spec, routes.columns(layer), routes.columns(layer + 1)
     rows_TS = routes.experts_TS
@@ -86,7 +86,7 @@ def lift(routes: SampledRoutes, layer: int) -> np.ndarray:
 
 
 def _matched(scores_TE: np.ndarray, true_TK: np.ndarray) -> float:
-    """Mean share of the true experts among as many with the highest scores; of equal ones the lower number.
+    """Return the mean share of the true experts among as many with the highest scores; ties go to the lower number.
 
     One row of scores stands for all tokens.
     """

@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI-compatible server over a `moetool.runtime` engine, and a client that chats with it."""
+"""HTTP: the OpenAI-compatible server of a `moetool.runtime` engine, and a chat client."""

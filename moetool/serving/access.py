@@ -19,24 +19,24 @@ from moetool.serving.http_errors import error_object
 _LOG = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 _OPEN = {"/", "/health"}
-"""Paths that need no key: a monitor has none, and a browser sends none."""
+"""Paths that need no key, for monitors and browsers."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
 class AccessRecord:
-    """One request, as a line of the access log has it. Of prompts and answers only the lengths.
+    """One request as a line of the access log: lengths of prompts and answers, but no text.
 
     Attributes:
-        request_id: the client's own `X-Request-Id`, or one that was made up.
-        client: address of the other end.
-        status: of the response; 499 where the client went before there was one.
-        seconds: from the request's head to the end of its response.
-        prompt_tokens: over all prompts.
-        reused_tokens: of them, those that were in the KV cache.
-        generated_tokens: over all choices.
-        first_token_s: until the first token of any choice.
-        error: why a stream that had begun ended early.
+        request_id: the client's `X-Request-Id`, or a generated one.
+        client: the client's address.
+        status: HTTP status of the response; 499 where the client left before it.
+        seconds: time from the request's head to the end of its response.
+        prompt_tokens: tokens of all prompts.
+        reused_tokens: prompt tokens that were in the KV cache.
+        generated_tokens: tokens of all choices.
+        first_token_s: seconds to the first token of any choice.
+        error: reason for a stream's early end.
     """
 
     request_id: str
@@ -52,22 +52,22 @@ class AccessRecord:
     error: str | None = None
 
     def line(self) -> str:
-        """One line of JSON, without what is not known."""
+        """Return one line of JSON, without unknown values."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         return json.dumps({"time": round(time.time(), 3), **known}, ensure_ascii=True)
 
 
 def record_of(scope: Scope) -> AccessRecord:
-    """The record of the request that a route answers."""
+    """Return the record of a route's request."""
     record: AccessRecord = scope["moetool.record"]
     return record
 
 
 class Access:
-    """Middleware: numbers a request, and reports its record when it is over.
+    """Middleware: numbers a request, and reports its record at the end.
 
     Args:
-        report: takes a record whose response has ended.
+        report: called with a record after its response.
     """
 
     def __init__(self, app: ASGIApp, *, report: Callable[[AccessRecord], object]) -> None:
@@ -126,5 +126,5 @@ class RequireKey:
 
     def _allows(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        # Takes the same time wherever the first wrong letter is.
+        # Constant time, wherever the first wrong letter is.
         return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"

@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client disconnected."""
 
 
 def create_app(
@@ -50,23 +50,22 @@ def create_app(
     connections: Connections | None = None,
     settings: Sequence[tuple[str, str, str]] = (),
 ) -> FastAPI:
-    """The server's application.
+    """Create the server's application.
 
     Args:
-        api_key: key that clients must send, except for /health; None: none.
-        report: takes the record of each request when it is over.
-        connections: those that the server holds, for /stats.
-        settings: (name, value, why) of what was set or chosen, for /stats.
+        api_key: key that clients must send, except for /health (default: none).
+        report: called with the record of each finished request.
+        connections: the server's connections, for /stats.
+        settings: (name, value, reason) of given and chosen settings, for /stats.
 
-    Effects: `app.state.frontend` is the `Frontend`, through which the server drains.
+    Effects: `app.state.frontend` is the `Frontend`, which drains the server.
     """
     options = options or ServerOptions()
     connections = connections or Connections(options)
     frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine), options)
     grammars = Grammars(engine)
     began = time.monotonic()
-    # The documentation pages load scripts from the network, so there are none; and a redirection would be to wherever
-    # the request's Host header says.
+    # No documentation pages, which load scripts from the network, and no redirections, which follow the Host header.
     app = FastAPI(title="moetool", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.frontend = frontend
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s)
@@ -118,7 +117,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        # Asks for no key, so it does not tell in which folder the model lies.
+        # Needs no key, so it does not show the model's folder.
         problems = {"problems": list(engine.problems)} if engine.problems else {}
         if frontend.status == "ready":
             return JSONResponse({"status": "ok", "model": short_name, **problems})
@@ -174,7 +173,7 @@ def _terms(frontend: Frontend, request: Request) -> _Terms:
 async def _answer(
     request: Request, body: GenerationRequest, start: Coroutine[Any, Any, tuple[Exchange, Reply]]
 ) -> Response:
-    """The response to a request whose generation `start` starts."""
+    """Return the response to a request; `start` begins its generation."""
     try:
         exchange, reply = await _attended(request.receive, start)
         headers = {"X-Dropped-Messages": str(reply.num_dropped)} if reply.num_dropped else {}
@@ -192,7 +191,7 @@ async def _start_completion(
 ) -> tuple[Exchange, Reply]:
     frontend.require_ready()
     engine, vocabulary = frontend.engine, frontend.vocabulary
-    # Long prompts take seconds to tokenise, and a forward takes longer: neither may hold up the event loop.
+    # Long prompts take seconds to tokenize, and a forward takes longer: neither may block the event loop.
     prompts = await asyncio.to_thread(completion_prompts, engine, body)
     reply = CompletionReply(
         body.model,
@@ -240,7 +239,7 @@ async def _start_chat(
 def _jobs(
     body: GenerationRequest, prompts: Sequence[PromptTokens], logprobs: int | None, grammar: Grammar | None
 ) -> list[Job]:
-    """One job a choice: the n choices of the first prompt, then of the second."""
+    """Return one job per choice: the n choices of the first prompt, then of the second."""
     bias = tuple((int(token), value) for token, value in body.logit_bias.items())
     return [
         Job(
@@ -249,7 +248,7 @@ def _jobs(
                 max_tokens=prompt.max_tokens,
                 temperature=body.temperature,
                 top_p=body.top_p,
-                # The choices of one prompt have to differ; the first is that of the same request with n=1.
+                # The choices of one prompt must differ; the first equals that of the same request with n=1.
                 seed=None if body.seed is None else (body.seed + index) % 2**63,
                 logprobs=logprobs,
                 ignore_eos=body.ignore_eos,
@@ -276,8 +275,8 @@ async def _collect(exchange: Exchange, reply: Reply) -> dict[str, Any]:
 
 
 async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> AsyncIterator[str]:
-    """The payloads of a stream. After an error there is no `[DONE]`."""
-    # Where usage is asked for, OpenAI has the field in every chunk.
+    """Yield the payloads of a stream. After an error there is no `[DONE]`."""
+    # With usage, OpenAI has the field in every chunk.
     no_usage = {"usage": None} if include_usage else {}
     opened: set[int] = set()
     try:
@@ -296,7 +295,7 @@ async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> A
         yield _dump(refusal.describe(error)[1])
     except Exception:
         exchange.record.error = "internal error"
-        yield _dump(refusal.error_object("internal error; the server's log says more", 500))
+        yield _dump(refusal.error_object("internal error; see the server's log", 500))
         raise
 
 
@@ -305,9 +304,9 @@ def _dump(payload: dict[str, Any]) -> str:
 
 
 class _EventStream(Response):
-    """Server-sent events, and the end of the exchange when they end or the client goes.
+    """Server-sent events; ends the exchange when they end or the client disconnects.
 
-    Starlette's StreamingResponse notices a client that went only when it sends, which may be long after.
+    Starlette's StreamingResponse notices a disconnect only at its next send, which may be much later.
     """
 
     media_type = "text/event-stream"
@@ -330,7 +329,7 @@ class _EventStream(Response):
 
 
 async def _attended(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Do the work, and give it up when the client goes. Raises: ClientGone: it went first."""
+    """Run work, and cancel it when the client disconnects. Raises: ClientGone: the client disconnected first."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""Talking to a server from a terminal: `moetool chat URL`."""
+"""The client behind `moetool chat URL`."""
 
 import contextlib
 import http.client
@@ -19,16 +19,16 @@ _MAX_TOKENS = 128
 class Conversation:
     """A conversation with a model behind an OpenAI-compatible server.
 
-    A server whose model has no chat template is sent the bare text of the last turn as a prompt.
+    A server whose model has no chat template gets the plain text of the last turn as a prompt.
 
     Args:
-        url: of the server, with or without `/v1`.
-        api_key: sent along if there is one.
-        settings: further fields of the requests, such as `temperature`.
+        url: the server's URL, with or without `/v1`.
+        api_key: the server's API key, if any.
+        settings: additional fields of the requests, such as `temperature`.
 
     Attributes:
         messages: the conversation so far.
-        usage: token counts of the last answer, where the server told them.
+        usage: token counts of the last answer, if the server sent them.
     """
 
     url: str
@@ -47,11 +47,11 @@ class Conversation:
         self._by_prompt = False
 
     def ask(self, text: str) -> Iterator[str]:
-        """Say something; gives the answer as it comes. Only a whole answer is remembered.
+        """Send a turn; yield the answer in pieces. Only a complete answer is kept in `messages`.
 
         Raises:
-            Refused: the server did not take this turn.
-            MoetoolError: the server cannot be reached, or breaks off.
+            Refused: the server refused this turn.
+            MoetoolError: the server cannot be reached, or the answer breaks off.
         """
         turn = {"role": "user", "content": text}
         if not self._by_prompt:
@@ -68,7 +68,7 @@ class Conversation:
         self.messages += [turn, {"role": "assistant", "content": answer}]
 
     def _stream(self, path: str, body: dict[str, Any]) -> Generator[str, None, str]:
-        """Ask, give the pieces of the answer, and return it whole."""
+        """Send a request, yield the pieces of the answer, and return it whole."""
         options = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         with self._request("POST", path, {**options, **self.settings, **body}) as response:
             answer = ""
@@ -116,10 +116,10 @@ class Conversation:
 
 
 class ServerRefused(MoetoolError):
-    """The server answered, and not with what was asked for.
+    """The server refused a request.
 
     Attributes:
-        status: of the answer.
+        status: HTTP status of the answer.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -128,7 +128,7 @@ class ServerRefused(MoetoolError):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether another turn, or the same one later, may be taken."""
+        """Whether another turn, or the same one later, may succeed."""
         return self.status in (400, 408, 413, 429, 503)
 
 

@@ -1,6 +1,6 @@
-"""The connections of a server: how many there may be, how long each may wait, and what is said to those cut short.
+"""The connections of a server: their number, their time limits, and answers to refused ones.
 
-uvicorn answers a request's head as soon as it is there, and waits for it for ever.
+uvicorn itself waits for a request's head without limit.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from moetool.serving.server_options import ServerOptions
 
 MAX_HEAD_BYTES = 16 * 2**10
 ACCEPTED_AT_ONCE = 128
-"""Connections that are taken from the system before the first of them is looked at."""
+"""Connections accepted from the system in one turn."""
 
 _OTHER_FILES = 256
-"""Room for what else the process has open: shards, logs, and connections that are being taken leave of."""
+"""Descriptors for other files of the process: shards, logs, and closing connections."""
 NEW_S = 1.0
 """Seconds that a new connection without a request counts as one whose request is arriving."""
 _LINGER_S = 1.0
@@ -33,9 +33,9 @@ _MAX_LINGERING = 128
 
 
 def room_for(connections: int) -> int:
-    """Number of connections that this process can open, at most `most`.
+    """Return the number of connections that this process can open, at most `most`.
 
-    Effects: raises the process's limit of open files, as far as it may.
+    Effects: raises the process's limit of open files as far as permitted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + ACCEPTED_AT_ONCE + _OTHER_FILES
@@ -52,19 +52,19 @@ class Connections:
 
     Attributes:
         options: their limits.
-        most: connections at one time.
+        most: limit of concurrent connections.
     """
 
     def __init__(self, options: ServerOptions, most: int | None = None) -> None:
         self.options = options
         self.most = options.max_connections if most is None else most
         self._open: set[HttpConnection] = set()
-        self._waiting: dict[HttpConnection, float] = {}  # without a request, and since when; the longest first
+        self._waiting: dict[HttpConnection, float] = {}  # connections without a request, and since when; longest first
         self._lingering = 0
         self._refused = self._displaced = 0
 
     def counts(self) -> dict[str, int]:
-        """Connections that are open, and how many were answered with 503 or closed to make room, for /stats."""
+        """Return open connections, and numbers of those answered with 503 or closed to make room, for /stats."""
         return {
             "connections_open": len(self._open),
             "connections_refused": self._refused,
@@ -72,7 +72,7 @@ class Connections:
         }
 
     def admit(self, connection: "HttpConnection") -> bool:
-        """Take a new connection in, in place of one that waits where there are too many; gives whether it was."""
+        """Admit a new connection, if necessary in place of an idle one; return whether it was admitted."""
         if len(self._open) >= self.most:
             oldest = next(iter(self._waiting), None)
             if oldest is None or time.monotonic() - self._waiting[oldest] < NEW_S:
@@ -86,22 +86,22 @@ class Connections:
         return True
 
     def waits(self, connection: "HttpConnection") -> None:
-        """It has no request from now on."""
+        """Mark a connection as idle."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = time.monotonic()
 
     def works(self, connection: "HttpConnection") -> None:
-        """It has a request."""
+        """Mark a connection as busy."""
         self._waiting.pop(connection, None)
 
     def leave(self, connection: "HttpConnection") -> None:
-        """It counts no more."""
+        """Stop counting a connection."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
     def linger(self, transport: asyncio.Transport) -> None:
-        """Close a connection when its client has had time to read, or at once where many wait for that."""
+        """Close a connection after its client's time to read, or at once if many wait."""
         if self._lingering >= _MAX_LINGERING:
             transport.abort()
             return
@@ -115,7 +115,7 @@ class Connections:
 
 
 class _Http1(h11.Connection):
-    """h11's side of a connection, without the versions of HTTP that h11 takes for its own."""
+    """h11's side of a connection, which refuses versions of HTTP that h11 would accept."""
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -126,7 +126,7 @@ class _Http1(h11.Connection):
 
 
 class HttpConnection(H11Protocol):
-    """One connection: uvicorn's, with an end to all waiting, and with every answer in OpenAI's form."""
+    """uvicorn's connection with time limits, and with every answer in OpenAI's form."""
 
     def __init__(self, connections: Connections, **rest: Any) -> None:
         super().__init__(**rest)
@@ -156,21 +156,21 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._dismissed:
-            return  # read, so that the system does not throw away our answer together with what nobody read
-        # In pieces, because h11 takes a head of any size that is whole when it first sees it.
+            return  # read on, otherwise the system discards the answer together with unread bytes
+        # In pieces, because h11 accepts a head of any size that arrives whole.
         for start in range(0, len(data), MAX_HEAD_BYTES):
             super().data_received(data[start : start + MAX_HEAD_BYTES])
             if self._dismissed:
                 return
         self._see_whether_busy()
         if not self._busy and self._head_timer is None:
-            # Bytes, and no request yet; or the rest of a body that was not wanted.
+            # Bytes without a request yet, or the rest of an unwanted body.
             self._head_timer = self.loop.call_later(self.shared.options.head_timeout_s, self._head_is_late)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
-            # Whether it is kept or closed: the last bytes too have to be taken in time.
+            # The client must read the last bytes in time, whether the connection is kept or closed.
             self._watch_reader()
         self._see_whether_busy()
         if not self._busy:
@@ -180,7 +180,7 @@ class HttpConnection(H11Protocol):
         """Answer a request that h11 cannot parse; called in its exception handler."""
         error = sys.exc_info()[1]
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()  # in the middle of an answer, or after it
+            self.transport.abort()  # during an answer, or after it
             return
         if self._busy:
             self.cycle.disconnected = True
@@ -197,7 +197,7 @@ class HttpConnection(H11Protocol):
         self.part()
 
     def shutdown(self) -> None:
-        with contextlib.suppress(h11.LocalProtocolError):  # one that is being dismissed has no answer to finish
+        with contextlib.suppress(h11.LocalProtocolError):  # a dismissed connection has no answer to finish
             super().shutdown()
 
     def pause_writing(self) -> None:
@@ -206,7 +206,7 @@ class HttpConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self.send_timer is not None:  # it reads
+        if self.send_timer is not None:  # the client reads
             self.send_timer.cancel()
             self.send_timer = None
 
@@ -239,7 +239,7 @@ class HttpConnection(H11Protocol):
         def look() -> None:
             self.send_timer = None
             left = self.transport.get_write_buffer_size()
-            if left >= before and self.cycle is cycle:  # another answer may have added to it
+            if left >= before and self.cycle is cycle:  # another answer may have grown the buffer
                 self.transport.abort()
             elif left:
                 self._watch_reader()
@@ -247,7 +247,7 @@ class HttpConnection(H11Protocol):
         self.send_timer = self.loop.call_later(self.shared.options.send_timeout_s, look)
 
     def _dismiss(self, status: int, message: str, *headers: str) -> None:
-        """Answer what will not become a request, and close."""
+        """Answer invalid bytes, and close."""
         self._dismissed = True
         self.shared.leave(self)
         self._clear_timers()
@@ -274,5 +274,5 @@ class HttpConnection(H11Protocol):
 
 
 def _readable(error: BaseException | None) -> str:
-    """h11's reason as people write bytes."""
+    """Return h11's reason with readable bytes."""
     return re.sub(r"bytearray\(b(['\"].*?['\"])\)", r"\1", str(error))[:200]

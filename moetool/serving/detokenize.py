@@ -1,6 +1,6 @@
 """Incremental detokenization and stop strings.
 
-Both give out text as early as it is certain and never take any back, in time linear in the text.
+Both release text as early as it is certain and never revoke it, in time linear in the text.
 """
 
 import codecs
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-"""Replacement character of a decoder; at the end of a text it may be half of a character."""
+"""Replacement character of a decoder; at the end of a text it may be an incomplete character."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 _PATIENCE = 64
-"""Tokens after which a text that still ends in U+FFFD is given out as it is (only tokenizers of unknown kind)."""
+"""Tokens after which a text that still ends in U+FFFD is released (only for tokenizers of unknown kind)."""
 
 
 class Detokenizer(ABC):
-    """The text of one sequence of tokens, as they come.
+    """Incremental text of one sequence of tokens.
 
     All texts of `push` and `finish`, joined, are the tokenizer's own decoding of the whole sequence.
     """
 
     @abstractmethod
     def push(self, token: int) -> str:
-        """The text that this token makes certain; never half of a character."""
+        """Return the text that this token makes certain; never an incomplete character."""
 
     @abstractmethod
     def finish(self) -> str:
-        """Text held back."""
+        """Return the text held back."""
 
 
 class Vocabulary:
-    """Bytes and text of a tokenizer's tokens; made once, shared by all requests."""
+    """Bytes and text of a tokenizer's tokens, shared by all requests."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -54,10 +54,10 @@ class Vocabulary:
         """The bytes of a token by itself."""
 
     def detokenizer(self, hidden: Collection[int] | None = None) -> Detokenizer:
-        """A detokenizer for one sequence.
+        """Return a detokenizer for one sequence.
 
         Args:
-            hidden: tokens that have no text here; the special ones if not given.
+            hidden: tokens without text in the answer (default: the special ones).
         """
         hidden = self.special if hidden is None else hidden
         if self._byte_level:
@@ -65,7 +65,7 @@ class Vocabulary:
         return _Window(self._tokenizer.convert_ids_to_tokens, self._decode, hidden)
 
     def shown(self, token: int) -> str:
-        """A token by itself, as OpenAI prints it: bytes that are no characters become `bytes:\\xe4\\xbd`."""
+        """Return a single token as OpenAI prints it: bytes that form no character become `bytes:\\xe4\\xbd`."""
         data = self.token_bytes(token)
         try:
             return data.decode()
@@ -74,10 +74,10 @@ class Vocabulary:
 
     def _read_bytes(self, token: int) -> bytes:
         name = self._tokenizer.convert_ids_to_tokens(token)
-        if name is None:  # a row that pads the embedding matrix
+        if name is None:  # a padding row of the embedding matrix
             return b""
         if self._byte_level:
-            # Added tokens are written as they are; the others in the byte-level alphabet.
+            # Added tokens are plain text; the others use the byte-level alphabet.
             known = all(char in _BYTE_OF_CHAR for char in name)
             return bytes(_BYTE_OF_CHAR[char] for char in name) if known else name.encode()
         if byte := _BYTE_TOKEN.fullmatch(name):
@@ -91,7 +91,7 @@ class Vocabulary:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character to byte, as GPT-2 writes them: printable bytes as themselves, the others from U+0100 on."""
+    """Return GPT-2's map from characters to bytes: printable bytes as themselves, the others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -116,9 +116,9 @@ class _ByteStream(Detokenizer):
 
 
 class _Window(Detokenizer):
-    """Any other tokenizer: decode a few tokens of context and the new ones, and give out what the new ones add.
+    """Any other tokenizer: decode a few tokens of context and the new ones, and release the added text.
 
-    Context is needed because decoders treat the beginning of a sequence apart (SentencePiece drops its space).
+    Decoders treat the beginning of a sequence specially (SentencePiece drops its space), hence the context.
     Byte tokens (`<0xE4>`) wait for the next token of another kind: one invalid byte makes the decoder replace
     its whole run, the valid characters in it too.
     """
@@ -133,11 +133,11 @@ class _Window(Detokenizer):
         self._decode = decode
         self._hidden = hidden
         self._window: list[int] = []
-        self._num_context = 0  # leading tokens of the window whose text is given out
+        self._num_context = 0  # leading tokens of the window whose text is released
         self._num_given = 0  # length of that text
 
     def push(self, token: int) -> str:
-        # A token without a name is a row that pads the embedding matrix: no text, and no context either.
+        # A token without a name is a padding row of the embedding matrix: neither text nor context.
         if token in self._hidden or not (name := self._name_of(token)):
             return ""
         self._window.append(token)
@@ -159,10 +159,10 @@ class _Window(Detokenizer):
 
 
 class StopStrings:
-    """Cuts a text before the leftmost stop string in it, and holds back what may turn out to be one.
+    """Cuts a text before its leftmost stop string, and holds back a possible beginning of one.
 
     Attributes:
-        matched: a stop string was found; all text before it is given out and nothing comes after.
+        matched: a stop string was found; all text before it is released, and none after it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -171,10 +171,10 @@ class StopStrings:
         self._held: deque[str] = deque()
         self._num_given = 0
         self._num_seen = 0
-        self._cut: int | None = None  # where the leftmost complete stop string begins
+        self._cut: int | None = None  # start of the leftmost complete stop string
 
     def push(self, text: str) -> str:
-        """The text that can no longer be part of a stop string."""
+        """Return the text that can no longer be part of a stop string."""
         if self.matched:
             return ""
         if not self._searches:
@@ -191,7 +191,7 @@ class StopStrings:
         return self._give(self._undecided())
 
     def finish(self) -> str:
-        """Text held back at the end, cut at a complete stop string."""
+        """Return the remaining text, cut at a complete stop string."""
         if self.matched:
             return ""
         return self._give(self._num_seen) if self._cut is None else self._finish_at(self._cut)
@@ -205,7 +205,7 @@ class StopStrings:
         return self._give(end)
 
     def _give(self, end: int) -> str:
-        """Take the held text up to a position."""
+        """Remove and return the held text up to a position."""
         given: list[str] = []
         while self._held and self._num_given < end:
             text = self._held.popleft()
@@ -221,13 +221,13 @@ class _Search:
     """Knuth-Morris-Pratt search for one stop string, a character at a time.
 
     Attributes:
-        num_matched: length of the longest beginning of the stop string that the text so far ends with.
+        num_matched: length of the longest prefix of the stop string that ends the text.
     """
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        self._shorter = [0] * len(stop)  # the next shorter beginning that is an end of stop[: i + 1] too
+        self._shorter = [0] * len(stop)  # longest proper prefix that is also a suffix of stop[: i + 1]
         for i in range(1, len(stop)):
             k = self._shorter[i - 1]
             while k and stop[k] != stop[i]:
@@ -235,7 +235,7 @@ class _Search:
             self._shorter[i] = k + (stop[k] == stop[i])
 
     def step(self, char: str) -> bool:
-        """Take one character; True where it completes the stop string."""
+        """Consume one character; True where it completes the stop string."""
         k = self.num_matched
         while k and self.stop[k] != char:
             k = self._shorter[k - 1]

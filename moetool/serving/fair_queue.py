@@ -8,10 +8,10 @@ _Item = TypeVar("_Item")
 
 
 class FairQueue(Generic[_Item]):
-    """A queue of queues of queues: each `pop` goes to the next client, and with it to its next request.
+    """A queue of clients, requests and items: each `pop` takes from the next client, and there from its next request.
 
-    A request's items keep their order. Cost of every operation does not depend on what else waits, but for
-    `remove`, which looks through one request.
+    A request's items keep their order. Every operation takes constant time, except `remove`, which is linear in one
+    request.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class FairQueue(Generic[_Item]):
         return self._length
 
     def push(self, client: Hashable, request: Hashable, item: _Item) -> None:
-        """Put an item at the end of its request."""
+        """Append an item to its request."""
         self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(item)
         self._length += 1
 
     def pop(self) -> _Item:
-        """Take the item whose turn it is. Raises: IndexError if there is none."""
+        """Remove and return the next item. Raises: IndexError if there is none."""
         if not self._clients:
             raise IndexError("nothing waits")
         client, requests = next(iter(self._clients.items()))
@@ -40,7 +40,7 @@ class FairQueue(Generic[_Item]):
         return item
 
     def remove(self, client: Hashable, request: Hashable) -> list[_Item]:
-        """Take out all that is left of a request."""
+        """Remove all remaining items of a request."""
         items: list[_Item] = []
         if client in self._clients and request in self._clients[client]:
             items += self._clients[client][request]

@@ -1,6 +1,6 @@
-"""Generation between HTTP requests and the engine: submit, follow, stop, abandon.
+"""Generation between HTTP requests and the engine: submit, follow, stop, cancel.
 
-Everything here runs on the server's event loop; the engine's thread only puts messages into an inbox.
+All code here runs on the server's event loop; the engine's thread only puts messages into an inbox.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from moetool.serving.server_options import ServerOptions
 
 
 class ScoredToken(NamedTuple):
-    """A token with its log-probability, and where its text begins in the text of its choice."""
+    """A token with its log-probability, and the offset of its text in the text of its choice."""
 
     token: int
     offset: int
@@ -32,7 +32,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The next part of a choice: text that is certain, the scored tokens that began in it, and perhaps the end."""
+    """The next part of a choice: certain text, the scored tokens that begin in it, and possibly the end."""
 
     text: str = ""
     tokens: Sequence[ScoredToken] = ()
@@ -47,8 +47,8 @@ class Job:
     """One choice to generate.
 
     Attributes:
-        offset: where its text begins (after an echoed prompt).
-        shown: special tokens that its text has to have.
+        offset: offset of its text (after an echoed prompt).
+        shown: special tokens to keep in its text.
     """
 
     prompt: list[int]
@@ -58,13 +58,13 @@ class Job:
 
 
 class Choice:
-    """Turns the engine's messages about one choice into pieces.
+    """Converts the engine's messages about one choice into pieces.
 
     Attributes:
-        tokens: generated, with those that a stop string cut off.
-        experts: of the tokens that were forwarded, where the job asks for them: arrays [T, H, K], one after the other.
-        reused: tokens of its prompt that were in the KV cache.
-        finished: no more messages are wanted.
+        tokens: generated tokens, including those cut off by a stop string.
+        experts: experts of the forwarded tokens, if the job requests them: a list of arrays [T, H, K].
+        reused: prompt tokens that were in the KV cache.
+        finished: whether further messages are ignored.
     """
 
     def __init__(self, job: Job, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class Choice:
         self._detokenizer = vocabulary.detokenizer(vocabulary.special - job.shown)
         self._stops = StopStrings(stops)
         self._wants_logprobs = job.params.logprobs is not None
-        self._scored: list[ScoredToken] = []  # those whose text is held back
+        self._scored: list[ScoredToken] = []  # scored tokens whose text is held back
         self._num_read = job.offset
         self._num_given = job.offset
 
@@ -85,7 +85,7 @@ class Choice:
         return len(self.tokens)
 
     def advance(self, output: Output) -> TextPiece:
-        """Take one message. Raises: MoetoolError: the engine gave the request up."""
+        """Process one message. Raises: MoetoolError: the engine failed the request."""
         if output.finish == "error":
             raise MoetoolError(f"the engine failed: {output.error or 'no reason given'}")
         if output.finish == "cancelled":
@@ -96,7 +96,7 @@ class Choice:
             if output.experts_THK is not None:
                 self.experts.append(output.experts_THK)
             self.reused += output.reused
-            # The token that ends a sequence is no part of its text, whether or not the tokenizer calls it special.
+            # The token that ends a sequence is not part of its text, even if the tokenizer does not call it special.
             if output.finish != "stop":
                 if self._wants_logprobs:
                     self._scored.append(ScoredToken(output.token, self._num_read, output.logprob))
@@ -113,7 +113,7 @@ class Choice:
         return TextPiece(text, self._take_scored(), finish)
 
     def _take_scored(self) -> list[ScoredToken]:
-        """The scored tokens whose text has begun to be given out; at a natural end all of them."""
+        """Return the scored tokens whose text is at least partly released; at a natural end all of them."""
         everything = self.finished and not self._stops.matched
         num = sum(everything or scored.offset < self._num_given for scored in self._scored)
         taken, self._scored = self._scored[:num], self._scored[num:]
@@ -129,16 +129,16 @@ class Deadline:
 
     @property
     def missed(self) -> str:
-        """Error message of a missed deadline."""
+        """Return the error message of a missed deadline."""
         return f"the answer was not finished within {self.seconds:g} s, its limit"
 
 
 class Exchange:
-    """The choices of one HTTP request while they wait and run.
+    """The waiting and running choices of one HTTP request.
 
     Args:
-        record: of the request; gets the numbers of tokens.
-        deadline: an exchange that is not over by then is aborted.
+        record: the request's record, which receives the token counts.
+        deadline: time at which an unfinished exchange is aborted.
     """
 
     def __init__(
@@ -151,26 +151,26 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[tuple[int, Output, float]] = asyncio.Queue()
         self._began = time.perf_counter()
-        self._latest = [self._began] * len(jobs)  # when a choice was asked for or had its latest token
+        self._latest = [self._began] * len(jobs)  # time of a choice's submission or latest token
         self._ids: dict[int, int] = {}
         self._begun: set[int] = set()
         self._timer = self._loop.call_at(deadline.at, self.abort, deadline.missed)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated, over all choices."""
+        """Return the number of generated tokens over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def num_reused(self) -> int:
-        """Prompt tokens that were in the KV cache; of several choices of one prompt the least counts."""
+        """Return the prompt tokens that were in the KV cache; the minimum over choices of one prompt."""
         least: dict[int, int] = {}
         for job, choice in zip(self.jobs, self.choices, strict=True):
             least[id(job.prompt)] = min(choice.reused, least.get(id(job.prompt), choice.reused))
         return sum(least.values())
 
     def submit(self, index: int) -> bool:
-        """Hand a choice to the engine; gives whether it was taken. One that is not ends with an error."""
+        """Submit a choice to the engine; return whether it was accepted. A refused one ends with an error."""
         job = self.jobs[index]
         try:
             self._ids[index] = self._frontend.engine.submit(job.prompt, job.params, partial(self._post, index))
@@ -180,15 +180,15 @@ class Exchange:
         return True
 
     async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
-        """(index of the choice, its next piece), as they come, until every choice is finished.
+        """Yield (index of the choice, its next piece) until every choice is finished.
 
         Raises:
-            MoetoolError: the engine gave one of them up.
+            MoetoolError: the engine failed one of them.
         """
         while not all(choice.finished for choice in self.choices):
             index, output, at = await self._inbox.get()
             choice = self.choices[index]
-            if choice.finished:  # its last messages, from before it was cancelled
+            if choice.finished:  # messages from before its cancellation
                 continue
             if output.token is not None:
                 first = choice.num_tokens == 0
@@ -197,18 +197,18 @@ class Exchange:
                     self.record.first_token_s = round(at - self._began, 6)
                 self._latest[index] = at
             piece = choice.advance(output)
-            if choice.finished and output.finish is None:  # by a stop string, which the engine knows nothing of
+            if choice.finished and output.finish is None:  # by a stop string, which the engine does not know
                 self._frontend.engine.cancel(self._ids[index])
             yield index, piece
 
     def abort(self, reason: str) -> None:
-        """End every unfinished choice with an error that the client gets to see."""
+        """End every unfinished choice with an error for the client."""
         for index, choice in enumerate(self.choices):
             if not choice.finished:
                 self._inbox.put_nowait((index, Output(-1, None, None, "cancelled", reason), 0.0))
 
     def close(self) -> None:
-        """Take back what waits, and cancel in the engine what is unfinished."""
+        """Remove waiting choices, and cancel unfinished ones in the engine."""
         self._timer.cancel()
         self.record.generated_tokens = self.num_tokens
         self.record.reused_tokens = self.num_reused
@@ -218,11 +218,11 @@ class Exchange:
                 self._frontend.engine.cancel(request)
 
     def _post(self, index: int, output: Output) -> None:
-        """The sink, on the engine's thread."""
+        """Receive a message on the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._arrived, index, output, time.perf_counter())
         except RuntimeError:
-            if not self._loop.is_closed():  # closed: the server was stopped at once, nobody is reading
+            if not self._loop.is_closed():  # closed: the server stopped at once, nothing reads
                 raise
 
     def _arrived(self, index: int, output: Output, at: float) -> None:
@@ -238,16 +238,16 @@ class Exchange:
 class Frontend:
     """Shared state of a server's requests, and their queue.
 
-    The engine gets no more choices than it can run, and as many again so that it never waits for more. Those that it
-    has not begun are fewer than that where it can run many: it may run fewer for want of memory; who is next is decided
-    here (`FairQueue`), clients told apart by their address.
+    The engine gets at most twice as many choices as it can run, so that it never waits for more. Where it can run many,
+    it may run fewer for lack of memory, so fewer unbegun ones are submitted. `FairQueue` decides which is next, by the
+    clients' addresses.
 
     Attributes:
-        draining: no new exchanges; those running go on.
+        draining: no new exchanges; running ones continue.
         running: exchanges whose answer is not complete.
-        in_engine: choices that the engine has.
-        scoring: held while a prompt is scored. The engine scores one at a time, and those that wait for it must
-            not take the threads that tokenise.
+        in_engine: choices in the engine.
+        scoring: lock held while a prompt is scored. The engine scores one at a time, and waiting ones must not occupy
+            the threads that tokenize.
     """
 
     engine: EngineLike
@@ -259,13 +259,13 @@ class Frontend:
     scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     _queue: FairQueue[tuple[Exchange, int]] = field(default_factory=FairQueue)
     in_engine: int = 0
-    _not_begun: int = 0  # of those in the engine
+    _not_begun: int = 0  # choices in the engine that have not begun
     _num_scoring: int = 0
-    _seconds: float = 1.0  # that a choice took lately
+    _seconds: float = 1.0  # recent duration of a choice
 
     @property
     def status(self) -> str:
-        """The engine's state, or `draining`, or `stuck`."""
+        """Return the engine's state, or `draining`, or `stuck`."""
         if self.draining:
             return "draining"
         if self.engine.state == "ready" and self._forward_seconds() > self.options.stuck_after_s:
@@ -274,11 +274,11 @@ class Frontend:
 
     @property
     def num_waiting(self) -> int:
-        """Choices and prompts to score that wait for a place in the engine."""
+        """Return the number of waiting choices and prompts to score."""
         return len(self._queue) + self._num_scoring
 
     def require_ready(self) -> None:
-        """Raises: Unavailable unless requests are taken."""
+        """Raises: Unavailable unless requests are accepted."""
         match self.status:
             case "ready":
                 return
@@ -290,16 +290,16 @@ class Frontend:
                 seconds = self._forward_seconds()
                 raise Unavailable(f"a forward has been running for {seconds:.0f} s; try again later", retry_after_s=30)
             case _:
-                reasons = "; ".join(self.engine.problems) or "the server's log says why"
+                reasons = "; ".join(self.engine.problems) or "see the server's log"
                 raise Unavailable(f"the engine failed: {reasons}", retry_after_s=30)
 
     def open(self, jobs: Sequence[Job], stops: Sequence[str], record: AccessRecord, deadline: Deadline) -> Exchange:
         """Queue jobs for the engine, all or none; the caller closes the exchange.
 
         Raises:
-            UsageError, CapacityError: the engine could never serve one of them, or so many of them.
-            Overloaded: too many wait already.
-            Unavailable: not now.
+            UsageError, CapacityError: the engine could never serve one of them, or this many.
+            Overloaded: too many are waiting.
+            Unavailable: the server does not accept requests now.
         """
         self.require_ready()
         for job in jobs:
@@ -313,9 +313,9 @@ class Frontend:
         return exchange
 
     async def score(self, prompt: list[int], top: int, deadline: Deadline) -> list[TokenLogprob | None]:
-        """`EngineLike.prompt_logprobs`, when it is this prompt's turn.
+        """Call `EngineLike.prompt_logprobs` when it is this prompt's turn.
 
-        Raises: as `open`; Unavailable where the deadline comes first.
+        Raises: as `open`; Unavailable if the deadline comes first.
         """
         self.require_ready()
         self._require_room(1)
@@ -325,7 +325,7 @@ class Frontend:
             async with asyncio.timeout_at(deadline.at):
                 await self.scoring.acquire()
                 work = asyncio.ensure_future(asyncio.to_thread(self.engine.prompt_logprobs, prompt, top))
-                # A thread cannot be stopped: where nobody waits for it any more, the next prompt does.
+                # A thread cannot be stopped: after a client's disconnect, the next prompt waits for it.
                 work.add_done_callback(self._scored)
                 return await asyncio.shield(work)
         except TimeoutError:
@@ -335,23 +335,23 @@ class Frontend:
                 self._num_scoring -= 1
 
     def begun(self) -> None:
-        """The engine has given its first word on a choice."""
+        """Record the engine's first message about a choice."""
         self._not_begun -= 1
         self._pump()
 
     def release(self, seconds: float) -> None:
-        """A choice has left the engine, this long after it was asked for."""
+        """Record that a choice has left the engine, with its duration."""
         self.in_engine -= 1
         self._seconds += 0.1 * (seconds - self._seconds)
         self._pump()
 
     def forget(self, exchange: Exchange) -> None:
-        """An exchange is over; what of it still waits is not submitted any more."""
+        """Drop the waiting choices of an exchange that has ended."""
         self.running.discard(exchange)
         self._queue.remove(exchange.record.client, exchange)
 
     def abort(self, reason: str) -> None:
-        """End all that is running with an error."""
+        """End all running exchanges with an error."""
         for exchange in self.running:
             exchange.abort(reason)
 
@@ -367,7 +367,7 @@ class Frontend:
         self._num_scoring -= 1
         self.scoring.release()
         if not work.cancelled():
-            work.exception()  # looked at, lest asyncio complain of it where nobody waits any more
+            work.exception()  # retrieve it, or asyncio warns if nothing waits any more
 
     def _require_room(self, num: int) -> None:
         most = self.options.max_queue + 2 * self.engine.max_requests

@@ -10,9 +10,9 @@ from moetool.serving.http_errors import Refusal
 from moetool.serving.request_schema import Tool
 
 _MOST_BLANKS = 8
-"""Tokens of white space alone in a row; more are not allowed, or a weak model writes them to its limit.
+"""Limit of consecutive white-space tokens: without it a weak model fills its answer with them.
 
-A pattern for the grammar's white space bounds nothing: between two parts it may match any number of times.
+A white-space pattern in the grammar is not a bound: it may match repeatedly between two parts.
 """
 
 
@@ -26,7 +26,7 @@ class Grammars:
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def json(self, schema: str, param: str) -> Grammar:
-        """The grammar of the texts that a JSON schema allows; may take a second.
+        """Return the grammar of a JSON schema; may take a second.
 
         Raises:
             Refusal: llguidance is not installed, or cannot follow the schema.
@@ -49,7 +49,7 @@ class Grammars:
         return _JsonGrammar(matcher, blanks)
 
     def _vocabulary(self) -> tuple[Any, frozenset[int]]:
-        """llguidance's tokenizer, and the tokens of nothing but white space."""
+        """Return llguidance's tokenizer, and the tokens of white space only."""
         from llguidance.hf import from_tokenizer
 
         with self._building:
@@ -61,12 +61,12 @@ class Grammars:
 
 
 def arguments_schema(tools: list[Tool], name: str) -> str:
-    """The schema of the arguments of one function."""
+    """Return the schema of the arguments of one function."""
     return json.dumps(next(_parameters(tool) for tool in tools if tool.function.name == name))
 
 
 def calls_schema(tools: list[Tool], *, several: bool) -> str:
-    """The schema of an array of calls, one at least."""
+    """Return the schema of an array of at least one call."""
     calls = [
         {
             "type": "object",
@@ -96,19 +96,19 @@ class _JsonGrammar:
 
 
 class _Matcher:
-    """llguidance's, with the end of the answer left to whoever knows the model's tokens for it."""
+    """llguidance's matcher; the caller knows the model's end tokens."""
 
     def __init__(self, matcher: Any, blanks: frozenset[int]) -> None:
         self._matcher, self._blanks = matcher, blanks
-        self._num_blanks = 0  # at the end of the answer so far
+        self._num_blanks = 0  # consecutive blanks at the end of the answer
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer is whole."""
+        """Whether the answer is complete."""
         return bool(self._matcher.is_accepting())
 
     def allowed(self) -> bytearray:
-        """A byte for every token: 0 where it cannot come next."""
+        """Return a byte for every token: 0 where it cannot come next."""
         allowed = bytearray(self._matcher.compute_logit_bias())
         if self._num_blanks < _MOST_BLANKS:
             return allowed
@@ -118,6 +118,6 @@ class _Matcher:
         return fewer if self.may_end or any(fewer) else allowed
 
     def accept(self, token: int) -> None:
-        """Go on by a token of the answer."""
+        """Advance by a token of the answer."""
         self._matcher.consume_token(token)
         self._num_blanks = self._num_blanks + 1 if token in self._blanks else 0

@@ -1,4 +1,4 @@
-"""Every error as an OpenAI client expects it: a status, and `{"error": {message, type, param, code}}`."""
+"""Errors in OpenAI's form: a status, and `{"error": {message, type, param, code}}`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.request import Unavailable
 
 _MAX_SKIPPED_BYTES = 64 * 2**20
-"""Bytes of an oversized body to read, so that its sender can read the answer."""
+"""Bytes of an oversized body to read, so that its sender reads the answer."""
 
 _MAX_BODIES = 16
 """Number of largest bodies held at a time."""
@@ -33,7 +33,7 @@ _KINDS = {
 
 
 class Refusal(UsageError):
-    """A request that this server does not serve, and which field of it is the reason."""
+    """A request that this server refuses, with the field that is the reason."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,17 +43,17 @@ class Refusal(UsageError):
 
 
 class Overloaded(Unavailable):
-    """Too many requests wait already; the same one may be taken later."""
+    """Too many requests are waiting; a retry may succeed."""
 
 
 def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error."""
+    """Return the body of an error."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def describe(error: MoetoolError) -> tuple[int, dict[str, Any]]:
-    """Status and body for an error of ours."""
+    """Return status and body for an error of moetool."""
     if isinstance(error, Refusal):
         return error.status, error_object(str(error), error.status, error.param, error.code)
     if isinstance(error, Overloaded):
@@ -92,18 +92,18 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> JSONResponse:
         # The traceback goes to the server's log, not to the client.
-        return JSONResponse(error_object("internal error; the server's log says more", 500), 500)
+        return JSONResponse(error_object("internal error; see the server's log", 500), 500)
 
 
 def _explain(error: Any, body: Any) -> tuple[str, str | None]:
-    """One line and the field's name for one of pydantic's errors."""
+    """Return one line and the field's name for one of pydantic's errors."""
     if error["type"] == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}", None
     path = error["loc"][1:]
     if not path and error["type"] in ("missing", "model_attributes_type"):
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     message = error["msg"].removeprefix("Value error, ")
-    if not path:  # of several fields together; the message begins with the one to change
+    if not path:  # an error of several fields; the message begins with the one to change
         name = message.partition(":")[0]
         return message, name if isinstance(body, dict) and name in body else None
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _within(body, path))
@@ -112,7 +112,7 @@ def _explain(error: Any, body: Any) -> tuple[str, str | None]:
 
 
 def _within(body: Any, path: Sequence[str | int]) -> list[str | int]:
-    """The steps of a location that lead through the body: pydantic names the branches of a union among them."""
+    """Return the steps of a location within the body, without the branches of unions that pydantic adds."""
     steps: list[str | int] = []
     for number, part in enumerate(path):
         known = part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body))
@@ -125,10 +125,10 @@ def _within(body: Any, path: Sequence[str | int]) -> list[str | int]:
 
 
 class BodyLimit:
-    """Middleware: a body over the limit is answered with 413, whether or not its length was announced.
+    """Middleware: answers a body over the limit with 413, whether or not its length was announced.
 
-    One that has not come in time is answered with 408, however steadily it trickles. Where the bodies of the requests
-    that are being answered are too large together, the latest is answered with 503.
+    A body that is late gets 408, however steadily it arrives. Where the bodies of running requests are too large
+    together, the latest gets 503.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
@@ -147,12 +147,12 @@ class BodyLimit:
                 async with asyncio.timeout_at(until):
                     message = await receive()
             except TimeoutError:
-                # The rest of the body would be taken for the next request.
+                # Otherwise the rest of the body would count as the next request.
                 raise HTTPException(
                     408, f"the body did not arrive within {self._timeout_s:g} s", {"Connection": "close"}
                 ) from None
             if not message.get("more_body"):
-                until = None  # what comes now is that the client goes, at any time
+                until = None  # now only a disconnect can come, at any time
             return message
 
         async def counted() -> Message:
@@ -161,7 +161,7 @@ class BodyLimit:
             size = len(message.get("body", b""))
             num_bytes += size
             if num_bytes > self._max_bytes:
-                # Read on without keeping it: a client that is still sending would not see the answer.
+                # Read on and discard: a client that is still sending would not see the answer.
                 while message["type"] == "http.request" and message.get("more_body") and num_bytes < _MAX_SKIPPED_BYTES:
                     message = await timed()
                     num_bytes += len(message.get("body", b""))

@@ -15,7 +15,7 @@ HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inl
 
 
 def index_page(model: str, *, asks_for_key: bool) -> str:
-    """The page, in HTML."""
+    """Return the page in HTML."""
     links = "".join(f'<li><a href="{path[1:]}">{path}</a>: {what}</li>' for path, what in _LINKS.items())
     posts = "".join(f"<li>POST {path}</li>" for path in _POSTS)
     key = "<p>Requests need the header <code>Authorization: Bearer KEY</code>.</p>" if asks_for_key else ""

@@ -1,17 +1,17 @@
-"""Text that comes in pieces, and JSON values in it."""
+"""Incremental text, and JSON values in it."""
 
 from collections.abc import Generator
 
 
 class Malformed(Exception):
-    """The text is not what the format has there."""
+    """The text does not follow the format."""
 
 
 class Feed:
-    """The text that has come and was not taken yet.
+    """Text that has arrived and was not consumed yet.
 
     Attributes:
-        ended: no more comes.
+        ended: whether the text is complete.
     """
 
     def __init__(self) -> None:
@@ -31,24 +31,24 @@ class Feed:
         return self._text[at]
 
     def find(self, mark: str) -> int:
-        """Start of a mark; -1 if absent."""
+        """Return the start of a mark; -1 if absent."""
         return self._text.find(mark)
 
     def starts(self, mark: str) -> bool | None:
-        """Whether the text begins with a mark; None where that is open."""
+        """Whether the text begins with a mark; None while undecided."""
         if self._text.startswith(mark):
             return True
         return None if not self.ended and mark.startswith(self._text) else False
 
     def take(self, count: int | None = None) -> str:
-        """Remove so many characters, or all."""
+        """Remove and return this many characters, or all."""
         count = len(self._text) if count is None else count
         taken, self._text = self._text[:count], self._text[count:]
         self._taken += taken
         return taken
 
     def certain(self, *marks: str, spaces: bool = False) -> int:
-        """Length of the text that is part of no mark, whatever comes; with `spaces` without those at its end too."""
+        """Return the length of the text that cannot begin a mark; with `spaces`, without trailing spaces."""
         longest = max(map(len, marks))
         size = len(self._text)
         for start in range(max(0, size - longest + 1), size):
@@ -58,16 +58,16 @@ class Feed:
         return len(self._text[:size].rstrip()) if spaces else size
 
     def remember(self) -> None:
-        """Note what is taken from here on."""
+        """Begin to record consumed text."""
         self._taken = ""
 
     def remembered(self) -> str:
-        """Text taken since."""
+        """Return the recorded text."""
         return self._taken
 
 
 def next_char(feed: Feed) -> Generator[None, None, str]:
-    """The next character that is no space, left where it is; empty at the end."""
+    """Peek at the next character that is not a space; empty at the end."""
     while True:
         count = 0
         while count < len(feed) and feed[count].isspace():
@@ -79,7 +79,7 @@ def next_char(feed: Feed) -> Generator[None, None, str]:
 
 
 def expect(feed: Feed, mark: str) -> Generator[None, None, bool]:
-    """Take a mark, with spaces before it, if it is next; gives whether it was."""
+    """Consume a mark and spaces before it if it is next; return whether it was."""
     yield from next_char(feed)
     while (found := feed.starts(mark)) is None:
         yield None
@@ -89,7 +89,7 @@ def expect(feed: Feed, mark: str) -> Generator[None, None, bool]:
 
 
 def until(feed: Feed, mark: str, *, keep: bool = False) -> Generator[None, None, str]:
-    """Take the text up to a mark, and the mark unless it is to be kept. Raises: Malformed where the text ends first."""
+    """Consume the text up to a mark, and the mark unless `keep`. Raises: Malformed where the text ends first."""
     while (at := feed.find(mark)) < 0:
         if feed.ended:
             raise Malformed
@@ -101,7 +101,7 @@ def until(feed: Feed, mark: str, *, keep: bool = False) -> Generator[None, None,
 
 
 def json_value(feed: Feed) -> Generator[str | None, None, None]:
-    """Take one JSON value, in pieces as they come; one that is not whole at the end comes as far as it is there."""
+    """Yield one JSON value in pieces; an incomplete one at the end is yielded as far as it goes."""
     depth, quoted, escaped, begun = 0, False, False, False
     while True:
         at = 0

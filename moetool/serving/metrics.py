@@ -1,4 +1,4 @@
-"""GET /metrics: the engine's counters in Prometheus' words, and the latencies that clients meet."""
+"""GET /metrics: the engine's counters and client latencies in Prometheus' format."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -81,16 +81,16 @@ class Metrics:
         )
 
     def observe_token(self, elapsed_s: float, *, first: bool) -> None:
-        """Record a token, by the time since the submission (`first`) or since the token before it."""
+        """Record a token's time since the submission (`first`) or since the previous token."""
         (self._first_token if first else self._next_token).observe(elapsed_s)
 
     def exposition(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text for Prometheus."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """Asks the engine at every scrape, so that nothing is counted twice."""
+    """Reads the engine's counters at every scrape, so that nothing is counted twice."""
 
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
@@ -104,7 +104,7 @@ class _EngineCollector(Collector):
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {"moetool_ready": ready}
         for key, value in self._engine.metrics().items():
             counter = key in _COUNTERS
-            # A number that this table does not know yet is better exposed without a unit than lost.
+            # Expose a number without an entry in this table, without its unit.
             entry = _COUNTERS.get(key) or _GAUGES.get(key) or _Entry(f"moetool_{key}", f"The engine's {key}.")
             label, label_value = ([entry.label[0]], [entry.label[1]]) if entry.label else ([], [])
             if entry.name not in families:

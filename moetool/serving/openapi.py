@@ -1,4 +1,4 @@
-"""The description of the protocol at /openapi.json, made to say what the server does."""
+"""The description of the protocol at /openapi.json, matched to the server's behaviour."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ _REFUSALS = {
     "404": "No such model",
     "408": "The body did not arrive in time",
     "413": "The body is too large",
-    "429": "Too many queued requests; Retry-After says when to retry",
-    "503": "Unavailable, or the request's time limit was exceeded; the message says why",
+    "429": "Too many queued requests; Retry-After gives the seconds to wait",
+    "503": "Unavailable, or the request's time limit was exceeded; the message gives the reason",
 }
 _REQUEST_ID = {
     "name": "X-Request-Id",
@@ -47,9 +47,9 @@ _REQUEST_TIMEOUT = {
 
 
 def install(app: FastAPI, *, api_key: bool) -> None:
-    """Describe errors as they are answered, and the key where one is asked for.
+    """Describe errors as the server returns them, and the key if the server has one.
 
-    FastAPI describes a refused body as 422 in a form of its own; here it is a 400 in OpenAI's.
+    FastAPI describes a refused body as 422 in its own form; here it is a 400 in OpenAI's.
     """
     made = app.openapi
 
@@ -79,7 +79,7 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     if path in ABSENT:
         answers["404"] = _answer("Always: not supported; the message names the alternative")
     if path == "/health":
-        answers["503"] = {"description": "Requests are not accepted; `status` says why"}
+        answers["503"] = {"description": "Requests are not accepted; `status` gives the reason"}
     if path.startswith("/v1/models/"):
         answers["404"] = _answer(_REFUSALS["404"])
     if "requestBody" in operation:
@@ -88,7 +88,7 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     if "requestBody" in operation and path.startswith("/v1/"):
         parameters.append(_REQUEST_TIMEOUT)
         answers["200"]["content"]["text/event-stream"] = {
-            "schema": {"type": "string", "description": "With stream: one chunk an event, and [DONE] at the end"}
+            "schema": {"type": "string", "description": "With stream: one chunk per event, and [DONE] at the end"}
         }
     answers.setdefault("503", _answer("Too many connections"))
     if asks:

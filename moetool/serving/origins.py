@@ -1,4 +1,4 @@
-"""Which web pages may use the server: the Host and Origin of a request, and CORS.
+"""Access of web pages to the server: the Host and Origin of a request, and CORS.
 
 A browser lets any page send requests to a loopback address, and a page whose name has been rebound to 127.0.0.1 may
 read the answers. Both show in headers that a page cannot change.
@@ -24,12 +24,12 @@ _PREFLIGHT_AGE_S = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginRules:
-    """Which names and pages are answered.
+    """Accepted host names and web pages.
 
     Attributes:
-        hosts: names that a Host header may have besides `localhost` and IP addresses; `*` allows every name.
+        hosts: accepted names in a Host header, in addition to `localhost` and IP addresses; `*` allows every name.
         origins: pages that may read answers, such as `https://chat.example`; `*` allows every page.
-        keyless: no key is asked for, so a page needs nothing but a way to send a request.
+        keyless: the server has no key, so any page that can send a request could use it.
     """
 
     hosts: Collection[str] = ()
@@ -38,19 +38,19 @@ class OriginRules:
 
     @classmethod
     def of(cls, options: ServerOptions, *, keyless: bool) -> Self:
-        """The rules that a server's options set."""
+        """Return the rules of a server's options."""
         hosts = frozenset(filter(None, map(host_name, options.allowed_hosts)))
         origins = frozenset(filter(None, map(origin_name, options.cors_origins)))
         return cls(hosts=hosts, origins=origins, keyless=keyless)
 
     def refusal(self, headers: Headers) -> str | None:
-        """Why a request with these headers is refused; None where it is not.
+        """Return why a request with these headers is refused; None where it is accepted.
 
         With a key, foreign pages are not refused: they lack the key, and browsers let them send it only where
         `origins` has them. Hosts are then checked only where `hosts` has any.
         """
         host, origin = headers.get("host"), headers.get("origin")
-        # Every browser sends a Host, so what sends none is no browser.
+        # Every browser sends a Host, so a client without one is not a browser.
         if host is not None and (self.keyless or self.hosts) and not self._serves(host):
             return f"this server does not answer for the host {host[:200]!r}; allow its name with --allowed-host NAME"
         if origin is not None and self.keyless and not (self.shares_with(origin) or _same(origin, host)):
@@ -89,7 +89,7 @@ class Origins:
             return
         allowed = {"Access-Control-Allow-Origin": origin}
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-            # A preflight carries no key, so it is answered before anybody asks for one.
+            # A preflight carries no key, so it is answered before the key is checked.
             allowed |= {
                 "Access-Control-Allow-Methods": _METHODS,
                 "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "authorization"),
@@ -115,7 +115,7 @@ class Origins:
 
 
 def _same(origin: str, host: str | None) -> bool:
-    """Whether a page comes from the server itself. Its scheme may be that of a proxy before the server."""
+    """Whether a page comes from the server itself. Its scheme may be that of a proxy in front of the server."""
     parts = urlsplit(origin.lower())
     given = (host or "").lower()
     port = DEFAULT_PORTS.get(parts.scheme)

@@ -26,9 +26,9 @@ class PromptTokens:
     """A prompt in tokens.
 
     Attributes:
-        text: None where it came as tokens.
-        max_tokens: how long its answer may be.
-        num_dropped: messages of the conversation that are not in it.
+        text: the text; None where the request has tokens.
+        max_tokens: limit of its answer.
+        num_dropped: messages of the conversation that were dropped.
     """
 
     tokens: list[int]
@@ -38,10 +38,10 @@ class PromptTokens:
 
 
 def completion_prompts(engine: EngineLike, body: CompletionRequest) -> list[PromptTokens]:
-    """The prompts of a completion; may take long on long texts.
+    """Return the prompts of a completion; slow for long texts.
 
     Raises:
-        Refusal: one is empty, has ids that are not in the vocabulary, or leaves no room for its answer.
+        Refusal: a prompt is empty, has unknown token ids, or leaves no room for its answer.
     """
     prompts: list[PromptTokens] = []
     for given in body.prompt:
@@ -58,11 +58,11 @@ def completion_prompts(engine: EngineLike, body: CompletionRequest) -> list[Prom
 
 
 def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -> PromptTokens:
-    """The prompt that the model's chat template makes of a conversation.
+    """Return the prompt of a conversation by the model's chat template.
 
     Raises:
-        Refusal: the template refuses the messages, or no room is left; with `drop_oldest_turns` only where the last
-            turn alone leaves none.
+        Refusal: the template refuses the messages, or no room is left for an answer; with `drop_oldest_turns` only if
+            the last turn alone leaves none.
     """
     try:
         return _chat_tokens(engine, body, body.messages, options)
@@ -74,7 +74,7 @@ def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -
     spare = min(options.default_max_tokens, engine.max_context // 4)
 
     def without(turns: int, least: int) -> PromptTokens:
-        """The conversation from its turn of this number on."""
+        """Return the conversation from this turn on."""
         rest = body.messages[starts[turns] :] if starts else body.messages
         messages = [*kept, *(message for message in rest if message.role not in _INSTRUCTIONS)]
         return _chat_tokens(engine, body, messages, options, least=least)
@@ -87,7 +87,7 @@ def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -
                 raise
             return False
 
-    # The fewest turns that have to go, by bisection: to find the tokens of a long conversation takes seconds.
+    # The fewest turns to drop, by bisection: tokenizing a long conversation takes seconds.
     turns = bisect_left(range(max(0, len(starts) - 1)), True, key=fits)
     return without(turns, 1)
 
@@ -105,7 +105,7 @@ def _chat_tokens(
 ) -> PromptTokens:
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     text = chat_text(engine, body, messages)
-    tokens = encoded(engine, text, "messages", special=False)  # the template has written those already
+    tokens = encoded(engine, text, "messages", special=False)  # the template writes the special tokens
     room = _room(engine, tokens, wanted, "messages", least=least)
     most = min(room, options.default_max_tokens) if wanted is None else wanted
     return PromptTokens(tokens=tokens, text=text, max_tokens=most, num_dropped=len(body.messages) - len(messages))
@@ -114,7 +114,7 @@ def _chat_tokens(
 def chat_text(
     engine: EngineLike, body: ConversationRequest, messages: Sequence[ChatMessage], *, answer: bool = True
 ) -> str:
-    """Messages rendered by the chat template; with `answer`, up to the answer's start.
+    """Return messages rendered by the chat template; with `answer`, up to the answer's start.
 
     Raises:
         Refusal: as `template_of`; or the template refuses the messages.
@@ -128,13 +128,13 @@ def chat_text(
             tokenize=False,
             add_generation_prompt=answer,
         )
-    except (TemplateError, TypeError) as error:  # a template may do anything with what it did not expect
+    except (TemplateError, TypeError) as error:  # a template may raise anything on unexpected input
         raise Refusal(f"the model's chat template refuses the messages: {error}", param="messages") from error
     return text
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates take it. Few know OpenAI's newer name for the system's role."""
+    """Return a message in the form of templates. Few know OpenAI's newer name for the system role."""
     made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     made["content"] = message.content or ""
     if message.tool_calls:
@@ -151,17 +151,17 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
 
 
 def encoded(engine: EngineLike, text: str, param: str, *, special: bool = True) -> list[int]:
-    """The tokens of a text. Raises: Refusal where it is far too long."""
+    """Return the tokens of a text. Raises: Refusal where it is far too long."""
     _require_short(engine, text, param)
     tokens: list[int] = engine.tokenizer.encode(text, add_special_tokens=special, verbose=False)
     return tokens
 
 
 def _require_short(engine: EngineLike, text: str, param: str) -> None:
-    """Refuse a text that cannot fit whatever its tokens are: to find its tokens could take minutes.
+    """Refuse a text that cannot fit with any tokens: tokenizing it could take minutes.
 
     Raises:
-        Refusal: it has more characters than the context could hold of the longest token.
+        Refusal: it is longer than a full context of the longest token.
     """
     most = engine.max_context * _longest_token(engine.tokenizer)
     if len(text) > most:
@@ -179,9 +179,9 @@ def _longest_token(tokenizer: Any) -> int:
 
 
 def echo(vocabulary: Vocabulary, prompt: PromptTokens, logprobs: list[TokenLogprob | None] | None) -> TextPiece:
-    """The prompt as the first piece of its answer.
+    """Return the prompt as the first piece of its answer.
 
-    Special tokens show as they were given: those in the text do, those that the tokenizer added do not.
+    Special tokens in the text are shown; those added by the tokenizer are not.
     """
     hidden = [token for token in vocabulary.special if prompt.text and vocabulary.shown(token) not in prompt.text]
     detokenizer = vocabulary.detokenizer(hidden)
@@ -197,7 +197,7 @@ def echo(vocabulary: Vocabulary, prompt: PromptTokens, logprobs: list[TokenLogpr
 
 
 def _room(engine: EngineLike, tokens: list[int], wanted: int | None, param: str, least: int) -> int:
-    """Number of tokens that fit after these; refuse if `wanted` (or `least`) do not."""
+    """Return the number of tokens that fit after these; refuse if `wanted` (or `least`) do not."""
     room = engine.max_context - len(tokens)
     asked = least if wanted is None else wanted
     if asked > room:

@@ -15,23 +15,23 @@ from moetool.serving.tool_calls import AnswerPart, Parsing, ToolParser
 Json = dict[str, Any]
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no minus infinity; OpenAI writes this."""
+"""OpenAI's value for minus infinity, which JSON lacks."""
 
 
 class Reply(ABC):
     """The answer to one request.
 
     Args:
-        model: the name that the client asked for.
-        logprobs: whether log-probabilities are part of the answer.
-        num_prompt_tokens: over all prompts of the request.
+        model: the model name in the request.
+        logprobs: whether the answer has log-probabilities.
+        num_prompt_tokens: tokens of all prompts of the request.
     """
 
     prefix: str
     object: str
     chunk_object: str
     num_dropped = 0
-    """Messages that the conversation has lost to fit into the context."""
+    """Messages dropped from the conversation to fit into the context."""
 
     def __init__(self, model: str, vocabulary: Vocabulary, *, logprobs: bool, num_prompt_tokens: int) -> None:
         self._vocabulary = vocabulary
@@ -40,17 +40,17 @@ class Reply(ABC):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Sequence[TextPiece]], num_generated: int, num_reused: int) -> Json:
-        """The answer of a request that does not stream, from the pieces of each choice."""
+        """Return the answer of a request without stream, from the pieces of each choice."""
         choices = [self.choice(index, _join([self.prelude(index), *parts])) for index, parts in enumerate(pieces)]
         usage = self.usage(num_generated, num_reused)
         return {**self._head, "object": self.object, "choices": choices, "usage": usage}
 
     def chunk(self, choices: list[Json]) -> Json:
-        """One event of a stream."""
+        """Return one event of a stream."""
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
     def usage(self, num_generated: int, num_reused: int) -> Json:
-        """The token counts; `num_reused` of the prompt were in the KV cache."""
+        """Return the token counts; `num_reused` of the prompt were in the KV cache."""
         counts = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_generated,
@@ -61,23 +61,23 @@ class Reply(ABC):
 
     @abstractmethod
     def prelude(self, index: int) -> TextPiece:
-        """Events before the first generated piece of a choice."""
+        """Yield events before the first generated piece of a choice."""
 
     @abstractmethod
     def opening(self, index: int) -> list[Json]:
-        """Events before the first generated piece of a choice."""
+        """Yield events before the first generated piece of a choice."""
 
     @abstractmethod
     def choice(self, index: int, piece: TextPiece) -> Json:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
 
     @abstractmethod
     def deltas(self, index: int, piece: TextPiece) -> list[Json]:
-        """Choices of a choice's next piece, one per chunk."""
+        """Yield the chunks of a choice's next piece."""
 
 
 class CompletionReply(Reply):
-    """Reply of /v1/completions. `echoes` are the prompts to repeat, one a choice."""
+    """Reply of /v1/completions. `echoes` are the prompts to repeat, one per choice."""
 
     prefix = "cmpl"
     object = chunk_object = "text_completion"
@@ -106,7 +106,7 @@ class CompletionReply(Reply):
         }
 
     def _top(self, token: int, logprob: TokenLogprob) -> Json:
-        # The chosen token is always among them, so there may be one more than was asked for.
+        # The chosen token is always included, so there may be one more than requested.
         chosen = () if any(other == token for other, _ in logprob.top) else ((token, logprob.logprob),)
         return {self._vocabulary.shown(other): _finite(value) for other, value in (*logprob.top, *chosen)}
 
@@ -115,8 +115,8 @@ class ChatReply(Reply):
     """Reply of /v1/chat/completions.
 
     Args:
-        parse: finds tool calls in the text; None where it is all content.
-        several: more than the first call may be given out.
+        parse: finds tool calls in the text; None where all text is content.
+        several: whether more than the first call may be returned.
     """
 
     prefix = "chatcmpl"
@@ -189,10 +189,10 @@ class ChatReply(Reply):
 
 
 class _Message:
-    """The message of one choice, as its text comes.
+    """The growing message of one choice.
 
     Attributes:
-        num_calls: tool calls that have begun.
+        num_calls: number of begun tool calls.
     """
 
     def __init__(self, parser: ToolParser | None, several: bool) -> None:
@@ -201,7 +201,7 @@ class _Message:
         self.num_calls = 0
 
     def deltas(self, piece: TextPiece) -> list[Json]:
-        """New parts in the next piece, one per kind."""
+        """Return new parts of the next piece, one per kind."""
         if self._parser is None:
             return [{"content": piece.text}] if piece.text else []
         parts = self._parser.push(piece.text, last=piece.finish is not None)

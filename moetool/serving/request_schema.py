@@ -1,7 +1,7 @@
-"""The requests of the OpenAI protocol, as far as they are served.
+"""The supported requests of the OpenAI protocol.
 
-Fields that would change the answer and are not served are refused by name; any other unknown field is ignored,
-because clients send many. `null` means the default.
+Unsupported fields that would change the answer are refused by name. Any other unknown field is ignored, because clients
+send many. `null` means the default.
 """
 
 import json
@@ -25,11 +25,11 @@ from pydantic_core import CoreSchema, core_schema
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
-"""Characters of a stop string: each choice of a request prepares its own search for it."""
+"""Limit of characters in a stop string: each choice of a request prepares its own search for it."""
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 MAX_CHOICES = 128
-"""Choices of one request, over all its prompts."""
+"""Limit of choices in one request, over all its prompts."""
 
 
 def _unicode(value: str) -> str:
@@ -87,7 +87,7 @@ def _as_stops(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    """The content of a message: a string, or parts of type text."""
+    """Return the content of a message: a string, or parts of type text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -125,7 +125,7 @@ class StreamOptions(_Body):
 
 
 class JsonSchema(_Body):
-    """Schema of a response_format; `strict` has no effect: the schema always holds."""
+    """Schema of a response_format, which always holds; `strict` has no effect."""
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
@@ -146,7 +146,7 @@ class ResponseFormat(_Body):
 
     @property
     def schema_text(self) -> str | None:
-        """The JSON schema of the answer; None where it may be any text."""
+        """Return the JSON schema of the answer; None where any text is allowed."""
         if self.type == "text":
             return None
         return json.dumps(self.json_schema.json_schema if self.json_schema else {"type": "object"})
@@ -188,13 +188,13 @@ class GenerationRequest(_Body):
     @classmethod
     def _with_whole_answers(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("stream"):
-            raise ValueError("not with stream; ask for the whole answer")
+            raise ValueError("not supported with stream; leave out stream")
         return value
 
     @model_validator(mode="after")
     def _may_end(self) -> Self:
         if self.ignore_eos and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("ignore_eos: an answer of a response_format ends where it is whole; leave one of them out")
+            raise ValueError("ignore_eos: an answer with a response_format ends by itself; leave one of them out")
         return self
 
     @property
@@ -232,7 +232,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class FunctionCall(_Body):
-    """A call as the model made it; `arguments` are JSON in a string."""
+    """A call by the model; `arguments` are JSON in a string."""
 
     name: _Text
     arguments: _Text = ""
@@ -267,7 +267,7 @@ class ChatMessage(_Body):
 
 
 class Function(_Body):
-    """Tools that the model may call."""
+    """A function that the model may call."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -276,7 +276,7 @@ class Function(_Body):
 
 
 class Tool(_Body):
-    """A function; other kinds of tools are the hosted ones of vendors."""
+    """A tool of type function; other types are hosted by vendors."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -291,7 +291,7 @@ class ChosenFunction(_Body):
 
 
 class ToolChoice(_Body):
-    """One function that has to be called."""
+    """One function that must be called."""
 
     type: Literal["function"] = "function"
     function: ChosenFunction
@@ -316,7 +316,7 @@ class ConversationRequest(_Body):
 
     @property
     def offered(self) -> list[Tool]:
-        """The functions that the answer may call."""
+        """Return the functions that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
 
 

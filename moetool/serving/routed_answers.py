@@ -1,7 +1,7 @@
 """Token ids and routed experts of answers, for reinforcement learning.
 
-As vLLM has them, each choice gets `routed_experts`: base64 of a `.npy` file [tokens - 1, layers, top-k]. As SGLang has
-them, the response gets `sglext.routed_experts`, of the first choice: base64 of raw int32 of the same shape. Rows begin
+As in vLLM, each choice gets `routed_experts`: base64 of a `.npy` file [tokens - 1, layers, top-k]. As in SGLang, the
+response gets `sglext.routed_experts` of the first choice: base64 of raw int32 of the same shape. Rows begin
 with the prompt's first token; the last token of an answer is never forwarded. Layers without experts are zeros.
 """
 
@@ -16,7 +16,7 @@ from moetool.serving.request_schema import GenerationRequest
 
 
 def extend(answer: dict[str, Any], exchange: Exchange, body: GenerationRequest) -> dict[str, Any]:
-    """Add what the request asks for to its answer; gives the answer."""
+    """Add the requested token ids and experts to an answer; return the answer."""
     for said, job, choice in zip(answer["choices"], exchange.jobs, exchange.choices, strict=True):
         if body.return_token_ids:
             said |= {"token_ids": choice.tokens, "prompt_token_ids": job.prompt}

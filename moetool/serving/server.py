@@ -26,13 +26,13 @@ from moetool.serving.generation import Frontend
 from moetool.serving.server_options import ServerOptions
 
 _BACKLOG = 2048
-"""Connections that wait in the system to be taken."""
+"""Length of the system's accept queue."""
 _GOODBYE_S = 2
-"""Seconds that clients have to read the last bytes of their answers."""
+"""Seconds for clients to read the last bytes of their answers."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a port in use is known before a model is loaded.
+    """Bind a listening socket, so that a busy port is known before a model is loaded.
 
     Effects: clients that connect before `run` wait.
 
@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = _look_up(host, port)
     sock = socket.socket(family, kind, protocol)
     try:
-        # Connections of a server that has just ended do not keep its port.
+        # Old connections of a server that has just ended do not block its port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
@@ -60,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str) -> str:
-    """The address that `bind` listens at. Raises: UsageError where there is none."""
+    """Return the address for `bind`. Raises: UsageError where there is none."""
     return str(_look_up(host, 0)[4][0])
 
 
@@ -98,7 +98,7 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
 
 
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:
-    """URL of a bound socket for clients on this machine."""
+    """Return the URL of a bound socket for clients on this machine."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified:
@@ -108,35 +108,35 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 
 
 def open_to_all(address: str, api_key: str | None) -> str:
-    """The warning for a server that others can reach and that asks nobody for a password; empty for all others."""
+    """Return the warning for a server that others can reach without a key; empty otherwise."""
     if api_key is not None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return ""
     return f"warning: {address} is reachable from other machines without authentication; set --api-key"
 
 
 def warn_if_open(sock: socket.socket, api_key: str | None) -> None:
-    """Narrate the warning of `open_to_all` for a bound socket, if there is one."""
+    """Print the warning of `open_to_all` for a bound socket, if any."""
     if warning := open_to_all(sock.getsockname()[0], api_key):
         _narrate(warning)
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an engine until it is interrupted.
+    """Serves an engine until an interruption.
 
-    The first interruption drains: new requests get 503, those running finish, up to a timeout. The second ends
-    those running with an error; the third closes their connections without a word. SIGINT and SIGTERM interrupt
-    a server that runs on the main thread.
+    The first interruption drains: new requests get 503, running ones finish, up to a timeout. The second ends running
+    ones with an error; the third closes their connections without an answer. SIGINT and SIGTERM interrupt a server on
+    the main thread.
 
     Args:
-        sock: bound, not listening yet.
-        on_ready: called with the URL once requests are answered.
-        api_key: the key that clients have to send; None asks nobody.
-        settings: (name, value, why) for `/stats`.
+        sock: a bound socket that does not listen yet.
+        on_ready: called with the URL when the server accepts requests.
+        api_key: the key that clients must send (default: none).
+        settings: (name, value, reason) for `/stats`.
 
     Attributes:
-        url: where clients on this machine reach it.
+        url: URL for clients on this machine.
 
-    Effects: raises this process's limit of open files where it is too low for `max_connections`.
+    Effects: raises this process's limit of open files if it is too low for `max_connections`.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
-                log_level="error",  # it warns of each request that makes no sense
+                log_level="error",  # otherwise it warns of each invalid request
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GOODBYE_S,
@@ -196,7 +196,7 @@ class HttpServer(uvicorn.Server):
     def serve_forever(self) -> None:
         """Serve on this thread until interrupted.
 
-        Effects: closes the socket. The engine stays as it is; all its requests from here have ended or are cancelled.
+        Effects: closes the socket. The engine stays open; all its requests from this server end or are cancelled.
         """
         try:
             self.run(sockets=[self._sock])
@@ -207,15 +207,15 @@ class HttpServer(uvicorn.Server):
             self._log.close()
 
     def start(self) -> None:
-        """Serve on a thread of its own."""
+        """Serve on a new thread."""
         self._thread.start()
 
     def serves(self, within_s: float) -> bool:
-        """Whether that thread answers requests, now or before so much time has passed."""
+        """Whether that thread answers requests within a timeout."""
         return self._ready.wait(within_s) and self._thread.is_alive()
 
     def stop(self, within_s: float) -> bool:
-        """Interrupt that thread; whether it has ended before so much time has passed."""
+        """Interrupt that thread; return whether it ended within a timeout."""
         self.interrupt()
         self._thread.join(within_s)
         return not self._thread.is_alive()
@@ -227,17 +227,17 @@ class HttpServer(uvicorn.Server):
             self.force_exit = self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's signal handler. Not handed on to the next handler at the end: draining is the answer to it."""
+        """Handle a signal for uvicorn by draining, without calling the next handler."""
         self.interrupt()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._sock.listen(_BACKLOG)  # ACCEPTED_AT_ONCE has become that of the system too
+        self._sock.listen(_BACKLOG)  # uvicorn set it to ACCEPTED_AT_ONCE
         self._on_ready(self.url)
         self._ready.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's heartbeat, ten times a second."""
+        """Act on uvicorn's heartbeat, ten times a second."""
         if self._num_interrupts and not self.should_exit:
             self._drain()
         return await super().on_tick(counter)
@@ -260,7 +260,7 @@ class HttpServer(uvicorn.Server):
 
 
 class _AccessLog:
-    """A line of JSON for each request that is over, in a file or on stderr; a full disk ends it, not the server."""
+    """A line of JSON per finished request, in a file or on stderr; a full disk ends the log, not the server."""
 
     def __init__(self, path: str) -> None:
         self._file: TextIO | None = None

@@ -23,32 +23,32 @@ class ServerOptions:
     """Settings of `moetool serve --set server.NAME=VALUE`.
 
     Attributes:
-        max_queue: choices that may wait for a place in the engine, over all clients; more are answered with 429.
-        request_timeout_s: a request that takes longer is ended with an error. A client may ask for less, in the header
-            `X-Request-Timeout` (seconds).
-        stuck_after_s: when a single forward has run for so long, the server calls itself stuck and takes no requests
-            until it is over.
-        max_body_bytes: of one request; more is answered with 413. All bodies that are held at one time have at
-            most 16 times as many; what comes on top is answered with 503.
-        body_timeout_s: a request whose body takes longer to come is answered with 408.
-        max_connections: that are open at one time. For one more, the one that has waited longest without a request is
-            closed; where none has waited for a second, it is answered with 503.
-        idle_timeout_s: how long a connection may be without a request.
-        head_timeout_s: a request whose head takes longer to come, from its first byte, is answered with 408.
-        send_timeout_s: a client that takes no byte of its answer for so long is cut off.
-        drain_timeout_s: how long running requests may take to finish when the server is told to stop.
-        access_log: file for one line of JSON a request (empty: none; `-`: stderr). Of prompts and answers it has only
-            the lengths.
-        allowed_hosts: names that a request's Host may have besides `localhost` and IP addresses (`*`: any). With an
-            API key the Host is checked only where this has names.
-        cors_origins: web pages that may use the server, such as `https://chat.example` (`*`: any). Without an API key
-            the requests of other pages are refused.
-        default_max_tokens: of a chat answer whose request names no limit, as far as the context has room.
-        drop_oldest_turns: a chat that outgrows the context loses its oldest turns instead of being refused; the answer
-            says how many messages, in `usage` and in the header `X-Dropped-Messages`.
-        tool_format: how the model writes tool calls (empty: by its chat template).
+        max_queue: most waiting choices over all clients; more get 429.
+        request_timeout_s: limit of a request's seconds, after which it ends with an error. A client may set less in the
+            header `X-Request-Timeout` (seconds).
+        stuck_after_s: seconds of a single forward after which the server reports `stuck` and refuses requests until it
+            ends.
+        max_body_bytes: limit of one request's body, beyond which it gets 413. All bodies in memory together may have 16
+            times as many; more get 503.
+        body_timeout_s: seconds for a body to arrive, after which its request gets 408.
+        max_connections: most open connections. For one more, the longest idle one is closed; if none has been idle for
+            a second, the new one gets 503.
+        idle_timeout_s: seconds that a connection may be idle.
+        head_timeout_s: seconds for a request's head to arrive, from its first byte, after which it gets 408.
+        send_timeout_s: seconds without a byte read after which a client is disconnected.
+        drain_timeout_s: seconds for running requests to finish at shutdown.
+        access_log: file for one line of JSON per request (empty: none; `-`: stderr), with lengths of prompts and
+            answers only.
+        allowed_hosts: accepted Host names in addition to `localhost` and IP addresses (`*`: any). With an API key the
+            Host is checked only if this has names.
+        cors_origins: web pages that may use the server, e.g. `https://chat.example` (`*`: any). Without an API key,
+            requests of other pages are refused.
+        default_max_tokens: limit of a chat answer without a limit in its request, within the context.
+        drop_oldest_turns: drop the oldest turns of a chat that outgrows the context, instead of refusing it. `usage`
+            and the header `X-Dropped-Messages` give the number of dropped messages.
+        tool_format: format of the model's tool calls (empty: by its chat template).
         ssl_certfile: certificates in PEM, for HTTPS.
-        ssl_keyfile: the private key of the first, where it is in a file of its own.
+        ssl_keyfile: private key of the first certificate, if in a separate file.
     """
 
     max_queue: int = 256
@@ -76,7 +76,7 @@ class ServerOptions:
         if self.tool_format and self.tool_format not in FORMATS:
             raise unknown_name("tool_format", self.tool_format, FORMATS)
         if self.ssl_keyfile and not self.ssl_certfile:
-            raise UsageError("a TLS key without a certificate; give that too, with --ssl-certfile FILE")
+            raise UsageError("a TLS key needs a certificate; give it with --ssl-certfile FILE")
         for name in self.allowed_hosts:
             if host_name(name) is None:
                 raise UsageError(f"allowed host {name!r} is not a host name; write it like lab.example, without a port")

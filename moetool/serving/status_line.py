@@ -1,4 +1,4 @@
-"""One line at the bottom of the terminal that says what the server is doing."""
+"""The server's status line at the bottom of the terminal."""
 
 import contextlib
 import time
@@ -12,17 +12,17 @@ _EVERY_S = 0.5
 
 
 class Rates:
-    """The status in words, from two readings of the engine's counters."""
+    """Status text from two readings of the engine's counters."""
 
     def __init__(self) -> None:
         self._before: tuple[float, Mapping[str, float]] | None = None
 
     def line(self, at: float, now: Mapping[str, float]) -> str:
-        """Line about the time since the last call.
+        """Return the line about the time since the last call.
 
         Args:
-            at: seconds of a clock that only goes forward.
-            now: `EngineLike.metrics`.
+            at: seconds of a monotonic clock.
+            now: values of `EngineLike.metrics`.
         """
         then, before = self._before or (at, now)
         self._before = (at, now)
@@ -42,7 +42,7 @@ class Rates:
 
 @contextlib.contextmanager
 def status_line(engine: EngineLike) -> Iterator[None]:
-    """Keep the line on stderr up to date while the block runs; nothing where stderr is no terminal."""
+    """Keep the line on stderr up to date while the block runs; no line where stderr is not a terminal."""
     if not shows_progress():
         yield
         return

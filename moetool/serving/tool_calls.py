@@ -1,6 +1,6 @@
-"""Tool calls in the text of an answer: one parser a format, each in parts as the text comes.
+"""Tool calls in the text of an answer: one incremental parser per format.
 
-A parser is a generator over a `Feed`: it yields the parts that are certain, and None where it needs more text.
+A parser is a generator over a `Feed`: it yields certain parts, and None where it needs more text.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ class ToolParser:
         self._parsing: Iterator[AnswerPart | None] = parse(self._feed)
 
     def push(self, text: str, *, last: bool = False) -> list[AnswerPart]:
-        """The parts that this text makes certain; with `last`, all that was held back too."""
+        """Return the parts that this text makes certain; with `last`, also all text held back."""
         self._feed.add(text, last=last)
         parts: list[AnswerPart] = []
-        with contextlib.suppress(Malformed):  # the answer was cut short in the middle of a mark-up
+        with contextlib.suppress(Malformed):  # the answer ends within a mark
             for part in self._parsing:
                 if part is None:
                     break
@@ -47,10 +47,10 @@ class ToolFormat:
     """Format of a model's calls.
 
     Attributes:
-        signs: a chat template that has one of these is of this format,
+        signs: marks of chat templates of this format,
         unlike: unless it has one of these.
-        shown: special tokens that belong to the format, so that the text has to have them.
-        always: also without tools the answer is written so.
+        shown: special tokens of the format, kept in the text.
+        always: whether answers have this format even without tools.
     """
 
     parse: Callable[[Feed], Parsing]
@@ -61,7 +61,7 @@ class ToolFormat:
 
 
 def format_of(template: str) -> str | None:
-    """The name of the format that a chat template asks for; None where it is none of ours."""
+    """Return the name of a chat template's format; None where it is unknown."""
     for name, known in FORMATS.items():
         if any(sign in template for sign in known.signs) and not any(sign in template for sign in known.unlike):
             return name
@@ -69,7 +69,7 @@ def format_of(template: str) -> str | None:
 
 
 def named_call(name: str) -> Callable[[Feed], Parsing]:
-    """The parser of an answer that a grammar has made the arguments of one call."""
+    """Return the parser of an answer that a grammar limits to the arguments of one call."""
 
     def parse(feed: Feed) -> Parsing:
         yield AnswerPart("name", name)
@@ -83,7 +83,7 @@ def named_call(name: str) -> Callable[[Feed], Parsing]:
 
 
 def required_calls(feed: Feed) -> Parsing:
-    """The parser of an answer that a grammar has made an array of calls."""
+    """Return the parser of an answer that a grammar limits to an array of calls."""
     if (yield from next_char(feed)) == "[":
         yield from _array(feed)
 
@@ -153,7 +153,7 @@ def _harmony(feed: Feed) -> Parsing:
 
 
 def _body(feed: Feed, kind: Literal["content", "reasoning", "arguments"]) -> Parsing:
-    """The text of a message up to the mark that ends it, and that mark."""
+    """Yield the text of a message up to its end mark, and consume the mark."""
     ends = ("<|end|>", "<|call|>", "<|return|>")
     while True:
         found = [at for at in map(feed.find, ends) if at >= 0]
@@ -198,7 +198,7 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def _content(feed: Feed, mark: str) -> Generator[AnswerPart | None, None, bool]:
-    """Text up to a mark, without the space before it, and the mark; gives whether it came."""
+    """Yield text up to a mark, without the space before it, and consume the mark; return whether it came."""
     while (at := feed.find(mark)) < 0:
         if feed.ended:
             yield AnswerPart("content", feed.take())
@@ -211,7 +211,7 @@ def _content(feed: Feed, mark: str) -> Generator[AnswerPart | None, None, bool]:
 
 
 def _arguments(feed: Feed) -> Generator[AnswerPart | None, None, None]:
-    """An object as the arguments of the call that has begun. Raises: Malformed."""
+    """Yield an object as the arguments of the current call. Raises: Malformed."""
     if (yield from next_char(feed)) != "{":
         raise Malformed
     for piece in json_value(feed):
@@ -228,7 +228,7 @@ def _array(feed: Feed) -> Parsing:
 
 
 def _object(feed: Feed, before: str) -> Generator[AnswerPart | None, None, bool]:
-    """One call as an object; what turns out to be none is content, with `before` in front. Gives whether it was one."""
+    """Yield one call as an object; other text becomes content after `before`. Return whether it was a call."""
     feed.remember()
     named = False
     try:
@@ -243,7 +243,7 @@ def _object(feed: Feed, before: str) -> Generator[AnswerPart | None, None, bool]
 
 
 def _members(feed: Feed) -> Parsing:
-    """The parts of a call's object. Raises: Malformed."""
+    """Yield the parts of a call's object. Raises: Malformed."""
     if not (yield from expect(feed, "{")):
         raise Malformed
     named, early = False, ""
@@ -275,7 +275,7 @@ def _members(feed: Feed) -> Parsing:
 
 
 def _whole(feed: Feed) -> Generator[None, None, str]:
-    """One JSON value as text. Raises: Malformed where it is none, or the text ends in it."""
+    """Return one JSON value as text. Raises: Malformed where it is invalid or incomplete."""
     pieces: list[str] = []
     for piece in json_value(feed):
         if piece is None:
@@ -291,7 +291,7 @@ def _whole(feed: Feed) -> Generator[None, None, str]:
 
 
 def as_template_arguments(text: Any) -> Any:
-    """The arguments of a call as templates want them: an object, where the client has written one as text."""
+    """Return the arguments of a call for templates: an object, parsed from the client's text if possible."""
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):

@@ -18,9 +18,9 @@ class ToolUse:
     """Grammar and parser of one request's answer.
 
     Attributes:
-        grammar: the answer follows it.
+        grammar: grammar of the answer.
         parse: finds the calls in the answer; None where it is plain text.
-        shown: special tokens that the text has to have for that.
+        shown: special tokens to keep in the text for that.
     """
 
     grammar: Grammar | None = None
@@ -29,10 +29,10 @@ class ToolUse:
 
 
 def template_of(engine: EngineLike, body: ConversationRequest) -> str:
-    """The chat template for a conversation with these tools.
+    """Return the chat template for a conversation with these tools.
 
     Raises:
-        Refusal: the model has none, or it has no place for tools or for their results.
+        Refusal: the model has no template, or the template does not support tools or their results.
     """
     if not engine.tokenizer.chat_template:
         raise Refusal(f"model {engine.model_name!r} has no chat template; use /v1/completions", param="messages")
@@ -46,15 +46,15 @@ def template_of(engine: EngineLike, body: ConversationRequest) -> str:
 
 
 def offered(body: ConversationRequest) -> list[dict[str, Any]] | None:
-    """The tools as templates take them."""
+    """Return the tools in the form of templates."""
     return [tool.model_dump() for tool in body.offered] or None
 
 
 def tool_use(engine: EngineLike, body: ChatRequest, grammars: Grammars, tool_format: str) -> ToolUse:
-    """Grammar and parser of a chat request's answer.
+    """Return grammar and parser of a chat request's answer.
 
     Args:
-        tool_format: overrides what the template says; empty: it decides.
+        tool_format: format of calls (empty: by the template).
 
     Raises:
         Refusal: as `template_of`; the format is unknown; a schema cannot be followed.
@@ -72,7 +72,7 @@ def tool_use(engine: EngineLike, body: ChatRequest, grammars: Grammars, tool_for
     found = tool_format or format_of(template)
     if body.offered and found is None:
         raise Refusal(
-            "tools: how this model writes calls is unknown here; start the server with --set server.tool_format=NAME, "
+            "tools: the model's format of tool calls is unknown; start the server with --set server.tool_format=NAME, "
             f"for {', '.join(FORMATS)}, or choose a function with tool_choice",
             param="tools",
         )
@@ -82,6 +82,6 @@ def tool_use(engine: EngineLike, body: ChatRequest, grammars: Grammars, tool_for
 
 
 def _ids(tokenizer: Any, names: Any) -> frozenset[int]:
-    """The tokens of these names that the vocabulary has."""
+    """Return the vocabulary's tokens with these names."""
     found = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
     return frozenset(id for name, id in found if id is not None and tokenizer.convert_ids_to_tokens(id) == name)

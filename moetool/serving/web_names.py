@@ -1,4 +1,4 @@
-"""Names of hosts and of web origins, in the form in which browsers send them."""
+"""Names of hosts and web origins in the form that browsers send."""
 
 import ipaddress
 import re
@@ -11,13 +11,13 @@ _HOST = re.compile(r"[^\s/?#@\\]+")
 
 
 def host_name(text: str) -> str | None:
-    """A name as `--allowed-host` takes it, lower-cased; None where it is none (a URL, a port, spaces)."""
+    """Return a name for `--allowed-host`, lower-cased; None where it is invalid (a URL, a port, spaces)."""
     name = name_in(text)
     return name if text == ANY or (name is not None and name == text.lower().strip("[]")) else None
 
 
 def origin_name(text: str) -> str | None:
-    """An origin as browsers send it, lower-cased; None where it is none."""
+    """Return an origin as browsers send it, lower-cased; None where it is invalid."""
     if text in (ANY, "null"):
         return text
     try:
@@ -33,7 +33,7 @@ def origin_name(text: str) -> str | None:
 
 
 def name_in(host: str) -> str | None:
-    """The name in a Host header, lower-cased, without port, brackets and final dot; None where it has none."""
+    """Return the name in a Host header, lower-cased, without port, brackets and final dot; None where it has none."""
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port

@@ -13,7 +13,7 @@ def test_the_verdict_is_printed_and_the_report_saved(run: Run, tmp_path: Path) -
     out = tmp_path / "report.md"
     code, text, err = run("verify", "reference", "--policy", "lru", "--prompts", 2, "--tokens", 2, "--out", out)
     assert code == 0, err
-    assert "reference-moe: exact: every answer is the one of plain transformers" in text
+    assert "reference-moe: exact: every answer equals that of plain transformers" in text
     assert "256 experts in a slot" in text and f"{out}: the report" in text
     assert out.read_text().startswith("# moetool verify\n\n**reference-moe: exact")
 

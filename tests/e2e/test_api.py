@@ -372,7 +372,7 @@ def test_what_other_servers_have(url: str, client: openai.OpenAI) -> None:
     ) as caught:
         client.responses.create(model="reference", input="hello")
     assert caught.value.code == "unknown_url"
-    with pytest.raises(openai.NotFoundError, match="makes no embeddings"):
+    with pytest.raises(openai.NotFoundError, match="does not compute embeddings"):
         client.embeddings.create(model="reference", input="hello")
     with pytest.raises(openai.NotFoundError, match="text from text"):
         client.images.generate(model="reference", prompt="a cat")

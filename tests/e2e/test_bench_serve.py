@@ -298,7 +298,10 @@ def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("--shape deepseek-v2-lite --policy lru --budget 25%", "give --routes DIR"),
         ("reference --data chat --policy belady --budget 25%", "needs future requests"),
         ("reference --data chat --policy duoserve --budget 25%", "needs a predictor"),
-        ("--shape deepseek-v2-lite --policy lru --budget 25% --beside replica", "--beside int4, which is made of it"),
+        (
+            "--shape deepseek-v2-lite --policy lru --budget 25% --beside replica",
+            "--beside takes int4, which is made from them",
+        ),
         ("--shape deepseek-v2-lite --data chat --policy lru --budget 25% --beside int4", "found --data"),
         ("--shape deepseek-v2-lite --policy lru --budget 25% --beside int4", "give --routes DIR"),
         ("reference --data chat --policy lru --budget 25% --beside x --predictor y", "leave out --predictor"),

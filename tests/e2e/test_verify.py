@@ -127,7 +127,7 @@ def _other_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "said"),
     [
         (_other_weights, "layer 1: the slots of expert 5 hold other weights"),
-        (_other_router, "layer 2: mlp.gate.weight is not what plain transformers has"),
+        (_other_router, "layer 2: mlp.gate.weight differs from plain transformers"),
         (_other_sum, "layer 3: its output differs by "),
     ],
 )

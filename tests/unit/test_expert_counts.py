@@ -59,7 +59,7 @@ def test_counts_know_what_they_are(paths: tuple[Path, Path]) -> None:
     assert isinstance(counts, ExpertCounts) and isinstance(open_workload(trace), Trace)
     found = counts.describe()
     assert found["passes"] == len(counts.counts_WLE) and found["tokens"] == Trace(trace).num_tokens
-    assert any("nothing replayed" in note for note in found["provenance"]["imported"]["notes"])
+    assert any("not for replay" in note for note in found["provenance"]["imported"]["notes"])
     with pytest.raises(MismatchError, match="holds counts"):
         Trace(path)
     with pytest.raises(MismatchError, match="expected counts of version 1"):

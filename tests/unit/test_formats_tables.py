@@ -93,7 +93,7 @@ _TWICE = {name: [*column, column[0]] for name, column in foreign.policylang_colu
         ({"prompt_id": None}, "no column prompt_id"),
         ({"selected_experts": None}, "no column selected_experts"),
         (_at("selected_experts", 4, [1]), "selected_experts of different lengths"),
-        (_at("selected_experts", 4, None), "empty places in selected_experts"),
+        (_at("selected_experts", 4, None), "empty cells in selected_experts"),
         (_at("selected_experts", 4, [3, 3]), "expected 2 different ones"),
         (_at("selected_experts", 4, [-1, 3]), "expert -1"),
         (_at("selected_experts", 4, [8, 3]), "expert 8"),

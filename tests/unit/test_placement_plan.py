@@ -418,6 +418,6 @@ def test_ktransformers_gets_the_counts_behind_the_plan(
 def test_unequal_slots_are_refused_with_the_place(writer: Any, tmp_path: Path) -> None:
     problem = make_problem(make_spec(2, 4), make_cluster([[5], [6]]))
     plan = _plan(problem.spec, problem.cluster, place("prism_exact", problem))
-    with pytest.raises(MismatchError, match="wants as many slots on every rank in every layer, but this plan has"):
+    with pytest.raises(MismatchError, match="needs equal slots on every rank in every layer, but this plan has"):
         writer.write_plan(plan, tmp_path / "x")
     assert not (tmp_path / "x").exists()

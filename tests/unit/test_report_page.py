@@ -114,7 +114,7 @@ def test_the_numbers_are_json(made: TraceMeasures) -> None:
     assert numbers["tasks"] == ["t0", "t1", "t2", "t3"]
     assert np.array(numbers["popularity"]["tokens_QLE"]).sum() == made.info["tokens"] * sum(traces.SPEC.top_k_L)
     assert numbers["replay"][-1]["policy"] == "belady"
-    assert set(numbers["affinity"]["lift_EE"]) == {"1", "2"}  # absolute ids of the layers that another follows
+    assert set(numbers["affinity"]["lift_EE"]) == {"1", "2"}  # absolute ids of the layers before the last
     assert numbers["reuse"]["lru_hit_rate"][0] == {"slots": 0, "hit_rate": 0}
 
 
@@ -124,7 +124,7 @@ def test_a_poor_trace_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     page = drawn(made)
     assert drawn(measure(trace)) == page  # the same, to the byte
     assert "The trace has one task" in page and "has no logits" in page and "one MoE layer" in page
-    assert "prompts alone: each token stands for an iteration" in page
+    assert "prompts only: each token counts as an iteration" in page
     assert "Few tokens" in page
     assert Page(page).headings == ["Advice", "What it means", *SECTIONS, "Experts"]
     assert made.to_json()["router_entropy"] is None
@@ -163,7 +163,7 @@ def test_what_is_said_turns_with_the_numbers(made: TraceMeasures) -> None:
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     spec = synthetic.make_spec(layers=2)
     trace = synthetic.write_trace(tmp_path / "t", spec)
-    with pytest.raises(UsageError, match=r"affinity_layers has 1, expected MoE layers .* that another follows: 0$"):
+    with pytest.raises(UsageError, match=r"affinity_layers has 1, expected MoE layers .* before the last: 0$"):
         measure(trace, options=ReportOptions(affinity_layers=(1,)))
     with pytest.raises(UsageError, match="did you mean 'lfu'"):
         measure(trace, policies=["lfv"])
@@ -172,5 +172,5 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="uses is 0, expected at least 1"):
         ReportOptions(uses=0)
     lone = synthetic.write_trace(tmp_path / "u", spec, num_requests=1, prompt_tokens=1, new_tokens=0)
-    with pytest.raises(UsageError, match="counts on some what it scores on others"):
+    with pytest.raises(UsageError, match="too few for a held-out half"):
         measure(lone)

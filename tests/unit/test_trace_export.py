@@ -67,7 +67,7 @@ def test_an_export_is_read_back_with_the_same_rows(trace: Trace, tmp_path: Path,
     for before, after in zip(whole(source, columns), whole(again, columns), strict=True):
         for name in ("experts_TS", "weights_TS", "position_T"):
             assert np.array_equal(getattr(before, name), getattr(after, name)), name
-        if format != "topk_parquet":  # which does not tell the prompt
+        if format != "topk_parquet":  # which does not mark the prompt
             assert np.array_equal(before.phase_T, after.phase_T)
             assert np.array_equal(before.iteration_T, after.iteration_T)
         if format in ("sglang_per_token", "policylang", "moe_cache_lab"):

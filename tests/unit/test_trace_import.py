@@ -250,7 +250,7 @@ _WEIGHTS = np.full(ROUTES.shape, 0.25, np.float16)
         ({"more": pa.array(range(TOKENS))}, {}, "has the columns .*more, expected sequence"),
         ({"position": pa.array([0, 1, 3, 2, 0, 1, 2], pa.int32())}, {}, "sequence 0: position 3, expected 2"),
         ({"sequence": pa.array([0, 0, 0, 0, 1, 1, 0], pa.int32())}, {}, "row 6 begins it again"),
-        ({"position": pa.array([0, 1, 2, 3, 0, None, 2], pa.int32())}, {}, "empty places in position"),
+        ({"position": pa.array([0, 1, 2, 3, 0, None, 2], pa.int32())}, {}, "empty cells in position"),
         ({"position": pa.array([0, 1, 2, 3, 0, 1, 2], pa.int64())}, {}, "position of type int64"),
         ({"expert_ids": _lists(_IDS + 1)}, {}, "uses expert 8"),
         ({"expert_ids": _lists(_IDS * 0 + 3)}, {}, "expected 2 different ones"),

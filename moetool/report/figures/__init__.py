@@ -1,4 +1,4 @@
-"""The figures of a report, a subject a file."""
+"""The figures of a report, one file per subject."""
 
 from moetool.report.figures import affinity_heatmap as affinity
 from moetool.report.figures import entropy, load
@@ -8,7 +8,7 @@ from moetool.report.trace_measures import TraceMeasures
 
 
 def pictures(made: TraceMeasures) -> list[Picture]:
-    """All figures, section by section; what a trace cannot show is left out."""
+    """Return all figures that a trace supports, section by section."""
     drawn = [
         load.popularity(made),
         load.by_task(made),

@@ -1,4 +1,4 @@
-"""Figures of how one layer predicts the next."""
+"""Figures of the affinity of one layer to the next."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def affinity_maps(made: TraceMeasures) -> Picture | None:
-    """Heat maps of some pairs of layers; None with one layer."""
+    """Return heat maps of some pairs of layers; None with one layer."""
     if not made.lifts:
         return None
     spec = made.routes.spec
@@ -45,7 +45,7 @@ def affinity_maps(made: TraceMeasures) -> Picture | None:
 
 
 def affinity(made: TraceMeasures) -> Picture:
-    """Share of experts predicted by the previous layer and by the previous token, by layer."""
+    """Return lines of the share of experts predicted by the previous layer and token, by layer."""
     found, spec = made.affinity, made.routes.spec
     places = np.arange(spec.num_layers)
 

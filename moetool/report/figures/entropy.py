@@ -1,4 +1,4 @@
-"""Figures of how many experts are in use at once: FineMoE's Figure 3."""
+"""Figures of the entropy of expert use: FineMoE's Figure 3."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def levels(made: TraceMeasures) -> Picture:
-    """Heat maps of one iteration of a request and of all of them."""
+    """Return heat maps of one iteration of a request and of all iterations."""
     routes, spec = made.routes, made.routes.spec
     lengths = [len(routes.steps(request)) for request in range(len(routes.requests))]
     request = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])  # of median length
@@ -53,7 +53,7 @@ def levels(made: TraceMeasures) -> Picture:
 
 
 def spread(made: TraceMeasures) -> Picture:
-    """Entropy by layer, and by how many iterations are added up."""
+    """Return lines of entropy by layer, and by the number of summed iterations."""
     found, routes, tasks = made.spread, made.routes, drawn_tasks(made)
     places = np.arange(routes.spec.num_layers)
 
@@ -95,7 +95,7 @@ def spread(made: TraceMeasures) -> Picture:
 
 
 def router(made: TraceMeasures) -> Picture | None:
-    """Entropy of the routers' probabilities; None without logits."""
+    """Return lines of the entropy of the routers' probabilities; None without logits."""
     if made.router is None:
         return None
     found, tasks = made.router, drawn_tasks(made)

@@ -1,4 +1,4 @@
-"""Figures of pages, and helpers that several share."""
+"""Figures of pages, and shared drawing functions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ class Picture:
     """A figure of the page.
 
     Attributes:
-        section: the heading that it stands under.
-        title: its heading.
-        svg: itself.
-        caption: how it is read.
+        section: heading of its section.
+        title: heading of the figure.
+        svg: the `<svg>` element.
+        caption: explanation of the figure.
     """
 
     section: str
@@ -35,15 +35,15 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """A figure that can stand on a page or in a file of its own.
+    """A figure for a page or a file.
 
     Attributes:
-        key: its name, of small letters and hyphens.
-        title: its heading.
-        caption: how it is read.
-        alt: for those who don't see it.
-        height: in inches.
-        paint: draws it.
+        key: name of lower-case letters and hyphens.
+        title: heading of the figure.
+        caption: explanation of the figure.
+        alt: alternative text.
+        height: height in inches.
+        paint: draws the figure.
     """
 
     key: str
@@ -54,13 +54,13 @@ class Sketch:
     paint: "Callable[[Figure], None]"
 
     def on(self, section: str) -> Picture:
-        """The same for a page."""
+        """Return the figure for a page."""
         svg = draw(self.key, self.height, self.alt, self.paint)
         return Picture(section=section, title=self.title, svg=svg, caption=self.caption)
 
 
 def relative(tokens_LE: np.ndarray, num_experts_L: Sequence[int]) -> np.ndarray:
-    """Uses of each expert over the mean of its layer, NaN beyond a layer's experts: 1 everywhere is even."""
+    """Return uses of each expert over the mean of its layer (1 is even); NaN beyond a layer's experts."""
     relative_LE = np.full(tokens_LE.shape, np.nan)
     for layer, num_experts in enumerate(num_experts_L):
         load_E = tokens_LE[layer, :num_experts]
@@ -69,23 +69,23 @@ def relative(tokens_LE: np.ndarray, num_experts_L: Sequence[int]) -> np.ndarray:
 
 
 def drawn_tasks(made: TraceMeasures) -> list[int]:
-    """The tasks with the most tokens, as many as a figure has room for; ascending."""
+    """Return the tasks with the most tokens that a figure has room for, ascending."""
     tokens_Q = made.popularity.tokens_QLE.sum(axis=(1, 2))
     return sorted(np.argsort(-tokens_Q, kind="stable")[:DRAWN_TASKS].tolist())
 
 
 def some_tasks(made: TraceMeasures) -> str:
-    """Says that not all tasks are drawn, if so."""
+    """Return a note if not all tasks are drawn."""
     all_tasks = len(made.routes.tasks)
     return f" The {DRAWN_TASKS} tasks of {all_tasks} with the most tokens are drawn." if all_tasks > DRAWN_TASKS else ""
 
 
 def layer_axis(axes: "Axes", made: TraceMeasures, most: int = 14) -> None:
-    """Mark the layers under a figure by their absolute ids, at most so many."""
+    """Mark at most `most` layers under a figure by their absolute ids."""
     axes.set_xticks(*layer_ticks(made.routes.spec.layer_ids_L, most))
     axes.set_xlabel("MoE layer")
 
 
 def map_height(num_layers: int) -> float:
-    """Inches for a heat map of so many layers."""
+    """Return the height in inches of a heat map over layers."""
     return min(6.0, 1.4 + 0.1 * num_layers)

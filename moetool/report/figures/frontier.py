@@ -1,4 +1,4 @@
-"""The frontier of memory and latency of a cache plan, drawn for a page or into a file of its own."""
+"""The frontier of memory and latency of a cache plan, for a page or a file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def frontier_sketch(plan: CachePlan) -> Sketch:
-    """Time or bytes of a token with the best policy for each memory, on the requests that chose it and on the others.
+    """Return the figure of time or bytes per token by memory, on choosing and held-out requests.
 
-    Milliseconds where the plan was made with a profile, megabytes otherwise. A policy's name stands at its points.
+    Milliseconds if the plan was made with a profile, else megabytes. Points are labelled with their policy.
     """
     points = sorted(plan.frontier, key=lambda point: point["device_memory_bytes"])
     timed = all(point["tpot_used_s"] is not None for point in points)
@@ -57,12 +57,12 @@ def frontier_sketch(plan: CachePlan) -> Sketch:
 
 
 def draw_frontier(path: Path, plan: CachePlan) -> None:
-    """The same in a file of its own.
+    """Draw the frontier into a file.
 
-    Effects: writes the picture as a whole or not at all.
+    Effects: writes the file, whole or not at all.
 
     Raises:
-        UsageError: the name ends in nothing that can be drawn.
+        UsageError: the suffix is not a supported figure format.
     """
     durable.require_writable(path)
     sketch = frontier_sketch(plan)

@@ -15,7 +15,7 @@ AT_ONCE: dict[str, Any] = {"drawstyle": "steps-post"}  # a pool of n slots has n
 
 
 def distances(made: TraceMeasures) -> Picture:
-    """LRU stack distances over all layers."""
+    """Return the curve of LRU stack distances over all layers."""
     reuse, total = made.reuse, made.routes.spec.total_experts
     slots = curve_slots(made.routes)
     half, most = reuse.slots_for(0.5), reuse.slots_for(0.9)
@@ -49,7 +49,7 @@ def distances(made: TraceMeasures) -> Picture:
 
 
 def layer_distances(made: TraceMeasures) -> Picture:
-    """The same within each layer."""
+    """Return lines of LRU stack distances within each layer."""
     reuse, spec = made.reuse, made.routes.spec
     known = reuse.layer_median_L[~np.isnan(reuse.layer_median_L)]
     typical = f"{np.median(known):.0f}" if len(known) else "no"
@@ -73,12 +73,12 @@ def layer_distances(made: TraceMeasures) -> Picture:
             f"Lines by layer. In the median layer half of the reuses are within {typical} experts of it.",
             paint,
         ),
-        caption="Slots that each layer needs for these hit rates, with slots per layer.",
+        caption="Slots that each layer needs for these hit rates, in a pool with slots per layer.",
     )
 
 
 def budgets(made: TraceMeasures) -> Picture:
-    """Hit rates by memory, with Belady's bound above them."""
+    """Return curves of hit rates by memory, with Belady's bound."""
     names = list(dict.fromkeys(row.policy for row in made.rows))
     total = made.routes.spec.total_experts
 

@@ -1,4 +1,4 @@
-"""Figures of which experts are used: by layer, by task, and how unevenly."""
+"""Figures of expert use: by layer, by task, and its imbalance."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def popularity(made: TraceMeasures) -> Picture:
-    """Heat map of all layers and experts."""
+    """Return a heat map of all layers and experts."""
     spec = made.routes.spec
     values_LE = relative(made.popularity.tokens_LE, spec.num_experts_L)
     high = scale_top([values_LE], 1.5)
@@ -41,7 +41,7 @@ def popularity(made: TraceMeasures) -> Picture:
 
 
 def by_task(made: TraceMeasures) -> Picture | None:
-    """Bars of each task in the layer where tasks differ most; None with one task."""
+    """Return bars of each task in the layer where tasks differ most; None with one task."""
     tasks, found, spec = drawn_tasks(made), made.popularity, made.routes.spec
     if len(tasks) < 2:
         return None
@@ -77,7 +77,7 @@ def _bars(axes: "Axes", share_E: np.ndarray) -> None:
 
 
 def by_layer(made: TraceMeasures) -> Picture | None:
-    """Bars of two layers of one task; None with one layer."""
+    """Return bars of two layers of one task; None with one layer."""
     spec, found = made.routes.spec, made.popularity
     if spec.num_layers < 2:
         return None
@@ -106,12 +106,12 @@ def by_layer(made: TraceMeasures) -> Picture | None:
             paint,
         ),
         caption="Share of the task's choices. A skewed layer needs few experts in memory, an even one most of them. "
-        "So layers should get different shares of memory.",
+        "Layers should therefore get different shares of memory.",
     )
 
 
 def task_maps(made: TraceMeasures) -> Picture | None:
-    """A heat map for each task; None with one task."""
+    """Return a heat map for each task; None with one task."""
     tasks, spec = drawn_tasks(made), made.routes.spec
     if len(tasks) < 2:
         return None
@@ -144,7 +144,7 @@ def task_maps(made: TraceMeasures) -> Picture | None:
 
 
 def tasks_apart(made: TraceMeasures) -> Picture | None:
-    """Divergence between tasks, and within one; None with one task."""
+    """Return lines of the divergence between tasks, and within one; None with one task."""
     found = made.popularity
     if len(made.routes.tasks) < 2:
         return None
@@ -175,7 +175,7 @@ def tasks_apart(made: TraceMeasures) -> Picture | None:
 
 
 def skew(made: TraceMeasures) -> Picture:
-    """Max / mean and Gini coefficient by layer."""
+    """Return lines of max / mean and Gini coefficient by layer."""
     found, spec, tasks = made.popularity, made.routes.spec, drawn_tasks(made)
     places = np.arange(spec.num_layers)
 
@@ -212,7 +212,7 @@ def skew(made: TraceMeasures) -> Picture:
 
 
 def coverage(made: TraceMeasures) -> Picture:
-    """Coverage by the most used experts, on other requests."""
+    """Return curves of coverage by the most used experts, on other requests."""
     found = made.coverage
     x = 100 * np.array(SHARES)
     others = "other requests" if len(made.routes.requests) > 1 else "the earlier half of the request"

@@ -15,10 +15,10 @@ def paint(
     """Paint two panels: bytes loaded per new token, and hit rate in decode.
 
     Args:
-        rows: of `moetool replay --json`.
+        rows: rows of `moetool replay --json`.
         labels: legend text by policy, in the order of the series.
         unit: name and bytes of the unit of both axes, e.g. ("GB", 1e9).
-        of: the model, and the memory of all its experts.
+        of: text with the model and the memory of all its experts.
     """
     name, size = unit
     left, right = figure.subplots(1, 2)

@@ -21,11 +21,11 @@ _COLUMNS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A plan as a report shows it.
+    """A plan in a report.
 
     Attributes:
-        name: `before` or `after`, or that of the planner.
-        row: its score on the traces; None without any.
+        name: `before` or `after`, or the planner's name.
+        row: score on the traces; None without traces.
         flow_LGG: tokens of each layer that start on GPU j and are computed on GPU k; None without traces.
     """
 
@@ -36,10 +36,10 @@ class Placed:
 
 
 def sketches(plans: Sequence[Placed], tokens_LE: np.ndarray | None) -> dict[str, list[Sketch]]:
-    """The figures of each section.
+    """Return the figures of each section.
 
     Args:
-        tokens_LE: uses of each expert, if traces are known.
+        tokens_LE: uses of each expert; None without traces.
     """
     held = [sketch for placed in plans for sketch in (holders(placed, tokens_LE), copies(placed)) if sketch is not None]
     worked = [sketch for sketch in (balance(plans), local(plans), traffic(plans)) if sketch is not None]
@@ -51,7 +51,7 @@ def sketches(plans: Sequence[Placed], tokens_LE: np.ndarray | None) -> dict[str,
 
 
 def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
-    """A map of layers and experts for each GPU, or for each server where GPUs are many; None where servers are too."""
+    """Return a map of layers and experts per GPU, or per server with many GPUs; None with many servers."""
     plan = placed.plan
     cluster, spec, placed_GLE = plan.cluster, plan.spec, plan.placed_GLE
     names = [f"{cluster.servers[n].name}, GPU {g}" for g, n in enumerate(cluster.server_G)]
@@ -78,7 +78,7 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
         grid[-1, 0].set(xlabel="expert", ylabel="MoE layer")
 
     says = "; ".join(f"{name} {int(held_LE.sum())}" for name, held_LE in zip(names, placed_GLE, strict=True))
-    colour = "where it is held" if tokens_LE is None else "cluster-wide popularity relative to the mean of its layer"
+    colour = "location of each expert" if tokens_LE is None else "popularity in the cluster, relative to the layer"
     return Sketch(
         key=f"holders-{placed.name.replace(' ', '-')}",
         title=f"Expert placement: {placed.name} ({plan.planner})",
@@ -90,7 +90,7 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
 
 
 def copies(placed: Placed) -> Sketch | None:
-    """Number of copies of each expert; None if all have one."""
+    """Return a map of the number of copies of each expert; None if all have one."""
     plan = placed.plan
     count_LE = plan.placed_GLE.sum(axis=0).astype(np.float64)
     if count_LE.max() < 2:
@@ -116,7 +116,7 @@ def copies(placed: Placed) -> Sketch | None:
 
 
 def balance(plans: Sequence[Placed]) -> Sketch | None:
-    """Tokens computed by each GPU in each layer, over the mean of the GPUs; None without traces."""
+    """Return maps of tokens per GPU and layer, over the mean of the GPUs; None without traces."""
     known = [(placed, placed.flow_LGG.sum(axis=1)) for placed in plans if placed.flow_LGG is not None]
     if not known or len(known[0][0].plan.cluster.gpus) < 2:
         return None
@@ -147,7 +147,7 @@ def balance(plans: Sequence[Placed]) -> Sketch | None:
 
 
 def local(plans: Sequence[Placed]) -> Sketch | None:
-    """Bars of the share of each server's calls that its own GPUs compute; None without traces, or with one server."""
+    """Return bars of each server's local compute share; None without traces, or with one server."""
     known = [(placed, placed.row.score) for placed in plans if placed.row is not None]
     if not known or len(known[0][0].plan.cluster.servers) < 2:
         return None
@@ -181,7 +181,7 @@ def local(plans: Sequence[Placed]) -> Sketch | None:
 
 
 def traffic(plans: Sequence[Placed]) -> Sketch | None:
-    """Traffic between servers, a map for each plan; None without traces, or with one server."""
+    """Return a map of traffic between servers per plan; None without traces, or with one server."""
     known = [(placed, _sent(placed)) for placed in plans if placed.flow_LGG is not None]
     if not known or len(known[0][0].plan.cluster.servers) < 2:
         return None
@@ -217,12 +217,12 @@ def traffic(plans: Sequence[Placed]) -> Sketch | None:
 
 
 def unit_of(plan: PlacementPlan) -> str:
-    """Unit of traffic: bytes need the model's hidden size."""
+    """Return the unit of traffic: bytes need the model's hidden size."""
     return "MB" if plan.spec.hidden_size > 0 else "thousand tokens"
 
 
 def _sent(placed: Placed) -> np.ndarray:
-    """[from, to] in `unit_of`, dispatch and combine together; NaN from a server to itself."""
+    """Return [from, to] in `unit_of`, dispatch and combine together; NaN from a server to itself."""
     assert placed.flow_LGG is not None and placed.row is not None
     cluster = placed.plan.cluster
     flow_NN = per_server(cluster, per_server(cluster, placed.flow_LGG.sum(axis=0)).T).T

@@ -1,4 +1,4 @@
-"""Figures of simulated runs: over what was swept, over time, by mode, by round, by link."""
+"""Figures of simulated runs: by swept value, time, mode, round and link."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,14 @@ _MOST_LINES, _MOST_SERVERS = 6, 40
 
 
 def sketches(runs: Sequence[Run]) -> list[Sketch]:
-    """All figures that these runs have something for, the main one first."""
+    """Return all figures with data in these runs, the main one first."""
     along = _along(runs)
     drawn = [over_time(runs) if along is None else swept(runs, along), by_mode(runs), relative_along(runs, along)]
     return [sketch for sketch in (*drawn, by_round(runs), utilisation(runs), links(runs)) if sketch is not None]
 
 
 def _along(runs: Sequence[Run]) -> str | None:
-    """The axis of lines: the first swept amount."""
+    """Return the axis of lines: the first swept amount."""
     return next((name for name in _AXES if len({at.get(name) for at, _ in runs}) > 1), None)
 
 
@@ -35,12 +35,12 @@ def _values(runs: Sequence[Run], name: str) -> list[str]:
 
 
 def _series(at: dict[str, str], *without: str) -> str:
-    """The name of a run's line: what distinguishes it from others but for these."""
+    """Return the name of a run's line: its settings without the given ones."""
     return ", ".join(value for name, value in at.items() if name not in without)
 
 
 def swept(runs: Sequence[Run], along: str) -> Sketch:
-    """Mean latency and local computing, a line for each mode and each other swept value (as Prism's Figure 8)."""
+    """Return mean latency and local compute share, a line per mode and other swept value (as Prism's Figure 8)."""
     values = _values(runs, along)
     series: dict[str, dict[str, list[Simulated]]] = {}
     for at, found in runs:
@@ -72,7 +72,7 @@ def swept(runs: Sequence[Run], along: str) -> Sketch:
 
 
 def _band(axes: "Axes", found_XR: Sequence[Sequence[float]], number: int, name: str) -> None:
-    """A line through means, with their confidence intervals."""
+    """Draw a line of means with confidence intervals."""
     places = np.arange(len(found_XR))
     mean_X, half_X = np.array([(mean, half or 0.0) for mean, half in map(interval, found_XR)]).T
     line(axes, places, mean_X, number, name)
@@ -88,7 +88,7 @@ def _bands_of(runs: Sequence[Run]) -> str:
 
 
 def over_time(runs: Sequence[Run]) -> Sketch:
-    """Local computing over time (as Prism's Figures 6 and 7a), and the distribution of latencies."""
+    """Return local compute share over time (as Prism's Figures 6 and 7a), and the distribution of latencies."""
     drawn = _one_seed(runs)
 
     def paint(figure: "Figure") -> None:
@@ -109,7 +109,7 @@ def over_time(runs: Sequence[Run]) -> Sketch:
         key="over-time",
         title="Local compute share over time, and latencies (as Prism's Figures 6 and 7)",
         caption="Left: the share of expert calls that the request's own server computes, window by window. Right: the "
-        f"share of requests that take no longer.{_which_seed(runs)}",
+        f"share of requests with at most this latency.{_which_seed(runs)}",
         alt="; ".join(f"{_series(at, 'seed')}: mean latency {found.mean_s:.3g} s" for at, found in drawn),
         height=3.6,
         paint=paint,
@@ -117,7 +117,7 @@ def over_time(runs: Sequence[Run]) -> Sketch:
 
 
 def _one_seed(runs: Sequence[Run]) -> list[Run]:
-    """The runs of the first seed; where they are more than can be told apart, those of the first swept values."""
+    """Return the runs of the first seed; if too many to distinguish, those of the first swept values."""
     found = [run for run in runs if run[0].get("seed") == runs[0][0].get("seed")]
     if len(found) > _MOST_LINES:
         found = [run for run in found if _series(run[0], "mode") == _series(runs[0][0], "mode")]
@@ -125,7 +125,7 @@ def _one_seed(runs: Sequence[Run]) -> list[Run]:
 
 
 def _which_seed(runs: Sequence[Run]) -> str:
-    """Says what of the runs is drawn, if not all."""
+    """Return a note on the drawn runs if not all are drawn."""
     first, drawn = runs[0][0], _one_seed(runs)
     same = [name for name in first if name != "mode" and len(_values(runs, name)) > 1]
     said = ", ".join(f"{name} {first[name]}" for name in same if {at[name] for at, _ in drawn} == {first[name]})
@@ -133,9 +133,9 @@ def _which_seed(runs: Sequence[Run]) -> str:
 
 
 def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
-    """Mean latencies relative to the first mode with the same seed, by group and mode.
+    """Return mean latencies relative to the first mode with the same seed, by group and mode.
 
-    A way to look ahead (`lookahead`) or to migrate belongs to the mode, not to the group.
+    The settings `lookahead` and `migrate` belong to the mode, not to the group.
     """
     first = next(iter(_values(runs, "mode")))
     own = ("mode", "lookahead", "migrate")
@@ -152,7 +152,7 @@ def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
 
 
 def by_mode(runs: Sequence[Run]) -> Sketch | None:
-    """Bars of latency over that of the first mode (as DIRECTOR's Figures 7, 10 and 11); None for a single bar."""
+    """Return bars of relative latency by mode (as DIRECTOR's Figures 7, 10 and 11); None for a single bar."""
     ratios = run_ratios(runs)
     names = list(dict.fromkeys(name for group in ratios.values() for name in group))
     if len(names) < 2:
@@ -193,7 +193,7 @@ def by_mode(runs: Sequence[Run]) -> Sketch | None:
 
 
 def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
-    """Lines of the same over an amount (as DIRECTOR's Figure 9); None where none was swept, or a single mode."""
+    """Return lines of relative latency over an amount (DIRECTOR's Figure 9); None without a sweep or with one mode."""
     if along is None or len(_values(runs, "mode")) < 2:
         return None
     values = _values(runs, along)
@@ -227,7 +227,7 @@ def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
 
 
 def rounds(found: Simulated) -> list[float]:
-    """Mean latency, from their beginning, of the requests that began together, in the order in which they began."""
+    """Return the mean latency from the start of requests that begin together, in the order of their start."""
     began: dict[float, list[float]] = {}
     for one in found.served:
         began.setdefault(one.started_s, []).append(one.finished_s - one.started_s)
@@ -235,7 +235,7 @@ def rounds(found: Simulated) -> list[float]:
 
 
 def by_round(runs: Sequence[Run]) -> Sketch | None:
-    """Latency batch by batch (as DIRECTOR's Figure 8); None where requests don't begin together."""
+    """Return latency batch by batch (as DIRECTOR's Figure 8); None where requests do not begin together."""
     made = [(at, rounds(found), len(found.served)) for at, found in _one_seed(runs)]
     drawn = [(at, series) for at, series, requests in made if len(series) > 2 and requests >= 2 * len(series)]
     if not drawn:
@@ -252,7 +252,7 @@ def by_round(runs: Sequence[Run]) -> Sketch | None:
     return Sketch(
         key="by-round",
         title="Latency batch by batch (as DIRECTOR's Figure 8)",
-        caption="Mean over the requests that began together, waiting for earlier batches left out." + _which_seed(runs),
+        caption="Mean over the requests that began together, without the wait for earlier batches." + _which_seed(runs),
         alt="; ".join(f"{_series(at, 'seed')}: {min(s):.3g} to {max(s):.3g} s" for at, s in drawn),
         height=3.0,
         paint=paint,
@@ -260,7 +260,7 @@ def by_round(runs: Sequence[Run]) -> Sketch | None:
 
 
 def utilisation(runs: Sequence[Run]) -> Sketch | None:
-    """Utilization of each GPU, busiest first."""
+    """Return the utilization of each GPU, busiest first."""
     drawn = _one_seed(runs)
 
     def paint(figure: "Figure") -> None:
@@ -285,7 +285,7 @@ def utilisation(runs: Sequence[Run]) -> Sketch | None:
 
 
 def links(runs: Sequence[Run]) -> Sketch | None:
-    """Bytes from server to server, a map for each mode; None where links are not between two servers."""
+    """Return a map of bytes between servers per mode; None where links are not between two servers."""
     drawn = []
     for at, found in _one_seed(runs)[:4]:
         sent = {tuple(name.split(" -> ")): size for name, size, _ in found.links if " -> " in name}
