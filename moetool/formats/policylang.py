@@ -150,7 +150,7 @@ def _table(path: Path) -> pa.Table:
                 f"{path} has {name} of type {table[name].type}, expected {kind} ({first_line(error)})"
             ) from None
         if needed and columns[name].null_count:
-            raise MismatchError(f"{path} has empty places in {name}, expected a value in each row")
+            raise MismatchError(f"{path} has empty cells in {name}, expected a value in each row")
     if not len(table):
         raise MismatchError(f"{path} has no rows, expected one for each token and layer; download it again")
     return pa.table(columns)

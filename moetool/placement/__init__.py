@@ -1,1 +1,1 @@
-"""Placement: planners, one a file named as the planner is; beside them (`_*.py`) what they are given and judged by."""
+"""Placement planners, one per file with the planner's name; their inputs, scores and decisions are in `_*.py`."""

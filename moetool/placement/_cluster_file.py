@@ -1,20 +1,20 @@
 """A cluster from its TOML file, checked field by field.
 
-    link_bytes_s = "62.5MB"             # between servers, unless [[links]] says otherwise
+    link_bytes_s = "62.5MB"             # between servers (default for pairs without [[links]])
 
     [[servers]]
     name = "clinic"
     [[servers.gpus]]
     memory_bytes = "16GiB"
     reserved_bytes = "3GB"
-    count = 2                           # that many alike; 1, if not said
+    count = 2                           # number of equal GPUs (default: 1)
 
     [[links]]
     between = ["clinic", "lab"]
     bytes_s = "12.5MB"
     latency_s = 0.002
 
-Other fields are those of `moetool.types.Cluster`; amounts of bytes are numbers or texts such as "16GiB".
+Other fields are those of `moetool.types.Cluster`; amounts of bytes are numbers or strings such as "16GiB".
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def load_cluster(path: Path) -> Cluster:
     """Read and check a cluster file.
 
     Raises:
-        UsageError: there is no such file, it is not valid TOML, or a field is unknown or wrong.
+        UsageError: there is no such file, it is not valid TOML, or a field is unknown or invalid.
     """
     try:
         values = read_toml(path)
@@ -62,7 +62,7 @@ def _repeat(gpu: Any, path: Path) -> list[Any]:
 
 
 def _amounts(value: Any, path: Path, key: str = "") -> Any:
-    """The same values, with texts for amounts of bytes made numbers."""
+    """Return the values with amounts of bytes converted to numbers."""
     if isinstance(value, dict):
         return {name: _amounts(item, path, name) for name, item in value.items()}
     if isinstance(value, list):

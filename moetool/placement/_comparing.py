@@ -27,15 +27,15 @@ Workload = Trace | ExpertCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Settings of a score, besides the traces.
+    """Settings of a score, in addition to the traces.
 
     Attributes:
-        seed: of every random choice.
-        starts: on which GPU of its server a request's tokens start (`moetool.placement._demand.STARTS`).
-        sides: of Eq. 4, `both` or `send` (`moetool.placement._latency.Latency`).
-        routing: which copy a token goes to when plans are scored (`moetool.placement._latency.ROUTINGS`).
-        value_bytes: bytes of one number of a hidden state on its way.
-        engine: that a plan is for: it has as many slots of each layer on every GPU (`_engine_slots.ENGINES`).
+        seed: seed of every random choice.
+        starts: choice of the GPU of its server where a request's tokens start (`moetool.placement._demand.STARTS`).
+        sides: sides of Eq. 4, `both` or `send` (`moetool.placement._latency.Latency`).
+        routing: choice of the copy for a token when plans are scored (`moetool.placement._latency.ROUTINGS`).
+        value_bytes: bytes of one number of a hidden state in transit.
+        engine: engine of a plan, with equal slots of each layer on every GPU (`_engine_slots.ENGINES`).
 
     Raises:
         UsageError: the seed is below 0, or value_bytes is not above 0.
@@ -60,9 +60,9 @@ class PlannerRow:
     """A planner on some requests.
 
     Attributes:
-        requests: `planned on`, `held out` or `unseen task`; of a saved plan's score `planned on`, `partly planned on`
-            or `other`, by whether the traces are those that it was made from, and all of their requests.
-        planning_s: how long the planner took.
+        requests: `planned on`, `held out` or `unseen task`; for a saved plan `planned on`, `partly planned on` or
+            `other`, by the share of these requests that it was made from.
+        planning_s: seconds of planning.
     """
 
     planner: str
@@ -81,10 +81,10 @@ class PlannerRow:
 
 
 def open_traces(given: Sequence[str]) -> dict[str, Workload]:
-    """Traces, or counts, from `SERVER=DIR`.
+    """Open traces or counts from `SERVER=DIR`.
 
     Raises:
-        UsageError: one has no `=`, a server comes twice, or there is no such folder.
+        UsageError: a value has no `=`, a server is named twice, or there is no such folder.
         MismatchError: a trace is damaged.
     """
     traces: dict[str, Workload] = {}
@@ -99,7 +99,7 @@ def open_traces(given: Sequence[str]) -> dict[str, Workload]:
 
 
 def latency_of(cluster: Cluster, spec: ModelSpec, profile: CostProfile | None, setting: Setting) -> Latency:
-    """The profile's costs, or unit costs without one."""
+    """Return the profile's costs, or unit costs without one."""
     if profile is None:
         return unit_latency(cluster, sides=setting.sides)
     return profiled_latency(cluster, spec, profile, sides=setting.sides, value_bytes=setting.value_bytes)
@@ -115,7 +115,7 @@ def plan_placement(
     split: float = 1.0,
     setting: Setting | None = None,
 ) -> tuple[PlacementPlan, list[PlannerRow]]:
-    """Plan on a share of the requests; the plan, and its scores on those and on the rest.
+    """Plan on a share of the requests; return the plan and its scores on those and on the rest.
 
     Raises:
         UsageError: an unknown planner, option or server, or no token to plan from.
@@ -180,7 +180,7 @@ def plan_placement(
 
 
 def timed(name: str, problem: Problem, options: Any) -> tuple[np.ndarray, float]:
-    """A placement and the seconds that it took."""
+    """Return a placement and its planning seconds."""
     began = time.perf_counter()
     placed_GLE = planner.place(name, problem, options)
     return placed_GLE, time.perf_counter() - began
@@ -192,7 +192,7 @@ def score_plan(
     """Score a plan on whole traces.
 
     Args:
-        setting: by default tokens start as the plan was made for.
+        setting: settings of the score (default: tokens start as in the plan).
 
     Raises:
         MismatchError: a trace is of another model than the plan.
@@ -210,7 +210,7 @@ def score_plan(
 
 
 def _seen(plan: PlacementPlan, traces: Mapping[str, Workload]) -> str:
-    """Whether a plan was made from these traces (`PlannerRow.requests`)."""
+    """Describe whether a plan was made from these traces (`PlannerRow.requests`)."""
     planned = {reference.sha256: reference.requests for reference in plan.traces}
     used = [planned.get(trace.sha256, 0) for trace in traces.values()]
     if not any(used):
@@ -220,7 +220,7 @@ def _seen(plan: PlacementPlan, traces: Mapping[str, Workload]) -> str:
 
 
 def comparable() -> list[str]:
-    """Every planner but `exhaustive`, which is for tiny cases."""
+    """Return every planner except `exhaustive`, which is for tiny cases."""
     return [name for name in plugins.names("planner") if name != "exhaustive"]
 
 
@@ -235,15 +235,15 @@ def compare(
     unseen: Trace | None = None,
     setting: Setting | None = None,
 ) -> list[PlannerRow]:
-    """Planners side by side: on the requests that they plan on, on the others, and on a task that none has seen.
+    """Compare planners on the requests that they plan on, on held-out ones, and on an unseen task.
 
     Args:
-        options: of planners, by name.
-        split: share of each trace's requests that is planned on.
-        unseen: a trace whose requests then come to every server alike.
+        options: planners' options, by name.
+        split: share of each trace's requests to plan on.
+        unseen: trace of an unseen task, whose requests come to all servers equally.
 
     Raises:
-        UsageError: `unseen` is one of the traces that are planned on; no planner.
+        UsageError: `unseen` is a trace that is planned on, or there is no planner.
         As `plan_placement`.
     """
     setting = setting or Setting()
@@ -256,9 +256,7 @@ def compare(
     if unseen is not None:
         spec.require_same(unseen.spec, "the traces", "the unseen task")
         if planned := [server for server, trace in traces.items() if trace.sha256 == unseen.sha256]:
-            raise UsageError(
-                f"{unseen.path} is the trace of server {planned[0]} that is planned on, expected one of an unseen task"
-            )
+            raise UsageError(f"{unseen.path} is the trace of server {planned[0]}, expected one of an unseen task")
         alone = Cluster(servers=(cluster.servers[0],))
         tokens_LE = read_demand({cluster.servers[0].name: unseen}, alone).tokens_LE
         demands["unseen task"] = spread(spec, cluster, np.repeat(tokens_LE[None], len(cluster.servers), axis=0))
@@ -286,7 +284,7 @@ def compare(
 
 
 def verdict(rows: Sequence[PlannerRow]) -> list[str]:
-    """For each kind of requests the planner with the least T_comp + T_comm, and the one with the most local calls."""
+    """Return, per kind of requests, the planners with the least T_comp + T_comm and with the most local calls."""
     lines = []
     for requests in dict.fromkeys(row.requests for row in rows):
         mine = sorted((row for row in rows if row.requests == requests), key=lambda row: row.score.latency)
@@ -320,7 +318,7 @@ def _split_demands(
 
 def _score(demand: Demand, latency: Latency, placed_GLE: np.ndarray, setting: Setting, c_max: int) -> PlacementScore:
     if demand.tokens_GLE.shape != placed_GLE.shape:
-        raise MismatchError("the plan and the requests are of different shapes; plan again for this cluster")
+        raise MismatchError("the plan and the requests have different shapes; plan again for this cluster")
     return score(
         Problem(demand=demand, latency=latency),
         placed_GLE,

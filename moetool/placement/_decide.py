@@ -1,7 +1,7 @@
-"""Whether to place experts anew, and by which moves: the one re-placement decision.
+"""The one re-placement decision: whether to migrate, and by which moves.
 
 `plan stream` and `plan migrate`, the simulator, the scheduler of an edge cluster and the head of expert-parallel ranks
-all call `decide`. They differ in their observations and in how they carry a decision out.
+all call `decide`. They differ in their observations and in the execution of a decision.
 """
 
 import logging
@@ -30,24 +30,24 @@ SEES: Mapping[str, str] = {
     "proactive": "queue",
     "predicted": "prediction",
 }
-"""DIRECTOR's modes (§ III, § VIII-B), and whose requests each places for while serving: nobody's, those that were
-served last, those that wait, or what is predicted of these. vanilla begins uniform, the others from the history."""
+"""DIRECTOR's modes (§ III, § VIII-B), and the requests that each plans for: none, the last served, the waiting ones,
+or predictions for these. vanilla begins uniform, the others from the history."""
 _VALUE_BYTES = 2
-"""Bytes of one number of a hidden state in transit, where a remote call was not measured."""
+"""Bytes of one number of a hidden state in transit, if the remote call was not measured."""
 _SPARES = (0, 1)
-"""Slots of each GPU that the planner leaves free: none, or one where experts else have no room on their way."""
+"""Slots per GPU that the planner leaves free: none, or one if moves otherwise have no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The requests that a decision is made from.
+    """The observed requests behind a decision.
 
     Attributes:
-        tokens_GLE: tokens that start on GPU g and use expert e of layer l, as they were served or are expected.
-        held_out: the same in parts: what a placement is made from, and what it is judged by, without a request in
-            common. Empty: it is judged by what it is made from.
-        horizon_tokens: tokens of the whole cluster that the next placement is expected to serve.
-        source: whose requests, for people.
+        tokens_GLE: served or expected tokens that start on GPU g and use expert e of layer l.
+        held_out: the same in disjoint parts: requests to plan on, and requests to judge by. Empty: both are all
+            requests.
+        horizon_tokens: expected tokens of the whole cluster under the next placement.
+        source: description of the requests.
     """
 
     tokens_GLE: np.ndarray
@@ -58,7 +58,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InForce:
-    """The placement in force, and the machines that it is on, with the memory that placements may fill."""
+    """The current placement and its cluster, with the memory for placements."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -70,13 +70,13 @@ class ReplacementCosts:
     """Measured costs, in seconds.
 
     Attributes:
-        latency: of computing and sending.
-        call_s: of a remote call (None: from the cluster's links).
-        move_control_s: that a copy takes beside those of its bytes.
-        move_bytes_s: rate at which experts come to each GPU where all receive at once.
-        added_byte_s: seconds that serving lately took longer for each byte of experts on the move.
-        free_s: compute phases before the new placement is needed, in which such moves cost nothing.
-        plan_s: of these, what predicting and planning are expected to take.
+        latency: costs of computing and sending.
+        call_s: seconds of a remote call (None: from the cluster's links).
+        move_control_s: seconds of a copy in addition to those of its bytes.
+        move_bytes_s: rate of experts to each GPU when all receive at once.
+        added_byte_s: recently measured slowdown of serving per byte of moved experts.
+        free_s: seconds of compute phases before the new placement is needed, in which moves are free.
+        plan_s: expected seconds of these for prediction and planning.
     """
 
     latency: Latency
@@ -93,11 +93,11 @@ class Replanner:
     """The planner that proposes a placement, and the test that accepts it.
 
     Attributes:
-        planner: its name, with its options and the seed of its random choices.
-        weighs: `calls`: remote calls saved over the horizon against moves one after the other (Prism, Eq. 4).
-            `latency`: T_comp + T_comm saved on what was observed (DIRECTOR, Eq. 5) against moves to all GPUs at once,
-            into a double buffer (DIRECTOR § V-B).
-        always: accept whatever that says.
+        planner: name, with options and seed.
+        weighs: `calls`: remote calls saved over the horizon against moves in sequence (Prism, Eq. 4). `latency`: T_comp
+            + T_comm saved on the observed requests (DIRECTOR, Eq. 5) against concurrent moves to all GPUs, into a
+            double buffer (DIRECTOR § V-B).
+        always: accept every proposal.
     """
 
     planner: str
@@ -109,17 +109,17 @@ class Replanner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A decision.
+    """A re-placement decision.
 
     Attributes:
-        placed_GLE: the placement proposed.
-        migration: ordered moves to it, none where it is in force, and both sides of Prism's Eq. 4.
-        gain_s: the side of the inequality that speaks for moving, and
-        cost_s: the other (`Replanner.weighs`).
-        made: whether experts are to move.
-        reason: for people.
-        saw: whose requests.
-        predict_s, plan_s: that predicting and planning took, where the caller has measured them.
+        placed_GLE: the proposed placement.
+        migration: ordered moves to it (none if it is the current one), and both sides of Prism's Eq. 4.
+        gain_s: the gain of moving, and
+        cost_s: its cost (`Replanner.weighs`).
+        made: whether to migrate.
+        reason: explanation for users.
+        saw: description of the requests.
+        predict_s, plan_s: seconds of prediction and planning, if measured by the caller.
     """
 
     placed_GLE: np.ndarray = field(repr=False)
@@ -139,16 +139,16 @@ class Decision:
 
     @property
     def copies(self) -> int:
-        """Experts that a GPU gets anew."""
+        """Return the number of copied experts."""
         return sum(move.kind == "copy" for move in self.moves)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the moves."""
+        """Return the bytes of the moves."""
         return self.migration.bytes
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, without the placement and the moves."""
+        """Return a JSON object, without the placement and the moves."""
         names = ("saw", "predict_s", "plan_s", "gain_s", "cost_s", "copies", "bytes", "made")
         return {name: getattr(self, name) for name in names}
 
@@ -160,15 +160,15 @@ def decide(
     replanner: Replanner,
     target_GLE: np.ndarray | None = None,
 ) -> Decision:
-    """Propose a placement for what was observed, and weigh it against the one in force. Pure: no I/O and no clock.
+    """Propose a placement for the observed requests, and weigh it against the current one. Pure: no I/O and no clock.
 
     Args:
-        target_GLE: a proposal that was made already; the planner is not asked.
+        target_GLE: a given proposal, instead of the planner's.
 
     Raises:
-        UsageError: nothing was observed, or an unknown planner or option.
-        MismatchError: the time of a remote call is neither measured nor known from the links.
-        CapacityError: no placement fits, or none can be reached: neither a GPU nor a host has room on the way.
+        UsageError: nothing was observed, or the planner or an option is unknown.
+        MismatchError: the time of a remote call is neither measured nor given by the links.
+        CapacityError: no placement fits, or moves have no room on a GPU or host.
     """
     spec, cluster, old_GLE = in_force.spec, in_force.cluster, in_force.placed_GLE
     batched = replanner.weighs == "latency"
@@ -221,18 +221,17 @@ def _eq4(
     horizon_tokens: float,
     costs: ReplacementCosts,
 ) -> MigrationPlan:
-    """Both sides of Prism's Eq. 4, and whether it holds.
+    """Return both sides of Prism's Eq. 4, and whether it holds.
 
     Args:
-        judged: requests, and the new placement as it is made without them.
+        judged: requests, and the new placement made without them.
 
     Source: Prism § III-C3, Eqs. 3 and 4. Repairs:
         - Eq. 3 charges additions only; as printed, dropping an expert would cost as much as loading it.
-        - Eq. 4 compares a number of calls with seconds. Here both sides are seconds: the calls saved over the horizon,
-          each as long as a remote call takes, against Eq. 3 or, if they take longer, against all moves one after the
-          other, with what each was measured to take beside its bytes: Eq. 3 loads every expert at the GPU's own
-          rate, also one that comes over a slow link.
-        - Calls are counted on requests that the placement was not made from, where there are any.
+        - Eq. 4 compares a number of calls with seconds. Here both sides are seconds: the calls saved over the horizon
+          times the seconds of a remote call, against the larger of Eq. 3 and all moves in sequence with their measured
+          overhead. Eq. 3 alone loads every expert at the GPU's own rate, even over a slow link.
+        - Calls are counted on held-out requests, where there are any.
     """
     spec, cluster, old_GLE = in_force.spec, in_force.cluster, in_force.placed_GLE
     calls = horizon_tokens * sum(spec.top_k_L) / sum(float(judge_GLE.sum()) for judge_GLE, _ in judged)
@@ -242,7 +241,7 @@ def _eq4(
     if call_s is None:
         if spec.hidden_size <= 0:
             raise MismatchError(
-                f"the hidden size of {spec.name} is not known, so the cost of a remote call is unknown; measure "
+                f"the hidden size of {spec.name} is unknown, and so is the cost of a remote call; measure "
                 f"one and give --call-ms"
             )
         call_s = remote_call_s(cluster, _VALUE_BYTES * spec.hidden_size)
@@ -269,8 +268,10 @@ def _eq4(
 def _batch_sides(
     observed: Observed, in_force: InForce, new_GLE: np.ndarray, costs: ReplacementCosts
 ) -> tuple[float, float]:
-    """Gain of DIRECTOR's Eq. 5 on the observed requests, and cost of moving: seconds beyond the compute phases left,
-    or as long as moving lately took."""
+    """Return DIRECTOR's Eq. 5 gain on the observed requests, and the cost of moving.
+
+    The cost is the seconds beyond the remaining compute phases, or the recently measured slowdown.
+    """
     spent_s = [
         layers_s(costs.latency, in_force.cluster, observed.tokens_GLE, placed_GLE)
         for placed_GLE in (in_force.placed_GLE, new_GLE)
@@ -281,7 +282,7 @@ def _batch_sides(
 
 
 def _added_bytes(in_force: InForce, new_GLE: np.ndarray) -> np.ndarray:
-    """Bytes of experts that each GPU gets anew."""
+    """Return the bytes of experts that each GPU receives."""
     copies_GL = (new_GLE & ~in_force.placed_GLE).sum(axis=2)
     return copies_GL @ np.array(in_force.spec.expert_bytes_L)
 
@@ -295,11 +296,11 @@ def plan_migration(
     call_s: float | None = None,
     window_s: float | None = None,
 ) -> MigrationPlan:
-    """Plan the way from one saved plan to another of the same model and cluster, and say whether it pays.
+    """Plan the migration between two saved plans of one model and cluster, and whether it pays.
 
     Args:
-        demand: the calls of both placements are counted on it.
-        window_s: length of the compute phases that the moves are fitted into (DIRECTOR § V-B).
+        demand: requests on which the calls of both placements are counted.
+        window_s: length of the compute phases for the moves (DIRECTOR § V-B).
 
     Raises:
         MismatchError: the plans are of different models or clusters; else as `decide`.

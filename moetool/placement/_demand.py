@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Workload = Trace | ExpertCounts
 
 Batch = tuple["Demand", tuple[tuple[str, np.ndarray], ...]]
-"""The demand of a batch, and of each GPU the request's task and its tokens' routes [T, S]."""
+"""The demand of a batch, and for each GPU the request's task and its tokens' routes [T, S]."""
 STARTS = ("round_robin", "random", "first")
 _IDLE_TOKENS = 1e-3
 
@@ -26,11 +26,11 @@ class Demand:
     """The workload matrices W of DIRECTOR, and the activation frequencies f of Prism.
 
     Attributes:
-        cluster: where its tokens start.
+        cluster: cluster of the GPUs where tokens start.
         tokens_GLE: tokens that start on GPU g and use expert e of layer l (float64); 0 beyond a layer's experts.
 
     Raises:
-        UsageError: the numbers are not finite, below zero, or all zero.
+        UsageError: a number is not finite or below zero, or all are zero.
     """
 
     spec: ModelSpec
@@ -46,23 +46,23 @@ class Demand:
         if not np.isfinite(self.tokens_GLE).all() or (self.tokens_GLE < 0).any():
             raise UsageError("the loads hold numbers that are not finite or below 0, expected counts of tokens")
         if not self.tokens_GLE.any():
-            raise UsageError("the loads are all zero, so nothing tells experts apart; give a trace with tokens")
+            raise UsageError("the loads are all zero, expected tokens; give a trace with tokens")
 
     @property
     def tokens_LE(self) -> np.ndarray:
-        """Tokens of the whole cluster."""
+        """Return the tokens of the whole cluster."""
         return self.tokens_GLE.sum(axis=0)
 
     @property
     def tokens_NLE(self) -> np.ndarray:
-        """Tokens of each server."""
+        """Return the tokens of each server."""
         return per_server(self.cluster, self.tokens_GLE)
 
     @property
     def frequency_NLE(self) -> np.ndarray:
-        """f of Prism's Eq. 2: the tokens of each server; a layer that a server never used counts as used evenly.
+        """Return f of Prism's Eq. 2: the tokens of each server; a layer that a server never used counts as uniform.
 
-        An even layer weighs as a thousandth of a token: enough to break ties, too little to outweigh a call.
+        A uniform layer weighs a thousandth of a token: enough to break ties, too little to outweigh a call.
         """
         frequency_NLE = self.tokens_NLE
         for layer, (num_experts, top_k) in enumerate(zip(self.spec.num_experts_L, self.spec.top_k_L, strict=True)):
@@ -72,14 +72,14 @@ class Demand:
 
 
 def per_server(cluster: Cluster, values_GX: np.ndarray) -> np.ndarray:
-    """Sums over the GPUs of each server, along the first axis."""
+    """Return sums over the GPUs of each server, along the first axis."""
     summed_NX = np.zeros((len(cluster.servers), *values_GX.shape[1:]), np.float64)
     np.add.at(summed_NX, np.array(cluster.server_G), values_GX)
     return summed_NX
 
 
 def spread(spec: ModelSpec, cluster: Cluster, tokens_NLE: np.ndarray) -> Demand:
-    """The loads of servers as loads of GPUs: split evenly, as many requests started round robin would come to."""
+    """Return the loads of servers as loads of GPUs, split evenly, as with many requests round robin."""
     server_G = np.array(cluster.server_G)
     share_G = 1.0 / np.bincount(server_G)[server_G]
     if tokens_NLE.shape[:1] != (len(cluster.servers),):
@@ -88,9 +88,9 @@ def spread(spec: ModelSpec, cluster: Cluster, tokens_NLE: np.ndarray) -> Demand:
 
 
 def loads(workload: "Workload", only: Container[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """(request, tokens_LE): the tokens of a request that used each expert; a request may come in several pieces.
+    """Yield (request, tokens_LE): tokens of a request per expert; a request may come in several pieces.
 
-    Of counts, which know no requests, the passes.
+    For counts, passes take the place of requests.
 
     Args:
         only: the requests to count.
@@ -105,7 +105,7 @@ def loads(workload: "Workload", only: Container[int]) -> Iterator[tuple[int, np.
 
 
 def numbers(workload: "Workload") -> list[int]:
-    """The requests of a trace, or the passes of counts, in their order."""
+    """Return the requests of a trace, or the passes of counts, in their order."""
     if isinstance(workload, ExpertCounts):
         return list(workload.requests)
     requests: list[int] = workload.requests["request"].to_pylist()
@@ -125,12 +125,12 @@ def read_demand(
     A request's tokens all start on one GPU of its server.
 
     Args:
-        traces: by the name of the server; instead of a trace it may have counts.
-        uses: whether to count a request, from the server's name and the request's place in its trace.
-        starts: on which GPU: `round_robin`, in the order of the requests; `random`, by `seed`; or `first`.
+        traces: trace or counts by server name.
+        uses: whether to count a request, by server name and the request's index in its trace.
+        starts: GPU of a request: `round_robin`, in the order of the requests; `random`, by `seed`; or `first`.
 
     Raises:
-        UsageError: no trace, an unknown server, no token, or an unknown way to start.
+        UsageError: no trace, an unknown server, no token, or an unknown `starts`.
         MismatchError: the traces are of different models.
     """
     if starts not in STARTS:
@@ -153,10 +153,10 @@ def read_demand(
 
 
 def one_model(traces: Mapping[str, "Workload"], cluster: Cluster) -> ModelSpec:
-    """The model that all traces are of.
+    """Return the common model of all traces.
 
     Raises:
-        UsageError: no trace, or one of a server that the cluster lacks.
+        UsageError: there is no trace, or the cluster lacks a trace's server.
         MismatchError: they are of different models.
     """
     names = [server.name for server in cluster.servers]
@@ -175,7 +175,7 @@ def one_model(traces: Mapping[str, "Workload"], cluster: Cluster) -> ModelSpec:
 
 
 def count_experts(spec: ModelSpec, experts_TS: np.ndarray) -> np.ndarray:
-    """Tokens [L, E] that use each expert, from rows of a trace."""
+    """Return the tokens [L, E] that use each expert, from rows of a trace."""
     tokens_LE = np.zeros((spec.num_layers, spec.num_experts))
     start = 0
     for layer, top_k in enumerate(spec.top_k_L):
@@ -186,7 +186,7 @@ def count_experts(spec: ModelSpec, experts_TS: np.ndarray) -> np.ndarray:
 
 
 def planned_share(split: float) -> Callable[[str, int], bool]:
-    """Which requests to plan on: evenly spaced, `split` of them; 0.5 takes every other.
+    """Choose the requests to plan on: a share `split`, evenly spaced; 0.5 takes every other.
 
     Raises:
         UsageError: the share is not above 0 and at most 1.
@@ -197,7 +197,7 @@ def planned_share(split: float) -> Callable[[str, int], bool]:
 
 
 def held_out(uses: Callable[[str, int], bool]) -> Callable[[str, int], bool]:
-    """The requests that `uses` does not take."""
+    """Return the complement of `uses`."""
     return lambda server, place: not uses(server, place)
 
 
@@ -209,16 +209,16 @@ def read_batches(
     uses: Callable[[str, int], bool],
     allowed: "Callable[[Trace], Container[int]] | None" = None,
 ) -> Iterator[Batch]:
-    """Batches that mix the requests of traces: in each, every GPU of the cluster gets one piece of a request.
+    """Read batches that mix the requests of traces: in each, every GPU of the cluster gets one piece of a request.
 
-    A request of more than `tokens` tokens is cut into several pieces of so many, which go their own ways; what is left
-    at its end is not used. A shorter one is one piece. Pieces that fill no whole batch are not used.
+    A request of more than `tokens` tokens is cut into independent pieces of this length, without the remainder. A
+    shorter one is one piece. Pieces that fill no whole batch are dropped.
 
     Args:
-        allowed: of a trace, the requests that may be used at all (None: every one).
+        allowed: requests of a trace that may be used (None: all).
 
     Raises:
-        UsageError: not one batch comes together.
+        UsageError: there is no whole batch.
     """
     parts: list[tuple[str, np.ndarray]] = []
     spec = None

@@ -1,4 +1,4 @@
-"""Production engines' constraint on a placement, as part of the problem: as many slots of each layer on every GPU."""
+"""Production engines' constraint on a placement: equal slots of each layer on every GPU."""
 
 from dataclasses import replace
 
@@ -12,25 +12,25 @@ ENGINES = ("sglang", "vllm", "tensorrt_llm", "vllm_ascend")
 
 
 def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str) -> tuple[Cluster, int]:
-    """The cluster with the memory that the engine can use, and the slots of each layer on every GPU.
+    """Return the cluster with the engine's usable memory, and the slots of each layer on every GPU.
 
     Raises:
         UsageError: an unknown engine.
-        MismatchError: the model's layers differ in width, which none of them can say.
+        MismatchError: the model's layers differ in width, which no engine supports.
         CapacityError: equal slots do not hold every expert of a layer.
     """
     if engine not in ENGINES:
         raise unknown_name("--for", engine, ENGINES)
     if len(set(spec.num_experts_L)) > 1:
         raise MismatchError(
-            f"{engine} takes one number of experts for all layers, but the layers of {spec.name} differ"
+            f"{engine} needs one number of experts for all layers, but the layers of {spec.name} differ"
         )
     slots_G = cluster.slots_G(spec.slot_bytes)
     slots = min(min(slots_G) // spec.num_layers, spec.num_experts)
     if slots * len(slots_G) < spec.num_experts:
         least = -(-spec.num_experts // len(slots_G)) * spec.num_layers
         raise CapacityError(
-            f"{engine} has as many slots of each layer on every GPU, and the smallest GPU holds {min(slots_G):,} "
+            f"{engine} has equal slots of each layer on every GPU, and the smallest GPU holds {min(slots_G):,} "
             f"experts, which is {slots} of each of {spec.num_layers} layers: {slots * len(slots_G)} slots for "
             f"{spec.num_experts} experts; give every GPU room for {least:,} ({least * spec.slot_bytes:,} bytes)"
         )
@@ -44,16 +44,16 @@ def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str) -> tuple[Cluster
 
 
 def filled(problem: Problem, placed_GLE: np.ndarray, slots: int, planner: str) -> np.ndarray:
-    """A placement with every slot in use: free ones get the experts with the most load per copy that the GPU lacks.
+    """Fill every slot: free ones get the experts with the most load per copy that the GPU lacks.
 
     Raises:
-        MismatchError: the planner gave a layer more slots on some GPU than there are.
+        MismatchError: the planner gave a layer more slots on a GPU than there are.
     """
     held_GL = placed_GLE.sum(axis=2)
     if (held_GL > slots).any():
         g, layer = np.argwhere(held_GL > slots)[0].tolist()
         raise MismatchError(
-            f"{planner} puts {held_GL[g, layer]} experts of MoE layer {layer} on GPU {g}, and the engine has {slots} "
+            f"{planner} puts {held_GL[g, layer]} experts of MoE layer {layer} on GPU {g}, but the engine has {slots} "
             f"slots of each layer there; plan with eplb, director or uniform, which place layer by layer"
         )
     filled_GLE, tokens_LE = placed_GLE.copy(), problem.demand.tokens_LE

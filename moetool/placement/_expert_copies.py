@@ -1,4 +1,4 @@
-"""Copies of a layer's experts in slots that are left, one at a time, T_comp + T_comm of DIRECTOR as the objective."""
+"""Greedy copies of a layer's experts into free slots, with DIRECTOR's T_comp + T_comm as the objective."""
 
 import numpy as np
 
@@ -7,17 +7,17 @@ from moetool.placement._planner import Problem
 
 _EXPERTS = 4
 _GPUS = 32
-"""Clusters of more try copies on so many GPUs, those with the least work."""
+"""Limit of tried GPUs: those with the least work."""
 
 
 class CopySearch:
-    """A layer's placement that copies improve.
+    """A layer's placement, improved by copies.
 
-    A copy changes what goes to the GPUs that have the expert, and nothing else: a trial looks at these.
+    A copy changes only the traffic to the GPUs that hold the expert, so a trial computes these.
 
     Args:
         placed_GE: changed in place.
-        room_G: the most experts on each GPU.
+        room_G: maximum experts on each GPU.
     """
 
     def __init__(self, problem: Problem, layer: int, placed_GE: np.ndarray, room_G: np.ndarray) -> None:
@@ -30,14 +30,14 @@ class CopySearch:
         self._sum()
 
     def run(self, most: int = 0) -> None:
-        """Add copies of the stragglers' experts, the most helpful first, until none helps or memory is full.
+        """Add copies of the stragglers' experts, best first, until none helps or memory is full.
 
-        Where a GPU has no room for a copy, its coldest expert makes way: to the free GPU with the least work, or for
-        good if it has another copy.
+        If a GPU has no room for a copy, its coldest expert moves to the free GPU with the least work, or is dropped if
+        it has another copy.
 
         Args:
-            most: copies, and of each the experts that are tried and the GPUs with the least work that they are tried
-                on (0: as many as help, four experts, and all GPUs or 32).
+            most: limits of copies, and per copy of tried experts and tried GPUs with the least work (0: as many as
+                help, four experts, and all GPUs or 32).
         """
         made = 0
         while self._add_best(most or _EXPERTS, most or _GPUS):
@@ -67,7 +67,7 @@ class CopySearch:
         return True
 
     def _try(self, with_GE: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """T_comp + T_comm with other copies, and the GPUs that then get other tokens, and which."""
+        """Return T_comp + T_comm with other copies, and the GPUs with changed tokens."""
         changed = np.flatnonzero((with_GE != self.placed_GE).any(axis=0))
         to_H = np.flatnonzero((with_GE[:, changed] | self.placed_GE[:, changed]).any(axis=1))
         flow_GH = self._flow_GG[:, to_H]
@@ -106,7 +106,7 @@ class CopySearch:
 def _with_copy(
     placed_GE: np.ndarray, g: int, expert: int, free_G: np.ndarray, total_E: np.ndarray, load_G: np.ndarray
 ) -> np.ndarray | None:
-    """The placement with one copy more, or None where the GPU has it, or has no room and cannot make any."""
+    """Return the placement with one more copy; None if the GPU holds the expert or cannot make room."""
     if placed_GE[g, expert]:
         return None
     with_GE = placed_GE.copy()

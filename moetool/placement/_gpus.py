@@ -1,4 +1,4 @@
-"""Experts of GPUs from the experts of servers."""
+"""Assignment of servers' experts to their GPUs."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from moetool.placement._planner import Problem
 
 
 def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:
-    """Spread each server's experts over its GPUs: within memory, each layer as evenly as memory allows.
+    """Spread each server's experts over its GPUs, each layer as evenly as memory allows.
 
-    The experts of a layer go, the most wanted first, to the GPU that has the least of the server's load of that layer
-    and the fewest of its experts for its size. A GPU's share of a layer is its share of the server's slots, rounded so
-    that no later expert is left without room.
+    The experts of a layer, most used first, go to the GPU with the least load of that layer and the fewest of its
+    experts for its size. A GPU's share of a layer is its share of the server's slots, rounded so that every later
+    expert has room.
 
     Shapes: placed_NLE bool -> placed_GLE bool.
     """

@@ -20,23 +20,23 @@ _LINEAR = Curve(x=(0.0, 1.0), y=(0.0, 1.0))
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """f_comp and f_comm of every GPU and pair of GPUs.
+    """f_comp of every GPU and f_comm of every pair of GPUs.
 
     Attributes:
-        name: where the curves are from, for people.
-        unit: `s`, or `tokens` where computing a token and sending one each count 1.
+        name: origin of the curves, for users.
+        unit: `s`, or `tokens` if computing and sending a token each count 1.
         comp: time against the tokens of a GPU of speed 1.
-        speed_G: by how much each GPU is faster than that.
+        speed_G: speed of each GPU relative to that.
         links: curves of time against bytes.
-        link_GG: which of `links` leads from GPU j to GPU k; -1 from a GPU to itself.
+        link_GG: index in `links` from GPU j to GPU k; -1 from a GPU to itself.
         token_bytes: d of Eq. 3, the bytes of a token's hidden state.
-        sides: `both` counts for each GPU the worse of what it sends and what it receives, and the combine as well as
-            the dispatch; `send` is Eq. 4 as printed.
+        sides: `both` counts for each GPU the larger of sending and receiving, for dispatch and combine; `send` is Eq. 4
+            as printed.
 
     Source: DIRECTOR § VI-A, Eqs. 1 to 4. Deviations:
-        - f(0) = 0: a GPU without tokens and a pair without bytes cost nothing, whatever a curve says at 0.
-        - `sides="both"`, the default: the printed Eq. 4 leaves out receiving and the second all-to-all. The combine
-          carries the same bytes the other way, so it doubles the term.
+        - f(0) = 0: a GPU without tokens and a pair without bytes cost nothing, whatever a curve's value at 0.
+        - `sides="both"`, the default: the printed Eq. 4 omits receiving and the second all-to-all. The combine carries
+          the same bytes back, so it doubles the term.
         - GPUs may differ in speed; then the straggler is the slowest, not the fullest.
     """
 
@@ -56,12 +56,12 @@ class Latency:
 
     @cached_property
     def comp_slope_G(self) -> np.ndarray:
-        """Time a token on each GPU, where the curves are `linear`."""
+        """Time per token on each GPU, if the curves are `linear`."""
         return (_slope(self.comp) or 0.0) / np.array(self.speed_G)
 
     @cached_property
     def link_slope_GG(self) -> np.ndarray:
-        """Time a token from GPU to GPU, where the curves are `linear`."""
+        """Time per token from GPU to GPU, if the curves are `linear`."""
         slopes = np.array([*(_slope(curve) or 0.0 for curve in self.links), 0.0])
         return slopes[self.link_GG] * self.token_bytes
 
@@ -71,15 +71,15 @@ class Latency:
         return 2.0 if self.sides == "both" else 1.0
 
     def comp_s(self, tokens_XG: np.ndarray) -> np.ndarray:
-        """Time that each GPU computes."""
+        """Return the compute time of each GPU."""
         return along(self.comp, tokens_XG) / np.array(self.speed_G)
 
     def comm_s(self, tokens_GG: np.ndarray) -> np.ndarray:
-        """Time of each way from GPU j to GPU k."""
+        """Return the time of each link from GPU j to GPU k."""
         return self.link_s(tokens_GG, self.link_GG)
 
     def link_s(self, tokens_X: np.ndarray, link_X: np.ndarray) -> np.ndarray:
-        """Time that tokens take over links, given by number."""
+        """Return the time of tokens over links, given by number."""
         taken_X = np.zeros(np.broadcast_shapes(tokens_X.shape, link_X.shape))
         for number, curve in enumerate(self.links):
             mine = link_X == number
@@ -88,7 +88,7 @@ class Latency:
         return taken_X
 
     def layer(self, flow_GG: np.ndarray) -> tuple[float, float]:
-        """(T_comp, T_comm) of a layer, from the tokens that GPU j has computed by GPU k."""
+        """Return (T_comp, T_comm) of a layer, from the tokens of GPU j that GPU k computes."""
         comm_GG = self.comm_s(flow_GG)
         straggler = comm_GG.sum(axis=1).max()
         if self.sides == "both":
@@ -97,14 +97,14 @@ class Latency:
 
 
 def _slope(curve: Curve) -> float | None:
-    """The slope of a straight line through 0."""
+    """Return the slope of a straight line through 0."""
     if len(curve.x) != 2 or curve.x[0] != 0 or curve.y[0] != 0:
         return None
     return curve.y[1] / curve.x[1]
 
 
 def along(curve: Curve, amount_X: np.ndarray) -> np.ndarray:
-    """A curve at many amounts at once; 0 at 0 and below."""
+    """Evaluate a curve at many amounts; 0 at 0 and below."""
     x, y = np.array(curve.x), np.array(curve.y)
     if len(x) == 1:
         return np.where(amount_X > 0, y[0], 0.0)
@@ -119,7 +119,7 @@ def along(curve: Curve, amount_X: np.ndarray) -> np.ndarray:
 
 
 def unit_latency(cluster: Cluster, *, sides: str = "both") -> Latency:
-    """Computing a token counts 1 on a GPU of speed 1, sending one counts 1: for want of a profile."""
+    """Return unit costs, used without a profile: 1 per computed token at speed 1, and 1 per sent token."""
     found = linear_latency(cluster, 1.0, 1.0, 1.0, "unit costs, no profile")
     return replace(found, unit="tokens", sides=_known(sides))
 
@@ -127,11 +127,11 @@ def unit_latency(cluster: Cluster, *, sides: str = "both") -> Latency:
 def linear_latency(
     cluster: Cluster, token_s: float, byte_s_GG: np.ndarray | float, token_bytes: float, name: str
 ) -> Latency:
-    """Straight lines through 0, so that the parts of a batch add up to the whole.
+    """Return straight lines through 0, so that the parts of a batch add up to the whole.
 
     Args:
-        token_s: of computing a token on a GPU of speed 1.
-        byte_s_GG: of sending a byte from GPU to GPU, or one number for all ways.
+        token_s: seconds of computing a token on a GPU of speed 1.
+        byte_s_GG: seconds of sending a byte from GPU to GPU, or one number for all pairs.
     """
     num_gpus = len(cluster.gpus)
     byte_s_GG = np.broadcast_to(np.asarray(byte_s_GG, np.float64), (num_gpus, num_gpus))
@@ -151,20 +151,20 @@ def linear_latency(
 def profiled_latency(
     cluster: Cluster, spec: ModelSpec, profile: CostProfile, *, sides: str = "both", value_bytes: int = 2
 ) -> Latency:
-    """f_comp from a profile's curve of one expert; f_comm from the cluster's links, or the profile's where it has one.
+    """Return f_comp from a profile's curve of one expert, and f_comm from the cluster's links or the profile's.
 
-    The profile's link curve stands for every way between servers whose rate and latency the cluster gives no `Link`.
+    The profile's link curve applies to pairs of servers for which the cluster has no `Link`.
 
     Args:
         value_bytes: bytes of one number of a hidden state.
 
     Raises:
-        MismatchError: the profile is of another kind of layer, or the model's hidden size is not known.
+        MismatchError: the profile is of another kind of layer, or the model's hidden size is unknown.
     """
     profile.check(spec)
     if spec.hidden_size <= 0:
         raise MismatchError(
-            f"the hidden size of {spec.name} is not known, so bytes per token are not; leave out --profile"
+            f"the hidden size of {spec.name} is unknown, and so are bytes per token; leave out --profile"
         )
     devices = {costs.device for costs in profile.compute}
     named = {frozenset(link.between) for link in cluster.links}
@@ -206,11 +206,11 @@ def _known(sides: str) -> str:
 
 
 def flows(cluster: Cluster, tokens_GE: np.ndarray, placed_GE: np.ndarray, routing: str = "nearest") -> np.ndarray:
-    """Tokens [G, G] of a layer that start on GPU j and are computed on GPU k.
+    """Return the tokens [G, G] of a layer that start on GPU j and are computed on GPU k.
 
     Args:
-        routing: `nearest`: on the own GPU if it has the expert, else evenly over the own server's, else evenly over
-            all that have it. `even`: over all that have it, wherever the token is, as EPLB counts.
+        routing: `nearest`: on the token's GPU if it holds the expert, else evenly over those of its server, else evenly
+            over all holders. `even`: evenly over all holders, as EPLB counts.
     """
     hosts_GE = placed_GE.astype(np.float64)
     anywhere_GE = hosts_GE / np.maximum(hosts_GE.sum(axis=0), 1.0)
@@ -230,12 +230,12 @@ def flows(cluster: Cluster, tokens_GE: np.ndarray, placed_GE: np.ndarray, routin
 
 
 def expert_flow(server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray, to_H: np.ndarray) -> np.ndarray:
-    """Tokens [G, H] of one expert to some GPUs, as `flows` has it where routing is to the nearest; for many trials.
+    """Return tokens [G, H] of one expert to some GPUs, as `flows` with routing `nearest`; fast for many trials.
 
     Args:
         server_G: the server of each GPU, from 0.
-        hosts_G: bool, the GPUs that have it; none, as beyond a layer's experts: nothing is sent.
-        to_H: the GPUs that are asked about.
+        hosts_G: bool, the GPUs that hold it; without any (beyond a layer's experts), no tokens.
+        to_H: the target GPUs.
     """
     hosts_H = hosts_G[to_H]
     count_G = np.bincount(server_G, weights=hosts_G)[server_G]
@@ -249,7 +249,7 @@ def expert_flow(server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray,
 
 
 def layers_s(latency: Latency, cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray) -> float:
-    """T_comp + T_comm of all layers, each one's whole demand taken at once."""
+    """Return T_comp + T_comm of all layers, each with its whole demand in one step."""
     return sum(
         sum(latency.layer(flows(cluster, tokens_GLE[:, layer], placed_GLE[:, layer])))
         for layer in range(tokens_GLE.shape[1])
@@ -257,10 +257,9 @@ def layers_s(latency: Latency, cluster: Cluster, tokens_GLE: np.ndarray, placed_
 
 
 def hull(cost: Callable[[np.ndarray], np.ndarray], knots: np.ndarray) -> list[tuple[float, float]]:
-    """Lines (slope, intercept) whose maximum is the largest convex function under a curve, with 0 at 0.
+    """Return lines (slope, intercept) whose maximum is the largest convex function under a curve, with 0 at 0.
 
-    It is a true under-estimate wherever the curve is straight between `knots`, which must begin with 0 and reach as
-    far as any amount that can occur.
+    It is a lower bound if the curve is straight between `knots`, which must start at 0 and cover every possible amount.
     """
     points = [(float(x), float(y)) for x, y in zip(knots, cost(knots), strict=True)]
     kept: list[tuple[float, float]] = []
@@ -277,12 +276,12 @@ def hull(cost: Callable[[np.ndarray], np.ndarray], knots: np.ndarray) -> list[tu
 
 
 def knots(curve: Curve, most: float, scale: float = 1.0) -> np.ndarray:
-    """Amounts from 0 to `most` between which a curve is straight, for `hull`.
+    """Return amounts from 0 to `most` between which a curve is straight, for `hull`.
 
-    Besides its own knots: just above 0, where it may jump, and where its first piece, drawn on towards 0, meets 0.
+    These are its own knots, a point just above 0, where it may jump, and the root of its first piece extended to 0.
 
     Args:
-        scale: by how much the curve's amounts are larger: bytes of a token.
+        scale: scale of the curve's amounts: bytes per token.
     """
     if most <= 0:
         return np.array([0.0, 1.0])

@@ -1,4 +1,4 @@
-"""Local search for one layer: every expert in one place, T_comp + T_comm of DIRECTOR as the objective."""
+"""Local search for one layer: one copy per expert, with DIRECTOR's T_comp + T_comm as the objective."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from moetool.placement._latency import Latency, along
 
 _POTENTIAL = 1e-7
 _SENDERS = 2
-"""Whose time to send bounds a swap from below before that of all is computed."""
+"""Number of slowest senders whose time bounds a swap from below, before the full score."""
 _CHUNK = 64
-"""Swaps whose score is computed at once, and"""
+"""Swaps scored at once, and"""
 _MOST = 2048
-"""at most in a step, of those with the lowest bound: many swaps leave the straggler as it is."""
+"""at most per step, by lowest bound: many swaps leave the straggler unchanged."""
 _REFRESH = 64
-"""Swaps after which sums are made from scratch, so that errors of rounding do not pile up."""
+"""Swaps after which sums are recomputed, so that rounding errors do not accumulate."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class Layer:
     """A layer to place.
 
     Attributes:
-        tokens_GE: W^l, the tokens on GPU j that want expert i.
-        room_G: the most experts on each GPU.
+        tokens_GE: W^l, the tokens on GPU j that use expert i.
+        room_G: maximum experts on each GPU.
     """
 
     tokens_GE: np.ndarray
@@ -37,7 +37,7 @@ class Layer:
         return int(self.tokens_GE.shape[1])
 
     def flow(self, gpu_E: np.ndarray) -> np.ndarray:
-        """Tokens [G, G] from GPU j to GPU k, those that stay on the diagonal."""
+        """Return tokens [G, G] from GPU j to GPU k; those that stay are on the diagonal."""
         flow_GG: np.ndarray = self.tokens_GE @ (gpu_E[:, None] == np.arange(len(self.room_G))).astype(np.float64)
         return flow_GG
 
@@ -47,23 +47,22 @@ class Layer:
 
 
 class Descent:
-    """A placement of a layer that swaps and moves improve one at a time.
+    """A placement of a layer, improved by one swap or move at a time.
 
-    A free slot counts as an expert that nobody wants, so a move is a swap. A step looks at every swap that touches the
-    slowest GPU (by computing, sending or receiving) and takes the best; if none helps and links are unequal, at every
-    swap there is. Of placements with the same straggler the one with the smaller sum of squares is better, so that a
-    step may lower a second straggler first. A bound from below, which needs the two GPUs of a swap and the slowest
-    senders alone, leaves few swaps to compute whole.
+    A free slot counts as an unused expert, so a move is a swap. A step tries every swap with the slowest GPU (by
+    computing, sending or receiving) and takes the best; if none helps and links are unequal, it tries all swaps. Ties
+    of the straggler are broken by the sum of squares, so that a step may lower a second straggler first. A lower bound
+    from the two GPUs of a swap and the slowest senders leaves few swaps to score fully.
 
     Args:
-        wide: whether every swap there is may be looked at.
+        wide: whether all swaps may be tried.
     """
 
     def __init__(self, layer: Layer, gpu_E: np.ndarray, *, wide: bool = True) -> None:
         self.layer, self.latency = layer, layer.latency
         num_gpus = len(layer.room_G)
         self.num_experts = layer.num_experts
-        # GPUs first: numpy takes sums and maxima over a short last axis element by element.
+        # GPUs first: NumPy reduces over a short last axis slowly.
         self.tokens_GX = np.concatenate([layer.tokens_GE, np.zeros((num_gpus, num_gpus))], axis=1)
         self.tokens_X = self.tokens_GX.sum(axis=0)
         self.gpu_X = np.concatenate([gpu_E, np.arange(num_gpus)])
@@ -71,13 +70,13 @@ class Descent:
         self.slope_GG = self.latency.link_slope_GG
         self.recv_GX = self.slope_GG.T @ self.tokens_GX
         self.both = self.latency.sides == "both"
-        # Where a GPU reaches others at unequal cost, an exchange between two others can help it.
+        # With unequal links, a swap between two other GPUs can help the slowest.
         self.uneven = wide and (not self.linear or len(np.unique(self.latency.link_GG)) > 2)
         self._swaps = 0
         self._refresh()
 
     def _refresh(self) -> None:
-        """Sums from scratch."""
+        """Recompute all sums."""
         gpu_E = self.gpu_X[: self.num_experts]
         self.flow_GG = self.layer.flow(gpu_E)
         self.free_G = self.layer.room_G - np.bincount(gpu_E, minlength=len(self.layer.room_G))
@@ -101,7 +100,7 @@ class Descent:
         return cost + _POTENTIAL * potential / np.maximum(cost, 1e-30)
 
     def run(self, steps: int = 0) -> float:
-        """Step until no swap helps, or so many times (0: any); the cost."""
+        """Step until no swap helps, or at most this often (0: no limit); return the cost."""
         taken = 0
         while self._step():
             taken += 1
@@ -137,7 +136,7 @@ class Descent:
         return True
 
     def candidates(self, gpus: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Every swap of an expert or free slot of these GPUs."""
+        """Return every swap of an expert or free slot of these GPUs."""
         usable_X = np.concatenate([np.ones(self.num_experts, bool), self.free_G > 0])
         here, there = [], []
         for g in gpus:
@@ -147,7 +146,7 @@ class Descent:
         return np.concatenate(here), np.concatenate(there)
 
     def bounds(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """A lower bound on the score after each swap: by the work of its two GPUs, and by the slowest senders."""
+        """Return a lower bound of the score after each swap, by the work of its two GPUs and the slowest senders."""
         if not self.linear:
             return np.zeros(len(here))
         g, h = self.gpu_X[here], self.gpu_X[there]
@@ -165,14 +164,14 @@ class Descent:
         return bound
 
     def _received(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """Time [2, C] that the two GPUs of each swap receive after it, where the curves are linear."""
+        """Return the receive time [2, C] of the two GPUs of each swap after it, for linear curves."""
         g, h = self.gpu_X[here], self.gpu_X[there]
         gained_g = self.recv_GX[g, there] - self.recv_GX[g, here]
         gained_h = self.recv_GX[h, here] - self.recv_GX[h, there]
         return np.stack([self.recv_G[g] + gained_g, self.recv_G[h] + gained_h])
 
     def scores(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """The score after each swap."""
+        """Return the score after each swap."""
         g, h = self.gpu_X[here], self.gpu_X[there]
         more_GC = self.tokens_GX[:, there] - self.tokens_GX[:, here]
         more = self.tokens_X[there] - self.tokens_X[here]
@@ -199,7 +198,7 @@ class Descent:
         return np.asarray(self._score(comp, comm, potential))
 
     def swap(self, here: int, there: int) -> None:
-        """Exchange the places of two experts, or of an expert and a free slot."""
+        """Swap two experts, or an expert and a free slot."""
         g, h = int(self.gpu_X[here]), int(self.gpu_X[there])
         for item, gpu in ((here, h), (there, g)):
             if item < self.num_experts:
@@ -217,7 +216,7 @@ class Descent:
         self._sum()
 
     def kick(self, rng: np.random.Generator, swaps: int) -> None:
-        """Random swaps and moves, to leave a local optimum."""
+        """Make random swaps and moves to leave a local optimum."""
         for _ in range(swaps):
             others = np.concatenate([np.arange(self.num_experts), self.num_experts + np.flatnonzero(self.free_G > 0)])
             here, there = int(rng.integers(self.num_experts)), int(rng.choice(others))
@@ -225,12 +224,12 @@ class Descent:
                 self.swap(here, there)
 
     def place(self) -> np.ndarray:
-        """The GPU of each expert."""
+        """Return the GPU of each expert."""
         return self.gpu_X[: self.num_experts].copy()
 
 
 def _others(value_G: np.ndarray, g: np.ndarray, h: np.ndarray) -> np.ndarray:
-    """The largest value but for those at g and h."""
+    """Return the largest value except those at g and h."""
     order = np.argsort(-value_G, kind="stable")[:3].tolist()
     largest = np.zeros(len(g))
     for gpu in reversed(order):
@@ -241,7 +240,7 @@ def _others(value_G: np.ndarray, g: np.ndarray, h: np.ndarray) -> np.ndarray:
 def improve(
     layer: Layer, starts: list[np.ndarray], rng: np.random.Generator, kicks: int, *, wide: bool = True
 ) -> tuple[float, np.ndarray]:
-    """Descend from every start, then kick the best and descend again so many times; the best found.
+    """Descend from every start, then kick the best and descend again repeatedly; return the best found.
 
     Shapes: gpu_E int.
     """

@@ -1,4 +1,4 @@
-"""Migration between placements, in an order that never breaks serving."""
+"""Order of migrations between placements that keeps every expert available."""
 
 from collections.abc import Sequence
 from math import ceil, inf
@@ -11,9 +11,9 @@ from moetool.types import Cluster, ModelSpec
 
 
 def windows(seconds: Sequence[float], window_s: float) -> int:
-    """Compute phases that moves take, in order: none runs on into an all-to-all.
+    """Return the number of compute phases for ordered moves, none of which overlaps an all-to-all.
 
-    A move that is longer than a phase is cut into pieces of one phase each, and begins with a fresh one.
+    A move longer than a phase is cut into pieces of one phase each, and begins with a new phase.
     """
     used, left = 0, 0.0
     for need in seconds:
@@ -31,19 +31,18 @@ def windows(seconds: Sequence[float], window_s: float) -> int:
 def order_moves(
     spec: ModelSpec, cluster: Cluster, old_GLE: np.ndarray, new_GLE: np.ndarray, *, buffered: bool = False
 ) -> list[Move]:
-    """Moves after each of which every expert has a place and every GPU fits.
+    """Order moves so that after each one every expert has a place and every GPU fits.
 
-    GPUs take turns: copy what fits, first what another wants to be rid of; else drop what has another copy and is not
-    wanted. Where none can go on, an expert steps aside: to a GPU that has room and waits for nothing, or else to the
-    memory of its host, which computes it there until it has arrived. Where hosts have no room either, a GPU gives up a
-    copy that it wants and another GPU has, and gets it back later. Where even that is not enough, copies that nobody
-    wants go before all else.
+    GPUs take turns: copy experts that fit, first those that another GPU drops; else drop unneeded experts that have
+    another copy. If no GPU can proceed, an expert is staged: on a GPU with room that waits for nothing, or else in host
+    memory, where the host computes it until it arrives. If hosts have no room either, a GPU drops a needed copy that
+    another GPU holds, and gets it back later. If even that fails, unneeded copies are dropped first.
 
     Args:
-        buffered: GPUs have room for what comes beside what they hold: all copies come first.
+        buffered: GPUs have room for new experts next to the old ones: all copies come first.
 
     Raises:
-        CapacityError: no room to step aside.
+        CapacityError: there is no room to stage an expert.
     """
     try:
         return _Mover(spec, cluster, old_GLE, new_GLE, buffered).run()
@@ -62,7 +61,7 @@ class _Mover:
     ) -> None:
         self.spec, self.cluster = spec, cluster
         self.server_G, self.gpus = cluster.server_G, cluster.gpus
-        self.links: dict[tuple[int, int], tuple[float, float]] = {}  # to each GPU, from a server's memory
+        self.links: dict[tuple[int, int], tuple[float, float]] = {}  # from a server's memory to each GPU
         num_gpus = len(self.server_G)
         self.held: dict[Place, set[int]] = {}
         for g, layer, expert in np.argwhere(old_GLE).tolist():
@@ -71,7 +70,7 @@ class _Mover:
         self.drops = [[(p[0], p[1]) for p in np.argwhere(old_GLE[g] & ~new_GLE[g]).tolist()] for g in range(num_gpus)]
         unwanted_LE = (old_GLE & ~new_GLE).any(axis=0)
         for places in self.adds:
-            if not buffered:  # else in the order of layers, which a forward needs them in
+            if not buffered:  # otherwise in the order of layers, as a forward needs them
                 places.sort(key=lambda place: not unwanted_LE[place])
         sizes_L = np.array(spec.expert_bytes_L)
         used_G = old_GLE.sum(axis=2) @ sizes_L
@@ -79,8 +78,8 @@ class _Mover:
             inf if buffered else gpu.expert_bytes - int(used) for gpu, used in zip(self.gpus, used_G, strict=True)
         ]
         self.host_free = [server.host_memory_bytes for server in cluster.servers]
-        self.staged: dict[Place, int] = {}  # and the server whose memory holds it
-        self.given_up: set[tuple[int, Place]] = set()  # each copy at most once, so that there is an end
+        self.staged: dict[Place, int] = {}  # staged experts, and the server whose memory holds each
+        self.given_up: set[tuple[int, Place]] = set()  # each copy at most once, to guarantee termination
         self.moves: list[Move] = []
 
     def run(self) -> list[Move]:
@@ -93,7 +92,7 @@ class _Mover:
         return self.moves
 
     def _advance(self, g: int) -> int:
-        """Copies and drops on one GPU until it can do neither; how many."""
+        """Copy and drop on one GPU until neither is possible; return the number of moves."""
         done = 0
         while self.adds[g]:
             fits = next((place for place in self.adds[g] if self._size(place) <= self.free[g]), None)
@@ -117,12 +116,12 @@ class _Mover:
         size = min(self._size(place) for _, place in waiting)
         hosts = sorted({self.cluster.servers[self.server_G[g]].name for g, _ in waiting})
         raise CapacityError(
-            f"no GPU has room for an expert on its way, nor has the host of server {' or '.join(hosts)} {size:,} "
+            f"no GPU has room to stage an expert, nor has the host of server {' or '.join(hosts)} {size:,} "
             f"bytes; leave a slot free or raise host_memory_bytes"
         )
 
     def _put_aside(self, g: int, place: Place) -> bool:
-        """Take an expert from a GPU for a while; false if there is nowhere to put it."""
+        """Stage an expert of a GPU; return whether there was room."""
         size = self._size(place)
         for h, room in enumerate(self.free):
             if h != g and room >= size and not self.adds[h]:
@@ -141,7 +140,7 @@ class _Mover:
         return True
 
     def _give_up(self, g: int) -> bool:
-        """Drop a copy that is to be here in the end, while another GPU has one; false if there is none."""
+        """Temporarily drop a needed copy that another GPU holds; return whether there was one."""
         for place, holders in self.held.items():
             if g in holders and len(holders) > 1 and (g, place) not in self.given_up:
                 self.given_up.add((g, place))
@@ -168,7 +167,7 @@ class _Mover:
             self._note("unstage", place, g, -1, 0, 0.0)
 
     def _link(self, server: int, g: int) -> tuple[float, float]:
-        """Bytes a second from a server's memory to a GPU's host, and latency."""
+        """Return bytes per second from a server's memory to a GPU's host, and the latency."""
         if (server, g) not in self.links:
             own = server == self.server_G[g]
             bytes_s, latency_s = self.cluster.link(server, self.server_G[g])

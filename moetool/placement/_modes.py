@@ -1,4 +1,4 @@
-"""Offline, reactive and proactive placement on a stream of batches: one planner that sees different requests."""
+"""Offline, reactive and proactive placement on a stream of batches: one planner with different observations."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +31,11 @@ class PlacementModeScore(JsonRecord):
 
     Attributes:
         mode: `vanilla` (uniform), `offline` (from other requests, once), `reactive` (from the last batch), `proactive`
-            (from the coming batch as it will be), `predicted` (from the coming batch as it is predicted to be).
+            (from the true coming batch), `predicted` (from the predicted coming batch).
         latency: mean T_comp + T_comm of a layer, over the batches and layers.
         share_of_truth: the mode's gain over vanilla, as a share of that of `proactive`.
-        moved: experts that a GPU gets anew between two batches, mean.
-        batches: how many.
+        moved: mean number of experts copied between two batches.
+        batches: number of batches.
     """
 
     mode: str
@@ -50,8 +50,8 @@ class BatchStream:
     """The batches of a stream.
 
     Attributes:
-        tokens: of each request; each GPU gets one request a batch.
-        batches: at most so many.
+        tokens: tokens of each request; each GPU gets one request per batch.
+        batches: maximum number of batches.
     """
 
     tokens: int = 64
@@ -68,19 +68,19 @@ def run_stream(
     predictor: "Predictor | None" = None,
     setting: "Setting | None" = None,
 ) -> list[PlacementModeScore]:
-    """Serve batches of held-out requests, every other one of each trace; the rest is the history.
+    """Serve batches of held-out requests (every other one of each trace); the rest is the history.
 
     Source: DIRECTOR § III and § VIII-B for the modes. The paper's reactive baseline sees the current and recent
-    batches; here it sees the last one, as § III compares it. Migration is taken to fit between batches; `moved` says
-    how much it is.
+    batches; here it sees the last one, as in § III. Migration is assumed to fit between batches; `moved` reports its
+    size.
 
     Args:
-        name: of the planner, with its options.
-        predictor: for the mode `predicted` (`calibrated`); of the held-out requests then only those count that it was
-            not trained on, by its card. Without one the mode predicts by `moetool.placement._recall.Recall`.
+        name: planner, with its options.
+        predictor: predictor of the mode `predicted` (`calibrated`), on held-out requests that it was not trained on (by
+            its card). Without one the mode uses `moetool.placement._recall.Recall`.
 
     Raises:
-        UsageError: too few requests for two batches, or for a history; the predictor has seen all of a trace.
+        UsageError: too few requests for two batches or a history, or the predictor was trained on a whole trace.
         MismatchError: the predictor is of another model.
     """
     from moetool.placement._comparing import Setting
@@ -122,7 +122,7 @@ def modes(
     predict: Predict | None = None,
     seed: int = 0,
 ) -> list[PlacementModeScore]:
-    """Each mode on the same batches."""
+    """Score each mode on the same batches."""
     past = replace(history[0], tokens_GLE=np.sum([demand.tokens_GLE for demand in history], axis=0))
     problem = Problem(demand=past, latency=latency, seed=seed)
     begins = {"vanilla": planner.place("uniform", problem), "offline": planner.place(name, problem, dict(options))}
@@ -166,14 +166,14 @@ def follow(
     predict: Predict | None = None,
     known: dict[int, np.ndarray] | None = None,
 ) -> Iterator[tuple[np.ndarray, Decision | None]]:
-    """Serve batches in a mode; gives for each the placement that it is served under, and the decision before it.
+    """Serve batches in a mode; yield for each its placement, and the decision before it.
 
-    A prediction by recall remembers the batches that came before.
+    Prediction by recall remembers earlier batches.
 
     Args:
-        sees: of `SEES`.
-        placed_GLE: the placement to begin with.
-        known: placements by the identity of the demand that they are for, so that modes which see the same share them.
+        sees: value of `SEES`.
+        placed_GLE: initial placement.
+        known: placements by identity of their demand, shared by modes with equal observations.
     """
     spec, cluster = coming[0][0].spec, coming[0][0].cluster
     known = {} if known is None else known
@@ -188,7 +188,7 @@ def follow(
             tokens = float(seen.tokens_GLE.sum()) / sum(spec.top_k_L)
             observed = Observed(tokens_GLE=seen.tokens_GLE, horizon_tokens=tokens, source=sees)
             decision = decide(observed, in_force, costs, replanner, known.get(id(seen)))
-            if sees != "prediction":  # which nobody keeps, so that its identity may come again
+            if sees != "prediction":  # not kept alive, so its identity may be reused
                 known[id(seen)] = decision.placed_GLE
             placed_GLE = decision.placed_GLE if decision.made else placed_GLE
         yield placed_GLE, decision
@@ -198,14 +198,14 @@ def follow(
 
 
 def calibrated(predictor: "Predictor", history: Sequence[Batch]) -> Predict:
-    """Predict a coming batch from what its first MoE layer chose, by a predictor that goes on from its own guesses.
+    """Predict a coming batch from its first MoE layer's experts, by a predictor that continues from its own output.
 
-    The first layer's experts follow from the prompt nearly alone, so they are taken as known. Each later layer is
-    predicted (`rollout`), and each token's expected experts are a mixture of the
-    predictor's scores and the mean of the history; the weights of the two are fitted on the history, layer by layer.
-    This covers the tokens of prompts; of tokens still to be decoded nothing is known beforehand.
+    The first layer's experts depend almost only on the prompt, so they count as known. Each later layer is predicted
+    (`rollout`). A token's expected experts are a mixture of the predictor's scores and the mean of the history, with
+    weights fitted on the history, layer by layer. This covers prompt tokens only: decoded tokens are unknown in
+    advance.
 
-    Source: DIRECTOR § V-A a, whose cascade goes on from its own predictions.
+    Source: DIRECTOR § V-A a, whose cascade continues from its own predictions.
     """
     spec = history[0][0].spec
     mean_LE = np.mean([demand.tokens_GLE.mean(axis=0) for demand, _ in history], axis=0)
@@ -232,10 +232,9 @@ def calibrated(predictor: "Predictor", history: Sequence[Batch]) -> Predict:
 
 
 def rollout(predictor: "Predictor", batch: Batch) -> np.ndarray:
-    """Experts [G, L, E] that a predictor expects of a batch, of which it is told the first MoE layer.
+    """Return the experts [G, L, E] that a predictor expects of a batch with a known first MoE layer.
 
-    A layer that the predictor can score from the first is scored from that, one that is too far away from the layers
-    before it as predicted.
+    A layer within reach of the first is scored from it; a farther one from predicted layers.
 
     Raises:
         MismatchError: the predictor needs more than experts.
@@ -247,7 +246,7 @@ def rollout(predictor: "Predictor", batch: Batch) -> np.ndarray:
     if more := sorted(set(predictor.needs) - {"experts"}):
         raise MismatchError(
             f"{predictor.name} needs {', '.join(more)}, but of a pending batch only the first layer's experts "
-            f"are known; use one that needs experts alone, e.g. affinity"
+            f"are known; use one that needs only experts, e.g. affinity"
         )
     demand, parts = batch
     spec: ModelSpec = demand.spec

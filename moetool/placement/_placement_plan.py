@@ -23,8 +23,8 @@ class TraceReference:
     """A trace that a plan was made from.
 
     Attributes:
-        server: whose requests these are.
-        requests: how many of the trace's requests were used.
+        server: server of these requests.
+        requests: number of used requests.
     """
 
     server: str
@@ -39,19 +39,19 @@ class PlacementPlan(Artefact):
 
     Attributes:
         planner: name of the planner.
-        options: every value of the planner's `Options`, also those left at their default.
-        seed: of its random choices.
-        experts_LG: for each MoE layer and GPU the experts on it, ascending. An expert may be on several GPUs.
-        starts: on which GPU of its server a request's tokens start.
-        costs: units of T_comp and T_comm, and their curves.
-        objective: name of what `value` and `lower_bound` are of.
+        options: all values of the planner's `Options`, defaults included.
+        seed: seed of the planner.
+        experts_LG: experts by MoE layer and GPU, ascending. An expert may be on several GPUs.
+        starts: choice of the GPU of its server where a request's tokens start.
+        costs: unit and curves of T_comp and T_comm.
+        objective: name of the objective of `value` and `lower_bound`.
         value: the objective on the requests that the plan was made from.
-        lower_bound: of T_comp + T_comm: no placement has less, the work shared perfectly and nothing sent. Of remote
-            calls: no placement in these slots has less (`moetool.placement._scoring.PlacementScore`). None: not known.
-        traces: its sources.
-        profile_sha256: the profile that it was made from, if one was.
-        planning_s: how long the planner took.
-        split: share of each trace's requests that it was made from (`moetool.placement._demand.planned_share`).
+        lower_bound: lower bound of the objective, None if unknown. For T_comp + T_comm: perfect balance without
+            traffic. For remote calls: the least in these slots (`moetool.placement._scoring.PlacementScore`).
+        traces: traces that it was made from.
+        profile_sha256: profile that it was made from, if any.
+        planning_s: seconds of planning.
+        split: share of each trace's requests to plan on (`moetool.placement._demand.planned_share`).
     """
 
     KIND: ClassVar[str] = "placement_plan"
@@ -74,7 +74,7 @@ class PlacementPlan(Artefact):
 
     @property
     def placed_GLE(self) -> np.ndarray:
-        """The same as an array of bool."""
+        """Return the placement as an array of bool."""
         placed_GLE = np.zeros((len(self.cluster.gpus), self.spec.num_layers, self.spec.num_experts), bool)
         for layer, gpus in enumerate(self.experts_LG):
             for g, experts in enumerate(gpus):
@@ -87,11 +87,11 @@ class PlacementPlan(Artefact):
         self.validate()
 
     def validate(self) -> None:
-        """Refuse a plan that cannot be.
+        """Refuse an invalid plan.
 
         Raises:
-            MismatchError: its model or cluster cannot be, it is of another number of layers or GPUs than it says, or
-                an expert has no place, does not exist, or is twice on a GPU.
+            MismatchError: its model or cluster is invalid, the numbers of layers or GPUs are inconsistent, or an expert
+                is unplaced, does not exist, or is twice on a GPU.
             CapacityError: a GPU holds more bytes than it has.
         """
         self.spec.validate()
@@ -139,7 +139,7 @@ class PlacementPlan(Artefact):
 
 
 def experts_of(placed_GLE: np.ndarray) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """`PlacementPlan.experts_LG` from an array of bool."""
+    """Return `PlacementPlan.experts_LG` from an array of bool."""
     num_gpus, num_layers, _ = placed_GLE.shape
     return tuple(
         tuple(tuple(np.flatnonzero(placed_GLE[g, layer]).tolist()) for g in range(num_gpus))
@@ -148,7 +148,7 @@ def experts_of(placed_GLE: np.ndarray) -> tuple[tuple[tuple[int, ...], ...], ...
 
 
 def bare_plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray, planner: str, seed: int = 0) -> PlacementPlan:
-    """A placement that is in force or thought of, without what a plan's file says of its making."""
+    """Return a plan of a current or proposed placement, without provenance."""
     return PlacementPlan(
         spec=spec,
         cluster=cluster,
@@ -173,13 +173,13 @@ class Move:
 
     Attributes:
         kind: `copy` (to `gpu`), `drop` (from `gpu`), `stage` (from `gpu` to the memory of its host, which computes it
-            meanwhile) or `unstage` (give that up).
+            meanwhile) or `unstage` (drop it there).
         layer: MoE layer, 0..L-1.
-        expert: which of its experts.
-        gpu: where it is copied to, dropped or staged.
-        source: the GPU that it is copied from; -1: host memory (staged), or nothing is copied.
-        bytes: that move.
-        seconds: over the slowest part of the way: the link, if any, or the way from host memory to the GPU.
+        expert: expert of that layer.
+        gpu: GPU that it is copied to, dropped from or staged from.
+        source: GPU that it is copied from; -1 for host memory (staged), or without a copy.
+        bytes: moved bytes.
+        seconds: time over the slowest part of the path: the link, if any, or host memory to GPU.
     """
 
     kind: str
@@ -202,16 +202,16 @@ class MigrationPlan(Artefact):
 
     Attributes:
         moves: in order; after each, every expert has a place and every GPU fits.
-        bytes: that move in all.
-        seconds: of all moves, one after the other.
+        bytes: sum of moved bytes.
+        seconds: time of all moves in sequence.
         eq3_s: T_mig of Prism's Eq. 3, additions only.
         calls_before: remote expert calls over the horizon under the old placement.
-        calls_after: under the new one.
+        calls_after: the same under the new placement.
         call_s: seconds of a remote call.
         saved_s: seconds saved over the horizon, (calls_before - calls_after) * call_s.
-        horizon_tokens: how long the new placement is expected to last, in tokens of the cluster.
+        horizon_tokens: expected life of the new placement, in tokens of the cluster.
         worth_it: Eq. 4: whether saved_s is more than both eq3_s and `seconds`.
-        windows: compute phases that the moves take when they run only in those (None: not asked for).
+        windows: compute phases that the moves take if they run only in those (None: not computed).
         window_s: length of a compute phase.
     """
 
@@ -234,7 +234,7 @@ class MigrationPlan(Artefact):
     window_s: float | None = None
 
     def validate(self) -> None:
-        """Raises: MismatchError where a move is of an expert or GPU that is not there, or the sums do not fit."""
+        """Raises: MismatchError where a move's expert or GPU does not exist, or the sums are wrong."""
         self.spec.validate()
         self.cluster.validate()
         num_gpus = len(self.cluster.gpus)

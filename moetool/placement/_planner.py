@@ -1,11 +1,11 @@
-"""Inputs of planners, and the rules that all obey: coverage, memory, determinism.
+"""Inputs of planners, and their common rules: coverage, memory, determinism.
 
-A planner is a module of `moetool.placement` (or anyone's, by its dotted name) with a frozen dataclass `Options` and
+A planner is a module of `moetool.placement` (or any other, by dotted name) with a frozen dataclass `Options` and
 
     place(problem: Problem, options: Options) -> np.ndarray     # placed_GLE, bool
 
-which says for each GPU which experts of each layer it holds. It decides over arrays alone: no I/O, no clock, and no
-chance but that of `problem.seed`.
+which gives the experts of each layer on each GPU. It decides over arrays alone: no I/O, no clock, and randomness only
+from `problem.seed`.
 """
 
 from collections.abc import Iterable
@@ -24,14 +24,14 @@ from moetool.types import Cluster, Gpu, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One placement to find.
+    """A placement problem.
 
     Attributes:
-        demand: whose tokens it is for.
+        demand: tokens to place for.
         latency: costs of computing and sending.
-        seed: of every random choice.
-        start_GLE: the placement in force, from which a planner may go on; None: there is none.
-        slots_G: experts that each GPU has room for, of the largest size that the model has.
+        seed: seed of every random choice.
+        start_GLE: current placement, from which a planner may start; None without one.
+        slots_G: experts of the model's largest size that fit on each GPU.
     """
 
     demand: Demand
@@ -54,7 +54,7 @@ class Problem:
 
     @property
     def slots_G(self) -> np.ndarray:
-        """No more than the model's experts, each once."""
+        """Return the slots of each GPU, at most the model's experts."""
         return np.minimum(self.cluster.slots_G(self.spec.slot_bytes), self.spec.total_experts)
 
     @property
@@ -76,7 +76,7 @@ def require_room(spec: ModelSpec, cluster: Cluster) -> None:
 
 
 def leaving_free(cluster: Cluster, num_bytes: int) -> Cluster:
-    """The cluster as planners may fill it where so many bytes of each GPU are to stay free."""
+    """Return the cluster with this many bytes of each GPU reserved."""
 
     def leave(gpu: Gpu) -> Gpu:
         return replace(gpu, reserved_bytes=min(gpu.memory_bytes, gpu.reserved_bytes + num_bytes))
@@ -86,14 +86,14 @@ def leaving_free(cluster: Cluster, num_bytes: int) -> Cluster:
 
 
 def find(name: str, *, option: str = "planner", others: Iterable[str] = ()) -> ModuleType:
-    """The module of a planner.
+    """Return the module of a planner.
 
     Args:
-        option: the user's option, for the message.
-        others: further values of that option.
+        option: the user's option, for messages.
+        others: additional values of that option.
 
     Raises:
-        UsageError: there is no such planner, or it is none; all that the option takes is listed.
+        UsageError: there is no such planner, or the module is not one; the error lists the option's values.
     """
     planners = plugins.names("planner")
     if "." not in name and name not in planners:
@@ -105,19 +105,19 @@ def find(name: str, *, option: str = "planner", others: Iterable[str] = ()) -> M
 
 
 def quick_options(name: str) -> dict[str, Any]:
-    """Options with which a planner places anew while serving: its module's `QUICK`, if it has one."""
+    """Return a planner's options for re-placement while serving: its module's `QUICK`, if any."""
     return dict(getattr(find(name), "QUICK", {}))
 
 
 def place(name: str, problem: Problem, options: Any = None) -> np.ndarray:
-    """Run a planner by name and check what it gives.
+    """Run a planner by name and check its result.
 
     Args:
         options: values by name, or the planner's `Options`.
 
     Raises:
-        UsageError: there is no such planner, or an option is unknown or wrong.
-        CapacityError: it cannot place so in this memory.
+        UsageError: there is no such planner, or an option is unknown or invalid.
+        CapacityError: the experts do not fit in this memory.
     """
     planner = find(name)
     if options is None or isinstance(options, dict):
@@ -136,17 +136,17 @@ def check_placed(problem: Problem, placed_GLE: np.ndarray, name: str) -> None:
 
 
 def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.ndarray:
-    """Slots [G, L] of each GPU for each layer: its memory shared by the layers' experts, every layer covered.
+    """Return slots [G, L] of each GPU for each layer, with every layer covered.
 
-    The layers' totals are first apportioned by the largest remainder, then each GPU's: floors, and its remaining slots
-    to the layers that lack most.
+    The layers' totals are apportioned first, by largest remainder, then each GPU's: floors, and its remaining slots to
+    the layers that lack most.
 
     Args:
-        c_max: no more than this many of a layer on a GPU (0: as memory allows).
-        option: the planner's name for it, for the message.
+        c_max: maximum experts of a layer on a GPU (0: as memory allows).
+        option: the planner's name for it, for messages.
 
     Raises:
-        CapacityError: under `c_max`, or because every GPU can hold an expert only once, a layer is not covered.
+        CapacityError: a layer is not covered, under `c_max` or because a GPU can hold an expert only once.
     """
     experts_L, slots_G = np.array(problem.spec.num_experts_L), problem.slots_G
     most_L = np.minimum(experts_L, c_max) if c_max else experts_L
@@ -173,7 +173,7 @@ def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.n
 
 
 def apportion(total: int, weight_X: np.ndarray) -> np.ndarray:
-    """`total` as whole numbers in proportion to the weights, by the largest remainder; ties to the lower number."""
+    """Apportion `total` by the weights with the largest remainder; ties go to the lower number."""
     sum_ = weight_X.sum()
     quota_X = total * weight_X / sum_ if sum_ > 0 else np.full(len(weight_X), total / len(weight_X))
     given_X = np.floor(quota_X + 1e-9).astype(np.int64)

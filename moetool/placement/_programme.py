@@ -7,7 +7,7 @@ import numpy as np
 from scipy.sparse import csc_matrix
 
 STRATEGIES = (1, 4)
-"""Strategies of HiGHS in turn: dual simplex, then primal."""
+"""Strategies of HiGHS in order: dual simplex, then primal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ def minimise(
     lower: np.ndarray,
     upper: np.ndarray,
 ) -> Solution | None:
-    """The optimum by the simplex, which ends in a vertex, or None if nothing is feasible.
+    """Return the optimum by the simplex, which ends in a vertex; None if infeasible.
 
-    Near the least budget that is feasible the dual simplex may give up; the primal one is asked next.
+    Near the least feasible budget the dual simplex may fail; the primal one is tried next.
 
     Raises:
-        AssertionError: HiGHS ends with neither by any of `STRATEGIES`.
+        AssertionError: HiGHS fails with every strategy of `STRATEGIES`.
     """
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)

@@ -1,4 +1,4 @@
-"""Predict a coming batch by recall: its tokens go where earlier tokens went that were alike in the first MoE layer."""
+"""Prediction of a coming batch by recall: tokens follow earlier tokens that are similar in the first MoE layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,19 +13,18 @@ _REQUEST = 1.0
 
 
 class Recall:
-    """Predicts a coming batch from what its first MoE layer chose, by the most alike tokens that were served.
+    """Predicts a coming batch from its first MoE layer's experts, by the most similar served tokens.
 
-    Two tokens are as alike as the experts that the first layer gave to them, to the tokens next to them (one and two
-    before, one after, at a half and a quarter of the weight), and to their requests on average. For each token of the
-    batch its `neighbours` vote on every later layer, with weights exp(sharpness * likeness). The first layer is taken
-    as known, as in `moetool.placement._modes.calibrated`. A linear rule forgets which experts come together; recall
-    does not.
+    The similarity of two tokens compares the first layer's experts of the tokens, of their neighbours (one and two
+    before, one after, at a half and a quarter of the weight), and of their requests on average. The `neighbours` of
+    each token vote on every later layer, with weights exp(sharpness * similarity). The first layer counts as known, as
+    in `moetool.placement._modes.calibrated`. Unlike a linear rule, recall keeps which experts occur together.
 
     Args:
-        history: that is known at first.
-        neighbours: of each token, or all of the history where it has fewer.
+        history: initially known batches.
+        neighbours: number of neighbours per token (at most the history).
 
-    Source: the search for alike paths of `moetool.learning.route_memory`, with nothing known but the first layer.
+    Source: the search for similar paths of `moetool.learning.route_memory`, with only the first layer known.
     """
 
     def __init__(self, history: Sequence[Batch], neighbours: int = 48, sharpness: float = 16.0) -> None:
@@ -39,7 +38,7 @@ class Recall:
             self.learn(batch)
 
     def learn(self, batch: Batch) -> None:
-        """Remember a batch that was served."""
+        """Add a served batch to the memory."""
         spec = self._spec
         # Each slot of a row names an expert of its layer: one number for both.
         first_S = np.repeat(np.arange(spec.num_layers), spec.top_k_L) * spec.num_experts
@@ -48,7 +47,7 @@ class Recall:
             self._keys.append(rows_TS.astype(np.int64) + first_S)
 
     def __call__(self, batch: Batch) -> Demand:
-        """The batch as it is expected."""
+        """Return the expected batch."""
         self._known, self._keys = [np.concatenate(self._known)], [np.concatenate(self._keys)]
         tokens_GLE = np.stack([self._expected(rows_TS) for _, rows_TS in batch[1]])
         tokens_GLE[:, 0] = batch[0].tokens_GLE[:, 0]
@@ -68,7 +67,7 @@ class Recall:
         return np.asarray(counted_X.reshape(spec.num_layers, spec.num_experts))
 
     def _features(self, rows_TS: np.ndarray) -> np.ndarray:
-        """Features of each token of a request, whose inner product is their similarity. Shapes: float32 [T, 5 E]."""
+        """Return features of a request's tokens, whose inner product is the similarity. Shapes: float32 [T, 5 E]."""
         own_TE, top_k = _chosen(self._spec, rows_TS), self._spec.top_k_L[0]
         apart_E = own_TE.mean(axis=0) - self._mean_E
         apart_E = apart_E / max(float(np.linalg.norm(apart_E)), 1e-6)
@@ -84,7 +83,7 @@ class Recall:
 
 
 def _chosen(spec: ModelSpec, rows_TS: np.ndarray) -> np.ndarray:
-    """The experts of the first MoE layer, as 0 and 1."""
+    """Return the experts of the first MoE layer as 0 and 1."""
     chosen_TE = np.zeros((len(rows_TS), spec.num_experts), np.float32)
     np.put_along_axis(chosen_TE, rows_TS[:, : spec.top_k_L[0]].astype(np.int64), 1.0, axis=1)
     return chosen_TE

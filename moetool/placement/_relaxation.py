@@ -1,4 +1,4 @@
-"""DIRECTOR's linear relaxation of one layer: a bound with one copy each in its room, and where rounding starts."""
+"""DIRECTOR's linear relaxation of one layer: a bound with one copy each, and the start of rounding."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Relaxed:
     """The relaxed optimum of a layer.
 
     Attributes:
-        bound: of T_comp + T_comm, with one copy of each expert and no more of them on a GPU than `room_G`.
+        bound: bound of T_comp + T_comm, with one copy of each expert and at most `room_G` on a GPU.
         x_EG: the share of each expert on each GPU.
     """
 
@@ -24,13 +24,13 @@ class Relaxed:
 
 
 def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
-    """Solve Eq. 6 for one layer; None if nothing fits `budget`.
+    """Solve Eq. 6 for one layer; None if infeasible within `budget`.
 
     Args:
         budget: find a solution within this T_comp + T_comm, as the printed programme does; without it, the least.
 
     Source: DIRECTOR § VI-C, Eqs. 6a to 6g. Deviations:
-        - Each constraint but 6b is about one layer and the objective is a sum, so each layer is minimised by itself.
+        - Each constraint except 6b concerns one layer and the objective is a sum, so each layer is minimised by itself.
         - Convex under-estimates of f_comp and f_comm, so that the value is a bound (`moetool.placement._latency.hull`).
         - Sum of x = 1 (6e has >= 1, under which a copy would double an expert's work).
         - tau_comp >= the time of the hottest expert together with the coldest of those that must be with it on its GPU:
@@ -54,7 +54,7 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
             rate = slope / latency.speed_G[k]
             rows.append((_and(x[:, k], comp), _and(-rate * total_E, 1.0), intercept / latency.speed_G[k], np.inf))
 
-    # Links: one line a way where the hull is one, else a column for the time of the way.
+    # Links: one line per pair if the hull is one line, else a column for the pair's time.
     lines = {}
     for j in range(num_gpus):
         for k in range(num_gpus):
@@ -74,7 +74,7 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
     for j in range(num_gpus):
         others = np.delete(slope_GG[j], j)
         values, counts = np.unique(others, return_counts=True)
-        base = float(values[counts.argmax()]) if len(values) else 0.0  # sum of x = 1: only the others need entries
+        base = float(values[counts.argmax()]) if len(values) else 0.0  # sum of x = 1: only other rows need entries
         index, value = [np.array([comm])], [np.ones(1)]
         for k in range(num_gpus):
             if slope_GG[j, k] != base:
@@ -120,7 +120,7 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
 
 
 def hottest(layer: Layer) -> float:
-    """The least time of the GPU that has the most wanted expert, with the coldest that others have no room for.
+    """Return the least time of the GPU with the hottest expert and the coldest that other GPUs have no room for.
 
     A GPU may have more tokens than these, and take less time for them where the curve falls.
     """
@@ -137,9 +137,9 @@ def hottest(layer: Layer) -> float:
 
 
 def most_received(layer: Layer, received_EG: np.ndarray) -> float:
-    """The least time that some GPU receives: that of the worst expert, where it is put best.
+    """Return the least receive time of some GPU: that of the worst expert in its best place.
 
-    Shapes: received_EG, the time that each expert's tokens take to each GPU.
+    Shapes: received_EG, the time of each expert's tokens to each GPU.
     """
     room_G, num_experts = layer.room_G, len(received_EG)
     sums_XG = np.concatenate([np.zeros((1, len(room_G))), np.cumsum(np.sort(received_EG, axis=0), axis=0)])
@@ -149,7 +149,7 @@ def most_received(layer: Layer, received_EG: np.ndarray) -> float:
 
 
 def _lines(layer: Layer, j: int, k: int, most: float) -> list[tuple[float, float]]:
-    """The under-estimate of f_comm from j to k, against tokens."""
+    """Return the under-estimate of f_comm from j to k, against tokens."""
     latency = layer.latency
     curve = latency.links[int(latency.link_GG[j, k])]
     link = np.array(latency.link_GG[j, k])

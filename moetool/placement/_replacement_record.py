@@ -1,4 +1,4 @@
-"""A decision and its outcome, as simulations and schedulers keep it."""
+"""A re-placement decision and its outcome, for simulations and schedulers."""
 
 from dataclasses import dataclass
 
@@ -8,32 +8,32 @@ from moetool.placement._decide import Decision
 
 @dataclass(slots=True, kw_only=True)
 class ReplacementRecord(JsonRecord):
-    """One decision whether to place experts anew; zeros where nothing could be decided or nothing changes.
+    """One re-placement decision; zeros where no decision was possible or nothing changes.
 
     Attributes:
-        at_s: when.
-        planner: that was asked.
-        local_before: share of the expert calls that the placement in force computes at home, on what was seen.
+        at_s: time of the decision.
+        planner: name of the planner.
+        local_before: local compute share of the current placement on the observed requests.
         local_after: the same under the new placement.
-        calls_before: remote calls over the horizon under the placement in force, and
-        calls_after: under a new one (`moetool.placement._decide.Observed`).
-        horizon_tokens: tokens that are expected until the next change.
-        call_s: seconds that a remote call costs.
-        measured: whether they were measured, or come from the plan's links.
+        calls_before: remote calls over the horizon under the current placement, and
+        calls_after: under the new one (`moetool.placement._decide.Observed`).
+        horizon_tokens: expected tokens until the next change.
+        call_s: seconds of a remote call.
+        measured: whether `call_s` was measured, or comes from the plan's links.
         saved_s: one side of Eq. 4: (calls_before - calls_after) * call_s.
         eq3_s: Eq. 3, additions only.
-        moves_s: all moves one after the other.
-        foreseen_s: how long the migration is expected to take, with the pauses that leave links to users.
+        moves_s: all moves in sequence.
+        foreseen_s: expected seconds of the migration, with pauses that leave links to users.
         cost_s: the other side of Eq. 4: the larger of the two.
         worth_it: saved_s > cost_s.
         made: whether experts moved.
-        copies: experts that a GPU gets anew.
-        bytes: that move.
-        plan_s: that planning took, where it is charged, and
-        waited_s: that a round of requests waited for the plan and, where it waits for them, for the moves.
-        done_s: when the last move was done.
-        skipped: moves that failed or had become needless or harmful.
-        outcome: for people.
+        copies: number of copied experts.
+        bytes: moved bytes.
+        plan_s: seconds of planning, if charged, and
+        waited_s: wait of a round of requests for the plan and, if it waits for them, the moves.
+        done_s: time of the last move's end.
+        skipped: moves that failed or became unnecessary or harmful.
+        outcome: description for users.
     """
 
     at_s: float

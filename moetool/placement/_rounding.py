@@ -1,4 +1,4 @@
-"""DIRECTOR's scale-aware iterative rounding of one layer, as far as it has room, and a matching for the rest."""
+"""DIRECTOR's scale-aware iterative rounding of one layer, finished by a matching."""
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -10,19 +10,19 @@ _STEPS = 64
 
 
 def round_layer(layer: Layer, x_EG: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """One GPU for each expert, within the room of each GPU.
+    """Round shares to one GPU for each expert, within the room of each GPU.
 
     Shapes: x_EG shares -> gpu_E int.
 
     Source: DIRECTOR § VI-C b and § VII. Repairs and deviations:
         - At a vertex of the programme the tight rows leave no direction (their null space is {0}), so the printed walk
           cannot take its first step. Assignment and capacity stay hard. The scale-preserving rows (Eq. 7) and the
-          latency rows are soft: they bind as long as a direction is left, then Eq. 7 goes first and latency next.
-        - A step goes as far as the first variable that becomes 0 or 1 or the first capacity that fills, in either
-          direction, with the chances that keep every variable's mean (Eq. 8 takes small steps and clamps): each step
-          makes progress, so a macro-iteration is one step with the scales renewed.
-        - Where the hard rows leave no direction, or after 64 steps, a maximum matching of the experts that are still
-          split with the free slots, by their shares.
+          latency rows are soft: they bind while a direction is left; then Eq. 7 is dropped first, and latency next.
+        - A step in a random direction ends at the first variable that becomes 0 or 1, or the first full capacity, with
+          probabilities that keep every variable's mean. (Eq. 8 takes small steps and clamps.) Each step makes progress,
+          so a macro-iteration is one step with new scales.
+        - If the hard rows leave no direction, or after 64 steps, a maximum matching by shares assigns the experts that
+          are still split to free slots.
     """
     x_EG = np.where(x_EG < _INTEGRAL, 0.0, np.where(x_EG > 1 - _INTEGRAL, 1.0, x_EG))
     for _ in range(_STEPS):
@@ -33,7 +33,7 @@ def round_layer(layer: Layer, x_EG: np.ndarray, rng: np.random.Generator) -> np.
 
 
 def _walk(layer: Layer, x_EG: np.ndarray, split: np.ndarray, rng: np.random.Generator) -> bool:
-    """One step of the walk in place; false where the hard rows leave no direction."""
+    """Take one step of the walk in place; return false where the hard rows leave no direction."""
     experts, gpus = split[:, 0], split[:, 1]
     x_V = x_EG[experts, gpus]
     scale_V = 2.0 ** np.ceil(np.log2(np.minimum(x_V, 1 - x_V)))
@@ -60,7 +60,7 @@ def _walk(layer: Layer, x_EG: np.ndarray, split: np.ndarray, rng: np.random.Gene
 
 
 def _room(layer: Layer, x_V: np.ndarray, direction: np.ndarray, gpus: np.ndarray, slack_G: np.ndarray) -> float:
-    """Step length along a direction to the first bound."""
+    """Return the step length along a direction to the first bound."""
     with np.errstate(divide="ignore", invalid="ignore"):
         to_bound = np.where(direction > 0, (1 - x_V) / direction, np.where(direction < 0, -x_V / direction, np.inf))
         growth_G = np.bincount(gpus, weights=direction, minlength=len(slack_G))
@@ -70,7 +70,7 @@ def _room(layer: Layer, x_V: np.ndarray, direction: np.ndarray, gpus: np.ndarray
 
 
 def _latency_rows(layer: Layer, experts: np.ndarray, gpus: np.ndarray) -> np.ndarray:
-    """Work that a unit of each variable adds to its GPU, and traffic that it saves."""
+    """Return the work that a unit of each variable adds to its GPU, and the traffic that it saves."""
     num_gpus = len(layer.room_G)
     total_E = layer.tokens_GE.sum(axis=0)
     mine = np.arange(num_gpus)[:, None] == gpus

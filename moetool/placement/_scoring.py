@@ -13,32 +13,31 @@ from moetool.types import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementScore:
-    """A placement against the demand of some requests.
+    """Scores of a placement on the demand of some requests.
 
     Attributes:
         local_N: share of each server's expert calls that one of its own GPUs computes (None: an idle server).
-        local: of all calls.
-        local_mean: mean over the servers that are not idle.
-        remote_calls: Prism's Eq. 2, in calls: those that no GPU of the own server computes.
-        remote_bound: the least that any placement in these slots has (`prism_exact`), or None if not asked for. A slot
-            has the size of the model's largest expert: with experts of several sizes, more of them may fit by bytes,
-            and this is no bound of such placements.
+        local: the same over all calls.
+        local_mean: mean over servers that are not idle.
+        remote_calls: Prism's Eq. 2, in calls: those that no GPU of the token's server computes.
+        remote_bound: the least of any placement in these slots (`prism_exact`); None if not computed. A slot has the
+            size of the model's largest expert. With experts of several sizes, more may fit by bytes, and the bound does
+            not hold.
         comp: DIRECTOR's T_comp (Eq. 2), in the unit of the costs.
         comm: T_comm (Eq. 4).
-        work_bound: no placement whatever has less comp + comm: the work shared perfectly, and nothing sent. None if
-            not asked for.
-        latency_bound: a bound of comp + comm of fewer placements, or None. For a placement with one copy each: of all
-            with one copy each that hold no more of a layer on a GPU than this one, or than `layer_slots` gives, by the
-            relaxation with the hottest expert; one with copies, or with other shares of the layers, may have less.
-            For a placement with copies: `work_bound`. Placements that are compared have one bound, of all of them.
+        work_bound: lower bound of comp + comm of any placement: perfect balance without traffic. None if not computed.
+        latency_bound: a tighter bound of comp + comm for fewer placements, or None. For a placement with one copy each,
+            it covers those with one copy each and at most as many experts of a layer per GPU as this one or
+            `layer_slots`, by the relaxation with the hottest expert. Others may have less. For a placement with copies
+            it is `work_bound`. Compared placements share one bound.
         balancedness: three definitions on the same loads of GPUs: `sglang`, the mean over layers of
             (mean + 1e-5) / (max + 1e-5); `vllm`, the sum of means over the sum of maxima; `tensorrt_llm`, the mean
             over layers of (max - mean) / mean, where 0 is best.
         even_balancedness: `sglang`'s if copies shared their expert's tokens evenly, as EPLB assumes.
-        link_bytes: bytes between each pair of servers, dispatch and combine together, as [from, to, bytes]; bytes are
-            None where the model's hidden size is not known.
-        copies: experts held, each GPU's counted, over the model's experts.
-        unit: of comp, comm and their bound.
+        link_bytes: bytes between each pair of servers, dispatch and combine together, as [from, to, bytes]; None where
+            the model's hidden size is unknown.
+        copies: expert copies on all GPUs over the model's experts.
+        unit: unit of comp, comm and their bound.
     """
 
     local_N: tuple[float | None, ...]
@@ -63,12 +62,12 @@ class PlacementScore:
 
     @property
     def latency_gap(self) -> float | None:
-        """Gap to `latency_bound`, as a share of it."""
+        """Return the gap to `latency_bound`, as a share of it."""
         return None if not self.latency_bound else self.latency / self.latency_bound - 1
 
     @property
     def remote_gap(self) -> float | None:
-        """Gap of Eq. 2 to its bound, as a share of all calls."""
+        """Return the gap of Eq. 2 to its bound, as a share of all calls."""
         if self.remote_bound is None:
             return None
         calls = self.remote_calls / max(1e-12, 1 - self.local) if self.local < 1 else None
@@ -96,10 +95,10 @@ def score(
     """Score a placement on the demand of a problem.
 
     Args:
-        bounds: whether to compute the lower bounds, which takes longer than the rest.
-        routing: which copy a token goes to (`moetool.placement._latency.flows`).
+        bounds: whether to compute the lower bounds, the slowest part.
+        routing: choice of the copy for a token (`moetool.placement._latency.flows`).
         value_bytes: bytes of one number of a hidden state, for `link_bytes`.
-        c_max: the limit that the latency bound assumes.
+        c_max: limit that the latency bound assumes.
     """
     demand, cluster, latency = problem.demand, problem.cluster, problem.latency
     flow_LGG = np.stack(
@@ -135,19 +134,19 @@ def score(
 
 
 def remote_calls(cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray) -> float:
-    """Prism's Eq. 2 in calls: (token, expert) pairs whose expert no GPU of the token's own server has."""
+    """Return Prism's Eq. 2 in calls: (token, expert) pairs whose expert no GPU of the token's server holds."""
     held_NLE = per_server(cluster, placed_GLE) > 0
     return float((per_server(cluster, tokens_GLE) * ~held_NLE).sum())
 
 
 def remote_call_s(cluster: Cluster, token_bytes: float) -> float:
-    """Seconds of a token to another server and back, without computing: the mean over pairs of servers."""
+    """Return seconds of a token to another server and back, without computing: the mean over pairs of servers."""
     ways = [cluster.round_trip_s(a, b, token_bytes) for a in range(len(cluster.servers)) for b in range(a)]
     return float(np.mean(ways)) if ways else 0.0
 
 
 def balancedness(load_LG: np.ndarray) -> dict[str, float]:
-    """The three definitions in use, of loads of GPUs."""
+    """Return the three definitions of balancedness for loads of GPUs."""
     used_LG = load_LG[load_LG.sum(axis=1) > 0]
     mean_L, max_L = used_LG.mean(axis=1), used_LG.max(axis=1)
     return {
@@ -158,9 +157,9 @@ def balancedness(load_LG: np.ndarray) -> dict[str, float]:
 
 
 def remote_bound(problem: Problem) -> float:
-    """The least remote calls of any placement in the cluster's slots, each of the size of the largest expert.
+    """Return the least remote calls of any placement in the cluster's slots of the largest expert's size.
 
-    Idle servers have no call: the thousandth of a token a layer that planners count for them is left out.
+    Idle servers have no calls: the thousandth of a token per layer that planners count for them is left out.
     """
     from moetool.placement.prism_exact import optimum
 
@@ -170,7 +169,7 @@ def remote_bound(problem: Problem) -> float:
 
 
 def work_bound(problem: Problem) -> float:
-    """Lower bound of T_comp + T_comm of any placement, with copies or without, in any memory: the work alone."""
+    """Return the lower bound of T_comp + T_comm of any placement, with or without copies, in any memory."""
     latency = problem.latency
     speed, num_gpus = sum(latency.speed_G), len(latency.speed_G)
     total = 0.0
@@ -181,14 +180,14 @@ def work_bound(problem: Problem) -> float:
 
 
 def latency_bound(problem: Problem, *placed_GLE: np.ndarray, c_max: int = 0) -> float:
-    """A bound of T_comp + T_comm of placements like all of these (`PlacementScore.latency_bound`)."""
+    """Return a bound of T_comp + T_comm for all of these placements (`PlacementScore.latency_bound`)."""
     latency, demand = problem.latency, problem.demand
     if any((one_GLE.sum(axis=0) > 1).any() for one_GLE in placed_GLE):
         return work_bound(problem)
     from moetool.placement._local_search import Layer
     from moetool.placement._relaxation import relax
 
-    # Experts may sit where this placement has them, though planners that share memory by layers would not put them.
+    # Allow the layer counts of this placement, even if `layer_slots` would not give them.
     room_GL = np.maximum.reduce([layer_slots(problem, c_max), *(one_GLE.sum(axis=2) for one_GLE in placed_GLE)])
     total = 0.0
     for i, num_experts in enumerate(problem.spec.num_experts_L):

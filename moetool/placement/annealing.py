@@ -1,4 +1,4 @@
-"""Simulated annealing over swaps: the heuristic that DIRECTOR compares itself with."""
+"""Simulated annealing over swaps: DIRECTOR's heuristic baseline."""
 
 import math
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class Options:
     """Options of the annealing.
 
     Attributes:
-        c_max: the most experts of a layer on a GPU (0: as memory allows).
+        c_max: maximum experts of a layer on a GPU (0: as memory allows).
         steps: swaps tried in each layer.
-        hot: the temperature at the start, as a share of the cost.
-        cold: that at the end.
+        hot: initial temperature, as a share of the cost.
+        cold: final temperature.
     """
 
     c_max: int = 0
@@ -29,14 +29,14 @@ class Options:
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """Anneal each layer from the uniform placement; the best placement met.
+    """Anneal each layer from the uniform placement; return the best placement found.
 
     A proposal exchanges two random experts, or moves one into a free slot. A worse one is taken with the chance
     exp(-worsening / temperature); the temperature falls geometrically.
 
     Shapes: placed_GLE bool.
 
-    Source: DIRECTOR § VIII-D names simulated annealing "for sufficient iterations", and no schedule; this is ours.
+    Source: DIRECTOR § VIII-D names simulated annealing "for sufficient iterations". The schedule is moetool's.
 
     Raises:
         UsageError: a temperature is not above 0, or steps are negative.
@@ -55,7 +55,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def anneal(layer: Layer, start: np.ndarray, options: Options, rng: np.random.Generator) -> np.ndarray:
-    """The best placement met from a start: gpu_E."""
+    """Return the best placement found from a start: gpu_E."""
     latency, tokens_GE, num_experts = layer.latency, layer.tokens_GE, layer.num_experts
     gpu_E, flow_GG = start.copy(), layer.flow(start)
     free_G = layer.room_G - np.bincount(start, minlength=len(layer.room_G))

@@ -19,14 +19,14 @@ from moetool.placement.smartmoe import balance
 
 _BISECTIONS = 20
 _WIDE = 16384
-"""Experts times GPUs, beyond which a step looks at the swaps of the slowest GPUs alone, and kicks become fewer."""
+"""Experts times GPUs beyond which a step tries only swaps of the slowest GPUs, with fewer kicks."""
 _QUICK_KICKS, _QUICK_RELAXATION = 1, 256
 _LARGE = 4096
-"""Experts times GPUs, from which on `quick` goes on from the placement in force alone, and"""
+"""Experts times GPUs from which `quick` starts only from the current placement, and"""
 _LARGE_STEPS, _LARGE_COPIES = 12, 2
-"""takes at most so many steps a layer, and makes so many copies, each of so many experts on so many GPUs."""
+"""its limits per layer: steps, copies, and per copy tried experts and GPUs."""
 QUICK = {"quick": True}
-"""Options for placing anew while serving."""
+"""Options for re-placement while serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +34,19 @@ class Options:
     """Options of DIRECTOR.
 
     Attributes:
-        c_max: the most experts of a layer on a GPU (0: as memory allows).
-        relaxation: layers of up to so many variables (experts times GPUs) start from the rounded relaxation as well
-            as from the balanced placement; larger ones, whose relaxation takes seconds a layer, from that alone. With
-            0 none does: planning takes a third of the time and is a little worse.
-        binary_search: find the relaxed optimum by the paper's bisection over the budget instead of minimising it.
-        kicks: how often each layer's best placement is disturbed and improved again; layers of more than 16,384
-            variables fewer times, in proportion, and with fewer swaps to choose from.
-        replicas: use slots that are left for copies of experts, as long as they help.
-        processes: that share the layers. The placement does not depend on it.
-        quick: for placing before a batch: at most one kick, and a relaxation of at most 256 variables. At 64 experts
-            on 8 GPUs that takes a quarter of the time. From 4,096 variables on, and where a placement is in force, the
-            search goes on from that, takes at most 12 steps and makes at most two copies a layer: some milliseconds
-            at 256 experts on 64 GPUs.
+        c_max: maximum experts of a layer on a GPU (0: as memory allows).
+        relaxation: limit of variables (experts times GPUs) up to which a layer also starts from the rounded relaxation,
+            in addition to the balanced placement. Larger relaxations take seconds per layer. 0 skips the relaxation:
+            faster and slightly worse (`tests/bench/test_placement_reach.py`).
+        binary_search: find the relaxed optimum by the paper's bisection over the budget, instead of minimising
+            directly.
+        kicks: number of perturbations of each layer's best placement; proportionally fewer, with fewer swaps, for
+            layers of more than 16,384 variables.
+        replicas: use free slots for copies of experts while they help.
+        processes: number of processes that share the layers, without effect on the placement.
+        quick: placement before a batch: at most one kick, and a relaxation of at most 256 variables. From 4,096
+            variables on, and with a current placement, the search starts from that placement, with at most 12 steps and
+            two copies per layer (`tests/bench/test_placement_reach.py`).
     """
 
     c_max: int = 0
@@ -64,16 +64,16 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     Shapes: placed_GLE bool.
 
     Source: DIRECTOR § VI, Algorithm 1. Repairs and deviations:
-        - The objective is a sum over layers and memory is a limit a layer (C_max), so each layer is a small programme
+        - The objective is a sum over layers and memory is a limit per layer (C_max), so each layer is a small programme
           that is minimised directly; `binary_search` runs the printed loop on each and ends at the same optimum.
-        - The relaxation's repairs are at `moetool.placement._relaxation.relax`, those of the rounding at
+        - The relaxation's repairs are in `moetool.placement._relaxation.relax`, those of the rounding in
           `moetool.placement._rounding.round_layer`.
-        - Local search follows, over swaps and moves, then over copies; the paper has none.
+        - Local search over swaps and moves follows, then over copies; the paper has none.
         - C_max as memory allows is a GPU's slots shared among the layers, and may differ between GPUs and layers.
         - A token whose expert has copies goes to the nearest (`moetool.placement._latency.flows`).
 
     Raises:
-        UsageError: a negative number, or no process.
+        UsageError: an option is negative, or `processes` is 0.
         CapacityError: `c_max` does not cover every expert.
     """
     if min(options.kicks, options.relaxation) < 0 or options.processes < 1:
@@ -101,8 +101,10 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def _start(problem: Problem, layer: int, tokens_GE: np.ndarray, room_G: np.ndarray) -> np.ndarray | None:
-    """The GPU of each expert in the placement in force, of several the one with the most tokens for it; None where
-    there is none, or it has no room now."""
+    """Return the GPU of each expert in the current placement (of several, that with the most tokens for it).
+
+    None without a current placement, or if it does not fit now.
+    """
     if problem.start_GLE is None:
         return None
     held_GE = problem.start_GLE[:, layer, : tokens_GE.shape[1]]
@@ -130,7 +132,7 @@ def place_layer(options: Options, seed: int, task: tuple[Layer, int, np.ndarray 
 
 
 def round_relaxation(layer: Layer, rng: np.random.Generator) -> np.ndarray:
-    """The GPU of each expert by the printed algorithm alone, int64 [E]."""
+    """Return the GPU of each expert by the printed algorithm alone, int64 [E]."""
     start = balance(layer.tokens_GE.sum(axis=0), layer.room_G, np.array(layer.latency.speed_G))
     return round_layer(layer, _relaxed(layer, True, start), rng)
 
@@ -153,7 +155,7 @@ def _relaxed(layer: Layer, binary_search: bool, start: np.ndarray) -> np.ndarray
 
 
 def run_layers(work: Callable[[Any], Any], tasks: Sequence[Any], processes: int) -> list[Any]:
-    """The results in the order of the tasks."""
+    """Return the results in the order of the tasks."""
     if processes == 1:
         return [work(task) for task in tasks]
     return list(_pool(processes).map(work, tasks, chunksize=max(1, len(tasks) // (2 * processes))))
@@ -161,5 +163,5 @@ def run_layers(work: Callable[[Any], Any], tasks: Sequence[Any], processes: int)
 
 @cache
 def _pool(processes: int) -> ProcessPoolExecutor:
-    """Workers that stay, since starting them takes longer than placing; they end with this process."""
+    """Return persistent workers, since starting them takes longer than placing; they end with this process."""
     return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver"))

@@ -1,4 +1,4 @@
-"""DIRECTOR as printed: the relaxation, its bisection and the rounding, with no search and no copies after them."""
+"""DIRECTOR as printed: relaxation, bisection and rounding, without local search and copies."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Options:
     """Options of the rounded relaxation.
 
     Attributes:
-        c_max: the most experts of a layer on a GPU (0: as memory allows).
+        c_max: maximum experts of a layer on a GPU (0: as memory allows).
     """
 
     c_max: int = 0
@@ -25,8 +25,8 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
     Shapes: placed_GLE bool.
 
-    Source: DIRECTOR § VI, Algorithm 1, with the repairs of `moetool.placement.director.place` and without the steps
-        that the paper has not: what they add is the difference to the planner `director`.
+    Source: DIRECTOR § VI, Algorithm 1, with the repairs of `moetool.placement.director.place`, but without its
+    additional steps. Their effect is the difference to the planner `director`.
 
     Raises:
         CapacityError: `c_max` does not cover every expert.

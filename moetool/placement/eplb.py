@@ -14,11 +14,10 @@ class Options:
 
     Attributes:
         num_groups: groups of experts that stay together on a server (0: the model's).
-        slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows). The published algorithm wants
-            them equal.
-        form: `published` (equal GPUs only), `heterogeneous` (as Prism re-implements it), or `auto`: the published one
-            where the cluster allows it, and where as many slots of every layer on every GPU, which is what it deals
-            in, are enough for all experts.
+        slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows). The published algorithm needs
+            equal numbers.
+        form: `published` (equal GPUs only), `heterogeneous` (Prism's re-implementation), or `auto`: the published one
+            if the cluster allows it and equal slots on every GPU hold all experts.
     """
 
     num_groups: int = 0
@@ -27,19 +26,19 @@ class Options:
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """The placement as a set: a GPU that is given one expert twice keeps one copy.
+    """Place by EPLB, as a set: a GPU that gets an expert twice keeps one copy.
 
     Shapes: placed_GLE bool.
 
     Source: github.com/deepseek-ai/EPLB, `rebalance_experts`; for unequal GPUs, Prism § IV-A's re-implementation, of
-    which no more is said than that it supports heterogeneous systems. What is ours:
-        - The published packing may put two copies of an expert on one GPU. One is dropped, and the slot goes to the
+        which the paper gives no details. Deviations: - The published packing may put two copies of an expert on one
+        GPU. One is dropped, and the slot goes to the
           expert with the most load per copy that the GPU lacks.
-        - The heterogeneous form replicates over all slots, no expert more often than there are GPUs, and packs the
-          heaviest copy first onto the GPU, of those with room and without that expert, that is done soonest.
+        - The heterogeneous form replicates over all slots, no expert more often than there are GPUs. It packs the
+          heaviest copy first, onto the GPU with room and without that expert that finishes first.
 
     Raises:
-        UsageError: an unknown form, or the published one on a cluster that it does not fit.
+        UsageError: the form is unknown, or the published one does not fit the cluster.
         CapacityError: `slots_per_gpu` is more than memory holds, or too few for every expert.
     """
     if options.form not in ("auto", "published", "heterogeneous"):
@@ -60,14 +59,14 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def _unequal(problem: Problem, options: Options) -> str:
-    """Requirements of the published algorithm that are not met; empty if all are."""
+    """Return the unmet requirement of the published algorithm; empty if there is none."""
     spec, cluster = problem.spec, problem.cluster
     if len(set(problem.slots_G.tolist())) > 1 or len({len(server.gpus) for server in cluster.servers}) > 1:
-        return "GPUs of one size, as many on each server"
+        return "GPUs of one size, with equal numbers per server"
     if len({gpu.speed for gpu in cluster.gpus}) > 1:
         return "GPUs of one speed"
     if len(set(spec.num_experts_L)) > 1:
-        return "as many experts in every layer"
+        return "equal numbers of experts in every layer"
     groups = options.num_groups or spec.num_groups
     if groups < 1 or spec.num_experts % groups:
         return f"a number of groups that divides {spec.num_experts} experts, not {groups}"
@@ -98,12 +97,12 @@ def _published(problem: Problem, options: Options, per_gpu: int) -> np.ndarray:
 def rebalance_experts(
     tokens_LE: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> np.ndarray:
-    """The expert in each physical slot [L, P]: GPU g has the slots g * P/G to (g + 1) * P/G.
+    """Return the expert in each physical slot [L, P]: GPU g has the slots g * P/G to (g + 1) * P/G.
 
-    Where the groups can be dealt evenly to the nodes: groups to nodes, then copies within each node, then copies to
-    its GPUs (hierarchical); otherwise the same as if all were one group on one node (global).
+    If groups divide evenly among nodes: groups to nodes, then copies within each node, then copies to its GPUs
+    (hierarchical). Otherwise all count as one group on one node (global).
 
-    Source: github.com/deepseek-ai/EPLB, written anew; equal to it wherever no two loads tie.
+    Source: github.com/deepseek-ai/EPLB, re-implemented; equal to it unless two loads tie.
     """
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
@@ -124,7 +123,7 @@ def rebalance_experts(
 
 
 def pack_evenly(load_X: np.ndarray, num_packs: int) -> list[list[int]]:
-    """Items into packs of equal number: the heaviest left goes to the lightest pack with room, the first of several."""
+    """Pack items into packs of equal size: the heaviest goes to the lightest pack with room, ties to the first."""
     room = len(load_X) // num_packs
     if room == 1:
         return [[item] for item in range(len(load_X))]
@@ -138,10 +137,10 @@ def pack_evenly(load_X: np.ndarray, num_packs: int) -> list[list[int]]:
 
 
 def replicate(tokens_E: np.ndarray, num_slots: int, most: int | None = None) -> np.ndarray:
-    """The expert of each copy: each once, then one more of the one with the most load per copy, until `num_slots`.
+    """Return the expert of each copy: each once, then repeatedly that with the most load per copy, up to `num_slots`.
 
     Args:
-        most: no more copies than this of any.
+        most: maximum copies of an expert.
     """
     count_E = np.ones(len(tokens_E), np.int64)
     copies = list(range(len(tokens_E)))
@@ -158,14 +157,14 @@ def replicate(tokens_E: np.ndarray, num_slots: int, most: int | None = None) -> 
 
 
 def pack_unequal(tokens_E: np.ndarray, slots_G: np.ndarray, speed_G: np.ndarray) -> np.ndarray:
-    """Copies of a layer's experts on GPUs of unequal size and speed: placed_GE bool."""
+    """Pack copies of a layer's experts on GPUs of unequal size and speed: placed_GE bool."""
     num_gpus = len(slots_G)
     copies = replicate(tokens_E, int(slots_G.sum()), num_gpus)
     count_E = np.bincount(copies, minlength=len(tokens_E))
     load_E = tokens_E / count_E
     placed_GE = np.zeros((num_gpus, len(tokens_E)), bool)
     time_G, room_G = np.zeros(num_gpus), slots_G.copy()
-    # First copies before the others: a later copy that finds no GPU is left out, an expert must not be.
+    # First copies first: a later copy without room is left out, an expert must not be.
     rank = np.array([int((copies[:i] == copies[i]).sum()) for i in range(len(copies))])
     for i in np.lexsort((copies, -load_E[copies], rank > 0)).tolist():
         expert = int(copies[i])

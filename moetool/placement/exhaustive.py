@@ -1,4 +1,4 @@
-"""Exhaustive: tries every placement. For tiny cases, and as the tests' oracle."""
+"""Exhaustive search over every placement, for tiny cases and as the tests' oracle."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ class Options:
     Attributes:
         objective: `remote` (Prism's Eq. 2, any number of copies on servers) or `latency` (DIRECTOR's T_comp + T_comm,
             one copy each).
-        c_max: for `latency`, the most experts of a layer on a GPU (0: as memory allows).
+        c_max: for `latency`, maximum experts of a layer on a GPU (0: as memory allows).
     """
 
     objective: str = "remote"
@@ -29,13 +29,13 @@ class Options:
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """The best of all placements; the first of equals.
+    """Return the best of all placements; of equal ones the first.
 
     Shapes: placed_GLE bool.
 
     Raises:
-        UsageError: an unknown objective.
-        CapacityError: there are too many to try.
+        UsageError: the objective is unknown.
+        CapacityError: there are too many placements.
     """
     if options.objective == "remote":
         return pack_servers(problem, _least_remote(problem))
@@ -50,7 +50,7 @@ def _refuse(count: float) -> None:
 
 
 def _least_remote(problem: Problem) -> np.ndarray:
-    """Every set of servers for every expert: memory is all that ties experts together, so by dynamic programming."""
+    """Try every set of servers for every expert by dynamic programming: only memory couples experts."""
     frequency_NLE = problem.demand.frequency_NLE
     server_G = np.array(problem.cluster.server_G)
     slots = tuple(int(problem.slots_G[server_G == n].sum()) for n in range(len(frequency_NLE)))

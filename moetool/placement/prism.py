@@ -1,4 +1,4 @@
-"""Prism: how many experts of each layer a server holds by the entropy of its use, then which ones by frequency."""
+"""Prism: expert counts per layer and server by entropy of use, then the experts by frequency."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ class Options:
     """Options of Prism.
 
     Attributes:
-        fill: use the slots that the printed floors, and the cap of E experts a layer, leave over. False leaves them
-            empty, as printed, unless an expert would have no place.
+        fill: use the slots left by the printed floors and the cap of E experts per layer. False leaves them empty, as
+            printed, unless an expert would be unplaced.
     """
 
     fill: bool = True
@@ -28,22 +28,22 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
     Shapes: placed_GLE bool.
 
-    Source: Prism § III-C, Algorithms 1 and 2. Repairs, without which the print loses slots or does not end:
-        - Algorithm 1, line 6 can give a layer more than its E experts: capped, the rest handed on to the server's
-          other layers by their entropy.
+    Source: Prism § III-C, Algorithms 1 and 2. Repairs, without which they lose slots or do not terminate:
+        - Algorithm 1, line 6 can give a layer more than its E experts: capped, the rest goes to the server's other
+          layers by their entropy.
         - Its floors lose slots: largest remainder instead.
-        - Its loop never ends where all slots together are fewer than L * E: `Problem` refuses that with the shortfall.
-          It borrows only from layers above E (the print may take from a layer that is itself short of E), from the
-          layer with most in all of which this server has any.
-        - A server whose counts have all zero entropy, such as an idle one, counts as uniform.
-        - Algorithm 2 skips servers without a duplicate, updates the unassigned and the copies at once, and takes an
-          expert's frequency on the server that it is given to.
+        - Its loop never ends if all slots together are fewer than L * E: `Problem` refuses that with the shortfall. It
+          borrows only from layers above E (the printed one may take from a layer below E): from this server's layer
+          with the highest total.
+        - A server with zero entropy in every layer, such as an idle one, counts as uniform.
+        - Algorithm 2 skips servers without a duplicate, updates unassigned experts and copies at once, and uses an
+          expert's frequency on its new server.
     """
     return pack_servers(problem, assign(problem, allocate(problem, options)))
 
 
 def allocate(problem: Problem, options: Options) -> np.ndarray:
-    """Algorithm 1: how many experts [N, L] of each layer each server holds."""
+    """Run Algorithm 1: the number of experts [N, L] of each layer on each server."""
     experts_L = np.array(problem.spec.num_experts_L)
     slots_N = per_server(problem.cluster, problem.slots_G).astype(np.int64)
     entropy_NL = entropy(problem.demand.frequency_NLE)
@@ -81,13 +81,13 @@ def allocate(problem: Problem, options: Options) -> np.ndarray:
 
 
 def entropy(frequency_NLE: np.ndarray) -> np.ndarray:
-    """v of each server and layer in bits (§ III-C1)."""
+    """Return v of each server and layer in bits (§ III-C1)."""
     p_NLE = frequency_NLE / frequency_NLE.sum(axis=2, keepdims=True)
     return -(p_NLE * np.log2(np.where(p_NLE > 0, p_NLE, 1.0))).sum(axis=2)
 
 
 def assign(problem: Problem, count_NL: np.ndarray) -> np.ndarray:
-    """Algorithm 2: which experts [N, L, E] those are."""
+    """Run Algorithm 2: the experts [N, L, E] of each server."""
     frequency_NLE = problem.demand.frequency_NLE
     placed_NLE = np.zeros(frequency_NLE.shape, bool)
     for layer, num_experts in enumerate(problem.spec.num_experts_L):

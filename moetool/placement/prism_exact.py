@@ -1,4 +1,4 @@
-"""Prism's Eq. 2, solved exactly: no placement that covers every expert within memory calls fewer experts remotely."""
+"""Prism's Eq. 2, solved exactly: the least remote calls of any placement that covers every expert within memory."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ OBJECTIVE = "remote"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The optimum has no options."""
+    """No options."""
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
@@ -21,20 +21,20 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
     Shapes: placed_GLE bool.
 
-    Source: Prism § III-B, Eq. 2 with its two constraints. What it rests on, and where it differs:
+    Source: Prism § III-B, Eq. 2 with its two constraints. Basis and deviations:
         - Each variable is in one coverage row (an expert) and one capacity row (a server): the rows form the incidence
           matrix of a bipartite graph, which is totally unimodular, so every vertex that the dual simplex ends in is
-          integral. That is asserted, not rounded.
-        - Per-GPU memory needs no variable: a server gains nothing from two copies, and with experts of one slot each
-          any set that fits the server's slots fits its GPUs. Slots have the size of the model's largest expert, so
-          with experts of several sizes this is the optimum among placements by slots.
+          integral. This is asserted, without rounding.
+        - Per-GPU memory needs no variable: a server gains nothing from two copies, and any set that fits the server's
+          slots fits its GPUs. Slots have the size of the model's largest expert, so with experts of several sizes this
+          is the optimum among placements by slots.
         - An idle server counts as uniform (`Demand.frequency_NLE`).
     """
     return pack_servers(problem, optimum(problem)[1])
 
 
 def optimum(problem: Problem) -> tuple[float, np.ndarray]:
-    """(Eq. 2 at its optimum, placed_NLE)."""
+    """Return (Eq. 2 at its optimum, placed_NLE)."""
     from scipy.sparse import csc_matrix
 
     from moetool.placement._programme import minimise

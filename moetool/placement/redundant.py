@@ -1,4 +1,4 @@
-"""Redundant: every expert somewhere, and as many more copies as fit, all at random."""
+"""Redundant: every expert once and as many copies as fit, at random."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from moetool.placement._planner import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The random placement has no options but the seed."""
+    """No options."""
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """Random experts up to each GPU's memory, no GPU twice the same.
+    """Fill each GPU's memory with distinct random experts.
 
     Shapes: placed_GLE bool.
 
-    Source: Prism § IV-A, baseline "Redundance". The print does not say how every expert gets a place: here each first
-    goes to a random free slot, and then the free slots are filled.
+    Source: Prism § IV-A, baseline "Redundance". The paper does not say how every expert is covered: here each first
+    goes to a random free slot, then the free slots are filled.
     """
     rng = np.random.default_rng(problem.seed)
     experts = np.argwhere(problem.exists_LE)

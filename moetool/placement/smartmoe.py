@@ -1,4 +1,4 @@
-"""SmartMoE: as many experts on every GPU, chosen so that the GPUs have as much work."""
+"""SmartMoE: equal numbers of experts on every GPU, chosen for equal load."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from moetool.placement.uniform import even_shares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The balanced placement has no options."""
+    """No options."""
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """One copy each: the most wanted expert goes to the least loaded GPU with room, and so on down.
+    """Place one copy each: experts by falling load go to the least loaded GPU with room.
 
     Shapes: placed_GLE bool.
 
@@ -34,7 +34,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def balance(tokens_E: np.ndarray, room_G: np.ndarray, speed_G: np.ndarray) -> np.ndarray:
-    """The GPU of each expert: longest processing time first, within the room. Ties go to the lower number."""
+    """Return the GPU of each expert: longest processing time first, within the room; ties go to the lower number."""
     load_G, room_G = np.zeros(len(room_G)), room_G.copy()
     gpu_E = np.zeros(len(tokens_E), np.int64)
     for expert in np.argsort(-tokens_E, kind="stable").tolist():

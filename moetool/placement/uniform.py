@@ -1,4 +1,4 @@
-"""Uniform: the same number of consecutive experts on every GPU, as expert parallelism does it without any plan."""
+"""Uniform: equal numbers of consecutive experts on every GPU, the default of expert parallelism."""
 
 from dataclasses import dataclass
 
@@ -12,17 +12,16 @@ class Options:
     """Options of the uniform placement.
 
     Attributes:
-        shuffle: which experts is left to chance (Prism § IV-A speaks of random experts) instead of their numbers.
+        shuffle: choose the experts at random (as in Prism § IV-A) instead of by number.
     """
 
     shuffle: bool = False
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """E/G experts of each layer on each GPU, one copy each.
+    """Place E/G experts of each layer on each GPU, one copy each.
 
-    Where E is not divisible by G the first GPUs hold one more. A GPU without memory for its share hands the rest on
-    to the others, evenly.
+    If E is not divisible by G, the first GPUs hold one more. The others share evenly what a GPU has no memory for.
 
     Shapes: placed_GLE bool.
 
@@ -41,7 +40,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def even_shares(num_experts: int, room_G: np.ndarray) -> np.ndarray:
-    """Slots as even as each GPU's memory allows; total memory suffices."""
+    """Return slots as even as each GPU's memory allows; total memory must suffice."""
     share_G = np.zeros(len(room_G), np.int64)
     for _ in range(num_experts):
         share_G[int(np.where(share_G < room_G, share_G, num_experts + 1).argmin())] += 1

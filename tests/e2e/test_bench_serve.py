@@ -307,7 +307,7 @@ def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("reference --data chat --policy lru --budget 25% --beside x --predictor y", "leave out --predictor"),
         ("reference --data chat --policy lru --budget 25% --set bench.rounds=0", "bench.rounds is 0"),
         ("reference --data chat --policy lru --budget 25% --set bench.runds=1", "did you mean 'rounds'"),
-        ("reference --data chat --policy lru --budget 25% --set lfu.forget=true", "for none of lru"),
+        ("reference --data chat --policy lru --budget 25% --set lfu.forget=true", "fits none of lru"),
     ],
 )
 def test_refusals(args: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

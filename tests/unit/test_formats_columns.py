@@ -155,7 +155,7 @@ def test_columns_are_mapped_by_name_or_number(tmp_path: Path) -> None:
 def test_rows_without_a_token_are_told_by_their_order(tmp_path: Path) -> None:
     rows = [{"layer": r["layer"], "experts": r["experts"]} for r in wide_rows() if r["problem_id"] == "a"]
     made = import_trace([write_jsonl(tmp_path / "f", rows)], None, tmp_path / "t", settings=SAID)
-    assert any("by the order of the rows" in note for note in made.notes)
+    assert any("from the order of the rows" in note for note in made.notes)
     (found,) = Trace(tmp_path / "t").whole_requests()
     assert (found.experts_TS.reshape(ROUTES["a"].shape) == ROUTES["a"]).all()
 

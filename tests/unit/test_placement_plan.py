@@ -140,7 +140,7 @@ def test_scores_are_of_the_requests_and_starts_that_they_say(
     other = write_trace(tmp_path / "other", make_spec(), num_requests=6, seed=7)
     assert score_plan(plan, {"lab": other}).requests == "other"
     assert score_plan(plan, {**traces, "lab": other}).requests == "partly planned on"
-    with pytest.raises(UsageError, match="is the trace of server lab that is planned on, expected one of an unseen"):
+    with pytest.raises(UsageError, match="is the trace of server lab, expected one of an unseen"):
         compare(traces, cluster, ["uniform"], unseen=traces["lab"])
 
 

@@ -246,7 +246,7 @@ _WEIGHTS = np.full(ROUTES.shape, 0.25, np.float16)
         ({}, {"num_experts": "many"}, "num_experts 'many'"),
         ({}, {"top_k": "9"}, "top_k 9 of num_experts 8"),
         ({}, {"top_k": "3"}, "expert_ids of type .*6.* expected .*9"),
-        ({}, {"expert_bytes": None}, "whose expert size is not known here"),
+        ({}, {"expert_bytes": None}, "whose expert size is unknown"),
         ({"more": pa.array(range(TOKENS))}, {}, "has the columns .*more, expected sequence"),
         ({"position": pa.array([0, 1, 3, 2, 0, 1, 2], pa.int32())}, {}, "sequence 0: position 3, expected 2"),
         ({"sequence": pa.array([0, 0, 0, 0, 1, 1, 0], pa.int32())}, {}, "row 6 begins it again"),
