@@ -1,6 +1,6 @@
 """moetool: capture the routing of Mixture-of-Experts models, predict it, plan by it, serve by the plan.
 
-The map, from the ground up; a package imports only what stands above it here, or beside it in the same group:
+The packages, lowest layer first. A package imports only packages listed before it, or in the same group:
 
     types errors config logs bounded_read json_files validation durable assets tables plugins machine garbage
     artefact request cache_plan
@@ -9,10 +9,10 @@ The map, from the ground up; a package imports only what stands above it here, o
     trace         the trace: schema, reader, writer, edit, merge
     prompts       data sets and recipes of prompts
     learning      the contract of predictors, their features, training
-    caching       cache policies, one a file; residency and device shares
+    caching       cache policies, one per file; residency and device shares
     costing       measured cost curves; prices and the timeline
-    placement     planners, one a file; demand, scoring, migration
-    formats       traces and placements of other engines, one format a file
+    placement     planners, one per file; demand, scoring, migration
+    formats       traces and placements of other engines, one format per file
     quantize      replicas of few bits
     runtime       running a model larger than memory: engine, batching, sampling, KV cache, expert store, tiers
     tuning        replay, cache plans, alpha; probes that measure a machine
@@ -24,10 +24,10 @@ The map, from the ground up; a package imports only what stands above it here, o
     cluster       live servers: edge (Prism) and parallel (DIRECTOR)
     bench         paired measurements, and the claims of the papers
     report        pages and figures
-    cli           the commands, one module a subject
-    predictors    (beside this package) predictors, one a file
+    cli           the commands, one module per subject
+    predictors    (next to this package) predictors, one per file
 
-The glossary; one word a concept, in code, help, tables and guides:
+The glossary, with one word per concept, for code, help, tables and guides:
 
     checkpoint    a model's files: config, tokenizer, weights
     expert        one feed-forward network of a MoE layer, logical; its key is layer * experts + number
@@ -68,7 +68,7 @@ The glossary; one word a concept, in code, help, tables and guides:
 
 import os
 
-# Instead of typing's, whose import takes most of the time in which Ctrl-C cannot be answered yet.
+# Instead of typing's, whose slow import would delay the handler of Ctrl-C.
 TYPE_CHECKING = False
 
 __version__ = "0.1.0"
@@ -136,7 +136,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-if os.environ.get("MOETOOL_LOG"):  # in every process that moetool starts, whatever it imports first
+if os.environ.get("MOETOOL_LOG"):  # in every process of moetool, whatever it imports first
     from moetool import logs
 
     logs.configure_if_readable()

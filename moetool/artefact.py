@@ -1,4 +1,4 @@
-"""JSON files that say what they are: plans and profiles begin with their kind, schema version and maker."""
+"""Self-describing JSON files: plans and profiles begin with their kind, schema version and maker."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from moetool.json_files import read_json
 from moetool.types import ModelSpec
 
 MAX_BYTES = 64 << 20
-"""Maximum size of a plan or profile: a placement on 64 GPUs takes 1 MB."""
+"""Maximum bytes of a plan or profile: a placement on 64 GPUs takes 1 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +21,10 @@ class Artefact:
     Attributes:
         KIND: first field of such a file, before its schema VERSION.
         WHAT: its name in messages.
-        COMMAND: the command that makes one.
-        EXAMPLE: arguments of that command, for messages (default: its --help is named).
-        INDENT: of its JSON; None: one line.
-        spec: shape of the model that it is for.
+        COMMAND: the command that makes it.
+        EXAMPLE: arguments of that command, for messages (default: its --help).
+        INDENT: indentation of its JSON; None: one line.
+        spec: spec of its model.
     """
 
     KIND: ClassVar[str]
@@ -37,30 +37,30 @@ class Artefact:
     spec: ModelSpec
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises: MismatchError if it is of another model than `spec`."""
+        """Raises: MismatchError if it belongs to another model than `spec`."""
         spec.require_same(self.spec, "the model", f"the {self.WHAT}")
 
     def validate(self) -> None:
-        """Raises: MoetoolError, naming the field, what was found and what is expected, where it makes no sense."""
+        """Raises: MoetoolError with the field, the value found and the values allowed, where it is invalid."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """It as a JSON object."""
+        """Return a JSON object."""
         head = {"kind": self.KIND, "schema_version": self.VERSION, "moetool_version": __version__}
         return {**head, **asdict(self), "spec": self.spec.to_json()}
 
     def save(self, path: Path) -> None:
-        """Write it as a whole or not at all."""
+        """Write the file, whole or not at all."""
         durable.write_text(path, json.dumps(self.to_json(), indent=self.INDENT, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read and validate one.
+        """Read and validate a file.
 
         Raises:
             UsageError: there is no such file.
-            MismatchError: it is something else, or of another version, or damaged, or makes no sense.
-            CapacityError: what it plans does not fit where it says.
+            MismatchError: it is of another kind or version, damaged or invalid.
+            CapacityError: its plan does not fit its device or cluster.
         """
         what, command = cls.WHAT, cls.COMMAND
         advice = f"make the {what} again with: {command}"

@@ -1,4 +1,4 @@
-"""Finds data/ and recipes/: beside the package in a checkout, inside it in a wheel; and the user's cache folder."""
+"""Locations of data/ and recipes/ (next to the package in a checkout, inside it in a wheel) and of the user's cache."""
 
 import os
 from pathlib import Path
@@ -15,17 +15,17 @@ def cache_folder() -> Path:
 
 
 def recipe(name: Path) -> Path | None:
-    """The shipped recipe of a name such as `reference/capture`; None: there is none."""
+    """Return the shipped recipe of a name such as `reference/capture`, or None."""
     folder = path("recipes")
     found = (folder / name).with_suffix(".toml").resolve()
     return found if found.is_file() and found.is_relative_to(folder.resolve()) else None
 
 
 def path(*parts: str) -> Path:
-    """The path of an asset, such as `path("data", "reference-moe")`.
+    """Return the path of an asset, such as `path("data", "reference-moe")`.
 
     Raises:
-        MoetoolError: the installation lacks it.
+        MoetoolError: the installation lacks the asset.
     """
     for root in (_PACKAGE / "_assets", _PACKAGE.parent):
         found = root.joinpath(*parts)

@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have written: regular files only, of a bounded size and nesting.
+"""Reading of untrusted files: regular files only, of bounded size and nesting.
 
-Whatever is wrong with a file's content or kind is a `ValueError` of one line, what the system refuses an `OSError`;
-the readers of artefacts make errors of `moetool.errors` of both, with the next command.
+A fault of a file's content or kind is a `ValueError` of one line, a refusal of the system an `OSError`. Readers of
+artefacts convert both to errors of `moetool.errors` with the next command.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 TOML_BYTES = 2**20
 DEPTH = 64
-"""Levels of nesting of TOML; below the depth at which recursive code (dataclasses, pydantic) fails."""
+"""Limit of nesting in TOML, below the depth at which recursive code (dataclasses, pydantic) fails."""
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -23,24 +23,24 @@ _KINDS = {
 
 
 def require_regular(path: Path) -> int:
-    """The size of a regular file in bytes.
+    """Return the size of a regular file in bytes.
 
     Raises:
-        OSError: it is not there, or a folder.
-        ValueError: it is a pipe, a socket or a device, whose opening might wait for ever.
+        OSError: the file does not exist, or is a folder.
+        ValueError: it is a pipe, a socket or a device, which may block when opened.
     """
     found = path.stat()
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(21, "Is a directory", str(path))
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'no file')}, expected a regular file")
+        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'not a file')}, expected a regular file")
     return found.st_size
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read its bytes; errors as of `require_regular`."""
+    """Open a file to read its bytes; errors as in `require_regular`."""
     require_regular(path)
-    # Whatever takes the file's place in this moment is not waited for.
+    # Do not block if a pipe replaces the file now.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -52,7 +52,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a file. Raises: ValueError where it is longer than `limit`; as of `require_regular`."""
+    """Return the content of a file. Raises: ValueError where it is longer than `limit`; as in `require_regular`."""
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -61,12 +61,12 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_toml(path: Path, limit: int = TOML_BYTES) -> dict[str, Any]:
-    """The table in a TOML file; errors as of `read_bytes` and `parse_toml`."""
+    """Return the table of a TOML file; errors as in `read_bytes` and `parse_toml`."""
     return parse_toml(read_bytes(path, limit).decode("utf-8"))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A table. Raises: ValueError where the text is not valid TOML or nested too deep."""
+    """Parse a TOML table. Raises: ValueError where the text is not valid TOML or nested too deep."""
     try:
         value = tomllib.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Plans: what was decided about a model, for whom, from what and why. A plan is one JSON file."""
+"""Cache plans: a decision for a model and a device, with its inputs and reason. A plan is one JSON file."""
 
 import os
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from moetool.errors import MismatchError, UsageError, first_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchLimits:
-    """Limits of prefetching, counted and never timed, for every policy.
+    """Limits of prefetching for every policy, by counts and never by time.
 
     Attributes:
-        forward_bytes: bytes that the prefetches of one forward may load in all; None: any number.
-        min_recall: prefetching stops where fewer than this share of the last `window` prefetched experts were used
-            before they were given up; 0 never stops it.
-        window: prefetched experts that the share is taken over.
-        pause_forwards: forwards that it then stops for, before it is tried again.
+        forward_bytes: maximum bytes of all prefetches of one forward; None: no limit.
+        min_recall: prefetching pauses when less than this share of the last `window` prefetched experts was used before
+            eviction; 0 never pauses.
+        window: number of prefetched experts behind the share.
+        pause_forwards: forwards of a pause.
     """
 
     forward_bytes: int | None = None
@@ -36,7 +36,7 @@ class PrefetchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorReference:
-    """A predictor that a plan depends on: its name, its content and where it lay."""
+    """A predictor that a plan depends on: its name, digest and path."""
 
     name: str
     sha256: str
@@ -51,30 +51,30 @@ class CachePlan(Artefact):
         policy: name of the cache policy.
         options: values of the policy's `Options`.
         slots: expert slots of the pool.
-        layer_slots: slots that each layer is guaranteed (`moetool.caching._residency.Residency`); none: one pool for
-            all layers.
+        layer_slots: guaranteed slots of each layer (`moetool.caching._residency.Residency`); empty: one pool for all
+            layers.
         pinned: (layer, expert) of experts that never leave the device.
-        prefetch_distance: how many layers ahead the policy prefetches (0: nothing).
-        limits: of prefetching; None: none.
+        prefetch_distance: layers ahead of a prefetch (0: no prefetching).
+        limits: limits of prefetching; None: none.
         device_memory_bytes: device memory for the whole model.
-        dense_bytes: the part for weights outside the routed experts.
-        kv_bytes: the part for keys and values.
-        kv_tokens: the tokens that those are for (0: not said).
+        dense_bytes: its part for dense weights.
+        kv_bytes: its part for keys and values.
+        kv_tokens: tokens of that KV cache (0: unknown).
         dtype: data type of everything but the experts.
         slot_bytes: size of an expert in a slot (0: its stored size).
-        predictor_bytes: the part for the predictor, where the policy has one.
+        predictor_bytes: its part for the policy's predictor, if any.
         budget_bytes: the rest, for experts, in stored bytes.
         predictor: the policy's predictor, if any.
-        trace_sha256: the trace that the choice was made from.
-        profile_sha256: the profile (`CostProfile.sha256`) that the choice was timed by, if it was.
-        requests_used: the requests of it that the choice was made on.
-        requests_held_out: the other requests, on which `evidence` was gathered.
+        trace_sha256: digest of the trace behind the choice.
+        profile_sha256: digest of the profile (`CostProfile.sha256`), if the choice was by time.
+        requests_used: requests of the trace for the choice.
+        requests_held_out: the other requests, behind `evidence`.
         evidence: rows of a replay (`moetool.tuning.replay.ReplayRow.to_json`) of every candidate and of the bound.
-        frontier: memory against latency: for several budgets, this one among them, the best policy, chosen on
-            `requests_used`, with its seconds and bytes per decode token there and on `requests_held_out`
-            (`moetool.tuning.frontier.Point.to_json`). None of them is tuned.
-        target_tpot_s: the time per output token that the memory was chosen for, if it was.
-        reason: why this policy, in one sentence.
+        frontier: memory against latency: the best untuned policy for several budgets, this one included. It is chosen
+            on `requests_used`, with seconds and bytes per decode token there and on `requests_held_out`
+            (`moetool.tuning.frontier.Point.to_json`).
+        target_tpot_s: target time per output token, if the memory was chosen for one.
+        reason: reason for the policy.
     """
 
     KIND: ClassVar[str] = "cache_plan"
@@ -108,11 +108,11 @@ class CachePlan(Artefact):
     reason: str
 
     def validate(self) -> None:
-        """Refuse a plan that cannot be.
+        """Refuse an invalid plan.
 
         Raises:
-            MismatchError: its model cannot be; slots, pinned experts and memory contradict one another or the model;
-                its policy or an option of it is unknown; or a number is negative or not finite.
+            MismatchError: its model is invalid; slots, pinned experts and memory contradict each other or the model;
+                its policy or an option is unknown; or a number is negative or not finite.
         """
         self.spec.validate()
         spec, slots = self.spec, self.slots
@@ -154,7 +154,7 @@ class CachePlan(Artefact):
             check.require_positive("target_tpot_s", self.target_tpot_s)
 
     def save(self, path: Path) -> None:
-        """Write the plan as a whole or not at all; the predictor's path is written relative to the plan's folder."""
+        """Write the plan, whole or not at all, with the predictor's path relative to the plan's folder."""
         saved = self
         if self.predictor is not None:
             located = os.path.relpath(self.predictor.path, path.parent.resolve())
@@ -163,7 +163,7 @@ class CachePlan(Artefact):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan, as any artefact; the predictor's path becomes absolute."""
+        """Read a plan; the predictor's path becomes absolute."""
         plan = super(CachePlan, cls).load(path)
         if plan.predictor is None:
             return plan

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from plain values of a recipe, a plan or the command line."""
+"""Parsing of plain values (recipes, plans, command line) into frozen dataclasses."""
 
 import math
 import re
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Make a dataclass from plain values, converting and checking each by its field's type.
+    """Create a dataclass from plain values, converting and checking each by its field's type.
 
     Args:
-        where: owner of the values, for the message ("policy lru").
+        where: owner of the values, for messages ("policy lru").
 
     Raises:
-        UsageError: an unknown field or a wrong value, named by its path.
+        UsageError: an unknown field or an invalid value, named by its path.
     """
     from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
@@ -37,7 +37,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The numbers that an option may be: from `low` to `high`, or without these (`above`, `below`)."""
+    """The allowed range of a number: from `low` to `high`, or without these (`above`, `below`)."""
 
     low: float
     high: float = math.inf
@@ -58,9 +58,9 @@ class Span:
 POSITIVE = Span(0, above=True, below=True)
 """A finite number above 0."""
 SHARE = Span(0, 1, above=True)
-"""A share of something, and not none of it."""
+"""A share above 0 and at most 1."""
 DROPPED = Span(0, 1, below=True)
-"""A share that leaves something."""
+"""A share of at least 0 and below 1."""
 
 
 def require_within(options: object, where: str = "", /, **spans: Span) -> None:
@@ -70,7 +70,7 @@ def require_within(options: object, where: str = "", /, **spans: Span) -> None:
         where: owner of the options, before their names ("policy lru: ").
 
     Raises:
-        UsageError: the first that is not within its span.
+        UsageError: an option is not within its span.
     """
     for name, span in spans.items():
         value = getattr(options, name)
@@ -88,10 +88,10 @@ _UNITS = {
 
 
 def parse_bytes(text: str, whole: int | None = None) -> int:
-    """Bytes from `64MB`, `20GiB`, `1500000`, or, where `whole` is given, a share of it such as `25%`.
+    """Parse bytes from `64MB`, `20GiB`, `1500000`, or, with `whole`, a share of it such as `25%`.
 
     Raises:
-        UsageError: it is none of these, less than one byte, or a share above 100%.
+        UsageError: the text is none of these, less than one byte, or a share above 100%.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
     if match and math.isfinite(number := float(match[1])):
@@ -111,7 +111,7 @@ def parse_bytes(text: str, whole: int | None = None) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from `80ms`, `0.08s` or `250us`. Raises: UsageError if it is none of these, or not above zero."""
+    """Parse seconds from `80ms`, `0.08s` or `250us`. Raises: UsageError for other texts, or 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
     if match is None or not float(match[1]):
         raise UsageError(f"{text!r} is not a duration; write a number with a unit, like 80ms or 0.08s")
@@ -119,7 +119,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """A dictionary from `a=1`, `b.c=text`: values are read as TOML where that is possible, as text otherwise.
+    """Parse `a=1`, `b.c=text` into a dictionary; values are TOML if possible, else text.
 
     Raises:
         UsageError: a setting has no `=`, or two of them contradict each other.

@@ -1,6 +1,6 @@
-"""Writing so that a kill, a full disk or a crash leaves the old result or none, never half of one.
+"""Durable writes: a kill, a full disk or a crash leaves the old result or none, never half of one.
 
-Everything is written beside its final name and renamed when it is whole and on disk.
+Every output is written under a temporary name and renamed when it is complete and on disk.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` as a whole, or leave it as it was."""
+    """Replace `path` by `text`, whole or not at all."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` as a whole, or leave it as it was."""
+    """Replace `path` by `content`, whole or not at all."""
     with staged_file(path) as partial:
         partial.write_bytes(content)
 
 
 @contextlib.contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """A file to write to that becomes `path` when the block ends, and only then.
+    """Open a file that becomes `path` at the end of the block.
 
     Effects: writes `path.partial`, and removes it on an exception.
     """
@@ -58,14 +58,14 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 
 def require_absent(out: Path, overwrite: bool | None = False, marker: str | None = None) -> None:
-    """Refuse an output that is there already.
+    """Refuse an existing output.
 
     Args:
-        overwrite: whether it may be replaced; None: there is no such option.
-        marker: a file that an earlier result has; what lacks it is not ours to replace.
+        overwrite: whether to replace it; None if there is no such option.
+        marker: a file of earlier results; a folder without it is never replaced.
 
     Raises:
-        UsageError: `out` exists and `overwrite` is not true, or it is something else than an earlier result.
+        UsageError: `out` exists and `overwrite` is not true, or it is not an earlier result.
     """
     if not out.exists():
         return
@@ -79,13 +79,13 @@ def require_absent(out: Path, overwrite: bool | None = False, marker: str | None
 
 
 def require_writable(path: Path) -> None:
-    """Make sure that a file can be written, before the work that it is for.
+    """Check that a file can be written, before the work for it.
 
-    Effects: makes its folder.
+    Effects: creates its folder.
 
     Raises:
-        UsageError: it is a folder.
-        OSError: the folder cannot be made or written to.
+        UsageError: the path is a folder.
+        OSError: its folder cannot be created or written to.
     """
     if path.is_dir() or not path.name:
         raise UsageError(f"{path} is a directory, expected the name of a file to write")
@@ -95,7 +95,7 @@ def require_writable(path: Path) -> None:
 
 
 def require_new_file(path: Path, overwrite: bool = False) -> None:
-    """Make sure that a file can be written and replaces none unasked.
+    """Check that a file can be written and does not exist.
 
     Raises:
         UsageError: it exists and `overwrite` is false.
@@ -109,15 +109,14 @@ def require_new_file(path: Path, overwrite: bool = False) -> None:
 def staged_directory(
     out: Path, overwrite: bool = False, marker: str | None = None, *, locked: bool = False
 ) -> Iterator[Path]:
-    """A folder to write into that becomes `out` when the block ends, and only then.
+    """Create a folder that becomes `out` at the end of the block.
 
     Args:
         locked: the caller is within `alone(out)`.
 
-    Effects: makes `out.partial`, emptied if a killed run left one; on success syncs its files and renames it to
-    `out`; on an exception removes it. A process that is killed outright leaves `out.partial`, which no command
-    reads and the next run replaces; killed between the two renames of an overwrite, it leaves the old result as
-    `out.old`, which the next run puts back first.
+    Effects: creates an empty `out.partial`. On success syncs its files and renames it to `out`; on an exception removes
+    it. A killed process leaves `out.partial`, which no command reads and the next run replaces. Killed between the two
+    renames of an overwrite, it leaves the old result as `out.old`, which the next run restores first.
 
     Raises:
         UsageError: as `require_absent`.
@@ -127,7 +126,7 @@ def staged_directory(
 
 
 def put_back(out: Path) -> Path:
-    """Undo half an overwrite, where a run was killed between its two renames; gives where the old result is kept."""
+    """Undo a half overwrite after a kill between its two renames; return the path of the old result."""
     old = out.with_name(out.name + OLD)
     if old.exists() and not out.exists():
         old.rename(out)
@@ -164,9 +163,9 @@ def _staged(out: Path, overwrite: bool, marker: str | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Hold `out.lock` while writing `out`; the lock of a process that was killed is free again.
+    """Hold `out.lock` while writing `out`; a killed process releases it.
 
-    Effects: makes the folder that `out` is to lie in.
+    Effects: creates the parent folder of `out`.
 
     Raises:
         UsageError: another process is writing there.
@@ -178,9 +177,9 @@ def alone(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"another moetool is writing {out} just now; wait for it, or choose another") from None
+            raise UsageError(f"another moetool is writing {out}; wait for it, or choose another") from None
         if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:
-            raise UsageError(f"another moetool has only just written {out}; try again")  # it took its lock with it
+            raise UsageError(f"another moetool has just written {out}; try again")  # and removed the lock
         try:
             yield
         finally:
@@ -205,7 +204,7 @@ def is_being_written(out: Path) -> bool:
 
 
 def set_aside(out: Path) -> Path:
-    """Rename a folder to its name and the first number that is free, such as `log.1`; gives the new name."""
+    """Rename a folder to its name with the first free number, such as `log.1`; return the new path."""
     for number in itertools.count(1):
         kept = out.with_name(f"{out.name}.{number}")
         if not kept.exists():
@@ -216,6 +215,6 @@ def set_aside(out: Path) -> Path:
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of a file's bytes, in hex."""
+    """Return the sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,21 +1,21 @@
-"""The errors that a user meets, and their exit codes.
+"""Errors for users, and their exit codes.
 
-Every message says in one line what was found, what was expected and what to do next. Any other exception
-that reaches the command line is a bug of ours and shows its traceback.
+Every message is one line with the value found, the value expected and the next step. Any other exception that reaches
+the command line is a bug of moetool and shows its traceback.
 """
 
 import difflib
 from collections.abc import Iterable
 
 _MOST_CHARACTERS = 1000
-"""Limit of a message's length: it quotes files and requests."""
+"""Maximum length of a message, which may quote files and requests."""
 
 
 class MoetoolError(Exception):
-    """Something outside moetool is not as it has to be (exit code 1).
+    """A failure outside moetool (exit code 1).
 
     Args:
-        message: value found, value expected, remedy; put into one line, cut in its middle where it is too long.
+        message: value found, value expected, remedy; joined into one line, cut in its middle if too long.
     """
 
     exit_code = 1
@@ -29,7 +29,7 @@ class MoetoolError(Exception):
 
 
 class UsageError(MoetoolError):
-    """The command was given something that does not exist or makes no sense (exit code 2)."""
+    """An argument does not exist or is invalid (exit code 2)."""
 
     exit_code = 2
 
@@ -41,15 +41,15 @@ class MismatchError(MoetoolError):
 
 
 class CapacityError(MoetoolError):
-    """It does not fit: memory, disk, context length (exit code 4)."""
+    """Insufficient memory, disk or context length (exit code 4)."""
 
     exit_code = 4
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign exception, to quote inside a one-line message; 400 characters of it at most.
+    """Return the first line of a foreign exception to quote in a message, at most 400 characters.
 
-    A line that ends with a colon or comma takes the next one along.
+    A line that ends with a colon or comma includes the next one.
     """
     first, *rest = str(error).splitlines() or [type(error).__name__]
     while rest and first.endswith((":", ",")):
@@ -58,13 +58,13 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened(value: object, most: int = 80) -> str:
-    """A value that a file holds, in at most so many characters, to quote inside a one-line message."""
+    """Shorten a file's value to this many characters, to quote in a message."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that no plugin, dataset or option has, with the nearest right one."""
+    """Return the error for an unknown name of a plugin, data set or option, with the nearest known one."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""

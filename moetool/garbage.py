@@ -1,8 +1,7 @@
 """Schedule of Python's cyclic garbage collector.
 
-A process that starts a model makes 400,000 objects that stay: what torch and transformers consist of. As Python looks
-for garbage after every 700 new objects, it looks through them again and again, a sixth of the time that a server
-takes to start.
+A process that starts a model creates hundreds of thousands of permanent objects, those of torch and transformers.
+Python scans for garbage after every 700 new objects, so it would scan them repeatedly during the start.
 """
 
 import gc
@@ -12,11 +11,11 @@ _STARTING = (200_000, 10, 10)
 
 
 def rarely() -> None:
-    """Look for garbage after many more new objects than usual. Effects: on this process."""
+    """Collect garbage less often than by default. Effects: on this process."""
     gc.set_threshold(*_STARTING)
 
 
 def as_usual() -> None:
-    """Look for garbage as usual again, but never among what is there by now. Effects: on this process."""
+    """Restore the default schedule, with present objects excluded from collection. Effects: on this process."""
     gc.freeze()
     gc.set_threshold(*_USUAL)

@@ -1,4 +1,4 @@
-"""JSON: dataclasses as objects, and reading foreign or damaged files, bounded, with errors that name the file."""
+"""JSON: dataclasses as objects, and bounded reading of untrusted files, with errors that name the file."""
 
 import json
 import math
@@ -14,26 +14,25 @@ _MAX_DEPTH = 100
 
 
 class JsonRecord:
-    """A dataclass that is a JSON object by its fields."""
+    """A dataclass with a JSON object of its fields."""
 
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name."""
+        """Return all fields by name."""
         return asdict(self)  # type: ignore[call-overload]
 
 
 def parse_object(content: bytes, *, constants: bool = False) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Args:
-        content: UTF-8.
-        constants: whether NaN and Infinity, which JSON does not have and Python writes, are numbers here, and whole
-            numbers have any size.
+        content: text in UTF-8.
+        constants: whether to allow NaN and Infinity, which Python writes but JSON lacks, and whole numbers of any size.
 
     Raises:
-        ValueError: it is something else, has a key twice or a number that is too large, or is nested more than 100
-            levels deep.
+        ValueError: the content is not a JSON object, has a key twice or a number that is too large, or is nested more
+            than 100 levels deep.
     """
     try:
         values = json.loads(
@@ -52,21 +51,21 @@ def parse_object(content: bytes, *, constants: bool = False) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, advice: str, constants: bool = False, max_bytes: int | None = None) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object of a file.
 
     Args:
-        advice: the next command, for the message.
-        constants: as for `parse_object`.
+        advice: next command, for messages.
+        constants: as in `parse_object`.
 
     Raises:
-        MismatchError: it has more bytes than that, or is no JSON object, or one with a key twice.
-        OSError: it cannot be read.
+        MismatchError: the file is too large, is not a JSON object, or has a key twice.
+        OSError: the file cannot be read.
     """
     return decode_json(path, read_bounded(path, advice=advice, max_bytes=max_bytes), advice=advice, constants=constants)
 
 
 def read_bounded(path: Path, *, advice: str, max_bytes: int | None = None) -> bytes:
-    """The bytes of a file. Raises: MismatchError where there are too many, or it is no regular file; OSError."""
+    """Return the bytes of a file. Raises: MismatchError if it is too large or not a regular file; OSError."""
     try:
         return read_bytes(path, MAX_BYTES if max_bytes is None else max_bytes)
     except ValueError as error:
@@ -74,10 +73,10 @@ def read_bounded(path: Path, *, advice: str, max_bytes: int | None = None) -> by
 
 
 def decode_json(path: Path, content: bytes, *, advice: str, constants: bool = False) -> dict[str, Any]:
-    """The JSON object in the content of a file; arguments and errors are those of `read_json`."""
+    """Parse the JSON object in a file's content; arguments and errors as in `read_json`."""
     try:
         return parse_object(content, constants=constants)
-    except ValueError as error:  # what JSON and UTF-8 are decoded by raises kinds of it
+    except ValueError as error:  # includes the errors of the JSON and UTF-8 decoders
         raise MismatchError(f"{path} is damaged ({first_line(error)}); {advice}") from None
 
 
@@ -91,7 +90,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -1,9 +1,9 @@
-"""Logs, below the narration: what engine, store, server, capture and workers do, for whoever debugs them.
+"""Logs of engine, store, server, capture and workers, for debugging.
 
-Every module logs to the logger of its own name, `moetool.runtime.engine`, by the standard library's `logging`. The
-variable MOETOOL_LOG sets the levels of this process and of all that it starts, workers of a cluster included:
+Every module logs to the logger of its own name, e.g. `moetool.runtime.engine`, by the standard library's `logging`. The
+variable MOETOOL_LOG sets the levels of this process and its children, workers of a cluster included:
 `MOETOOL_LOG=info`, or `MOETOOL_LOG=warning,runtime=debug,cluster.edge=info`. Narration counts as a warning, so that
-`error` silences it. Where MOETOOL_LOG is not set and no flag says otherwise, warnings are shown.
+`error` silences it. By default, warnings are shown.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _ROOT = logging.getLogger("moetool")
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """Writes to whatever stderr is at the moment: a progress bar puts itself in its place, and prints above itself."""
+    """Writes to the current stderr: a progress bar replaces it and prints above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -40,12 +40,12 @@ def configure(levels: str | None = None) -> None:
     """Set the levels of this process.
 
     Args:
-        levels: as in MOETOOL_LOG, which is read where this is None.
+        levels: levels as in MOETOOL_LOG (default: the variable's).
 
-    Effects: replaces the levels that an earlier call has set.
+    Effects: replaces the levels of an earlier call.
 
     Raises:
-        UsageError: no such level, or not of this form; nothing has changed then.
+        UsageError: the text has an unknown level or another form; levels then stay unchanged.
     """
     level, packages = _parse(os.environ.get(VARIABLE, "") if levels is None else levels)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("moetool.")]:
@@ -59,21 +59,21 @@ def configure(levels: str | None = None) -> None:
 
 
 def configure_if_readable() -> None:
-    """`configure`, unless MOETOOL_LOG cannot be read: the command line says so where it can be said."""
+    """Call `configure`, unless MOETOOL_LOG is invalid, which the command line reports later."""
     with contextlib.suppress(UsageError):
         configure()
 
 
 def set_verbosity(verbose: int = 0, quiet: bool = False) -> None:
-    """Put `-v` (info), `-vv` (debug) and `-q` (error) above MOETOOL_LOG's level; levels of packages stay.
+    """Apply `-v` (info), `-vv` (debug) and `-q` (error) over MOETOOL_LOG's level; levels of packages stay.
 
-    Effects: changes MOETOOL_LOG of this process, so that those that it starts log alike.
+    Effects: changes MOETOOL_LOG of this process, so that its children log alike.
 
     Raises:
-        UsageError: both are asked for, or MOETOOL_LOG cannot be read.
+        UsageError: -v and -q are combined, or MOETOOL_LOG is invalid.
     """
     if verbose and quiet:
-        raise UsageError("-v says more and -q says less; give one of them")
+        raise UsageError("-v and -q contradict each other; give one of them")
     level, packages = _parse(os.environ.get(VARIABLE, ""))
     if verbose or quiet:
         level = "error" if quiet else "info" if verbose == 1 else "debug"
@@ -82,7 +82,7 @@ def set_verbosity(verbose: int = 0, quiet: bool = False) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Environment of a remote process that makes it log as this one does."""
+    """Return environment variables that make a remote process log like this one."""
     return {VARIABLE: os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}
 
 
@@ -92,7 +92,7 @@ def narrates() -> bool:
 
 
 def _parse(levels: str) -> tuple[str, dict[str, str]]:
-    """The level of all, and those of packages."""
+    """Return the general level, and those of packages."""
     level, packages = "warning", {}
     for part in filter(None, levels.replace(" ", "").split(",")):
         package, equals, own = part.rpartition("=")
@@ -104,5 +104,5 @@ def _parse(levels: str) -> tuple[str, dict[str, str]]:
         elif package:
             packages[package.removeprefix("moetool.")] = own
         else:
-            raise UsageError(f"{VARIABLE}={levels} names no package before '='; write it as info,runtime=debug")
+            raise UsageError(f"{VARIABLE}={levels} has no package before '='; write it as info,runtime=debug")
     return level, packages

@@ -1,4 +1,4 @@
-"""The machine that moetool runs on, as far as it matters for speed."""
+"""Facts about this machine that determine speed."""
 
 import importlib.metadata
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 from moetool.errors import UsageError
 
 OLDEST_TRANSFORMERS = (5, 21)
-"""Of the range in pyproject.toml. Earlier ones have other experts, routers and cache allocators."""
+"""Oldest version in pyproject.toml. Earlier ones have other experts, routers and cache allocators."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 60  # version 1 says "unlimited" by a number near 2**63
+_UNLIMITED = 1 << 60  # version 1 encodes "unlimited" as a number near 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +22,15 @@ class Machine:
     """Machine facts that a measurement depends on.
 
     Attributes:
-        cpu: the processor's name.
+        cpu: name of the processor.
         cores: processors that this process may use.
-        memory_bytes: memory that this process may use in all, taken or free.
+        memory_bytes: memory that this process may use, used or free.
         amx: whether the processor has tiles for bfloat16 products.
-        avx512_bf16: whether it has vector instructions for them.
+        avx512_bf16: whether it has bfloat16 vector instructions.
         gpu: name of the first CUDA device; None without one.
-        gpu_memory_bytes: its memory.
+        gpu_memory_bytes: memory of that device.
         system: operating system and its release.
-        torch, transformers: their versions.
+        torch, transformers: versions.
     """
 
     cpu: str
@@ -46,7 +46,7 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """The machine that this process runs on."""
+    """Read the facts of this machine."""
     import torch
     import transformers
 
@@ -70,7 +70,7 @@ def read_machine() -> Machine:
 
 
 def require_transformers() -> None:
-    """Raises: UsageError where the installed transformers is too old to be served with."""
+    """Raises: UsageError where the installed transformers is too old."""
     found = importlib.metadata.version("transformers")
     numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
     if numbers < OLDEST_TRANSFORMERS:
@@ -82,9 +82,9 @@ def require_transformers() -> None:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory that this process may use, and how much of it is free.
+    """Return the memory that this process may use, and its free part.
 
-    The least of what the machine, the control groups of the process and its address-space limit (`ulimit -v`) allow.
+    The limit is the least of machine, control groups of the process and address-space limit (`ulimit -v`).
     Page cache that the kernel can drop counts as free.
     """
     rows = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(Path("/proc/meminfo")), re.M))
@@ -101,11 +101,11 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def cgroup_memory(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[tuple[int, int]]:
-    """The memory limit and the memory in use of each control group that holds this process and has a limit.
+    """Return limit and used memory of each control group of this process that has a limit.
 
     Args:
-        root: where control groups are mounted.
-        membership: the file that names the groups of the process, of version 2 (`0::/path`) and 1 (`4:memory:/path`).
+        root: mount point of control groups.
+        membership: file with the process's groups, of version 2 (`0::/path`) and 1 (`4:memory:/path`).
 
     Returns:
         (limit, used) in bytes, the innermost group first. `used` leaves out inactive file pages, which the kernel drops
@@ -133,18 +133,18 @@ def cgroup_memory(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     fields = _text(Path("/proc/self/statm")).split()
     return int(fields[1]) * resource.getpagesize() if len(fields) > 1 else 0
 
 
 def load_average() -> float:
-    """Processes that ran or waited to run over the last minute; 0 where the system does not say."""
+    """Return the load average over the last minute; 0 where unknown."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def _text(file: Path) -> str:
-    """Content of a system file; empty if there is none."""
+    """Return the content of a system file; empty if there is none."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

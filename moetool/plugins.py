@@ -1,11 +1,11 @@
-"""The folder is the registry.
+"""Plugins: the folder is the registry.
 
 A policy, planner, predictor, file format or experiment of a paper is one module in its folder; the file's name is its
-name. Nothing is registered by hand. Other people's modules are named `my_lab.policy`, or by file, `./policy.py`;
-`:NAME` behind it names a class other than `Policy`.
+name. Nothing is registered by hand. Modules of users are named `my_lab.policy`, or by file, `./policy.py`; an appended
+`:NAME` names a class other than `Policy`.
 
-Options of the command line name modules of the working directory too. A name in a plan or a predictor's card is looked
-for on Python's path only, so that a downloaded directory runs no code of its own.
+Options of the command line may also name modules of the working directory. A name in a plan or a predictor's card is
+searched on Python's path only, so that a downloaded directory runs no code.
 """
 
 import contextlib
@@ -36,22 +36,22 @@ _PARTS = {
     "predictor": ("Options", "Predictor"),
     "experiment": ("Options", "run"),
 }
-"""Required attributes of a module of each kind; the last is what `:NAME` replaces."""
+"""Required attributes of a module of each kind; `:NAME` replaces the last."""
 
 _FLAGS = {"--policy": "policy", "--planner": "planner", "--mode": "planner", "--format": "format"}
-"""Options whose values name plugins, alone or in lists with commas."""
+"""Options whose values name plugins, single or comma-separated."""
 
 typed: set[tuple[str, str]] = set()
 """Kind and name of each plugin that the command line names."""
 
 
 def allow(kind: str, names: str) -> None:
-    """Trust plugins that the user named, in a list with commas."""
+    """Trust plugins named by the user in a comma-separated list."""
     typed.update((kind, name) for name in names.split(","))
 
 
 def allow_from(words: Sequence[str]) -> None:
-    """Trust the plugins that the options of a command line name."""
+    """Trust the plugins named by options of a command line."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, given, value = word.partition("=")
         if flag in _FLAGS:
@@ -59,7 +59,7 @@ def allow_from(words: Sequence[str]) -> None:
 
 
 def names(kind: str) -> list[str]:
-    """The plugins of a kind (of `FOLDERS`), sorted.
+    """Return the names of a kind's plugins (`FOLDERS`), sorted.
 
     Modules that begin with `_` are not plugins.
     """
@@ -70,10 +70,10 @@ def names(kind: str) -> list[str]:
 def load(kind: str, name: str) -> ModuleType:
     """Import the plugin `name` of a kind.
 
-    Effects: imports the module; an error inside it propagates as it is.
+    Effects: imports the module; its errors propagate unchanged.
 
     Raises:
-        UsageError: there is no such plugin; the nearest name is suggested.
+        UsageError: there is no such plugin; the error suggests the nearest name.
     """
     if "." in name or "/" in name:
         return _imported(kind, name)
@@ -83,7 +83,7 @@ def load(kind: str, name: str) -> ModuleType:
 
 
 def _imported(kind: str, name: str) -> ModuleType:
-    """A stranger's module. Raises: UsageError where it cannot be found or is of another kind."""
+    """Import a user's module. Raises: UsageError where it cannot be found or is of another kind."""
     source, _, attribute = name.partition(":")
     file = Path(source) if source.endswith(".py") else None
     parts = list(file.with_suffix("").parts) if file is not None else source.split(".")
@@ -95,7 +95,7 @@ def _imported(kind: str, name: str) -> ModuleType:
             module = _from_file(kind, file) if file is not None else _from_path(kind, source)
     elif all(part.isidentifier() for part in parts):
         with _path(_own_path()):
-            if PathFinder.find_spec(parts[0], sys.path) is None:  # whatever was imported from elsewhere before
+            if PathFinder.find_spec(parts[0], sys.path) is None:  # even if it was imported from elsewhere before
                 raise _not_found(kind, ".".join(parts), parts[0])
             module = _from_path(kind, ".".join(parts))
     else:
@@ -112,7 +112,7 @@ def _imported(kind: str, name: str) -> ModuleType:
 
 
 def _own_path() -> list[str]:
-    """Python's path without the working directory, which `python -m` puts there, unless PYTHONPATH names it."""
+    """Return Python's path without the working directory that `python -m` adds, unless PYTHONPATH names it."""
     here = Path.cwd()
     asked = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return [entry for entry in sys.path if entry and (Path(entry).resolve() != here or here in asked)]
@@ -120,7 +120,7 @@ def _own_path() -> list[str]:
 
 @contextlib.contextmanager
 def _path(entries: list[str]) -> Iterator[None]:
-    """Look for modules in these directories."""
+    """Use these directories as the module path within the block."""
     before = list(sys.path)
     sys.path[:] = entries
     try:
@@ -146,7 +146,7 @@ def _from_path(kind: str, name: str) -> ModuleType:
 
 
 def _from_file(kind: str, file: Path) -> ModuleType:
-    """The module of a file, executed once a process. Raises: UsageError: there is no such file."""
+    """Import the module of a file, once per process. Raises: UsageError: there is no such file."""
     if not file.is_file():
         raise UsageError(f"no {kind} at {file}")
     name = f"_moetool_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"

@@ -17,15 +17,15 @@ class Matcher(Protocol):
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer is whole as it is."""
+        """Whether the answer is complete."""
         ...
 
     def allowed(self) -> bytearray:
-        """A byte for every token of the vocabulary: 0 where it cannot come next."""
+        """Return a byte for every token of the vocabulary: 0 where it cannot come next."""
         ...
 
     def accept(self, token: int) -> None:
-        """Go on by a token of the answer."""
+        """Advance by a token of the answer."""
         ...
 
 
@@ -33,7 +33,7 @@ class Grammar(Protocol):
     """Grammar of an answer."""
 
     def start(self) -> Matcher:
-        """A matcher at the beginning of an answer."""
+        """Return a matcher at the beginning of an answer."""
         ...
 
 
@@ -42,20 +42,20 @@ class SamplingParams:
     """Sampling parameters of one request.
 
     Attributes:
-        max_tokens: at most so many new tokens.
-        temperature: 0 takes the likeliest token.
+        max_tokens: maximum number of new tokens.
+        temperature: temperature of sampling; 0 is greedy.
         top_p: sample among the likeliest tokens that together have this probability (0 < top_p <= 1).
         seed: with a seed the same request gives the same tokens, alone or in any batch.
-        logprobs: for each token, how many of the likeliest alternatives to report (None: no log-probabilities).
-        ignore_eos: go on after the end-of-sequence token.
-        top_k: sample among so many of the likeliest tokens (0: all).
-        min_p: leave out tokens less likely than this share of the likeliest one's probability.
-        presence_penalty: lowers the logits of tokens that the answer has.
-        frequency_penalty: the same, once for each time that the answer has them.
-        repetition_penalty: divides the logits of tokens of prompt and answer where they are positive, else multiplies.
-        logit_bias: (token, what is added to its logit), each token once.
-        grammar: tokens that it does not allow have no probability.
-        return_routes: outputs carry the experts that each token used.
+        logprobs: number of top alternatives per token to report (None: no log-probabilities).
+        ignore_eos: continue after the end-of-sequence token.
+        top_k: sample among this many of the likeliest tokens (0: all).
+        min_p: exclude tokens below this share of the top probability.
+        presence_penalty: subtracted from logits of tokens in the answer.
+        frequency_penalty: the same, once per occurrence.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer.
+        logit_bias: (token, value added to its logit), each token once.
+        grammar: grammar of the answer; other tokens get no probability.
+        return_routes: whether outputs hold the experts of each token.
     """
 
     max_tokens: int
@@ -75,25 +75,25 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether the tokens so far matter to the next one."""
+        """Whether earlier tokens change the next one's logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 class TokenLogprob(NamedTuple):
-    """Natural log-probabilities of the model itself, whatever the sampling: of the chosen token, of the likeliest."""
+    """Natural log-probabilities of the model, before sampling: of the chosen token and the likeliest."""
 
     logprob: float
     top: Sequence[tuple[int, float]]
 
 
 class Output(NamedTuple):
-    """One message of the engine about a request: a token, or the end, or both.
+    """One message of the engine about a request: a token, the end, or both.
 
     `token` is None only in a message that ends a request without a token (cancelled, error, or max_tokens 0).
-    The end-of-sequence token is reported as a token with finish `stop`. `reused` comes with the first token: so many
-    tokens of the prompt were in the KV cache.
-    With `return_routes`, `experts_THK` (uint8, or uint16 beyond 256 experts; all layers, zeros in dense ones) are those
-    of the tokens forwarded since the last output: the prompt's with the first token, then one row a token.
+    The end-of-sequence token is reported as a token with finish `stop`. `reused` comes with the first token: the prompt
+    tokens that were in the KV cache. With `return_routes`, `experts_THK` (uint8, or uint16 beyond 256 experts; all
+    layers, zeros in dense ones) belong to the tokens forwarded since the last output: the prompt's with the first
+    token, then one row per token.
     """
 
     request: int
@@ -113,7 +113,7 @@ State = Literal["starting", "ready", "draining", "failed"]
 
 
 class Unavailable(MoetoolError):
-    """The engine takes no requests just now (starting, draining, rebuilding); the same request may work later."""
+    """The engine accepts no requests now (starting, draining, rebuilding); a retry may succeed."""
 
     def __init__(self, message: str, retry_after_s: int = 2) -> None:
         super().__init__(message)
@@ -121,18 +121,18 @@ class Unavailable(MoetoolError):
 
 
 class EngineLike(Protocol):
-    """Engine interface of the HTTP server.
+    """The engine's interface for the HTTP server.
 
     Attributes:
-        model_name: the name that clients ask for.
-        max_context: at most so many tokens in a prompt and its answer together.
-        vocab_size: token ids are below this.
-        tokenizer: the model's own.
-        max_requests: so many requests run together; the engine queues more in the order in which they come.
-        max_unbegun: so many requests it is handed before it has begun them; others wait outside, where users take
-            turns. More where it makes something of knowing what comes.
-        state: requests are taken only in `ready`.
-        problems: faults, whether or not requests are taken; public, so without paths.
+        model_name: the model name for clients.
+        max_context: maximum tokens of a prompt and its answer together.
+        vocab_size: bound of token ids.
+        tokenizer: the model's tokenizer.
+        max_requests: maximum concurrent requests; the engine queues more in the order of arrival.
+        max_unbegun: maximum submitted requests that have not begun; others wait outside, where clients take turns.
+            Larger for engines that use knowledge of coming requests.
+        state: requests are accepted only in `ready`.
+        problems: faults, also while requests are accepted; public, so without paths.
     """
 
     @property
@@ -153,38 +153,38 @@ class EngineLike(Protocol):
     def problems(self) -> Sequence[str]: ...
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuse what can never be served. Thread-safe, never waits.
+        """Refuse a request that can never be served. Thread-safe, never waits.
 
         Raises:
-            UsageError: the request makes no sense.
-            CapacityError: it does not fit.
+            UsageError: the request is invalid.
+            CapacityError: the request does not fit.
         """
         ...
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
         """Queue a request and return its id; never waits for the model.
 
-        Effects: from now on `sink` is called from another thread, perhaps before this returns, until a message
-        with `finish`. Thread-safe.
+        Effects: `sink` is called from another thread, possibly before this returns, until a message with `finish`.
+        Thread-safe.
 
         Raises:
             UsageError, CapacityError: as `check`.
-            Unavailable: not now.
+            Unavailable: the engine accepts no requests now.
         """
         ...
 
     def cancel(self, request: int) -> None:
-        """Stop a request, running or queued; nothing happens if it has ended. Thread-safe, never waits."""
+        """Stop a running or queued request; without effect after its end. Thread-safe, never waits."""
         ...
 
     def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
-        """Log-probability of each prompt token given those before it (None for the first). Blocks for a forward."""
+        """Log-probability of each prompt token given the earlier ones (None for the first). Blocks for a forward."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters and gauges by name, as of now. Thread-safe."""
+        """Return current counters and gauges by name. Thread-safe."""
         ...
 
     def stats(self) -> Mapping[str, Any]:
-        """The same for people, as JSON: by layer, and memory by what holds it. Thread-safe."""
+        """Return statistics as JSON: by layer, and memory by use. Thread-safe."""
         ...

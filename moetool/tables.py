@@ -20,12 +20,12 @@ LINE_S = 10.0
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json.dumps(value, indent=1))
 
 
 def print_markdown(text: str) -> None:
-    """A page of Markdown: laid out and paged on a terminal, as it stands elsewhere."""
+    """Print Markdown: formatted and paged on a terminal, raw elsewhere."""
     if not sys.stdout.isatty():
         print(text, end="")
         return
@@ -39,14 +39,14 @@ def print_markdown(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """A table, for the terminal and for pages alike.
+    """A table for terminal and pages.
 
     Attributes:
-        title: its heading.
-        columns: headings.
-        rows: cells, as many as headings.
-        num_text, num_keys: as of `print_table`.
-        shares: columns of shares of 1, of which more is better; on a page a bar is behind each cell.
+        title: heading of the table.
+        columns: headings of the columns.
+        rows: cells, one per heading.
+        num_text, num_keys: as in `print_table`.
+        shares: columns of shares where more is better; on a page their cells have a bar.
         notes: lines below the table.
     """
 
@@ -59,11 +59,11 @@ class TextTable:
     notes: tuple[str, ...] = ()
 
     def bar(self, column: str, cell: str) -> float | None:
-        """Per cent of a cell that its bar covers; None without a bar."""
+        """Return the width of a cell's bar in per cent; None without a bar."""
         return 100 * float(cell) if column in self.shares and cell != "-" else None
 
     def print(self) -> None:
-        """Print it on stdout."""
+        """Print the table on stdout."""
         print_table(self.title, self.columns, self.rows, self.num_text, self.num_keys)
         for note in self.notes:
             print_paragraph(note)
@@ -72,10 +72,10 @@ class TextTable:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1, num_keys: int = 1
 ) -> None:
-    """A table on stdout; the first `num_text` columns are text, the others are numbers.
+    """Print a table on stdout; the first `num_text` columns are text, the others numbers.
 
-    On a terminal too narrow for all of its numbers it comes in parts, each with the texts, or the first `num_keys`
-    columns if they are more, at its left: a number is never broken, nor a name in the first column.
+    On a narrow terminal it is split into parts, each with the text columns, or the first `num_keys` columns if more, at
+    its left. Numbers and names in the first column are never broken.
     """
     from rich import box
     from rich.console import Console
@@ -98,13 +98,13 @@ def print_table(
 
 
 _GAP = 3
-"""Width of a table's column separator; one more at its edge."""
+"""Width of a table's column separator; the edge has one more."""
 
 
 def _widths(
     columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int, num_keys: int, width: int
 ) -> tuple[dict[int, int | None], list[dict[int, int | None]]]:
-    """The columns that every part of a table has, and the others by part, each with its width; None fits it in."""
+    """Return the columns of every part of a table, and the others by part, each with its width; None is flexible."""
     cells = [[column, *(row[i] for row in rows)] for i, column in enumerate(columns)]
     full = [max(len(line) for cell in column for line in cell.split("\n")) for column in cells]
     least = [max(map(len, [*heading.split(), *numbers]), default=0) for heading, *numbers in cells]
@@ -112,13 +112,13 @@ def _widths(
     left = sum((full if i < num_text else least)[i] + _GAP for i in keys)
     if num_text and full[0] <= width // 3:
         keys[0] = full[0]
-    room = width - 1 - min(left, width // 2)  # longer texts are folded
+    room = width - 1 - min(left, width // 2)  # longer texts wrap
     parts: list[dict[int, int]] = [{}]
     for i in range(num_keys, len(columns)):
         if parts[-1] and sum(parts[-1].values()) + _GAP * (len(parts[-1]) + 1) + least[i] > room:
             parts.append({})
         parts[-1][i] = least[i]
-    for part in parts:  # headings are broken only where they have to be
+    for part in parts:  # headings wrap only if necessary
         for _ in range(room - sum(part.values()) - _GAP * len(part)):
             tightest = max(part, key=lambda i: full[i] - part[i], default=None)
             if tightest is None or part[tightest] >= full[tightest]:
@@ -128,7 +128,7 @@ def _widths(
 
 
 def significant(number: float, digits: int = 4) -> str:
-    """A number for people, with so many digits and never an exponent of ten where it is large: `142,844`, `0.4143`."""
+    """Format a number with significant digits and without an exponent if large: `142,844`, `0.4143`."""
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"
 
 
@@ -138,12 +138,12 @@ def numbered(number: int, noun: str) -> str:
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """Text of others, with what a terminal would take for a command made visible; characters of `keep` are not."""
+    """Return foreign text with terminal control characters made visible, except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Name, value and meaning, a line each; on a terminal the meaning is wrapped in its column, or goes below."""
+    """Print name, value and meaning, one line each; on a terminal the meaning wraps in its column, or below."""
     names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     left = names + 2 + values + 2
@@ -161,7 +161,7 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
 
 
 def print_paragraph(text: str) -> None:
-    """A sentence with its indentation, wrapped on a terminal."""
+    """Print an indented sentence, wrapped on a terminal."""
     if not sys.stdout.isatty():
         print(text)
         return
@@ -171,11 +171,11 @@ def print_paragraph(text: str) -> None:
 
 
 _NARROWEST = 40
-"""The least width in which a sentence still reads well."""
+"""Least readable width of a sentence."""
 
 
 def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
-    """The sets that have a name, as `moetool.prompts.gather.describe` gives them."""
+    """Print the named prompt sets from `moetool.prompts.gather.describe`."""
     public = [row for row in rows if row["hub"] is not None]
     print(f"{len(public)} public sets on the Hugging Face hub (--data-dir: a local copy)")
     print_lines([(row["name"], row["hub"], _about_prompts(row)) for row in public])
@@ -184,7 +184,7 @@ def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _about_prompts(row: Mapping[str, Any]) -> str:
-    """Tasks, split, access, answer length and licence of a public prompt set."""
+    """Describe tasks, split, access, answer length and licence of a public prompt set."""
     output = row["output"]
     new = f"{output} new tokens" if isinstance(output, int) else "new tokens as in its answers" if output else ""
     tasks = ", ".join(row["tasks"]) or row["config"]
@@ -196,7 +196,7 @@ def print_replica(out: Any, card: Any) -> None:
     """Print a replica's size, accuracy, and experts with too few tokens."""
     how, judged, weights = card["quantization"], card["judged"], card["weights"]
     print_paragraph(
-        f"{out}: {how['bits']} bits in groups of {how['group']}, {count(weights['bytes'], 'B')} in place of "
+        f"{out}: {how['bits']} bits in groups of {how['group']}, {count(weights['bytes'], 'B')} instead of "
         f"{count(weights['of_bytes'], 'B')}, made on {card['tokens']['train']:,} tokens in {card['seconds']:,.1f} s; "
         f"loaded again by {card['reloaded_by']}"
     )
@@ -212,7 +212,7 @@ def print_replica(out: Any, card: Any) -> None:
 
 
 def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
-    """A trained reference model: its held-out cross-entropy by domain, and how differently it routes them."""
+    """Print a trained reference model's held-out cross-entropy by domain, and the divergence of its routing."""
     held_out, start = facts["held_out"], facts["held_out_of_start"]
     print_paragraph(
         f"{out}: {facts['steps']:,} steps, {count(facts['tokens'])} tokens in {facts['minutes']:,.1f} minutes "
@@ -237,7 +237,7 @@ def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
 
 
 def print_maps(made: Any) -> None:
-    """A `MapReport`: what was made, and what likeness says of the hit rate."""
+    """Print a `MapReport`: the maps, and the correlation of similarity and hit rate."""
     print_paragraph(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")
     rows = []
     for name, likeness in (("embeddings", made.meaning), ("gates", made.path)):
@@ -248,7 +248,7 @@ def print_maps(made: Any) -> None:
         rows.append([name, pearson, f"{likeness.best:.3f}", f"{likeness.best_hit_rate:.3f}", rise])
     print_table(
         f"similarity to {made.iterations:,} held-out iterations, and hit rate of the map's K likeliest experts",
-        ["likeness of", "Pearson", "of the best map", "its hit rate", "hit rate from a likeness of"],
+        ["similarity of", "Pearson", "of the best map", "its hit rate", "hit rate from a similarity of"],
         rows,
     )
     print_paragraph(
@@ -261,8 +261,8 @@ def print_maps(made: Any) -> None:
 def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), whole_bytes: int = 0) -> TextTable:
     """Compare policies (`moetool.tuning.replay.ReplayRow`), with times where there is a timeline; `chosen` are marked.
 
-    Budgets are shares too where `whole_bytes` says what all experts take. What the host computes is no load, and its
-    weights are read all the same: they have a column where there are any.
+    With `whole_bytes`, the size of all experts, budgets are also shares. Host compute is not a load but reads weights,
+    which have their own column if there are any.
     """
     timed = any(row.timing is not None for row in rows)
     hosted = any(row.host_bytes_per_decode_token for row in rows)
@@ -299,9 +299,9 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
 
 
 def print_profile(profile: Any) -> None:
-    """The curves of a `moetool.costing.costs.CostProfile`, and what they say about one token."""
+    """Print the curves of a `moetool.costing.costs.CostProfile`, and the resulting time of one token."""
     spec, machine = profile.spec, profile.machine
-    origin = "its config alone" if profile.config_only else "its files"
+    origin = "its config" if profile.config_only else "its files"
     threads = profile.compute[0].threads
     print_paragraph(
         f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
@@ -339,7 +339,7 @@ def print_profile(profile: Any) -> None:
 
 
 def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequence[int], unit: str = "") -> None:
-    """Curves at some amounts, with the fit's error and the noise of the timings; `*` marks what was not measured."""
+    """Print curves at some amounts, with the fit's error and the timings' noise; `*` marks extrapolation."""
     rows = [
         [
             name,
@@ -352,33 +352,33 @@ def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequen
         if curve is not None
     ]
     headings = [count(amount, unit) for amount in amounts]
-    print_table(f"{title} (*: beyond what was measured)", ["", *headings, "fit", "noise", "timings"], rows)
+    print_table(f"{title} (*: extrapolated)", ["", *headings, "fit", "noise", "timings"], rows)
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds for people."""
+    """Format seconds as milliseconds."""
     return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
 def narrate(line: str) -> None:
-    """One line on stderr, unless only errors are to be shown."""
+    """Print one line on stderr, unless only errors are shown."""
     if logs.narrates():
         print(line, file=sys.stderr, flush=True)
 
 
 def complain(line: str) -> None:
-    """One line on stderr about an error."""
-    sys.stderr.write(f"{line}\n")  # at once: `print` can be interrupted before the end of the line
+    """Print one error line on stderr."""
+    sys.stderr.write(f"{line}\n")  # in one call: `print` can be interrupted before the end of the line
     sys.stderr.flush()
 
 
 def shows_progress() -> bool:
-    """Whether stderr is a terminal whose user wants to see more than errors."""
+    """Whether stderr is a terminal and more than errors are shown."""
     return sys.stderr.isatty() and logs.narrates()
 
 
 def count(number: float, unit: str = "") -> str:
-    """A number for people: `12.3 MB` for bytes (unit `B`), `12,345` otherwise."""
+    """Format a number: `12.3 MB` for bytes (unit `B`), `12,345` otherwise."""
     if unit != "B":
         return f"{number:,.0f}{unit}"
     for prefix in ("", "k", "M", "G"):
@@ -390,7 +390,7 @@ def count(number: float, unit: str = "") -> str:
 
 @contextlib.contextmanager
 def steps(title: str) -> Iterator[Callable[[int, int], None]]:
-    """`progress` for work that reports its own number of steps."""
+    """Show `progress` for work that reports its own number of steps."""
     with contextlib.ExitStack() as stack:
         shown: list[Callable[[int], None]] = []
 
@@ -404,10 +404,10 @@ def steps(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
-    """Progress without a terminal: a line on stderr every ten seconds.
+    """Show progress without a terminal: a line on stderr every ten seconds.
 
     Gives:
-        A function that is called with what is going on, how much is done, and of how much.
+        A function to call with the activity, the amount done and the total.
     """
     over, now = threading.Event(), time.monotonic
     state: tuple[str, int, int | None, float] = title, 0, None, now()
@@ -422,7 +422,7 @@ def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
             passed_s = now() - began_s
             amount = f"{count(done)}{f' of {count(total)}' if total else ''}, " if done else ""
             left = f", {(total - done) * passed_s / done:,.0f} s left" if total and 0 < done <= total else ""
-            with contextlib.suppress(OSError, ValueError):  # stderr may be closed by now
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 narrate(f"moetool: {what}: {amount}{passed_s:,.0f} s{left}")
 
     teller = threading.Thread(target=say, daemon=True)
@@ -435,7 +435,7 @@ def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 def _bars() -> "Progress":
-    """Bars on stderr that vanish when they are done, each with amount, rate and time left in one line."""
+    """Return transient bars on stderr, each with amount, rate and time left in one line."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.table import Column
@@ -452,7 +452,7 @@ def _bars() -> "Progress":
 
 
 def _amount(done: float, total: float | None, speed: float | None, left_s: float | None, passed_s: float | None) -> str:
-    """`814 of 7,409, 7,923/s, 1 s left`; seconds so far where the total is not known."""
+    """Format `814 of 7,409, 7,923/s, 1 s left`; elapsed seconds where the total is unknown."""
     if not total:
         return f"{passed_s or 0:,.0f} s"
     parts = [f"{count(done)} of {count(total)}", *([f"{significant(speed, 2)}/s"] if speed else [])]
@@ -461,10 +461,10 @@ def _amount(done: float, total: float | None, speed: float | None, left_s: float
 
 @contextlib.contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A progress bar with rate and time left on a terminal, else a line every ten seconds, on stderr.
+    """Show progress with rate and time left on stderr: a bar on a terminal, else a line every ten seconds.
 
     Gives:
-        A function that is called with how much is done.
+        A function to call with the amount done.
     """
     if not shows_progress():
         with _lines(title) as say:
@@ -477,10 +477,10 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], N
 
 @contextlib.contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Progress of work in several stages, with rate and time left; see `progress`.
+    """Show progress of work in several stages, with rate and time left; see `progress`.
 
     Gives:
-        A function that is called with what is going on ("training on tokens"), how much is done, and of how much.
+        A function to call with the activity ("training on tokens"), the amount done and the total.
     """
     if not shows_progress():
         with _lines("preparing") as say:
@@ -492,7 +492,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
         def report(what: str, done: int, total: int) -> None:
             nonlocal task, name, latest
-            if task is None or what != name or done < latest:  # a new stage, or the same once more
+            if task is None or what != name or done < latest:  # a new stage, or the same one again
                 if task is not None:
                     bar.remove_task(task)
                 task = bar.add_task(what, total=total)

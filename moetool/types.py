@@ -1,4 +1,4 @@
-"""The types that every part of moetool speaks, and the legend of its shape letters.
+"""The common types of all packages, and the legend of shape letters.
 
 Shape letters, used as suffixes of array names:
 
@@ -26,7 +26,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 """Functions from router logits to scores."""
 
 REVISION_KIND = "r2-"
-"""Begins the revision of every checkpoint: the version of how `moetool.models.revision` tells them apart."""
+"""Prefix of every checkpoint's revision: the version of `moetool.models.revision`."""
 
 
 class Phase(IntEnum):
@@ -41,8 +41,8 @@ class ModelSpec:
     """Model facts that expert decisions depend on.
 
     Attributes:
-        name: model type and path name, for people.
-        revision: tells this checkpoint from others (`moetool.models.revision`).
+        name: model type and path name, for display.
+        revision: identity of the checkpoint (`moetool.models.revision`).
         layer_ids_L: absolute indices of the MoE layers among the model's layers.
         num_experts_L: routed experts of each MoE layer.
         top_k_L: experts that one token uses in each MoE layer.
@@ -80,34 +80,34 @@ class ModelSpec:
 
     @property
     def total_experts(self) -> int:
-        """Routed experts of the whole model."""
+        """Return the number of routed experts of the model."""
         return sum(self.num_experts_L)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that any expert of the model fits into."""
+        """Return the bytes of a slot that fits any expert of the model."""
         return max(self.expert_bytes_L)
 
     @property
     def all_experts_bytes(self) -> int:
-        """Bytes of all routed experts together."""
+        """Return the bytes of all routed experts."""
         return sum(num * size for num, size in zip(self.num_experts_L, self.expert_bytes_L, strict=True))
 
     def expert_key(self, layer: int, expert: int) -> int:
-        """One integer for (layer, expert): layer * E + expert."""
+        """Return the integer key of (layer, expert): layer * E + expert."""
         return layer * self.num_experts + expert
 
     def expert_of(self, key: int) -> tuple[int, int]:
-        """(layer, expert) of a key."""
+        """Return (layer, expert) of a key."""
         return divmod(key, self.num_experts)
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary that `from_json` reads back."""
+        """Return a dictionary for `from_json`."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelSpec":
-        """Raises: MismatchError where fields are missing or unknown (another schema), or make no model."""
+        """Read a spec. Raises: MismatchError where fields are missing, unknown (another schema) or invalid."""
         try:
             spec = config.parse(cls, data, "model spec")
         except UsageError as error:
@@ -116,7 +116,7 @@ class ModelSpec:
         return spec
 
     def validate(self) -> None:
-        """Raises: MismatchError where no model can be as this says."""
+        """Raises: MismatchError for an impossible model."""
         layers = self.num_layers
         check.require_whole("spec.layer_ids_L: layers", layers, 1, check.MAX_LAYERS)
         for name in ("num_experts_L", "top_k_L", "has_logits_L", "expert_bytes_L"):
@@ -138,7 +138,7 @@ class ModelSpec:
         """Refuse two artefacts of different models.
 
         Args:
-            mine: owner of this spec, for the message ("the trace").
+            mine: owner of this spec, for messages ("the trace").
             theirs: owner of `other` ("the predictor").
 
         Raises:
@@ -148,7 +148,7 @@ class ModelSpec:
             return
         kinds = {one.revision.startswith(REVISION_KIND) for one in (self, other)}
         earlier = len(kinds) == 2 and self.name == other.name
-        why = " (an earlier moetool made one of the two, and told checkpoints apart by less)" if earlier else ""
+        why = " (an earlier moetool made one of them, with another rule for revisions)" if earlier else ""
         raise MismatchError(
             f"{theirs} was made for {other.name} ({other.revision[:12]}), but {mine} is of "
             f"{self.name} ({self.revision[:12]}){why}; make {theirs} again for this model"
@@ -158,7 +158,7 @@ class ModelSpec:
         """Refuse two artefacts of models whose experts differ in number, layers or width; arguments as `require_same`.
 
         Raises:
-            MismatchError: they do.
+            MismatchError: they differ.
         """
         for name in ("layer_ids_L", "num_experts_L", "top_k_L", "hidden_size"):
             if (ours := getattr(self, name)) != (found := getattr(other, name)):
@@ -174,13 +174,13 @@ class ForwardInfo:
 
     Attributes:
         forward_id: running number of the forward.
-        request_T: the request that each token belongs to, as running numbers given by the scheduler.
+        request_T: request of each token, as the scheduler's running numbers.
         phase_T: `Phase` of each token, from the state of its request (never from the query length).
         position_T: position of each token in its sequence.
         embedding_TD: for each token the mean output of the embedding layer over its request's tokens of this forward
-            (float32), or None where nobody asked for it.
-        token_id_T: the tokens themselves, -1 where a trace withholds them, or None where nothing forwards tokens.
-        recorded_id: the number that the forward of its first token had when its trace was recorded, -1 outside a trace.
+            (float32), or None if not requested.
+        token_id_T: token ids, -1 where a trace withholds them, or None without tokens.
+        recorded_id: recorded number of the forward of its first token, -1 outside a trace.
     """
 
     forward_id: int
@@ -202,16 +202,16 @@ class GateEvent:
     """The experts that one forward needs at one MoE layer.
 
     Attributes:
-        forward: the forward that the event belongs to.
+        forward: forward of the event.
         layer: index of the MoE layer, 0..L-1.
-        experts_TK: the experts that each token uses, as the model's own router gave them.
-        weights_TK: their weights in the sum (float32), or None where nobody asked for them.
+        experts_TK: experts of each token, by the model's own router.
+        weights_TK: their weights in the sum (float32), or None if not requested.
         scores_TE: the router's scores over all experts (float32), or None.
-        hidden_TD: the hidden states that the router got (float32), or None.
-        ahead_ATE: the scores that the routers of the next A MoE layers give on these hidden states (float32): row a is
-            for layer + 1 + a, with fewer rows near the last layer; or None.
-        resident_TE: the scores that the router of the next MoE layer would give if only resident and shared experts had
-            been computed (float32; 0 at the last layer), or None.
+        hidden_TD: hidden states at the router's input (float32), or None.
+        ahead_ATE: scores of the next A MoE layers' routers on these hidden states (float32): row a is for layer + 1 +
+            a, with fewer rows near the last layer; or None.
+        resident_TE: scores of the next MoE layer's router if only resident and shared experts were computed (float32; 0
+            at the last layer), or None.
         needed: the distinct experts of the event, ascending.
     """
 
@@ -234,10 +234,10 @@ class Gpu:
     """One GPU of a server.
 
     Attributes:
-        memory_bytes: all of its memory.
+        memory_bytes: its total memory.
         reserved_bytes: the part that experts may not use: the dense weights, keys and values, activations.
-        host_to_device_bytes_s: rate at which experts reach it from host memory.
-        speed: of its arithmetic, relative to the GPU that a cost profile was measured on.
+        host_to_device_bytes_s: rate of experts from host memory.
+        speed: compute speed relative to the GPU of the cost profile.
     """
 
     memory_bytes: int
@@ -247,7 +247,7 @@ class Gpu:
 
     @property
     def expert_bytes(self) -> int:
-        """Memory left for experts."""
+        """Return the memory for experts."""
         return self.memory_bytes - self.reserved_bytes
 
 
@@ -256,11 +256,11 @@ class Server:
     """One server.
 
     Attributes:
-        name: as traces and links name it.
+        name: name in traces and links.
         gpus: at least one.
-        cpu_threads: that may compute or copy.
-        host_memory_bytes: for experts on their way, when no GPU has room.
-        disk_bytes_s: rate at which experts are read.
+        cpu_threads: threads that may compute or copy.
+        host_memory_bytes: memory to stage experts when no GPU has room.
+        disk_bytes_s: rate of expert reads.
         gpu_link_bytes_s: rate between two of its GPUs.
     """
 
@@ -274,12 +274,12 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The way between two servers, the same in both directions.
+    """A symmetric link between two servers.
 
     Attributes:
-        between: the names of the two.
-        bytes_s: its rate.
-        latency_s: until the first byte arrives.
+        between: names of the two servers.
+        bytes_s: rate of the link.
+        latency_s: seconds until the first byte arrives.
     """
 
     between: tuple[str, str]
@@ -293,8 +293,8 @@ class Cluster:
 
     Attributes:
         servers: at least one.
-        link_bytes_s: rate between servers for which `links` has no other.
-        link_latency_s: latency between them.
+        link_bytes_s: rate between servers without an entry in `links`.
+        link_latency_s: latency between these servers.
     """
 
     servers: tuple[Server, ...]
@@ -333,20 +333,20 @@ class Cluster:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """All GPUs, in the order of their numbers."""
+        """Return all GPUs, in the order of their numbers."""
         return tuple(gpu for server in self.servers for gpu in server.gpus)
 
     @property
     def server_G(self) -> tuple[int, ...]:
-        """The server of each GPU."""
+        """Return the server of each GPU."""
         return tuple(n for n, server in enumerate(self.servers) for _ in server.gpus)
 
     def slots_G(self, slot_bytes: int) -> tuple[int, ...]:
-        """Number of experts of `slot_bytes` that fit on each GPU."""
+        """Return the number of experts of `slot_bytes` that fit on each GPU."""
         return tuple(gpu.expert_bytes // slot_bytes for gpu in self.gpus)
 
     def link(self, a: int, b: int) -> tuple[float, float]:
-        """(bytes/s, latency) between two servers, by number; of a server with itself, that between its GPUs."""
+        """Return (bytes/s, latency) between two servers, by number; within a server, that between its GPUs."""
         if a == b:
             return self.servers[a].gpu_link_bytes_s, 0.0
         names = {self.servers[a].name, self.servers[b].name}
@@ -356,6 +356,6 @@ class Cluster:
         return self.link_bytes_s, self.link_latency_s
 
     def round_trip_s(self, a: int, b: int, num_bytes: float) -> float:
-        """Seconds of so many bytes from one server to another and as many back."""
+        """Return the seconds of sending bytes from one server to another and as many back."""
         bytes_s, latency_s = self.link(a, b)
         return 2 * (latency_s + num_bytes / bytes_s)

@@ -8,16 +8,16 @@ from moetool.errors import MismatchError, shortened
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 2**16
-"""Most experts of a layer: traces store an expert in 16 bits."""
+"""Maximum experts of a layer: traces store an expert in 16 bits."""
 MAX_TOTAL_EXPERTS = 2**20
 MAX_WIDTH = 2**20
 MAX_BYTES = 2**53
-"""Amounts of bytes and of tokens: as many as a float64 tells apart."""
+"""Maximum amounts of bytes and tokens: whole numbers that a float64 represents exactly."""
 MAX_GPUS = 2**16
 
 
 def require(holds: bool, field: str, found: object, expected: str) -> None:
-    """Raises: MismatchError unless `holds`, naming the field, what was found and what is expected."""
+    """Raises: MismatchError unless `holds`, with the field, the value found and the values expected."""
     if not holds:
         text = shortened(found if isinstance(found, str) else repr(found))
         raise MismatchError(f"{shortened(field)}: found {text}, expected {expected}")
@@ -49,7 +49,7 @@ def require_one_of(field: str, value: str, known: Iterable[str]) -> None:
 
 
 def require_distinct(field: str, values: Sequence[Any]) -> None:
-    """Raises: MismatchError where a value is there twice."""
+    """Raises: MismatchError where a value occurs twice."""
     if len(set(values)) != len(values):
         seen: set[Any] = set()
         twice = next(value for value in values if value in seen or seen.add(value))  # type: ignore[func-returns-value]
@@ -74,5 +74,5 @@ def require_plain(field: str, value: Any) -> None:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float is near
+    except OverflowError:  # a whole number beyond the range of float64
         return False

@@ -1,4 +1,4 @@
-"""A cluster that nobody has to own, simulated event by event: requests, queues, links, expert calls, migrations.
+"""Discrete-event simulation of a cluster: requests, queues, links, expert calls, migrations.
 
 arrivals: when requests come, and to which server.   workload: what they route to, from real traces.
 costs: seconds of computing and of links.            routing: which copy of an expert a token goes to.

@@ -18,13 +18,13 @@ _MOONCAKE = ("timestamp", "input_length", "output_length")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request on its way in.
+    """One arriving request.
 
     Attributes:
-        at_s: since the simulation began.
-        server: number of the server that its user talks to.
-        prompt_tokens: as the file says; None where no file does.
-        new_tokens: the same for the tokens to decode.
+        at_s: seconds since the simulation's start.
+        server: number of its server.
+        prompt_tokens: prompt tokens by the file; None without a file.
+        new_tokens: the same for new tokens.
     """
 
     at_s: float
@@ -34,26 +34,26 @@ class Arrival:
 
 
 def read_arrivals(text: str, busy: list[int], count: int, rng: np.random.Generator, pace: float = 1.0) -> list[Arrival]:
-    """Arrivals in the order of time, the first at or after 0.
+    """Read or draw arrivals in the order of time, the first at or after 0.
 
     Args:
-        text: `poisson:10s` (that mean gap at each busy server), `every:10s` (one at every busy server, all at once,
-            each 10 s), or a file with Azure's (CSV) or Mooncake's (JSON lines) columns, whose requests are dealt to
-            the busy servers at random.
-        busy: numbers of the servers that have requests.
-        count: how many; a file may have fewer.
+        text: `poisson:10s` (that mean gap at each busy server), `every:10s` (one at every busy server together, each 10
+            s), or a file with Azure's (CSV) or Mooncake's (JSON lines) columns, whose requests go to busy servers at
+            random.
+        busy: numbers of the servers with requests.
+        count: number of arrivals; a file may have fewer.
         pace: gaps are divided by this.
 
     Raises:
-        UsageError: none of these, or no such file.
-        MismatchError: the file has other columns, or a line of it is damaged.
+        UsageError: the text is none of these, or there is no such file.
+        MismatchError: the file has other columns, or a damaged line.
     """
     kind, colon, gap = text.partition(":")
     if colon and kind in ("poisson", "every"):
         gap_s = parse_seconds(gap) / pace
         if kind == "every":
             return [Arrival(at_s=i // len(busy) * gap_s, server=busy[i % len(busy)]) for i in range(count)]
-        # The servers' processes together are one Poisson process whose points fall on a server at random.
+        # Together the servers form one Poisson process whose points fall on a random server.
         times = np.cumsum(rng.exponential(gap_s / len(busy), count)).tolist()
         servers = rng.integers(len(busy), size=count).tolist()
         return [Arrival(at_s=at_s, server=busy[n]) for at_s, n in zip(times, servers, strict=True)]
@@ -73,7 +73,7 @@ def read_arrivals(text: str, busy: list[int], count: int, rng: np.random.Generat
 
 
 def _rows(path: Path) -> Iterator[tuple[float, int, int]]:
-    """(seconds, prompt tokens, new tokens) of each line; at least one token each."""
+    """Yield (seconds, prompt tokens, new tokens) of each line; at least one token each."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             azure = not file.readline().lstrip().startswith("{")

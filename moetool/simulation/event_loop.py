@@ -1,19 +1,18 @@
 """The event loop: requests go layer by layer through GPUs and links that are first-come-first-served queues.
 
-What happens to a request at a MoE layer:
+Events of a request at a MoE layer:
 
-    READY   its tokens are together on its own GPU, whose queue they join for the dense part of the layer
+    READY   its tokens are complete on its own GPU and join its queue for the dense part of the layer
     SEND    the dense part is done: tokens leave for the GPUs that hold their experts, each message in its link's queue;
-            what the own GPU holds joins that GPU's queue
+            tokens for the own GPU's experts join that GPU's queue
     WORK    a message has arrived and joins the queue of its GPU
     BACK    its experts are computed, and the result joins the queue of the link back
 
-When the last result is back, the next layer is READY. Queues are served exactly in the order of arrival; a queue need
-then be no more than the time at which it is next free. Every queue is joined at the time of an event, and events are
-handled in the order of time, with one exception: at WORK a result joins the link back at once, though it leaves later,
-where nobody can be in time to join that link before it. That is so if every message that has reached the server's GPUs
-is on its way back and none of its own requests is in the dense part of a layer, what comes next cannot be done before
-it, and no expert moves.
+When the last result is back, the next layer is READY. Queues are first-come-first-served, so a queue is just the time
+at which it is next free. Every queue is joined at the time of an event, and events run in the order of time, with one
+exception. At WORK a result that leaves later joins the link back at once if no other message can join that link before
+it. This holds if all messages at the server's GPUs are on their way back, none of its own requests is in the dense part
+of a layer, no later message can finish earlier, and no expert moves.
 """
 
 from collections import deque
@@ -33,16 +32,16 @@ ADMISSIONS = ("seats", "rounds")
 
 
 class Watcher(Protocol):
-    """Places experts while the simulation runs."""
+    """Re-placement during the simulation."""
 
     def on_tick(self, engine: "EventLoop") -> None:
-        """The time to place anew has come."""
+        """Handle a tick: the time for a re-placement decision."""
 
     def on_round(self, engine: "EventLoop", begun: Sequence[SimulatedRequest], begin: Callable[[float], None]) -> None:
-        """These requests are about to begin together: call `begin` with the time when they may."""
+        """Handle a round of requests: call `begin` with the time at which they may start."""
 
     def on_finished(self, request: SimulatedRequest) -> None:
-        """A request is through."""
+        """Handle the end of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +60,12 @@ class LoopOptions:
     """Admission of requests and periodic events.
 
     Attributes:
-        seats: requests that a GPU has under way at a time; the others wait for it.
-        admission: `seats`: a waiting request begins when its GPU has a free seat. `rounds`: requests begin together,
-            on every GPU as many as it has seats, when all of the last round are through: static batches.
-        tick_s: how often the watcher is asked to place anew (0: never).
-        window_s: how often `EventLoop.windows` gets a row.
-        on_finished: told how many requests are through, after each.
+        seats: concurrent requests per GPU; others wait.
+        admission: `seats`: a waiting request begins when its GPU has a free seat. `rounds`: static batches: requests
+            begin together, as many as each GPU has seats, when the last round has ended.
+        tick_s: seconds between re-placement decisions of the watcher (0: never).
+        window_s: seconds between rows of `EventLoop.windows`.
+        on_finished: called with the number of finished requests after each.
     """
 
     seats: int = 1
@@ -80,20 +79,20 @@ class EventLoop:
     """One run.
 
     Attributes:
-        now_s: the time of the last event.
-        routing: where experts are.
-        free_G: when each GPU is next free.
-        busy_G: seconds that it computed.
-        link_Q: of each link when it is next free, its seconds a byte, and its latency.
-        moved_Q: bytes of experts on the move that each link carried.
-        tokens_GG: tokens that each GPU has sent to each so far, a token once for each expert, what it kept among them.
-        moving: migrations under way.
-        windows: (seconds, calls, local calls) so far.
-        finished: requests that are through.
+        now_s: time of the last event.
+        routing: current expert locations.
+        free_G: time at which each GPU is next free.
+        busy_G: compute seconds of each GPU.
+        link_Q: for each link the time at which it is next free, its seconds per byte, and its latency.
+        moved_Q: bytes of migration on each link.
+        tokens_GG: tokens from each GPU to each, once for each expert, local ones included.
+        moving: running migrations.
+        windows: cumulative (seconds, calls, local calls).
+        finished: finished requests.
 
-    Source: Prism § IV-C, whose simulator interleaves communication and computation events. What it leaves out:
-        requests that are under way together on a GPU take turns layer by layer and are not computed as one batch;
-        messages have no framing or loss; a token that uses two experts of a GPU is sent twice (DIRECTOR, Eq. 3).
+    Source: Prism § IV-C, whose simulator interleaves communication and computation events. Not modelled: concurrent
+    requests of a GPU take turns layer by layer instead of forming one batch; messages have no framing or loss; a token
+    that uses two experts of a GPU is sent twice (DIRECTOR, Eq. 3).
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class EventLoop:
         num_gpus = len(cluster.gpus)
         self.now_s = self._since_s = 0.0
         self.free_G, self.busy_G = [0.0] * num_gpus, [0.0] * num_gpus
-        costs: dict[tuple[float, float], tuple[float, float]] = {}  # one object for equal links: less to fetch
+        costs: dict[tuple[float, float], tuple[float, float]] = {}  # one object for equal links, for the CPU cache
         self.link_Q = [
             [0.0, *costs.setdefault(each, each)] for each in zip(network.byte_s, network.latency_s, strict=True)
         ]
@@ -132,19 +131,18 @@ class EventLoop:
         self._tick_s, self._window_s = options.tick_s, options.window_s
         self._next_tick_s = options.tick_s if options.tick_s > 0 else inf
         # (time; time of the event that it follows from, time of the one before that, number; kind, what, GPU, seconds,
-        # bytes): what happens at one time happens in the order in which it was put off, also where that is not known
-        # from the number because a result joined its link ahead of its time.
+        # bytes): events of one time keep their scheduling order, even where a result joined its link early.
         self._heap: list[tuple[float, float, float, int, int, object, int, float, int]] = []
         self._number = len(requests)
         self._coming = iter(sorted(requests, key=lambda request: request.arrived_s))
 
     def at(self, time_s: float, kind: int, what: object = None) -> None:
-        """Put an event off until its time; events of one time happen in the order in which they were put off."""
+        """Schedule an event; events of one time run in the order in which they were scheduled."""
         self._number += 1
         heappush(self._heap, (time_s, self.now_s, self._since_s, self._number, kind, what, 0, 0.0, 0))
 
     def run(self) -> None:
-        """Run until every request is through."""
+        """Run until every request has finished."""
         self._expect_next()
         if self._tick_s > 0:
             self.at(self._tick_s, TICK)
@@ -153,7 +151,7 @@ class EventLoop:
 
     @property
     def sent_Q(self) -> list[int]:
-        """Bytes that each link carried: tokens, their results, and experts on the move."""
+        """Return the bytes on each link: tokens, their results, and migration."""
         sent_Q = list(self.moved_Q)
         for g, row in enumerate(self.tokens_GG):
             for h, tokens in enumerate(row):
@@ -164,36 +162,34 @@ class EventLoop:
 
     @property
     def calls(self) -> int:
-        """Expert calls so far: a token that uses an expert is one."""
+        """Return the number of expert calls: one per token and expert."""
         return sum(map(sum, self.tokens_GG))
 
     @property
     def local_calls(self) -> int:
-        """Those of them that a GPU of the request's own server computes."""
+        """Return the number of expert calls computed by a GPU of the request's own server."""
         return sum(sum(self.tokens_GG[g][h] for h in self._mates_G[g]) for g in range(len(self.tokens_GG)))
 
     def _expect_next(self) -> None:
-        """Only the next request to come is in the heap: a small heap is a fast one. It comes before what else is at its
-        time."""
+        """Push the next arrival, the only one in the heap, which stays small; it precedes other events of its time."""
         request = next(self._coming, None)
         if request is not None:
             heappush(self._heap, (request.arrived_s, -1.0, -1.0, 0, ARRIVE, request, 0, 0.0, 0))
 
     def ahead_G(self) -> list[float]:
-        """Seconds after a message's arrival until no later message can have left each GPU's server.
+        """Return seconds after a message's arrival until no later message can have left each GPU's server.
 
-        What a GPU alone sends over a link leaves in the order in which the GPU took it up.
+        Messages of a GPU that is the only sender on a link leave in the order of their computation.
         """
         least = min(*self.computing.dense[1:], *self.computing.expert[1:])
         fastest = max(gpu.speed for gpu in self.cluster.gpus)
         return [inf if len(gpus) == 1 else least / fastest for gpus in self._mates_G]
 
     def idle_until(self, queue: int) -> float:
-        """Time until which no token can join a link, as far as the phases tell that are under way.
+        """Return the time until which no token can join a link, by the running phases.
 
-        Of the GPUs that send over it, computing that has begun or is about to begins a message where it ends; whatever
-        else comes has to be computed first. No expert may be taken to move ahead of this call (`moving`), so that no
-        result joins its link ahead of its time.
+        Running or imminent compute on its sending GPUs ends in a message; any other message must be computed first. No
+        expert may move before this call (`moving`), so that no result joins its link early.
 
         Source: DIRECTOR § V-B, whose windows are estimated from the predicted routing; here they are known.
         """
@@ -228,15 +224,15 @@ class EventLoop:
         server_G, num_layers = self.cluster.server_G, self.spec.num_layers
         per_token, load_of = self.bytes_per_token, free_G.__getitem__
         work, came_back, ready, send = WORK, BACK, READY, SEND
-        leaving_N = [0] * len(self.cluster.servers)  # that will join links of the server at events to come
-        calm_s = -inf if self.moving else self._next_tick_s  # no expert moves before
+        leaving_N = [0] * len(self.cluster.servers)  # results that will join links of the server at later events
+        calm_s = -inf if self.moving else self._next_tick_s  # no expert moves before this time
         number = self._number
         request: SimulatedRequest
-        # Where one event follows from another, its push and the next pop are one step of the heap.
+        # An event's successor is pushed and the next popped in one heap operation.
         event = heappop(heap) if heap else None
         while event is not None:
             now, since, _, own, kind, what, g, cost, size = event
-            if kind >= work:  # a result leaves, now or as soon as it is computed
+            if kind >= work:  # a result leaves, now or after its compute
                 request = what  # type: ignore[assignment]
                 if kind == work:
                     free = free_G[g]
@@ -336,7 +332,7 @@ class EventLoop:
             event = heappop(heap) if heap else None
 
     def _seldom(self, kind: int, what: object) -> None:
-        """The events that are few."""
+        """Handle rare events."""
         if kind == ARRIVE:
             assert isinstance(what, SimulatedRequest)
             self._expect_next()
@@ -371,7 +367,7 @@ class EventLoop:
         heappush(self._heap, (at_s, self.now_s, self._since_s, self._number, READY, request, request.gpu, 0.0, 0))
 
     def _call_round(self) -> None:
-        # After whatever else happens now, so that requests that arrive together begin together.
+        # After all other events of this time, so that requests that arrive together begin together.
         if not self._round_called and not self.running:
             self._round_called = True
             self.at(self.now_s, ROUND)

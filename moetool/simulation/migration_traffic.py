@@ -1,4 +1,4 @@
-"""Experts on their way from one placement to another while the cluster serves: moves take link time."""
+"""Migration traffic while the cluster serves: moves take link time."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -13,18 +13,17 @@ if TYPE_CHECKING:
 
 
 class Moving:
-    """The moves of one migration, each begun when those that it rests on are done.
+    """The moves of one migration, each started after its dependencies.
 
-    A move rests on the last one before it on the same GPU, for memory, and on the last one before it of the same
-    expert, so that the expert always has a place. Others run side by side. Between servers a copy goes through the
-    queue of its link in pieces, with the messages of requests before, between and after them; a GPU uses an expert as
-    soon as all of it is there. Copies within a server go over the link between the GPUs in the same way, or take their
-    time at the rate of the way from host memory, and no queue.
+    A move depends on the previous one on the same GPU, for memory, and on the previous one of the same expert, so that
+    the expert always has a place. Others run concurrently. Between servers a copy passes the queue of its link in
+    pieces, interleaved with messages of requests. A GPU uses an expert when it is complete. Copies within a server use
+    the link between GPUs in the same way, or the rate from host memory without a queue.
 
     Args:
-        options: whose `piece_bytes` a copy puts into a link's queue at a time, and whether in windows (`migrate`), and
-            whether copies within a server go over links (`copies`).
-        done: called with the time when the last move is done.
+        options: `piece_bytes` per entry in a link's queue, use of windows (`migrate`), and use of links within a server
+            (`copies`).
+        done: called with the end time of the last move.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class Moving:
         return begin
 
     def _send(self, engine: "EventLoop", i: int, queue: int, left: int) -> None:
-        """Queue the next piece; the one after it follows when this one is through, and loaded."""
+        """Queue the next piece; its successor follows after its transfer and load."""
         link = engine.link_Q[queue]
         began = max(engine.now_s, link[0])
         size = min(self._piece, left)
         if self._windows:
             until_s = engine.idle_until(queue)
             size = min(left, int((until_s - began) / link[1]) if until_s < inf else left)
-            if size < min(self._piece, left):  # too little of the window is left: wait for the message after it
+            if size < min(self._piece, left):  # the rest of the window is too short: wait for the next message
                 engine.at(max(engine.now_s, until_s), CALL, lambda engine, now_s: self._send(engine, i, queue, left))
                 return
         sent = began + size * link[1]

@@ -1,4 +1,4 @@
-"""Re-placement while the simulation runs: observations of each mode, and how its decisions are carried out."""
+"""Re-placement during the simulation: observations of each mode, and execution of its decisions."""
 
 import logging
 import time
@@ -24,10 +24,10 @@ class PlacementMode:
     """A mode: a planner and its observations.
 
     Attributes:
-        planner: name of a planner. It places before the simulation begins from the history, then from observations.
-        sees: of `SEES`.
-        batches: DIRECTOR's way: requests in static batches, the planner's quick options for placing anew, and no
-            Eq. 4, since migration is taken to hide behind computing. Otherwise Prism's.
+        planner: name of a planner. It first places from the history, later from observations.
+        sees: value of `SEES`.
+        batches: DIRECTOR's scheme: static batches, the planner's quick options for re-placement, and no Eq. 4, since
+            migration overlaps with compute. Otherwise Prism's.
     """
 
     planner: str
@@ -44,13 +44,16 @@ MODES: Mapping[str, PlacementMode] = {
         for mode in ("offline", "reactive", "proactive")
     },
 }
-"""Prism § IV-A: all but uniform and redundant re-place by Prism's migration. DIRECTOR § VIII-B: three modes of one
-planner."""
+"""Prism § IV-A: all planners except uniform and redundant re-place by Prism's migration. DIRECTOR § VIII-B: three
+modes of one planner."""
 
 
 def find_mode(name: str) -> PlacementMode:
-    """A mode by name; any planner's name is one, and re-places as Prism does; so is PLANNER-offline, -reactive or
-    -proactive, which is DIRECTOR's mode with another planner. Raises: UsageError."""
+    """Return a mode by name. Raises: UsageError.
+
+    A planner's name re-places as Prism does; PLANNER-offline, -reactive or -proactive is DIRECTOR's mode with that
+    planner.
+    """
     if name in MODES:
         return MODES[name]
     other, _, when = name.rpartition("-")
@@ -63,21 +66,20 @@ def find_mode(name: str) -> PlacementMode:
 
 
 class SimulatedReplacement:
-    """Places anew at ticks (`moetool.simulation.event_loop`), or before each round where requests come in rounds.
+    """Re-places at ticks (`moetool.simulation.event_loop`), or before each round of requests.
 
-    While experts are on the move nothing is decided.
+    During a migration there are no decisions.
 
     Args:
-        sees: `nothing` while the simulation runs: the placement is static; `past`: requests that are through; `queue`:
-            requests that wait or are under way.
-        in_force: the placement at the beginning.
-        predict: expert calls [L, E] of a request from its prompt; None: the queue's routing is known, also that of
-            tokens still to be decoded.
+        sees: `nothing`: the placement is static; `past`: finished requests; `queue`: waiting and running requests.
+        in_force: initial placement.
+        predict: expected expert calls [L, E] of a request from its prompt; None: the queue's routing is known, decoded
+            tokens included.
 
     Attributes:
-        records: of every decision that proposed moves or that a round waited for.
+        records: records of decisions that proposed moves or delayed a round.
 
-    Planning takes the simulated time that `SimulationOptions.planning` says, before rounds; at ticks it takes none.
+    Before rounds, planning takes the simulated time of `SimulationOptions.planning`; at ticks it takes none.
     """
 
     def __init__(
@@ -95,17 +97,17 @@ class SimulatedReplacement:
         self._past_GLE = np.zeros(in_force.placed_GLE.shape)
         self._tokens = 0
         self._moving = False
-        self._began_s: float | None = None  # the round before
+        self._began_s: float | None = None  # start of the previous round
         self._guessed: dict[int, np.ndarray] = {}
 
     def on_finished(self, request: SimulatedRequest) -> None:
-        """Count a request that is through."""
+        """Count a finished request."""
         self._tokens += request.route.prompt_tokens + request.route.new_tokens
         if self._sees == "past":
             self._past_GLE[request.gpu] += request.route.calls_LE
 
     def on_tick(self, engine: EventLoop) -> None:
-        """Place anew from the mode's observations, if that pays."""
+        """Re-place from the mode's observations, if it pays."""
         tokens, self._tokens = self._tokens, 0
         queue = [*engine.running.values(), *(request for queue in engine.waiting_G for request in queue)]
         considered = self._consider(engine, queue, tokens)
@@ -114,7 +116,7 @@ class SimulatedReplacement:
         self._past_GLE *= self._options.decay
 
     def on_round(self, engine: EventLoop, begun: Sequence[SimulatedRequest], begin: Callable[[float], None]) -> None:
-        """Place anew before a round: from the round before, or from the one to come, which waits for its plan."""
+        """Re-place before a round, from the previous round or the coming one, which waits for its plan."""
         tokens = sum(request.route.prompt_tokens + request.route.new_tokens for request in begun)
         before_s = 0.0 if self._began_s is None else engine.now_s - self._began_s
 
@@ -122,7 +124,7 @@ class SimulatedReplacement:
             self._began_s = at_s
             begin(at_s)
 
-        first = self._began_s is None and self._options.planning == "beside"  # there was no round to plan beside
+        first = self._began_s is None and self._options.planning == "beside"  # no earlier round
         considered = None if first else self._consider(engine, begun, tokens)
         self._past_GLE[:] = 0.0
         if considered is None:
@@ -142,11 +144,11 @@ class SimulatedReplacement:
             start(asked_s + record.waited_s)
         if decision.made:
             self._carry_out(engine, decision, record, ready_s, start_after_moves if waits else lambda at_s: None)
-        elif record.waited_s and not decision.moves:  # it is not among the records yet
+        elif record.waited_s and not decision.moves:  # not recorded yet
             self.records.append(record)
 
     def _late_s(self, plan_s: float, before_s: float) -> float:
-        """Seconds from now until a plan is there; of the queue's requests it was begun with the round before."""
+        """Return seconds until the plan is ready; planning for the queue began with the previous round."""
         if self._options.planning == "free":
             return 0.0
         if self._sees != "queue":
@@ -164,7 +166,7 @@ class SimulatedReplacement:
     def _consider(
         self, engine: EventLoop, queue: Sequence[SimulatedRequest], tokens: int
     ) -> tuple[Decision, ReplacementRecord] | None:
-        """Decide; None where nothing can be decided.
+        """Decide; None where no decision is possible.
 
         Args:
             tokens: the horizon.
@@ -198,7 +200,7 @@ class SimulatedReplacement:
         ready_s: float,
         then: Callable[[float], None],
     ) -> None:
-        """Move experts from `ready_s` on; `then` is called with the time when the last one is in place."""
+        """Move experts from `ready_s` on; `then` is called with the end time of the last move."""
         self._in_force = replace(self._in_force, placed_GLE=decision.placed_GLE)
         self._past_GLE[:] = 0.0
         self._moving = True
@@ -206,7 +208,7 @@ class SimulatedReplacement:
         def done(time_s: float) -> None:
             self._moving = False
             record.done_s = time_s
-            _LOG.info("the migration that began at %.3f s was done at %.3f s", record.at_s, time_s)
+            _LOG.info("the migration from %.3f s ended at %.3f s", record.at_s, time_s)
             then(time_s)
 
         def move(engine: EventLoop, time_s: float) -> None:

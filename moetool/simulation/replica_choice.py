@@ -1,4 +1,4 @@
-"""Which copy of an expert a token goes to: its own GPU's, its server's or the nearest; of several the idlest."""
+"""Choice of the copy of an expert for a token: own GPU, own server, nearest; of several the idlest."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from moetool.simulation.simulated_costs import Network
 from moetool.types import Cluster
 
 Target = int | tuple[int, ...]
-"""A GPU, or those of which the least loaded is taken when the token leaves."""
+"""A GPU, or several of which the least loaded is chosen when the token leaves."""
 
 
 class Routing:
@@ -18,8 +18,7 @@ class Routing:
         near: near[g][layer][expert], for tokens that start on GPU g.
 
     Args:
-        most: the most equally near copies among which the load decides. Where there are more, servers look at
-            different ones.
+        most: maximum number of equally near copies to compare by load. With more, servers compare different ones.
     """
 
     def __init__(self, cluster: Cluster, network: Network, placed_GLE: np.ndarray, most: int = 4) -> None:
@@ -35,13 +34,12 @@ class Routing:
                 self._point(layer, expert)
 
     def add(self, layer: int, expert: int, gpu: int) -> None:
-        """A GPU holds an expert from now on."""
+        """Record that a GPU holds an expert."""
         self._held[layer, expert] = sorted({*self._held[layer, expert], gpu} - self._aside.pop((layer, expert), set()))
         self._point(layer, expert)
 
     def remove(self, layer: int, expert: int, gpu: int) -> None:
-        """A GPU gives an expert up. The last that had it goes on computing it, out of its host's memory, until another
-        has it."""
+        """Record that a GPU drops an expert. The last holder computes it from host memory until another holds it."""
         left = [g for g in self._held[layer, expert] if g != gpu]
         if not left:
             self._aside[layer, expert] = {gpu}

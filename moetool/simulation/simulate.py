@@ -1,4 +1,4 @@
-"""Simulate a mode's request latencies from traces and a cluster."""
+"""Simulation of a mode's request latencies from traces and a cluster."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -56,12 +56,12 @@ def read_settings(values: Mapping[str, Any]) -> tuple[SimulationOptions, Assumed
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The cluster and the requests that runs share.
+    """The cluster and the requests shared by runs.
 
     Attributes:
-        sources: requests to draw each server's from, by its number.
-        history: requests that placements are made from.
-        later: source of the second half of the requests, where the data changes under way.
+        sources: source of requests by server number.
+        history: requests for placements.
+        later: sources of the second half of the requests, if the data changes during the run.
     """
 
     spec: ModelSpec
@@ -73,11 +73,11 @@ class World:
 
 
 def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
-    """Traces from `SERVER=DIR`, token by token.
+    """Open traces from `SERVER=DIR`.
 
     Raises:
-        UsageError: one has no `=`, a server comes twice, or there is no such folder.
-        MismatchError: one is damaged, or holds nothing but counts of experts.
+        UsageError: a value has no `=`, a server is named twice, or there is no such folder.
+        MismatchError: a trace is damaged, or holds only counts of experts.
     """
     from moetool.placement._comparing import open_traces
     from moetool.trace.reader import Trace
@@ -86,7 +86,7 @@ def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
     for server, trace in open_traces(given).items():
         if not isinstance(trace, Trace):
             raise MismatchError(
-                f"{trace.path} holds counts of experts, and requests are drawn token by token; make a trace with: "
+                f"{trace.path} holds counts of experts, expected routes of single tokens; make a trace with: "
                 f"moetool capture"
             )
         traces[server] = trace
@@ -105,7 +105,7 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
     planner.require_room(spec, cluster)
     uses = planned_share(options.split)
     drawn = held_out(uses) if options.split < 1 else uses
-    # Copies of a server share a trace: each is read once, as is its demand on so many GPUs.
+    # Copies of a server share a trace, which is read once, and so is its demand per number of GPUs.
     known: dict[tuple[int, bool], RequestSource] = {}
     counted: dict[tuple[int, int], np.ndarray] = {}
     sources: dict[int, RequestSource] = {}
@@ -126,7 +126,7 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
                 into[n] = known[id(trace), past]
             like = (id(trace), len(server.gpus))
             if like not in counted:
-                # Where prompts are cut, placements are made from such requests as are served, not from whole ones.
+                # With cut prompts, placements are made from requests as served, not from whole ones.
                 counted[like] = (
                     _served(spec, len(server.gpus), history_sources[n])
                     if options.prompt_tokens
@@ -144,7 +144,7 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
 
 
 def _served(spec: ModelSpec, num_gpus: int, source: RequestSource) -> np.ndarray:
-    """The tokens [G, L, E] of a source's requests, each on a GPU in turn."""
+    """Return the tokens [G, L, E] of a source's requests, on the GPUs in turn."""
     tokens_GLE = np.zeros((num_gpus, spec.num_layers, spec.num_experts))
     for number, parts in enumerate(zip(source.prompts, source.replies, strict=True)):
         tokens_GLE[number % num_gpus] += count_experts(spec, np.concatenate(parts))
@@ -156,9 +156,9 @@ class ModeInputs:
     """Inputs of a mode.
 
     Attributes:
-        options: of planners, by name; under a planner's name those for it alone.
-        plan: the placement at the beginning; by default the mode's planner places from the history.
-        predictor: for `lookahead` = `predicted`; recall of the history without one.
+        options: planner options by name; under a planner's name those for it alone.
+        plan: initial placement (default: by the mode's planner from the history).
+        predictor: predictor for `lookahead` = `predicted` (default: recall of the history).
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -179,18 +179,18 @@ def simulate(
 ) -> Simulated:
     """Simulate a mode.
 
-    Source: Prism § IV-C and DIRECTOR § VIII-B; deviations at `moetool.simulation.event_loop.EventLoop` and
+    Source: Prism § IV-C and DIRECTOR § VIII-B; deviations in `moetool.simulation.event_loop.EventLoop` and
     `moetool.simulation.placement_control.SimulatedReplacement`.
 
     Args:
-        arrivals: as of `moetool.simulation.arrivals.read_arrivals`.
-        requests: how many arrive.
-        costs: a measured profile, or assumed costs.
-        on_progress: told what is done, how much of it, and of how much.
+        arrivals: as in `moetool.simulation.arrivals.read_arrivals`.
+        requests: number of requests.
+        costs: measured profile, or assumed costs.
+        on_progress: called with the activity, the amount done and the total.
 
     Raises:
-        UsageError: an unknown mode, or arrivals that are none.
-        MismatchError: plan, profile or predictor are of another model or cluster.
+        UsageError: an unknown mode, or invalid arrivals.
+        MismatchError: plan, profile or predictor belong to another model or cluster.
     """
     options, inputs, spec, cluster = options or SimulationOptions(), inputs or ModeInputs(), world.spec, world.cluster
     chosen = find_mode(mode)
@@ -265,16 +265,16 @@ def simulate(
 
 
 def _options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a planner among those given."""
+    """Return a planner's options among the given ones."""
     for_all = {option: value for option, value in given.items() if not isinstance(value, dict)}
     return {**for_all, **given.get(name, {})}
 
 
 def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route], np.ndarray]:
-    """Expected expert calls of a request: its prompt's as predicted, and as many a token for the rest of it.
+    """Return a function for the expected expert calls of a request: the prompt's prediction, extended to new tokens.
 
-    A predictor of prompts sees the tokens of the prompt alone, as where requests wait, and replies are taken to be as
-    long as those of the history are on average. Others are told what the first MoE layer chose, and the reply's length.
+    A predictor of prompts sees only the prompt's tokens, as for waiting requests, and replies have the history's mean
+    length. Others get the first MoE layer's experts, and the reply's length.
 
     Source: DIRECTOR § V-A.
     """
@@ -297,7 +297,7 @@ def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route]
 
 
 def _batch(spec: ModelSpec, prompts: Sequence[np.ndarray]) -> Batch:
-    """Prompts as predictors of batches take them: each on a GPU of its own."""
+    """Return prompts in the form for batch predictors: one per GPU."""
     apart = Cluster(servers=(Server(name="queue", gpus=(Gpu(memory_bytes=1),) * len(prompts)),))
     tokens_GLE = np.stack([count_experts(spec, rows_TS) for rows_TS in prompts])
     return Demand(spec=spec, cluster=apart, tokens_GLE=tokens_GLE), tuple(("", rows_TS) for rows_TS in prompts)

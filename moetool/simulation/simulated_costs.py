@@ -16,16 +16,16 @@ LINKS = ("pair", "server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedCosts:
-    """Costs where no profile was measured: straight lines, on a GPU of speed 1. They are assumptions, not measured.
+    """Assumed costs without a profile: straight lines, on a GPU of speed 1.
 
     Attributes:
-        dense_s: a layer without its experts, for one token: attention, router, shared experts, launches.
-        dense_token_s: for each further token.
-        expert_s: one expert for one token: its weights have to be read.
-        expert_token_s: for each further token.
+        dense_s: seconds of a layer without its experts for one token: attention, router, shared experts, launches.
+        dense_token_s: seconds of each further token.
+        expert_s: seconds of one expert for one token, whose weights must be read.
+        expert_token_s: seconds of each further token.
 
     Raises:
-        UsageError: one is below 0.
+        UsageError: a value is below 0.
     """
 
     dense_s: float = 200e-6
@@ -44,8 +44,8 @@ class Computing:
     """Seconds on a GPU of speed 1, by tokens.
 
     Attributes:
-        name: where they are from.
-        dense: a layer without its experts, for one token (index 0 of no token) up to the most that a forward has.
+        name: origin of the costs.
+        dense: a layer without its experts, by tokens (index 0: no token) up to the largest forward.
         expert: the same for one expert.
     """
 
@@ -55,7 +55,7 @@ class Computing:
 
 
 def assumed(costs: AssumedCosts, most_tokens: int) -> Computing:
-    """Tables of assumed costs."""
+    """Return tables of assumed costs."""
     return Computing(
         name="assumed costs, no profile",
         dense=[0.0, *(costs.dense_s + costs.dense_token_s * n for n in range(most_tokens))],
@@ -64,10 +64,10 @@ def assumed(costs: AssumedCosts, most_tokens: int) -> Computing:
 
 
 def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: int) -> Computing:
-    """Tables of a profile: attention, router and shared experts are the dense part.
+    """Return tables of a profile: attention, router and shared experts are the dense part.
 
     Args:
-        context: tokens that a decoded token attends to; one figure for all requests.
+        context: tokens that a decoded token attends to, equal for all requests.
 
     Raises:
         MismatchError: the profile is of another model.
@@ -88,12 +88,12 @@ def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: i
 
 
 def token_bytes(spec: ModelSpec, value_bytes: int, given: int = 0) -> int:
-    """Bytes of a token's hidden state. Raises: MismatchError if neither given nor known."""
+    """Return the bytes of a token's hidden state. Raises: MismatchError if neither given nor known."""
     if given > 0:
         return given
     if spec.hidden_size <= 0:
         raise MismatchError(
-            f"the hidden size of {spec.name} is not known, so bytes per token are not; give --set token_bytes=4096"
+            f"the hidden size of {spec.name} is unknown, and so are bytes per token; give --set token_bytes=4096"
         )
     return spec.hidden_size * value_bytes
 
@@ -103,12 +103,12 @@ class Network:
     """Links as queues, numbered.
 
     Attributes:
-        names: of each queue, for people.
-        byte_s: seconds a byte of each queue.
-        latency_s: of each queue, after the last byte is on its way.
-        queue_GG: the queue from GPU to GPU; a row's own entry is not used.
+        names: display name of each queue.
+        byte_s: seconds per byte of each queue.
+        latency_s: latency of each queue, after the last byte is sent.
+        queue_GG: queue from GPU to GPU; the diagonal is unused.
         distance_NN: seconds of one token between servers.
-        even: whether all links between servers are alike.
+        even: whether all links between servers are equal.
     """
 
     names: list[str]
@@ -120,19 +120,19 @@ class Network:
 
 
 def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") -> Network:
-    """The queues of a cluster.
+    """Return the queues of a cluster.
 
     Args:
-        links: `pair`: a link of its own for each ordered pair of servers. `server`: all that a server sends to others
-            leaves by one way out, as where its network card is the limit.
+        links: `pair`: one link for each ordered pair of servers. `server`: one outgoing link per server, as if its
+            network card were the limit.
 
     Raises:
-        UsageError: neither of these, or one way out where links differ.
+        UsageError: neither of these, or `server` with unequal links.
     """
     if links not in LINKS:
         raise UsageError(f"--set links: found {links!r}, expected {' or '.join(LINKS)}")
     if links == "server" and cluster.links:
-        raise UsageError("--set links=server takes every link to be alike, but the cluster has [[links]]; leave it out")
+        raise UsageError("--set links=server needs equal links, but the cluster has [[links]]; leave it out")
     names: list[str] = []
     byte_s: list[float] = []
     latency_s: list[float] = []
@@ -175,7 +175,7 @@ def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") ->
 
 
 def mean_call_s(computing: Computing, requests: Sequence[SimulatedRequest]) -> float:
-    """Seconds of an expert call as it is on average, with the tokens of a prompt that use an expert together.
+    """Return the mean seconds of an expert call, where tokens of a prompt share calls.
 
     Source: DIRECTOR § VI-A, whose f_comp is profiled.
     """
@@ -184,10 +184,10 @@ def mean_call_s(computing: Computing, requests: Sequence[SimulatedRequest]) -> f
 
 
 def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: int, call_s: float = 0.0) -> Latency:
-    """The simulated machine as planners see it: straight lines through 0.
+    """Return the simulated machine's costs for planners: straight lines through 0.
 
     Args:
-        call_s: of an expert call (0: as one of a single token, as in decoding). A link costs its bytes, without its
+        call_s: seconds of an expert call (0: that of a single token, as in decoding). A link costs its bytes, without
             latency.
     """
     rate_GG = [[cluster.link(a, b)[0] for b in cluster.server_G] for a in cluster.server_G]

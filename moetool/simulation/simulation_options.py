@@ -19,39 +19,38 @@ class SimulationOptions:
     """Options of a simulation.
 
     Attributes:
-        seed: of arrivals, of the requests drawn, and of planners.
-        split: share of each trace's requests that placements are made from; the others are drawn.
-        prompt_tokens: the most that are taken of a prompt (0: all of it), also of those that placements are made from.
-        decode_tokens: the most that a request decodes.
+        seed: seed of arrivals, drawn requests and planners.
+        split: share of each trace's requests for placements; the others are drawn.
+        prompt_tokens: maximum length of prompts (0: no limit), also of those for placements.
+        decode_tokens: maximum number of new tokens.
         pace: gaps between arrivals are divided by this.
-        seats: requests that a GPU has under way at a time.
+        seats: concurrent requests per GPU.
         admission: `seats` or `rounds` (`moetool.simulation.event_loop.EventLoop`); `auto`: rounds for DIRECTOR's modes.
-        replan_s: how often modes that place anew do so where requests don't come in rounds (0: never).
-        decay: of past statistics at each of these times.
-        decide: `eq4`: migrate if Prism's Eq. 4 says so, for DIRECTOR's modes if Eq. 5 gains more than moving costs;
+        replan_s: seconds between re-placement decisions, without rounds (0: never).
+        decay: factor of past statistics at each decision.
+        decide: `eq4`: migrate if Prism's Eq. 4 holds, or, in DIRECTOR's modes, if Eq. 5 gains more than moving costs;
             `always`; `auto`: always for DIRECTOR's modes.
-        migrate: how experts move. `pipelined`: while requests are served, in the queues of their links; `overlap`: so
-            too, but only as long as tokens leave a link idle; `stop`: a round waits for them; `free`: at once and for
-            nothing (DIRECTOR's Figures 6b, 6c and 6a).
-        copies: how they come from a GPU of the same server. `host`: at the rate from host memory, in no queue;
-            `links`: over the link between GPUs, which tokens use too.
-        planning: when it runs where requests come in rounds. `free`: it takes no time; `beside`: while the round before
-            is served, and the round waits for what is left (the first keeps its placement); `wait`: the round waits for
-            all of it. A mode that sees only the past plans when a round ends and does not wait: its experts begin to
-            move when the plan is made.
-        plan_s: seconds of one planning (0: as many of the processor as it takes here).
-        predict_share: of a round's seconds, what prediction of the next one takes beside planning.
-        piece_bytes: that an expert on the move puts into a link's queue at a time.
+        migrate: form of migration (DIRECTOR's Figures 6b, 6c and 6a). `pipelined`: during serving, in the queues of
+            links; `overlap`: the same, but only while tokens leave a link idle; `stop`: a round waits for the moves;
+            `free`: at once and without cost.
+        copies: source of copies within a server. `host`: host memory at its rate, without a queue; `links`: the link
+            between GPUs, which tokens use too.
+        planning: time of planning with rounds. `free`: none; `beside`: during the previous round, and the round waits
+            for the rest (the first keeps its placement); `wait`: the round waits for all of it. A mode that sees only
+            the past plans when a round ends and does not wait: its experts move when the plan is ready.
+        plan_s: seconds of one planning (0: the processor time measured here).
+        predict_share: share of a round's seconds for the prediction of the next, in addition to planning.
+        piece_bytes: bytes of a moving expert per entry in a link's queue.
         lookahead: knowledge of the queue in modes that see it: `true` routing, of decoded tokens too, or `predicted`
             from each prompt's tokens (cascade, replica) or, by other predictors, from what its first MoE layer chose;
-            tokens to be decoded are then taken to be like the prompt's.
+            new tokens then count like the prompt's.
         links: `pair` or `server` (`moetool.simulation.simulated_costs.make_network`).
-        window_s: of the local compute ratio over time.
+        window_s: seconds per window of the local compute share over time.
         value_bytes: bytes of one number of a hidden state.
-        token_bytes: bytes of a hidden state, where the trace does not tell the model's hidden size.
+        token_bytes: bytes of a hidden state, if the trace lacks the hidden size.
 
     Raises:
-        UsageError: a value that makes no sense.
+        UsageError: a value is invalid.
     """
 
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Results of a simulation: latencies of requests, local computing, utilisation, bytes by link, migrations."""
+"""Results of a simulation: latencies, local compute share, utilization, bytes by link, migrations."""
 
 import math
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ _MIGRATION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRequest:
-    """One request, in seconds since the simulation began.
+    """One request, in seconds since the simulation's start.
 
     Attributes:
-        first_s: its first token.
+        first_s: time of its first token.
     """
 
     server: str
@@ -51,16 +51,16 @@ class ServedRequest:
 
     @property
     def latency_s(self) -> float:
-        """Seconds from arrival to the last token, waiting included."""
+        """Return seconds from arrival to the last token, waiting included."""
         return self.finished_s - self.arrived_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Expert calls until `until_s`, since the window before.
+    """Expert calls from the previous window to `until_s`.
 
     Attributes:
-        local: share that a GPU of the request's own server computed; None where there was no call.
+        local: local compute share; None without calls.
     """
 
     until_s: float
@@ -73,15 +73,15 @@ class Simulated:
     """One run of the simulator.
 
     Attributes:
-        mode: of placement.
-        costs: where seconds of computing are from.
+        mode: placement mode.
+        costs: origin of compute seconds.
         served: requests, in the order of arrival.
-        local: share of the expert calls that a GPU of the request's own server computed.
-        windows: the same over time.
-        utilisation_G: share of the time until the last request was through that each GPU computed.
-        links: of each link that carried anything its name, its bytes, and the share of the time that it was busy.
-        migrations: every decision that proposed moves or that a round waited for.
-        seconds: until the last request was through.
+        local: local compute share: expert calls computed by the request's own server.
+        windows: local compute share over time.
+        utilisation_G: compute share of each GPU's time until the last request's end.
+        links: name, bytes and busy share of the time of each used link.
+        migrations: decisions that proposed moves or delayed a round.
+        seconds: end of the last request.
     """
 
     mode: str
@@ -102,17 +102,17 @@ class Simulated:
 
     @property
     def mean_wait_s(self) -> float:
-        """Mean time between arrival and beginning."""
+        """Return the mean time between arrival and start."""
         return sum(one.started_s - one.arrived_s for one in self.served) / len(self.served)
 
     @property
     def mean_first_s(self) -> float:
-        """Mean time to the first token, from arrival."""
+        """Return the mean time to the first token, from arrival."""
         return sum(one.first_s - one.arrived_s for one in self.served) / len(self.served)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of prompts and replies over the whole time."""
+        """Return tokens of prompts and replies per second of the whole run."""
         return sum(one.prompt_tokens + one.new_tokens for one in self.served) / self.seconds if self.seconds else 0.0
 
     @property
@@ -122,7 +122,7 @@ class Simulated:
 
     @property
     def mean_by_server(self) -> dict[str, float]:
-        """Mean latency of each server's requests."""
+        """Return the mean latency of each server's requests."""
         found: dict[str, list[float]] = {}
         for one in self.served:
             found.setdefault(one.server, []).append(one.latency_s)
@@ -130,14 +130,14 @@ class Simulated:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of all links."""
+        """Return the bytes of all links."""
         return sum(sent for _, sent, _ in self.links)
 
     def to_json(self, requests: bool = True) -> dict[str, Any]:
-        """A JSON object.
+        """Return a JSON object.
 
         Args:
-            requests: whether to hold every request, as lists.
+            requests: whether to include every request, as lists.
         """
         values: dict[str, Any] = {
             "mode": self.mode,
@@ -166,12 +166,12 @@ class Simulated:
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """The least value that so many per cent of the values do not exceed (nearest rank)."""
+    """Return the percentile by nearest rank."""
     return ascending[max(0, math.ceil(percent / 100 * len(ascending)) - 1)]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and half of its 95 % confidence interval by Student's t; no interval of a single value."""
+    """Return the mean and half of its 95 % confidence interval by Student's t; no interval for a single value."""
     count = len(values)
     if count < 2:
         return float(values[0]), None
@@ -180,7 +180,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[ReplacementRecord]) -> Simulated:
-    """The results of an engine that has run."""
+    """Collect the results of a finished event loop."""
     cluster = engine.cluster
     names = [cluster.servers[n].name for n in cluster.server_G]
     seconds = max(request.finished_s for request in engine.finished)

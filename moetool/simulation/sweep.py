@@ -1,4 +1,4 @@
-"""The same simulation over a grid: more GPUs, other links, other arrivals, modes and seeds."""
+"""Simulations over a grid of GPUs, links, arrivals, modes and seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,11 +19,14 @@ SWEEPS = ("gpus", "bandwidth", "gap", "mode", "seed", "lookahead", "migrate")
 
 
 def parse_sweeps(given: Sequence[str]) -> dict[str, list[str]]:
-    """`gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `mode=uniform,prism`, `seed=0,1`,
-    `lookahead=true,predicted`, `migrate=free,overlap` as lists.
+    """Parse sweeps into lists.
+
+    Examples: `gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `mode=uniform,prism`, `seed=0,1`,
+    `lookahead=true,predicted`, `migrate=free,overlap`.
+
 
     Raises:
-        UsageError: one of another name, or without values.
+        UsageError: a sweep has an unknown name or no values.
     """
     swept: dict[str, list[str]] = {}
     for text in given:
@@ -47,17 +50,17 @@ def sweep(
     history: Mapping[str, "Trace"] | None = None,
     **more: Any,
 ) -> list[tuple[dict[str, str], Simulated]]:
-    """A run for each combination of the swept values; what is not swept is as given.
+    """Run each combination of the swept values; other settings are fixed.
 
-    `gpus` makes the cluster larger or smaller by its servers, in turn, again and again; copies of a server have
-    requests like its own, and as many: arrivals are per server. So the requests grow with the GPUs too.
+    `gpus` resizes the cluster by copies of its servers in turn. Copies of a server have as many requests as it, from
+    the same trace: arrivals are per server, so requests grow with the GPUs.
 
     Args:
-        history: traces by server that the first placement is made from (default: the past of `traces`).
-        more: of `simulate`.
+        history: traces by server for the first placement (default: the past of `traces`).
+        more: arguments of `simulate`.
 
     Raises:
-        UsageError: a value that makes no sense; as `simulate`.
+        UsageError: a value is invalid; as `simulate`.
     """
     options = options or SimulationOptions()
     names, runs = list(swept), []
@@ -93,16 +96,16 @@ def sweep(
 
 
 def _by_copy(traces: Mapping[str, "Trace"], cluster: Cluster) -> dict[str, "Trace"]:
-    """Each server's trace; copies of a server share one."""
+    """Return each server's trace; copies of a server share one."""
     originals = {server.name: server.name.partition("#")[0] for server in cluster.servers}
     return {name: traces[original] for name, original in originals.items() if original in traces}
 
 
 def resize(cluster: Cluster, num_gpus: int) -> Cluster:
-    """A cluster of so many GPUs: its servers in turn, each copy with a number; the last may have fewer GPUs.
+    """Return a cluster of this many GPUs: its servers in turn, copies numbered; the last may have fewer GPUs.
 
     Raises:
-        UsageError: the cluster has links of its own between servers, which copies would not have.
+        UsageError: the cluster has [[links]] between servers, which copies would lack.
     """
     if cluster.links:
         raise UsageError("--sweep gpus copies servers, and the cluster has [[links]] between some; leave those out")
@@ -124,7 +127,7 @@ def _whole(name: str, text: str) -> int:
 
 
 def _rate(text: str) -> float:
-    """Bytes a second from `500Mbps`, `1Gbps` or an amount of bytes."""
+    """Parse bytes per second from `500Mbps`, `1Gbps` or an amount of bytes."""
     for unit, bits in (("mbps", 1e6), ("gbps", 1e9), ("kbps", 1e3)):
         number = text.lower().removesuffix(unit)
         if number != text.lower():

@@ -1,4 +1,4 @@
-"""Routing of simulated requests: the rows of real traces, laid out step by step for the event loop."""
+"""Routing of simulated requests: rows of real traces, arranged in steps for the event loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from moetool.trace.reader import Trace
 from moetool.types import Cluster, ModelSpec, Phase
 
 Step = tuple[tuple[int, int], ...]
-"""One MoE layer of one forward: (expert, tokens that use it), by expert."""
+"""One MoE layer of one forward: (expert, its tokens), by expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The routing of a request, as the event loop wants it.
+    """The routing of a request for the event loop.
 
     Attributes:
-        steps: layer after layer, forward after forward: the prompt is one forward, each new token another.
-        prompt_tokens: of the first forward.
-        new_tokens: forwards after it.
-        calls_LE: expert calls of all its tokens.
-        prompt_TS: the routes of the prompt, as a trace has them.
-        token_id_T: its tokens, which alone are known while the request waits; none of made-up routes.
+        steps: layers of all forwards in order: the prompt is one forward, each new token another.
+        prompt_tokens: tokens of the first forward.
+        new_tokens: number of later forwards.
+        calls_LE: expert calls of all tokens.
+        prompt_TS: routes of the prompt, as in a trace.
+        token_id_T: prompt tokens, the only known data of a waiting request; None for synthetic routes.
     """
 
     steps: list[Step]
@@ -39,19 +39,19 @@ class Route:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimulatedRequest:
-    """A request on its way through the simulated cluster.
+    """State of a request in the simulated cluster.
 
     Attributes:
-        number: by arrival.
-        gpu: where its dense layers run and its tokens start.
-        arrived_s: when it came.
-        started_s: when its GPU took it up; -1 before.
-        first_s: when its prompt was through; -1 before.
-        finished_s: when its last token was; -1 before.
-        step: the next of `route.steps`.
+        number: number by arrival.
+        gpu: GPU of its dense layers, where its tokens start.
+        arrived_s: time of arrival.
+        started_s: time of its start; -1 before.
+        first_s: end of its prompt; -1 before.
+        finished_s: end of its last token; -1 before.
+        step: index of the next of `route.steps`.
         pending: messages of this step whose results have not joined the link back.
-        left: when the last of the others left, when its message had arrived, and the number of that.
-        back_s: when the last of those that are back came.
+        left: departure of the last other result, arrival of its message, and the message's number.
+        back_s: arrival of the latest returned result.
     """
 
     number: int
@@ -69,12 +69,12 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSource:
-    """The requests of a server's trace that may be drawn.
+    """The requests of a server's trace for drawing.
 
     Attributes:
-        prompts: for each request the routes [T, S] of its prompt.
-        replies: of the tokens that it decoded.
-        token_ids: of its prompt.
+        prompts: routes [T, S] of each request's prompt.
+        replies: routes of its new tokens.
+        token_ids: tokens of its prompt.
     """
 
     prompts: list[np.ndarray]
@@ -87,16 +87,16 @@ def read_source(
 ) -> RequestSource:
     """Read a trace's requests.
 
-    A request of which only a prompt was recorded (routes of a teacher-forced run) is cut: its first `prompt_tokens`
-    tokens, or all but the last `decode_tokens`, are the prompt, and what follows counts as decoded.
+    A request with a prompt only (routes of a teacher-forced run) is split: its first `prompt_tokens` tokens, or all but
+    the last `decode_tokens`, are the prompt; the rest counts as decoded.
 
     Args:
-        uses: whether to take a request, from its place in the trace.
-        prompt_tokens: the most that are taken of a prompt (0: all).
-        decode_tokens: the most that are decoded.
+        uses: whether to use a request, by its index in the trace.
+        prompt_tokens: maximum length of a prompt (0: no limit).
+        decode_tokens: maximum number of new tokens.
 
     Raises:
-        UsageError: no request with a token is left.
+        UsageError: no request with tokens is left.
     """
     wanted = {request for place, request in enumerate(trace.requests["request"].to_pylist()) if uses(place)}
     rows: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
@@ -136,15 +136,15 @@ def draw_requests(
     most_tokens: int = 0,
     first_number: int = 0,
 ) -> list[SimulatedRequest]:
-    """A request for each arrival, drawn with replacement from its server's source; its GPUs take turns.
+    """Draw a request for each arrival, with replacement from its server's source; its GPUs take turns.
 
-    Where an arrival says how long it is, the drawn request's rows are repeated, or cut, to that length.
+    If an arrival has lengths, the drawn request's rows are repeated or cut to these.
 
     Args:
-        sources: by the number of the server.
-        decode_tokens: the most that are decoded, whatever the arrivals say.
-        most_tokens: the most of a prompt, whatever the arrivals say (0: no limit).
-        first_number: the number of the first request.
+        sources: sources by server number.
+        decode_tokens: maximum number of new tokens, also for arrivals with lengths.
+        most_tokens: maximum length of a prompt, also for arrivals with lengths (0: no limit).
+        first_number: number of the first request.
     """
     first = np.concatenate([[0], np.cumsum([len(server.gpus) for server in cluster.servers])]).tolist()
     turn = [0] * len(cluster.servers)
@@ -176,7 +176,7 @@ def _repeated(rows_TS: np.ndarray, length: int) -> np.ndarray:
 def lay_out(
     spec: ModelSpec, prompt_TS: np.ndarray, reply_TS: np.ndarray, token_id_T: np.ndarray | None = None
 ) -> Route:
-    """The steps of a prompt and of a reply."""
+    """Return the steps of a prompt and of a reply."""
     start_L = np.concatenate([[0], np.cumsum(spec.top_k_L)]).tolist()
     spans = [slice(a, b) for a, b in pairwise(start_L)]
     steps: list[Step] = []

@@ -88,7 +88,7 @@ def test_flags_before_and_behind_the_command(
 @pytest.mark.parametrize(
     ("arguments", "levels", "message"),
     [
-        (["-v", "-q", "models"], "", "-v says more and -q says less"),
+        (["-v", "-q", "models"], "", "-v and -q contradict each other"),
         (["models"], "inf", "unknown level in MOETOOL_LOG=inf: 'inf': did you mean 'info'"),
     ],
 )
