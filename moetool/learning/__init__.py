@@ -1,1 +1,1 @@
-"""Predictors: what they share, how they are trained and judged."""
+"""Predictors: their contract, features and training."""

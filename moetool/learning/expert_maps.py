@@ -1,14 +1,14 @@
-"""Expert maps: what the gates of earlier iterations said, searched for the iteration that is running now.
+"""Expert maps: gate distributions of earlier iterations, searched for the running iteration.
 
-An iteration is what one request does in one forward: its prompt, or one new token. Its *map* holds a distribution
-over the experts for each MoE layer, and beside the map lies the iteration's *embedding*, the mean output of the
-embedding layer. Two searches find the stored iteration that is most like the running one: by embedding, before any
-gate has spoken (`MapSearch.by_meaning`), and by the gates so far (`MapSearch.by_path`).
+An iteration is one request in one forward: its prompt, or one new token. Its *map* holds a distribution over the
+experts for each MoE layer, with the iteration's *embedding*, the mean output of the embedding layer. Two searches find
+the stored iteration most similar to the running one: by embedding, before the first gate (`MapSearch.by_meaning`), and
+by the observed gates (`MapSearch.by_path`).
 
 Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1 to 4.4; each function names its equation.
 
-Sums are taken by `einsum`, which adds in one order whatever the number of threads, so that a replay finds the map
-that the server found; of equal scores the lower row wins.
+`einsum` sums in one order with any number of threads, so a replay finds the server's map; of equal scores the lower row
+wins.
 """
 
 import math
@@ -24,13 +24,13 @@ Sizing = int | Literal["2LJ", "LJlnLJ/2"]
 
 
 def capacity_of(sizing: Sizing, num_layers: int, num_experts: int) -> int:
-    """Maps that a store holds.
+    """Return the capacity of a store in maps.
 
     Source: section 4.4: 2LJ maps "guarantee" a similarity of 75 % and LJ ln(LJ) / 2 one of 98 %. Both follow from
-        covering a sphere of LJ points and say nothing of a model's maps; only the sizes are taken over.
+    covering a sphere of LJ points, unrelated to a model's maps; only the sizes are used.
 
     Raises:
-        UsageError: fewer than one map.
+        UsageError: the capacity is below one map.
     """
     product = num_layers * num_experts
     if sizing == "2LJ":
@@ -43,7 +43,7 @@ def capacity_of(sizing: Sizing, num_layers: int, num_experts: int) -> int:
 
 
 def distribution(scores_TE: np.ndarray) -> np.ndarray:
-    """P of section 4.1: a router's scores as probabilities; sigmoid scores are divided by their sum.
+    """Return P of section 4.1: a router's scores as probabilities; sigmoid scores are divided by their sum.
 
     Shapes: float32 [T, E] -> float32 [T, E]; rows of zeros become uniform.
     """
@@ -54,7 +54,7 @@ def distribution(scores_TE: np.ndarray) -> np.ndarray:
 
 
 def top_mass(experts_TK: np.ndarray, weights_TK: np.ndarray | None, num_experts: int) -> np.ndarray:
-    """P where only the chosen experts were recorded: the shares of their weights, or equal ones; 0 for the others.
+    """Return P from chosen experts only: their shares of the weights, or equal shares; 0 for others.
 
     Shapes: returns float32 [T, E].
     """
@@ -67,12 +67,12 @@ def top_mass(experts_TK: np.ndarray, weights_TK: np.ndarray | None, num_experts:
 
 
 def threshold(score: float) -> float:
-    """δ of section 4.3: clip(1 - score, 0, 1): the worse the match, the more probability mass is prefetched."""
+    """Return δ of section 4.3, clip(1 - score, 0, 1): a worse match prefetches more probability mass."""
     return max(0.0, min(1.0 - score, 1.0))
 
 
 def select(chance_E: np.ndarray, mass: float, at_least: int) -> list[int]:
-    """The fewest experts that hold `mass` of the probability, and at least K (Eqs. 6 to 8), likeliest first.
+    """Return the fewest experts that hold `mass` of the probability, at least K (Eqs. 6 to 8), likeliest first.
 
     All experts are selected if they hold less together. Ties go to the lower number.
     """
@@ -84,17 +84,17 @@ def select(chance_E: np.ndarray, mass: float, at_least: int) -> list[int]:
 
 
 class MapStore:
-    """At most `capacity` maps, each with its embedding and the iteration that came next in its request.
+    """At most `capacity` maps, each with its embedding and the next iteration of its request.
 
     Args:
-        width: of the embeddings; 0 where none are known, and nothing is searched by meaning.
-        distance: d of RDY: the layers that are searched by meaning.
+        width: width of the embeddings; 0 without embeddings, which disables the search by meaning.
+        distance: d of RDY: number of layers searched by meaning.
 
     Attributes:
-        size: maps that it holds.
-        maps_LCE: float32, layer-major, so that a search reads one block a layer; rows from `size` on are unused.
+        size: number of stored maps.
+        maps_LCE: float32, layer-major, so that a search reads one block per layer; rows from `size` on are unused.
         embedding_CD: float32, rows of length 1.
-        next_C: int32, the row of the same request's next iteration, or -1 where there is none or it was replaced.
+        next_C: int32, row of the same request's next iteration, or -1 if there is none or it was replaced.
     """
 
     def __init__(self, num_layers: int, num_experts: int, capacity: int, width: int, distance: int) -> None:
@@ -104,17 +104,17 @@ class MapStore:
         self.maps_LCE = np.zeros((num_layers, 0, num_experts), np.float32)
         self.embedding_CD = np.zeros((0, width), np.float32)
         self.next_C = np.zeros(0, np.int32)
-        self._last_C = np.zeros(0, np.int32)  # the row of the iteration before
-        self._squares_LC = np.zeros((num_layers, 0), np.float32)  # of each map's norm up to and with the layer
+        self._last_C = np.zeros(0, np.int32)  # row of the previous iteration
+        self._squares_LC = np.zeros((num_layers, 0), np.float32)  # squared norm of each map up to a layer
 
     @classmethod
     def of(
         cls, maps_LCE: np.ndarray, embedding_CD: np.ndarray, next_C: np.ndarray, *, capacity: int, distance: int
     ) -> "MapStore":
-        """A store over these arrays, which are taken as they are (of a memory-mapped file too); `copy` it to add maps.
+        """Return a store over these arrays without a copy (also of a memory-mapped file); `copy` it to add maps.
 
         Raises:
-            ValueError: the arrays do not belong together, or hold more than `capacity` maps.
+            ValueError: the arrays are inconsistent, or hold more than `capacity` maps.
         """
         if maps_LCE.ndim != 3 or embedding_CD.ndim != 2 or next_C.ndim != 1:
             raise ValueError(f"maps of shape {maps_LCE.shape}, {embedding_CD.shape}, {next_C.shape}")
@@ -124,7 +124,7 @@ class MapStore:
         if size > capacity or len(embedding_CD) != size or len(next_C) != size:
             raise ValueError(f"{size} maps, {len(embedding_CD)} embeddings, {len(next_C)} links, room for {capacity}")
         if size and not -1 <= int(next_C.min()) <= int(next_C.max()) < size:
-            raise ValueError("links to maps that are not there")
+            raise ValueError("links to missing maps")
         for name, array, dtype in (("maps_LCE", maps_LCE, np.float32), ("embedding_CD", embedding_CD, np.float32)):
             if array.dtype != dtype:
                 raise ValueError(f"{name} is {array.dtype}, expected {np.dtype(dtype)}")
@@ -140,12 +140,12 @@ class MapStore:
         return made
 
     def copy(self) -> "MapStore":
-        """Another store with the same maps, to be changed on its own."""
+        """Return an independent copy of the store."""
         arrays = {name: array.copy() for name, array in self.arrays().items()}
         return MapStore.of(**arrays, capacity=self.capacity, distance=self.distance)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Arguments of `of`: maps_LCE, embedding_CD and next_C of the maps that it holds."""
+        """Return arguments of `of`: maps_LCE, embedding_CD and next_C of the stored maps."""
         size = self.size
         return {
             "maps_LCE": np.ascontiguousarray(self.maps_LCE[:, :size]),
@@ -154,7 +154,7 @@ class MapStore:
         }
 
     def redundancy(self, searches: Sequence["MapSearch"]) -> np.ndarray:
-        """RDY of section 4.4: how much each stored map says the same as each new one, float64 [B, C].
+        """Return RDY of section 4.4: the redundancy of each stored map with each new one, float64 [B, C].
 
         RDY = d/L * Eq. 4 + (L-d)/L * Eq. 5 over all layers. Without embeddings it is Eq. 5 alone.
         """
@@ -165,13 +165,13 @@ class MapStore:
     def add(self, searches: Sequence["MapSearch"], after: Sequence[int]) -> list[int]:
         """Store the maps of complete iterations of one forward.
 
-        Below the capacity each gets a new row. After that each takes the row of the map that it makes redundant the
-        most, by RDY with what was stored before this forward; one that another iteration of the forward has taken
-        is gone. So new iterations replace old ones one to one.
+        Below the capacity each gets a new row. Beyond it each takes the row of the most redundant map, by RDY with the
+        maps stored before this forward, excluding rows taken by another iteration of the forward. New iterations
+        therefore replace old ones one to one.
 
         Args:
-            searches: iterations whose every layer was observed, in this store.
-            after: for each the row of the same request's previous iteration, or -1.
+            searches: completely observed iterations, in this store.
+            after: row of the same request's previous iteration for each, or -1.
 
         Effects: replaces maps; links to a replaced map are cut.
 
@@ -209,7 +209,7 @@ class MapStore:
         return rows
 
     def _cut(self, row: int) -> None:
-        """Forget what came before and after the map of a row."""
+        """Cut the links from and to a row's map."""
         before, after = int(self._last_C[row]), int(self.next_C[row])
         if before >= 0:
             self.next_C[before] = -1
@@ -218,7 +218,7 @@ class MapStore:
         self.next_C[row] = self._last_C[row] = -1
 
     def _grow(self) -> None:
-        """Make room for one more row, by doubling."""
+        """Grow the arrays by doubling for one more row."""
         places = self.maps_LCE.shape[1]
         if self.size < places:
             return
@@ -231,19 +231,19 @@ class MapStore:
 
 
 class MapSearch:
-    """One running iteration, compared with every map of a store as its layers arrive.
+    """Incremental comparison of a running iteration with every map of a store.
 
-    Each layer adds to running dot products and norms; what was compared before is not looked at again. The store
-    must not change meanwhile.
+    Each layer adds to running dot products and norms; earlier layers are not compared again. The store must not change
+    meanwhile.
 
     Args:
-        embedding_D: of the iteration, float32; None where it is not known.
-        compare: false only gathers the map, for a store with room for it.
+        embedding_D: embedding of the iteration, float32; None if unknown.
+        compare: whether to compare; without, the map is only collected.
 
     Attributes:
-        num_observed: layers so far.
-        map_LE: their distributions, float32; 0 for the others.
-        unit_D: the embedding at length 1.
+        num_observed: number of observed layers.
+        map_LE: distributions of observed layers, float32; 0 for others.
+        unit_D: embedding normalized to length 1.
     """
 
     __slots__ = ("_dots_C", "_meaning_C", "_size", "_square", "_store", "map_LE", "num_observed", "unit_D")
@@ -268,7 +268,7 @@ class MapSearch:
         return self.num_observed == len(self.map_LE)
 
     def observe(self, chance_E: np.ndarray) -> None:
-        """Take in the distribution of the next layer."""
+        """Observe the distribution of the next layer."""
         layer, size = self.num_observed, self._size
         self.map_LE[layer, : len(chance_E)] = chance_E
         chance_E = self.map_LE[layer]
@@ -278,23 +278,23 @@ class MapSearch:
         self.num_observed += 1
 
     def meaning_C(self) -> np.ndarray:
-        """score^sem, the cosine of the embeddings with each stored one (Eq. 4)."""
+        """Return score^sem, the cosine of the embedding with each stored one (Eq. 4)."""
         if self._meaning_C is None:
             self._meaning_C = np.einsum("cd,d->c", self._store.embedding_CD[: self._size], self.unit_D)
         return self._meaning_C
 
     def path_C(self) -> np.ndarray:
-        """score^traj, the cosine of the layers so far with the same layers of each stored map (Eq. 5)."""
+        """Return score^traj, the cosine of the observed layers with the same layers of each stored map (Eq. 5)."""
         squares_C = self._store._squares_LC[self.num_observed - 1, : self._size] * self._square
         score_C: np.ndarray = self._dots_C / np.sqrt(np.maximum(squares_C, np.float32(1e-30)))
         return score_C
 
     def by_meaning(self) -> tuple[int, float] | None:
-        """The stored iteration with the most similar embedding and its score; None for an empty store."""
+        """Return the stored iteration with the most similar embedding and its score; None for an empty store."""
         return _best(self.meaning_C()) if self._size and len(self.unit_D) else None
 
     def by_path(self) -> tuple[int, float] | None:
-        """The stored iteration whose gates spoke most alike so far and its score; None before any layer."""
+        """Return the stored iteration with the most similar gates and its score; None before the first layer."""
         return _best(self.path_C()) if self._size and self.num_observed else None
 
 

@@ -1,11 +1,11 @@
-"""Options of gradient descent, of the requests held out meanwhile, and of networks over a path."""
+"""Options of gradient descent, held-out shares, and networks over a path."""
 
 from dataclasses import dataclass
 
 from moetool.config import DROPPED, Span, require_within
 
 HELD_OUT = 0.15
-"""Share of the requests that goes to validation, and again to test, unless another is given."""
+"""Default share of the requests for validation, and again for test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class FitOptions:
     """Options of fitting a predictor.
 
     Attributes:
-        max_epochs: the budget. An epoch is a pass over all pairs of a training token and a layer to predict, for every
-            predictor: one that learns one layer a token sees each token once a layer, others all its layers at once.
-        max_tokens: fit on at most so many training tokens, drawn at random; all of them are counted.
+        max_epochs: maximum number of epochs. An epoch is a pass over all pairs of a training token and a layer.
+            Predictors that learn one layer per token see each token once per layer; others see all layers at once.
+        max_tokens: maximum number of training tokens for the fit, drawn at random; counts use all tokens.
         patience: epochs without a better validation loss before stopping. The best weights are kept.
-        held_out: share of the requests for validation, which decide when to stop, and as many again for test, which
-            nothing in training sees: 0.15 trains on 70 %. Of a trace of one or two requests, the same shares of each
-            one's last tokens.
+        held_out: share of the requests for validation, which decides when to stop, and again for test, which training
+            never sees: 0.15 trains on 70 %. In a trace of one or two requests, the same shares of each one's last
+            tokens.
     """
 
     max_epochs: int = 20

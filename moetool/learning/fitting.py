@@ -1,4 +1,4 @@
-"""Fit a predictor by gradient descent. Only this module and `moetool.reference.steps` import lightning."""
+"""Fit a predictor by gradient descent. Only this module and `moetool.reference.steps` import Lightning."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ from moetool.learning.tokens import Tokens
 
 _LOG = logging.getLogger(__name__)
 _MAX_VALIDATION_PAIRS = 2048
-_SLOWER = 0.3  # of the learning rate, each time that the validation loss has not fallen for half of the patience
+_SLOWER = 0.3  # factor of the learning rate after half of the patience without a lower validation loss
 
 
 def fit(
@@ -41,15 +41,15 @@ def fit(
     """Fit `model` in place and leave it on the CPU with the weights of its best epoch.
 
     Args:
-        train: the training tokens, with all layers.
-        validation: those that decide when to stop and which epoch was best.
-        seed: of the order of the samples and of dropout.
-        folder: where Lightning may write; nothing is expected there.
+        train: training tokens with all layers.
+        validation: tokens that decide when to stop and which epoch is best.
+        seed: seed of sample order and dropout.
+        folder: scratch folder for Lightning.
 
     Effects: shows progress on stderr.
 
     Returns:
-        The facts of the fit for the card: tokens, epochs, the losses of each epoch.
+        Facts of the fit for the card: tokens, epochs, losses of each epoch.
 
     Raises:
         MoetoolError: a loss is not finite.
@@ -67,7 +67,7 @@ def fit(
             devices=1,
             max_epochs=options.max_epochs,
             callbacks=[best, bar, stopping],
-            plugins=[LightningEnvironment()],  # whatever cluster this runs on, it is one process
+            plugins=[LightningEnvironment()],  # one process, on whatever cluster it runs
             num_sanity_val_steps=0,
             logger=False,
             enable_checkpointing=False,
@@ -95,15 +95,15 @@ def fit(
 
 
 Pairs = tuple[Tensor, Tensor]
-"""Numbers of tokens, and the layer to predict for each, int64."""
+"""Indices of tokens, and the layer to predict for each, int64."""
 
 
 class _Batches(IterableDataset):
-    """Batches of `Tokens` and layer_B, int64, read when they are wanted.
+    """Lazily read batches of `Tokens` and layer_B, int64.
 
     Args:
-        draw: gives the pairs of each batch of a pass.
-        length: batches of a pass.
+        draw: yields the pairs of each batch of a pass.
+        length: number of batches in a pass.
     """
 
     def __init__(self, tokens: Tokens, draw: Callable[[], Iterable[Pairs]], length: int) -> None:
@@ -120,11 +120,11 @@ class _Batches(IterableDataset):
 def _token_batches(
     tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator, *, every_layer: bool
 ) -> _Batches:
-    """Passes over these tokens in whole batches, in new orders.
+    """Return passes over these tokens in whole batches, in a new order each.
 
     Args:
-        every_layer: a pass goes over the tokens once a layer that can be predicted, each time at another layer of each
-            token; else once, each token at a layer drawn at random.
+        every_layer: whether a pass covers every predictable layer of each token; otherwise each token once, at a random
+            layer.
     """
     later = tokens.num_layers - 1
     rounds = later if every_layer else 1
@@ -145,9 +145,9 @@ def _token_batches(
 
 
 def _request_batches(tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> _Batches:
-    """Passes over whole requests, each in a new order, as many in a batch as hold `batch_size` tokens on average.
+    """Return passes over whole requests, in a new order each, with `batch_size` tokens per batch on average.
 
-    The tokens of a request come together and in order.
+    Tokens of a request stay together and in order.
     """
     assert tokens.request_T is not None
     request_N = tokens.request_T[index_N]
@@ -164,11 +164,11 @@ def _request_batches(tokens: Tokens, index_N: Tensor, batch_size: int, generator
 
 
 class _Pairs(pl.LightningDataModule):
-    """Pairs of a token and the layer to predict for it: in a new order in every epoch, the same for every validation.
+    """Pairs of a token and its layer to predict: a new order in every epoch, a fixed one for validation.
 
     Args:
-        whole_requests: batches are of whole requests.
-        every_layer: of `_token_batches`.
+        whole_requests: whether batches hold whole requests.
+        every_layer: as in `_token_batches`.
     """
 
     def __init__(
@@ -207,10 +207,10 @@ class _Pairs(pl.LightningDataModule):
 
 
 class _Fit(pl.LightningModule):
-    """Fits a predictor by its own loss: AdamW, by `share_of_rate` and `slower`.
+    """Fits a predictor by its own loss: AdamW with the rate's factors `share_of_rate` and `slower`.
 
     Attributes:
-        slower: a factor of the learning rate, lowered where the validation loss has stopped falling.
+        slower: factor of the learning rate, lowered when the validation loss stops falling.
     """
 
     def __init__(self, predictor: Predictor, learning_rate: float, steps: int, total_steps: int) -> None:
@@ -237,10 +237,10 @@ class _Fit(pl.LightningModule):
 
 
 def share_of_rate(step: int, steps: int, total_steps: int) -> float:
-    """Share of the full learning rate at a step: one epoch of `steps` to warm up, then all of it, then a cosine down.
+    """Return the share of the full learning rate at a step: one epoch of warm-up, constant, then a cosine decay.
 
-    The descent takes the last two thirds of a budget of up to 30 epochs, and the last 20 epochs of a larger one, where
-    the validation loss mostly ends the run before.
+    The decay takes the last two thirds of up to 30 epochs, and the last 20 of more, where validation mostly ends the
+    run earlier.
     """
     warm_up = max(1, min(steps, total_steps // 5))
     descent = max(1, min(total_steps * 2 // 3, 20 * steps))
@@ -250,7 +250,7 @@ def share_of_rate(step: int, steps: int, total_steps: int) -> float:
 
 
 class BestEpoch(pl.Callback):
-    """Keeps the losses, and in memory the weights of the best epoch; halfway through its patience it slows the fit.
+    """Keeps the losses and the weights of the best epoch; lowers the learning rate halfway through the patience.
 
     Raises:
         MoetoolError: a loss is not finite.
@@ -292,7 +292,7 @@ class _Bar(pl.Callback):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Lightning's advice is for people who write training loops; ours use one."""
+    """Silence Lightning's advice, which is for authors of training loops."""
     loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -308,7 +308,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Makes signals end the process as usual: Lightning answers Ctrl-C with exit, SIGTERM with a success."""
+    """Let signals end the process as usual: Lightning exits on Ctrl-C and returns success on SIGTERM."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -318,4 +318,4 @@ def interruptible() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGTERM) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, handler)  # Lightning had ignored it
+            signal.signal(signal.SIGINT, handler)  # Lightning ignores it

@@ -1,7 +1,7 @@
-"""Signals of the tokens that fit the trust in them: computed once, kept for every epoch.
+"""Signals of the tokens that fit the trust, computed once for all epochs.
 
-`moetool.learning.path_signals` follows the judged requests as if they ran. The answers of its tables and memories for
-each layer from each distance are kept, so that fitting the trust (`predictors/fused.py`) need not follow them again.
+`moetool.learning.path_signals` replays the judged requests. The answers of its tables and memories for each layer from
+each distance are stored, so that fitting the trust (`predictors/fused.py`) need not replay them again.
 """
 
 import numpy as np
@@ -14,23 +14,22 @@ from moetool.learning.route_memory import EVERYONE, NOBODY
 from moetool.learning.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent
 
-_JUDGED_BYTES = 96 << 20  # of signals that are kept
+_JUDGED_BYTES = 96 << 20  # limit of stored signals
 
 
 class JudgedPaths:
-    """Tokens of whole requests in order, and the signals of those that are judged.
+    """Tokens of whole requests in order, and the signals of judged ones.
 
     Args:
-        signals: those that do not come from networks, knowing all that was counted.
-        source_C: the request of each path of their memory: its own paths are hidden from a request that is judged.
-        ordered: the tokens, without their hidden states.
+        signals: signals without networks, from all counts.
+        source_C: request of each path in their memory: a judged request does not see its own paths.
+        ordered: tokens without hidden states.
         judged: requests that fit the trust.
-        learns: whether the networks may learn from the others.
-        hidden: the hidden states of the tokens in another order, and the row of each token there: wide, and perhaps in
-            a file.
+        learns: whether networks may learn from the other requests.
+        hidden: hidden states of the tokens in another order, possibly in a file, and the row of each token there.
 
-    Shapes: before_N int64, the token whose path is known as the request's last, or -1; judged_N int64, the row J of a
-        judged token, or -1; said_JLDES and sure_JLDG float16, for the layer L that was asked about from D before.
+    Shapes: before_N int64, the request's previous token with a known path, or -1; judged_N int64, the row J of a judged
+    token, or -1; said_JLDES and sure_JLDG float16, for layer L from D layers before.
     """
 
     def __init__(
@@ -76,13 +75,13 @@ class JudgedPaths:
         return len(self.before_N)
 
     def hidden(self, token_N: Tensor) -> Tensor:
-        """hidden_NPD of these tokens, float32."""
+        """Return hidden_NPD of these tokens, float32."""
         assert self._hidden is not None
         hidden_TPD, row_T = self._hidden
         return hidden_TPD[row_T[token_N]].float()
 
     def before(self, token_N: Tensor) -> Tensor:
-        """before_NLE: what the request's last token used; 0 where there is none."""
+        """Return before_NLE: the experts of the request's last token; 0 without one."""
         last_N = self.before_N[token_N]
         num_layers = self._experts_NLK.shape[1]
         used_NLE = torch.zeros(len(token_N), num_layers, self._num_experts)
@@ -90,7 +89,7 @@ class JudgedPaths:
         return used_NLE * (last_N >= 0)[:, None, None]
 
     def _watch(self, signals: PathSignals, tokens: Tokens, start: int) -> None:
-        """Show the signals one forward, and keep what they say of the tokens that are judged."""
+        """Let the signals observe one forward, and store their values for judged tokens."""
         assert tokens.request_T is not None and tokens.weights_TPK is not None
         num_tokens, num_layers, _ = tokens.experts_TPK.shape
         request = int(tokens.request_T[0])

@@ -1,20 +1,20 @@
-"""Cheap signals of a token's coming experts while a model runs: one number per signal and expert.
+"""Cheap signals of a token's coming experts during a run: one number per signal and expert.
 
     constant    1
     path        the logit of a path network (`predictors/path_mlp.py`)
-    states      the logit of a network on hidden states (`predictors/promoe.py`), where those are known
-    popularity  how often the layer chose it in training
-    affinity    how often it followed the experts just chosen, from layer to layer
-    habit       how often the request used it, of late and of very late
+    states      the logit of a network on hidden states (`predictors/promoe.py`), if known
+    popularity  frequency in the layer's training tokens
+    affinity    frequency after the experts just chosen, from layer to layer
+    habit       frequency in the request, at two decay rates
     last        whether the request's last token used it
-    memory      the vote of the paths most like the token's (`moetool.learning.route_memory`)
-    own         the vote of those among them that are the request's own
-    ahead       the score that the layer's router gives on this layer's hidden states, where that is known
+    memory      the vote of the paths most similar to the token's (`moetool.learning.route_memory`)
+    own         the vote of those among them from the same request
+    ahead       the score of the layer's router on this layer's hidden states, if known
 
-Shares come with their logarithm, a vote also as it is. `predictors/fused.py` learns how far to trust each.
+Shares enter by their logarithm, a vote also directly. `predictors/fused.py` learns the trust in each.
 
 Shapes:
-    S  signals     G  how sure the memory is, by which some trust goes     C, N  as in `moetool.learning.route_memory`
+    S  signals     G  confidence of the memory, which gates some trust     C, N  as in `moetool.learning.route_memory`
     T, L, K, E as everywhere; H  hidden width of the network
 """
 
@@ -42,9 +42,9 @@ SIGNALS = (
     "ahead",
 )
 GIVEN = 3
-"""Number of leading signals that come from no table or memory."""
+"""Number of leading signals without a table or memory."""
 CONTEXT = 3
-"""G: how alike the best path is, the best of the request's own, and how many tokens the request had."""
+"""G: similarity of the best path, of the request's own best path, and number of tokens of the request."""
 _DECAYS = (0.97, 0.8)
 _FLOOR = 0.01
 
@@ -54,9 +54,9 @@ class Running:
 
     Attributes:
         last_LK: experts of its last token; None for its first forward.
-        use_RLE: its decayed use of each expert, one for each rate.
-        last_C, last_row: how alike each path was to that of its last token, and where the memory holds it.
-        num_tokens: in the forwards before this one.
+        use_RLE: decayed use of each expert, for each rate.
+        last_C, last_row: similarity of each path to its last token's, and that token's row in the memory.
+        num_tokens: tokens in earlier forwards.
     """
 
     __slots__ = ("last_C", "last_LK", "last_row", "num_tokens", "use_RLE")
@@ -69,7 +69,7 @@ class Running:
         self.num_tokens = 0
 
     def take_in(self, experts_TLK: np.ndarray) -> None:
-        """Its tokens of a forward, in their order."""
+        """Add its tokens of a forward, in order."""
         num_tokens, num_layers, _ = experts_TLK.shape
         layers_L1 = np.arange(num_layers)[:, None]
         for use_LE, decay in zip(self.use_RLE, _DECAYS, strict=True):
@@ -81,20 +81,20 @@ class Running:
 
 
 class PathSignals:
-    """Follows forwards and gives the signals of any coming layer.
+    """Observes forwards and returns the signals of any coming layer.
 
     Args:
-        popularity_LE, affinity_MEE: of `predictors.popularity` and `predictors.affinity`.
+        popularity_LE, affinity_MEE: tables of `predictors.popularity` and `predictors.affinity`.
         net: weights of `predictors.path_mlp.PathNet` by name, or None: the signal `path` is then 0.
         states: parameters and buffers of `predictors.promoe.Predictor` by name, or None: the signal `states` is then 0,
-            as it is beyond the layers that those networks name.
+            as for layers beyond those networks' reach.
 
     Attributes:
-        running: the requests, by number.
-        memory: with their paths, and those of requests before them.
+        running: running requests by number.
+        memory: memory of their paths, and of earlier requests'.
 
-    Effects: `observe` of the last layer of a forward takes its tokens into memory, as their request's. A request that
-        a forward lacks counts as over, and what it used becomes known to all.
+    Effects: `observe` of a forward's last layer stores its tokens in the memory, owned by their request. A request that
+    is missing from a forward has ended, and its paths become visible to all.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class PathSignals:
         self._floor = np.float32(_FLOOR)
         self.memory = memory
         self.running: dict[int, Running] = {}
-        self.over: list[int] = []  # since the current forward began
+        self.over: list[int] = []  # requests that ended since the current forward began
         self._net, self._states = net, states
         if net is not None:
             self._fade_H = 1 / (1 + np.exp(-net["fade_H"]))
 
     def observe(self, event: GateEvent) -> None:
-        """Take in the event of the next layer; layer 0 begins a new forward."""
+        """Observe the event of the next layer; layer 0 begins a new forward."""
         if event.layer == 0:
             self._begin(event)
         layer = self.layer = event.layer
@@ -150,7 +150,7 @@ class PathSignals:
                 running.last_row = self.memory.add(*added, running.last_row)
 
     def signals(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Each signal for the experts of a layer after the one observed last, and how sure the memory is.
+        """Return each signal for the experts of a coming layer, and the memory's confidence.
 
         Shapes: float32 [T, E, S] and [T, G].
         """
@@ -223,7 +223,7 @@ class PathSignals:
                 self._before_TH[mine] = before_H
 
     def _find(self) -> None:
-        """The paths most like each token's, of all and of its request's own."""
+        """Find the paths most similar to each token's, among all and among its request's own."""
         found: dict[int, tuple[Neighbours, Neighbours]] = {}
         for request, mine in self.tokens_of.items():
             search = self._searches[request]

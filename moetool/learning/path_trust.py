@@ -1,8 +1,8 @@
-"""Fused predictions while a model runs: fitted trust in the signals of a path, moved by how they fare.
+"""Fused predictions during a run: fitted trust in the signals of a path, adapted online.
 
-This applies the fit of `predictors/fused.py` without torch and goes on learning: each request moves an `Offset` of the
+This applies the fit of `predictors/fused.py` without torch and learns online. Each request updates an `Offset` of the
 trust after each of its tokens, by the error on the next layer, and shares it with the others when it ends. The same
-holds for its `HitRecord`: where one of `ALONE` has lately been right more often than the fused logits, for a layer at
+holds for its `HitRecord`: if one of `ALONE` has recently been right more often than the fused logits, for a layer at
 some distance, that signal ranks the experts.
 
 Shapes: D distances, S signals, G as in `moetool.learning.path_signals`; R the fused logits, then `ALONE`; P prompts,
@@ -18,21 +18,21 @@ from moetool.learning.path_signals import SIGNALS, PathSignals
 from moetool.types import GateEvent
 
 DISTANCES = (1, 2, 3, 4, 6, 8)
-"""The distances that trust is fitted for; the others take that of the next one below."""
+"""Distances with fitted trust; others use the next lower one."""
 
 
 ALONE = ("path", "states", "affinity", "log memory", "ahead")
 """Signals that may rank the experts by themselves."""
 _ALONE = [SIGNALS.index(name) for name in ALONE]
-_LATELY = 1024  # predictions, of a token each, after which the record has forgotten most of what was before
-_OTHERS = 128  # predictions that the other layers count for
-_LEAD = 0.5  # over the root of the predictions that count: by so much more of the experts must one be right
+_LATELY = 1024  # memory of the record, in predictions of one token each
+_OTHERS = 128  # weight of the other layers, in predictions
+_LEAD = 0.5  # required lead in match, times the root of the number of predictions
 
 
 class HitRecord:
     """Recent hit rates of the fused logits and of single signals, for each layer from each distance.
 
-    Shapes: right_PDLR, the decayed sum of shares of a token's experts that were found; seen_PDL, of its tokens.
+    Shapes: right_PDLR, decayed sum of matched shares of a token's experts; seen_PDL, of its tokens.
     """
 
     __slots__ = ("right_PDLR", "seen_PDL")
@@ -42,14 +42,14 @@ class HitRecord:
         self.seen_PDL = np.zeros((2, len(DISTANCES), num_layers), np.float32)
 
     def count(self, kind: int, place: int, layer: int, right_TR: np.ndarray) -> None:
-        """Take in the shares that were found of each token's experts."""
+        """Count the matched shares of each token's experts."""
         kept = (1 - 1 / _LATELY) ** len(right_TR)
         right_R, seen = self.right_PDLR[kind, place, layer], self.seen_PDL[kind, place, layer]
         self.right_PDLR[kind, place, layer] = kept * right_R + right_TR.sum(axis=0)
         self.seen_PDL[kind, place, layer] = kept * seen + len(right_TR)
 
     def leader(self, kind: int, place: int, layer: int) -> int | None:
-        """The leading signal of `ALONE`, or None for the fused logits. A layer seen rarely borrows from the others."""
+        """Return the leading signal of `ALONE`, or None for the fused logits. Rare layers borrow from the others."""
         right_LR, seen_L = self.right_PDLR[kind, place], self.seen_PDL[kind, place]
         if not (everywhere := float(seen_L.sum())):
             return None
@@ -60,7 +60,7 @@ class HitRecord:
         return best if right_R[1 + best] - right_R[0] > lead else None
 
     def add(self, began: "HitRecord", now: "HitRecord") -> None:
-        """Add the changes of a request since it began."""
+        """Add the changes of a request since its beginning."""
         for name in self.__slots__:
             mine = getattr(self, name)
             np.maximum(mine + getattr(now, name) - getattr(began, name), 0, out=mine)
@@ -81,11 +81,11 @@ class Offset:
 
 
 class FusedPath:
-    """Follows forwards with fitted trust, and moves it.
+    """Observes forwards with fitted trust, and adapts it.
 
     Args:
-        trust_DS, trust_LS, gate_GS: as fitted.
-        haste: of the offsets; 0 leaves the trust as it is.
+        trust_DS, trust_LS, gate_GS: fitted values.
+        haste: learning rate of the offsets; 0 keeps the trust fixed.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class FusedPath:
         self._trust_DS, self._trust_LS, self._gate_GS = trust_DS, trust_LS, gate_GS
         self._haste = haste
         self._common = Offset(trust_DS.shape[1])
-        self._own: dict[int, tuple[Offset, Offset]] = {}  # of each running request: as it began, and now
+        self._own: dict[int, tuple[Offset, Offset]] = {}  # by running request: initial and current offset
         self._records = HitRecord(signals.num_layers)
         self._own_records: dict[int, tuple[HitRecord, HitRecord]] = {}
-        self.said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of the layers ahead: signals and fused logits
+        self.said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by coming layer: signals and fused logits
         self._shown: dict[int, np.ndarray] = {}  # the answers
         self._asked: dict[int, dict[int, np.ndarray]] = {}  # by coming layer and place of the distance: ranked_TER
 
     def observe(self, event: GateEvent) -> None:
-        """Learn from what was said of this layer, then look ahead."""
+        """Learn from the predictions for this layer, then predict ahead."""
         if event.layer and self._haste:
             if event.layer in self.said:
                 self._learn(event)
@@ -128,7 +128,7 @@ class FusedPath:
         self.said, self._shown = {}, {}
 
     def logits(self, layer: int) -> np.ndarray:
-        """logit_TE of a layer ahead, float32."""
+        """Return logit_TE of a coming layer, float32."""
         if layer not in self.said:
             f_TES, sure_TG = self.signals.signals(layer)
             distance = layer - self.signals.layer
@@ -147,7 +147,7 @@ class FusedPath:
         return self._shown[layer]
 
     def _led(self, place: int, layer: int, f_TES: np.ndarray, logit_TE: np.ndarray) -> np.ndarray:
-        """The same logits, in the order of the signal that leads, where one does."""
+        """Return the logits, reordered by the leading signal, if any."""
         shown_TE = logit_TE
         for request, mine in self.signals.tokens_of.items():
             leader = self._own_records[request][1].leader(int(len(mine) == 1), place, layer)
@@ -161,7 +161,7 @@ class FusedPath:
         return shown_TE
 
     def _compare(self, event: GateEvent, place: int, ranked_TER: np.ndarray) -> None:
-        """Count the experts of this layer that each ranking found, for the record of each request."""
+        """Record the match of each ranking on this layer, for each request."""
         experts_TK = np.asarray(event.experts_TK)
         top_k = experts_TK.shape[1]
         chosen_TE = np.zeros(ranked_TER.shape[:2], np.float32)
@@ -172,7 +172,7 @@ class FusedPath:
             self._own_records[request][1].count(int(len(mine) == 1), place, event.layer, right_TR[mine])
 
     def _learn(self, event: GateEvent) -> None:
-        """One step for each request with one token in this forward."""
+        """Take one step for each request with one token in this forward."""
         f_TES, logit_TE = self.said[event.layer]
         for request, mine in self.signals.tokens_of.items():
             if len(mine) > 1:

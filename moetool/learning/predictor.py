@@ -1,21 +1,21 @@
-"""The contract of expert predictors, and how they are saved and loaded.
+"""The contract of expert predictors, and their saving and loading.
 
-Counting, searching and learned predictors share the class `Predictor`. A predictor file in predictors/ defines a
-frozen dataclass `Options` and a subclass `Predictor`. Parameters and buffers hold everything learned or counted, so
-the state dict is the whole predictor.
+Counting, searching and learned predictors share the class `Predictor`. A file in predictors/ defines a frozen dataclass
+`Options` and a subclass `Predictor`. Parameters and buffers hold everything learned or counted, so the state dict is
+the whole predictor.
 
-`needs` names the trace columns that it reads. Training hands it whole tokens (`moetool.learning.tokens.Tokens`) with
-these: `count` gets all of them, `loss` a batch. While a model runs, or a trace is replayed, `observe` takes the event
-of each layer, with the same fields filled, and `scores(layer)` answers for any layer within `lookahead`. The default
-`observe` collects the forward's events into the `Tokens` of its first layers and `scores` hands them to
-`layer_scores`, so most predictors define `count`, `layer_scores` and perhaps `loss`. A predictor with state that
-outlives a forward sets `remembers` and defines `observe` and `scores` itself.
+`needs` names the trace columns that it reads. In training, `count` gets all tokens (`moetool.learning.tokens.Tokens`)
+with these columns, and `loss` a batch. During a run or a replay, `observe` gets the event of each layer with the same
+fields, and `scores(layer)` answers for any layer within `lookahead`. The default `observe` collects the forward's
+events into `Tokens` of its first layers, and `scores` passes them to `layer_scores`. Most predictors therefore define
+`count`, `layer_scores` and possibly `loss`. A predictor with state across forwards sets `remembers` and defines
+`observe` and `scores` itself.
 
 On disk a predictor is a folder:
 
-    card.json               what it is and what it was made from, with the sha256 of the weights
+    card.json               options, training data and scores, with the sha256 of the weights
     predictor.safetensors   the state dict
-    README.md               the card, for people
+    README.md               the card in Markdown
 """
 
 import json
@@ -40,37 +40,35 @@ from moetool.types import GateEvent, ModelSpec
 
 WEIGHTS = "predictor.safetensors"
 _NO_SIZE = (MismatchError, MemoryError, RuntimeError, ArithmeticError, ValueError)
-"""Errors of building from a card's options that ask for impossible sizes."""
+"""Errors of a build whose options have impossible sizes."""
 
 
 class Predictor(nn.Module):
-    """Scores the experts of coming layers from what is known of the current forward.
+    """Scores the experts of coming layers from the observed part of the current forward.
 
-    State that belongs to one forward, or to the requests that are running, is set by `observe`; nothing else changes
-    between calls, so a prediction never sees a later token or layer.
+    Only `observe` sets state of a forward or of running requests, so a prediction never sees a later token or layer.
 
     Class attributes:
-        needs: trace columns that training and predicting take: `experts`, and any of `moetool.learning.tokens.FIELDS`;
-            options may make it others for an instance.
-        looks_at: by trace column, the option that makes it look at it; on in training where the trace holds the column,
-            unless the option is given.
-        learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
-        remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
-            requests, unless `prepare` gave their tokens numbers, and it predicts by `observe` and `scores` only.
-        incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
-            `layer_scores` would begin anew for each layer.
-        one_layer: whether `loss` is of the one layer drawn for each token, so that a pass shows every token at each of
-            its layers in turn. Others learn all layers of a token at once.
+        needs: trace columns for training and prediction: `experts`, and any of `moetool.learning.tokens.FIELDS`;
+        options may change it per instance.
+        looks_at: by trace column, the option that enables its use; training enables it if the trace has the column and
+        the option is not given.
+        learned: whether it has parameters for gradient descent; counting predictors only use `count`.
+        remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole requests,
+        unless `prepare` numbered their tokens, and prediction uses `observe` and `scores` only.
+        incremental: whether it computes as layers arrive. Evaluation then uses `observe` and `scores`, since
+        `layer_scores` would start over for each layer.
+        one_layer: whether `loss` covers one drawn layer per token, so that a pass shows every token once per layer.
+        Others learn all layers of a token at once.
         made_of: `trace`, or `model`: then its module has a `make` that writes card and weights, and `open` reads them.
         predicts_prompts: whether `predict_prompt` predicts a request's experts from its prompt, before it runs.
-        scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
-            being chosen; see `probabilities`.
+        scores_are: `shares` of a token's choices by expert, or `logits` of an expert being chosen; see `probabilities`.
 
     Attributes:
-        lookahead: how many layers ahead of the last observed one it can score.
+        lookahead: maximum number of layers ahead of the last observed one.
         num_layers, num_experts, top_k: L, E and K, the same in every MoE layer.
-        name, card, sha256: what it was loaded as: its plugin name, its card, and the sha256 of the card's file, which
-            holds that of the weights. Empty for a predictor that was not loaded.
+        name, card, sha256: plugin name, card, and sha256 of the card's file (which holds that of the weights). Empty
+            for a predictor that was not loaded.
 
     Raises:
         UsageError: the model has fewer than two MoE layers, or layers of different widths.
@@ -90,7 +88,7 @@ class Predictor(nn.Module):
     def __init__(self, spec: ModelSpec, options: Any) -> None:
         super().__init__()
         if spec.num_layers < 2:
-            raise UsageError(f"{spec.name} has {spec.num_layers} MoE layer; predicting the next one takes at least two")
+            raise UsageError(f"{spec.name} has {spec.num_layers} MoE layer; predicting the next one needs at least two")
         shapes = sorted(set(zip(spec.num_experts_L, spec.top_k_L, strict=True)))
         if len(shapes) > 1:
             found = ", ".join(f"{k} of {e}" for e, k in shapes)
@@ -110,31 +108,31 @@ class Predictor(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parameters and buffers."""
+        """Return the bytes of its parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
 
     def reach(self, ahead: int) -> int:
-        """Its lookahead where the gates are known `ahead` layers ahead."""
+        """Return its lookahead if gates are known `ahead` layers ahead."""
         return min(self.lookahead, ahead) if "ahead" in self.needs else self.lookahead
 
     def validate(self) -> None:
-        """Raises: ValueError where what was loaded cannot be, such as weights that are not finite."""
+        """Raises: ValueError for invalid loaded values, such as weights that are not finite."""
         for name, tensor in self.state_dict().items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} has values that are not finite")
 
     @abstractmethod
     def count(self, tokens: Tokens) -> None:
-        """Gather the statistics of the training tokens, before any gradient step.
+        """Collect the statistics of the training tokens, before any gradient step.
 
         Args:
             tokens: all training tokens with all layers and their requests, stored small (see `Tokens`).
 
-        Effects: replaces what an earlier call gathered.
+        Effects: replaces the statistics of an earlier call.
         """
 
     def open(self, folder: Path) -> None:
-        """Bring weights of a form of its own into memory; only where it is made of a model."""
+        """Load weights in a predictor's own format; only for predictors made from a model."""
         raise TypeError(f"{type(self).__module__} has its weights in its state")
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
@@ -150,7 +148,7 @@ class Predictor(nn.Module):
         raise TypeError(f"{type(self).__module__} predicts from what it has observed")
 
     def prepare(self, tokens: Tokens) -> Tokens:
-        """Prepare the tokens of a part, in the order of the forwards, for `loss`; called once, by default unchanged."""
+        """Prepare the tokens of a part, in the order of forwards, for `loss`; called once (default: unchanged)."""
         return tokens
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
@@ -158,42 +156,42 @@ class Predictor(nn.Module):
 
         Args:
             tokens: a batch of N tokens with all layers.
-            layer_N: a layer 1..L-1 for each token, int64, for those that learn one layer a token.
+            layer_N: layer 1..L-1 of each token, int64, for predictors that learn one layer per token.
         """
         raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """Probability by these scores that each expert is among a token's K."""
+        """Return the probability that each expert is among a token's K, by these scores."""
         if self.scores_are == "logits":
             return scores_TE.sigmoid()
         share_TE = scores_TE.clamp(min=0)
         return (self.top_k * share_TE / share_TE.sum(dim=-1, keepdim=True).clamp(min=1e-9)).clamp(max=1)
 
     def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Scores of a pending request, from its prompt alone.
+        """Score a pending request from its prompt alone.
 
         Returns:
-            scores_SLE of the tokens of the prompt, and score_LE of each token that the request goes on to make.
+            scores_SLE of the prompt's tokens, and score_LE of each new token.
 
         Raises:
-            MismatchError: a token id is withheld and looked at.
+            MismatchError: a required token id is withheld.
         """
         raise TypeError(f"{type(self).__module__} makes no predictions from prompts")
 
     @torch.inference_mode()
     def workload(self, token_id_S: Sequence[int], new_tokens: int = 0) -> np.ndarray:
-        """Expected tokens of a pending request for each expert of each layer.
+        """Return the expected tokens of a pending request for each expert of each layer.
 
         Args:
-            token_id_S: its prompt.
-            new_tokens: how many it is expected to make; each adds the mean of a token of the prompt.
+            token_id_S: tokens of its prompt.
+            new_tokens: expected number of new tokens; each adds the mean of a prompt token.
 
         Returns:
             load_LE float64; each layer sums to top-k times all tokens.
 
         Raises:
             UsageError: the prompt is empty.
-            MismatchError: a token id is withheld and looked at.
+            MismatchError: a required token id is withheld.
         """
         if not len(token_id_S):
             raise UsageError("the prompt of a pending request has no tokens, expected at least one")
@@ -203,7 +201,7 @@ class Predictor(nn.Module):
         return made
 
     def observe(self, event: GateEvent) -> None:
-        """Take in the event of the next layer of the current forward; layer 0 begins a new forward."""
+        """Observe the event of the next layer of the current forward; layer 0 begins a new forward."""
         given = {
             "experts_TPK": np.asarray(event.experts_TK, dtype=np.int64),
             "weights_TPK": event.weights_TK,
@@ -238,7 +236,7 @@ class Predictor(nn.Module):
 
     @torch.inference_mode()
     def scores(self, layer: int) -> np.ndarray:
-        """Score MoE layer `layer` for every token of the forward that was observed.
+        """Score MoE layer `layer` for every token of the observed forward.
 
         Returns:
             float32 [T, E].
@@ -249,14 +247,14 @@ class Predictor(nn.Module):
 
 
 def build(name: str, spec: ModelSpec, options: Mapping[str, Any] | None = None) -> Predictor:
-    """A predictor that nothing was counted or learned for yet.
+    """Create an untrained predictor.
 
     Args:
         name: a file of predictors/, or a dotted module.
         options: values for the fields of its `Options`; the rest keep their defaults.
 
     Raises:
-        UsageError: no such predictor or option, or a value that the option does not take.
+        UsageError: there is no such predictor or option, or a value is invalid.
     """
     module = plugins.load("predictor", name)
     options = dict(options or {})
@@ -285,7 +283,7 @@ def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[s
     Effects: the card is written last; without it `load_predictor` refuses the folder.
 
     Returns:
-        The card, as it will be read again.
+        The card.
     """
     weights = folder / WEIGHTS
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in predictor.state_dict().items()}
@@ -311,16 +309,15 @@ def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | 
     """Load a predictor that `moetool train` wrote, ready to predict on the CPU.
 
     Args:
-        options: by a predictor's name, in place of those that it was made with; only such as leave its weights as they
-            are.
+        options: options by predictor name, instead of the trained ones; only those that do not change its weights.
 
     Returns:
         The predictor in eval mode, with its `name`, `card` and `sha256`.
 
     Raises:
         UsageError: there is no such folder.
-        MismatchError: it is no predictor of this schema version, it is damaged, or this installation lacks
-            its plugin.
+        MismatchError: it is not a predictor of this schema version, it is damaged, or this installation lacks its
+            plugin.
     """
     path = Path(path)
     again = f"train again: moetool train PREDICTOR --trace DIR --out {path} --overwrite"

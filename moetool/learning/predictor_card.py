@@ -1,4 +1,4 @@
-"""The card of a predictor on disk, and building the predictor that it describes within what its weights file holds."""
+"""The card of a predictor on disk, and the bounded build of its predictor."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ CARD = "card.json"
 _OBJECTS = ("options", "spec", "weights", "trace", "requests", "tokens", "fit")
 """Fields of a card that are objects, where present."""
 _REQUIRED = ("predictor", "options", "spec", "weights", "trace", "requests", "seen_prompts")
-_SPARE_ELEMENTS = 2**16  # for buffers that are no part of the state
+_SPARE_ELEMENTS = 2**16  # allowance for buffers outside the state dict
 
 T = TypeVar("T")
 
@@ -30,11 +30,11 @@ def read_card(path: Path, again: str) -> dict[str, Any]:
     """Read and check the card in the folder of a predictor.
 
     Args:
-        again: the command that makes the predictor again.
+        again: command that makes the predictor again.
 
     Raises:
         UsageError: there is no such folder.
-        MismatchError: it is no predictor of this schema version, or its card makes no sense.
+        MismatchError: it is not a predictor of this schema version, or its card is invalid.
     """
     if not path.is_dir():
         raise UsageError(f"no predictor at {path}; make one with: moetool train expert_mlp --trace DIR --out {path}")
@@ -65,7 +65,7 @@ def read_card(path: Path, again: str) -> dict[str, Any]:
 
 
 def validate_card(card: Mapping[str, Any]) -> None:
-    """Raises: MismatchError where a field that readers rely on has another type, or its spec makes no model."""
+    """Raises: MismatchError where a required field has another type, or its spec is invalid."""
     ModelSpec.from_json(card["spec"])
     check.require(isinstance(card["predictor"], str), "predictor", card["predictor"], "a name")
     check.require_plain("options", card["options"])
@@ -89,17 +89,17 @@ def validate_card(card: Mapping[str, Any]) -> None:
 
 
 def count_elements(file: Path) -> int:
-    """The numbers that a safetensors file holds, by its header.
+    """Return the number of elements in a safetensors file, by its header.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it is no regular file.
+        OSError: the file does not exist.
+        ValueError: it is not a regular file.
         SafetensorError: its header is damaged.
     """
     require_regular(file)
     total = 0
     with safetensors.safe_open(file, framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118 - it is no dictionary
+        for name in stored.keys():  # noqa: SIM118 - not a dictionary
             size = 1
             for length in stored.get_slice(name).get_shape():
                 size *= length
@@ -108,32 +108,32 @@ def count_elements(file: Path) -> int:
 
 
 def build_within(build: Callable[[], T], elements: int) -> T:
-    """Build a predictor of no more numbers than its weights file holds, before memory is taken for them.
+    """Build a predictor with no more elements than its weights file, checked before allocation.
 
     Args:
-        build: makes it; called twice, once without memory.
-        elements: tensors of the file.
+        build: builder, called twice, first without memory.
+        elements: number of elements in the file.
 
     Raises:
-        MismatchError: its options ask for more.
+        MismatchError: its options require more.
     """
-    limit = 2 * elements + _SPARE_ELEMENTS  # a module may register what it replaces a moment later
+    limit = 2 * elements + _SPARE_ELEMENTS  # a module may register a tensor and replace it
     with contextlib.suppress(RuntimeError, TypeError), _bounded(limit), torch.device("meta"):
-        build()  # code that needs values fails here; all registered before that was bounded
+        build()  # code that needs values fails here, after bounded registrations
     with _bounded(limit):
         return build()
 
 
 @contextlib.contextmanager
 def _bounded(limit: int) -> Iterator[None]:
-    """Raise a MismatchError as soon as modules have more numbers than that in their parameters and buffers."""
+    """Raise a MismatchError as soon as parameters and buffers exceed a number of elements."""
     total = 0
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         nonlocal total
         total += 0 if tensor is None else tensor.numel()
         if tensor is not None and total > limit:
-            raise MismatchError(f"its options ask for {name} of shape {list(tensor.shape)}, more than its weights hold")
+            raise MismatchError(f"its options require {name} of shape {list(tensor.shape)}, more than its weights hold")
 
     handles = [
         torch_module.register_module_parameter_registration_hook(count),

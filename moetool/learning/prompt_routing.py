@@ -1,8 +1,8 @@
-"""Predicts the routing of a prompt from its token ids, before it runs: stacked one-layer transformers.
+"""Prediction of a prompt's routing from its token ids, before it runs: stacked one-layer transformers.
 
-`predictors/single_transformer.py` and `predictors/cascade.py` share this and differ in their stages. Each stage is
-one causal transformer layer that names the experts of a block of consecutive MoE layers, for every token. The first
-reads the tokens alone; each later one the tokens and the routing that the stage before it predicted.
+`predictors/single_transformer.py` and `predictors/cascade.py` share this and differ in their stages. Each stage is one
+causal transformer layer that predicts the experts of a block of consecutive MoE layers, for every token. The first
+stage reads the tokens; each later one also reads the previous stage's predicted routing.
 
 Shapes:
     S  tokens of a request      R  requests that are padded together      W  width      V  known token ids
@@ -25,9 +25,9 @@ from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec, Phase
 
-_RUNNING = 1024  # requests whose prompt is kept at a time; the one that began first goes first
-_NO_ID = 1 << 62  # fills the places of ids that are not there
-_FLOOR = 1e-4  # how near a share comes to 0 or 1 before its logit is taken
+_RUNNING = 1024  # maximum number of kept prompts; the oldest is dropped
+_NO_ID = 1 << 62  # padding of unused ids
+_FLOOR = 1e-4  # distance of shares from 0 and 1 for finite logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,13 @@ class PromptOptions:
     """Options of a predictor that reads prompts.
 
     Attributes:
-        width: of the embedding and of each layer.
-        heads: of attention; they divide the width.
-        vocabulary: token ids with an embedding of their own.
-        dropout: share of the activations, and of the token ids, that is dropped in training.
+        width: width of the embedding and of each layer.
+        heads: attention heads, a divisor of the width.
+        vocabulary: number of token ids with their own embedding.
+        dropout: share of activations and token ids dropped in training.
 
     Raises:
-        UsageError: these make no transformer layer.
+        UsageError: the values do not fit a transformer layer.
     """
 
     width: int = 64
@@ -62,8 +62,8 @@ class BlockTransformer(nn.Module):
     """One pre-norm transformer layer with causal attention, and an output for a block of MoE layers.
 
     Args:
-        routed: how many logits the stage before it gives; 0 for the first stage.
-        outputs: how many it gives itself.
+        routed: number of logits from the previous stage; 0 for the first.
+        outputs: number of its own logits.
     """
 
     def __init__(self, width: int, heads: int, routed: int, outputs: int, dropout: float) -> None:
@@ -82,11 +82,11 @@ class BlockTransformer(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, x_RSW: Tensor, share_RSF: Tensor | None) -> Tensor:
-        """Logits of the block over the base rate, [R, S, outputs].
+        """Return logits of the block relative to the base rate, [R, S, outputs].
 
         Args:
-            x_RSW: the tokens.
-            share_RSF: how likely each expert of the block before is, by the stage before; not for the first stage.
+            x_RSW: embedded tokens.
+            share_RSF: probability of each expert of the previous block by the previous stage; None for the first.
         """
         if self.routing is not None:
             assert share_RSF is not None, "a later stage is conditioned on the one before it"
@@ -105,21 +105,20 @@ class BlockTransformer(nn.Module):
 
 
 class PromptPredictor(moetool.learning.predictor.Predictor):
-    """Scores are logits; those of a prompt's tokens are its own, those of later tokens the mean over the prompt.
+    """Scores are logits: a prompt's tokens have their own, later tokens the mean over the prompt.
 
-    Nothing but the ids of the prompt is looked at, so that all layers are predicted before the first one runs. Nothing
-    but a prompt is known of a pending request: each token that it goes on to make is given the mean over the tokens of
-    its prompt, and is judged apart from them, as the phase `decode`. A prompt that comes in chunks is known as far as
-    it has come. Tokens of a request whose prompt was not seen get the base rate.
+    Only the ids of the prompt are used, so all layers are predicted before the first runs. Each new token of a pending
+    request gets the mean over the prompt's tokens and is scored separately, as the phase `decode`. Of a chunked prompt,
+    the chunks so far are known. Tokens of a request with an unseen prompt get the base rate.
 
     Args:
-        boundaries: the first layers of the second and later stages, ascending.
+        boundaries: first layers of the second and later stages, ascending.
 
     Attributes:
-        blocks: of each stage, its first layer and the one after its last.
+        blocks: first layer and end (exclusive) of each stage.
 
-    Shapes: buffers id_V, the token ids that it knows, ascending, and base_LE, the logits of how often each expert is
-        chosen. Row 0 of the embedding is for all other ids.
+    Shapes: buffers id_V, known token ids, ascending, and base_LE, logits of each expert's frequency. Row 0 of the
+    embedding is for all other ids.
     """
 
     needs = frozenset({"experts", "token_id"})
@@ -148,11 +147,11 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
             BlockTransformer(width, heads, before, after, dropout)
             for before, after in zip([0, *outputs[:-1]], outputs, strict=True)
         )
-        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # of each running request: its ids, its mean logits_LE
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # by running request: ids, mean logits_LE
         self._logits_TLE: Tensor | None = None
 
     def count(self, tokens: Tokens) -> None:
-        """The most frequent token ids, lower ones first where they tie, and how often each expert is chosen."""
+        """Count the most frequent token ids (ties: lower first), and each expert's frequency."""
         assert tokens.token_id_T is not None
         id_U, count_U = tokens.token_id_T.unique(return_counts=True)
         kept = count_U.argsort(descending=True, stable=True)[: len(self.id_V)]
@@ -164,19 +163,19 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
         self.base_LE.copy_(_logit((used_LE + self.top_k / E) / (len(tokens) + 1)))
 
     def logits(self, token_id_RS: Tensor) -> Tensor:
-        """Logits [R, S, L, E] of whole prompts from their first tokens on; no token sees a later one.
+        """Return logits [R, S, L, E] of whole prompts; no token sees a later one.
 
         Raises:
             MismatchError: a token id is withheld.
         """
         if bool((token_id_RS < 0).any()):
             raise MismatchError(
-                f"{self.name or type(self).__module__} predicts from token ids, and found withheld ones (-1), expected "
+                f"{self.name or type(self).__module__} predicts from token ids, but some are withheld (-1), expected "
                 f"all of a prompt; use a trace from moetool capture"
             )
         place_RS = torch.searchsorted(self.id_V, token_id_RS).clamp(max=len(self.id_V) - 1)
         row_RS = torch.where(self.id_V[place_RS] == token_id_RS, place_RS + 1, 0)
-        if self.training:  # so that row 0 learns what to say of an id that was never seen
+        if self.training:  # trains row 0, for unknown ids
             row_RS = row_RS * (torch.rand(row_RS.shape, device=row_RS.device) >= self.dropout)
         x_RSW = self.embedding(row_RS)
         x_RSW = x_RSW + _positions(*x_RSW.shape[1:]).to(x_RSW)
@@ -190,7 +189,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
 
     @torch.inference_mode()
     def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Logits of the prompt; for new tokens those of the mean probability over the prompt.
+        """Return logits of the prompt; for new tokens those of the mean probability over the prompt.
 
         Raises:
             MismatchError: a token id is withheld.
@@ -199,7 +198,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
         return logits_SLE, _logit(logits_SLE.sigmoid().mean(dim=0))
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Binary cross-entropy of every layer of every token, whichever phase it is of; `layer_N` is not looked at."""
+        """Return the binary cross-entropy of every layer of every token in both phases; `layer_N` is ignored."""
         assert tokens.token_id_T is not None and tokens.request_T is not None
         lengths = tokens.request_T.unique_consecutive(return_counts=True)[1].tolist()
         padded_RS = pad_sequence(list(tokens.token_id_T.split(lengths)), batch_first=True)
@@ -210,7 +209,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
 
     @torch.inference_mode()
     def observe(self, event: GateEvent) -> None:
-        """Predicts the prompts of a forward when it begins; a request is new at position 0."""
+        """Predict the prompts of a forward at its beginning; a request is new at position 0."""
         if event.layer:
             return
         info = event.forward
@@ -244,7 +243,7 @@ def _logit(share: Tensor) -> Tensor:
 
 
 def _positions(count: int, width: int) -> Tensor:
-    """Sines and cosines of the positions 0..count-1, [count, width]."""
+    """Return sines and cosines of the positions 0..count-1, [count, width]."""
     rate_F = torch.exp(torch.arange(0, width, 2) * (-math.log(1e4) / width))
     angle_SF = torch.arange(count)[:, None] * rate_F
     return torch.cat([angle_SF.sin(), angle_SF.cos()], dim=1)

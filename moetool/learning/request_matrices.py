@@ -1,6 +1,6 @@
-"""Activation matrices: how often each request used each expert, and which earlier request a running one resembles.
+"""Activation matrices: expert use of each request, and the earlier request most similar to a running one.
 
-MoE-Infinity's machinery, for the policy and the predictor that are made of it.
+Shared by MoE-Infinity's policy and predictor.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,14 +24,14 @@ class RunningRequest:
 
 
 class ActivationMatrices:
-    """Earlier requests' matrices, and those of the running ones beside them.
+    """Matrices of earlier and running requests.
 
     Args:
-        past_HLE: room for H earlier requests; rows of length one in each layer, as `unit_rows` makes them.
-        num_past: how many of them are filled already.
+        past_HLE: room for H earlier requests; rows of length one in each layer (`unit_rows`).
+        num_past: number of filled rows.
 
     Attributes:
-        running: by request.
+        running: running requests by number.
     """
 
     def __init__(self, past_HLE: np.ndarray, num_past: int = 0) -> None:
@@ -41,11 +41,11 @@ class ActivationMatrices:
         self._matches = [1] * num_past + [0] * (len(past_HLE) - num_past)
 
     def begin(self, request: int) -> None:
-        """A request begins, without counts."""
+        """Begin a request without counts."""
         self.running[request] = RunningRequest(self.past_HLE)
 
     def observe(self, event: GateEvent) -> None:
-        """Count what the tokens of an event used, each for its request, which has begun."""
+        """Count the experts of an event's tokens for their requests."""
         for request, experts in zip(event.forward.request_T, event.experts_TK, strict=True):
             counts_E = self.running[request].counts_LE[event.layer]
             for expert in experts:
@@ -56,22 +56,22 @@ class ActivationMatrices:
             running.likeness_HL[:, event.layer] = np.einsum("he,e->h", self.past_HLE[:, event.layer], unit_E)
 
     def match(self, request: int) -> int:
-        """The earlier request with the most similar matrix: cosine of each layer's counts, averaged over the layers.
+        """Return the earlier request with the most similar matrix: cosine of each layer's counts, averaged over layers.
 
-        The oldest wins a tie. Call it only after one was kept.
+        The oldest wins a tie. Requires a kept request.
         """
         return int(self.running[request].likeness_HL[: self.num_past].sum(axis=1).argmax())
 
     def used(self, match: int, layers: slice) -> np.ndarray:
-        """used_LE: how an earlier request's choices divide among the experts of these layers; rows sum to 1 or 0."""
+        """Return used_LE: shares of an earlier request's choices by expert of these layers; rows sum to 1 or 0."""
         used_LE = self.past_HLE[match, layers]
         shares: np.ndarray = used_LE / np.maximum(used_LE.sum(axis=1, keepdims=True), 1e-9)
         return shares
 
     def chances(self, request_T: Sequence[int], layers: slice) -> np.ndarray:
-        """chance_LE float64: what the matches of a forward's requests used, weighted by their tokens, not normalised.
+        """Return chance_LE float64: use by the matches of a forward's requests, weighted by tokens, not normalized.
 
-        Effects: each match counts as one, for `remember`.
+        Effects: counts each match, for `remember`.
         """
         total_LE = np.zeros((layers.stop - layers.start, self.past_HLE.shape[2]))
         for request in dict.fromkeys(request_T):
@@ -81,7 +81,7 @@ class ActivationMatrices:
         return total_LE
 
     def remember(self, request: int) -> None:
-        """A running request is over: keep its matrix, in place of the one that matched least often."""
+        """End a request and keep its matrix, in place of the one that matched least often."""
         counts_LE = self.running.pop(request).counts_LE
         place = self.num_past
         if place < len(self._matches):
@@ -94,15 +94,15 @@ class ActivationMatrices:
             running.likeness_HL[place] = np.einsum("le,le->l", self.past_HLE[place], unit_rows(running.counts_LE))
 
     def state(self) -> dict[str, np.ndarray]:
-        """State for `restore`: the earlier requests' matrices and how often each matched."""
+        """Return state for `restore`: the earlier requests' matrices and their numbers of matches."""
         count = self.num_past
         return {"past_HLE": self.past_HLE[:count].copy(), "matches_H": np.array(self._matches[:count], np.int64)}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Begin with earlier requests; where there is less room now, with those that matched most often.
+        """Restore earlier requests; with less room, those that matched most often.
 
         Raises:
-            ValueError: the arrays are not those of `state`.
+            ValueError: the arrays do not come from `state`.
         """
         past_HLE, matches_H = state["past_HLE"], state["matches_H"]
         if past_HLE.shape[1:] != self.past_HLE.shape[1:] or len(past_HLE) != len(matches_H):
@@ -119,7 +119,7 @@ class ActivationMatrices:
 
 
 def unit_rows(counts: np.ndarray) -> np.ndarray:
-    """Rows of length one; rows without counts stay zero."""
+    """Normalize rows to length one; rows without counts stay zero."""
     norms = np.sqrt(np.square(counts).sum(axis=-1, keepdims=True))
     unit: np.ndarray = counts / np.maximum(norms, 1.0)
     return unit

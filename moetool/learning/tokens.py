@@ -1,4 +1,4 @@
-"""Tokens as predictors get them: what the routers of some layers chose, and whatever else was asked for."""
+"""Tokens as the input of predictors: chosen experts of some layers, and requested columns."""
 
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +17,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.types import ModelSpec
 
 Part = Collection[int] | Mapping[int, range]
-"""Some requests of a trace: whole ones, or of each the tokens in a range, counted in the order of its forwards."""
+"""Some requests of a trace: whole, or a range of each one's tokens, counted in the order of its forwards."""
 
 FIELDS = {
     "weights": "weights_TPK",
@@ -28,33 +28,32 @@ FIELDS = {
     "embeddings": "embedding_TD",
     "token_id": "token_id_T",
 }
-"""The field that each name in a predictor's `needs` fills; `experts` always comes."""
+"""Field for each name in a predictor's `needs`; `experts` is always present."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """T tokens in their first P MoE layers; all but the experts is None where nobody asked for it.
+    """T tokens in their first P MoE layers; fields other than the experts are None if not requested.
 
     Attributes:
-        experts_TPK: the experts that each token used.
+        experts_TPK: experts of each token.
         weights_TPK: their weights.
         scores_TPE: the routers' scores over all experts.
-        hidden_TPD: the hidden states that the routers got.
+        hidden_TPD: hidden states at the routers' inputs.
         ahead_TPAE: the scores of the routers of the next A layers on these hidden states: [:, p, a] is for layer
             p + 1 + a; 0 beyond the last layer.
-        resident_TPE: the scores that the router of the next layer would give if only resident and shared experts had
-            been computed; 0 at the last layer.
+        resident_TPE: scores of the next layer's router if only resident and shared experts were computed; 0 at the last
+            layer.
         embedding_TD: for each token the mean output of the embedding layer over its request's tokens of the
             iteration.
-        token_id_T: the tokens themselves.
-        request_T: the request of each token, where whole requests are handed over: the tokens of one are in the order
-            of its forwards.
-        iteration_T, phase_T: 0 for the tokens of a prompt, then one number a new token; and their `Phase`. Known
-            where `request_T` is.
-        example_T: a number that `Predictor.prepare` gave each token, if it did.
+        token_id_T: token ids.
+        request_T: request of each token, if whole requests are given: its tokens are in the order of its forwards.
+        iteration_T, phase_T: 0 for prompt tokens, then one number per new token; and their `Phase`. Known if
+            `request_T` is.
+        example_T: number of each token from `Predictor.prepare`, if any.
 
-    Shapes: int64 and float32, as `take` gives them. What training reads of a trace is kept smaller, and the wide
-        fields perhaps in a file: experts int16, everything else float16.
+    Shapes: int64 and float32 from `take`. Training data is stored smaller (experts int16, other fields float16), with
+    wide fields possibly in a file.
     """
 
     experts_TPK: Tensor
@@ -75,11 +74,11 @@ class Tokens:
 
     @property
     def num_layers(self) -> int:
-        """P, the layers that are known."""
+        """Return P, the number of known layers."""
         return self.experts_TPK.shape[1]
 
     def take(self, index: Any) -> "Tokens":
-        """The tokens that a slice, a mask or an index tensor picks, as int64 and float32."""
+        """Return the tokens selected by a slice, a mask or an index tensor, as int64 and float32."""
         picked: dict[str, Any] = {}
         for f in fields(self):
             if (column := getattr(self, f.name)) is not None:
@@ -88,7 +87,7 @@ class Tokens:
         return Tokens(**picked)
 
     def before(self, layer: int) -> "Tokens":
-        """The same tokens as they are known when only the layers before `layer` have run."""
+        """Return the tokens as known when only the layers before `layer` have run."""
         cut: dict[str, Any] = {}
         for f in fields(self):
             if "P" in f.name.rpartition("_")[2] and (column := getattr(self, f.name)) is not None:
@@ -96,7 +95,7 @@ class Tokens:
         return replace(self, **cut)
 
     def to(self, device: Any) -> "Tokens":
-        """The same tokens on another device."""
+        """Return the tokens on another device."""
         moved: dict[str, Any] = {
             f.name: None if (v := getattr(self, f.name)) is None else v.to(device) for f in fields(self)
         }
@@ -104,7 +103,7 @@ class Tokens:
 
 
 def from_rows(spec: ModelSpec, rows: TokenBatch, embedding_TD: np.ndarray | None = None) -> Tokens:
-    """Rows of a trace as tokens of all its layers, of equal width; the same numbers as in their gate events."""
+    """Return rows of a trace as tokens of all layers, of equal width, with the numbers of their gate events."""
     T, L, E = len(rows), spec.num_layers, spec.num_experts
 
     def scores(logits: np.ndarray) -> np.ndarray:
@@ -139,7 +138,7 @@ def from_rows(spec: ModelSpec, rows: TokenBatch, embedding_TD: np.ndarray | None
 
 
 class Picker:
-    """Picks the tokens of a part of a trace, given in the order of the forwards of each request."""
+    """Selects the tokens of a part of a trace, streamed in the order of each request's forwards."""
 
     def __init__(self, part: Part) -> None:
         self._wanted = np.array(sorted(part))
@@ -147,7 +146,7 @@ class Picker:
         self._passed: dict[int, int] = {}
 
     def mask(self, request_T: np.ndarray) -> np.ndarray:
-        """mask_T bool of the tokens that come next."""
+        """Return mask_T bool of the next tokens."""
         mine_T: np.ndarray = np.isin(request_T, self._wanted)
         for request, span in (self._spans or {}).items():
             of_T = np.flatnonzero(request_T == request)
@@ -158,10 +157,10 @@ class Picker:
 
 
 def stream(trace: Trace, needs: Collection[str], part: Part, most: int = 1024) -> Iterator[Tokens]:
-    """The tokens of a part with what `needs` names, at most `most` at a time, in the order of the forwards.
+    """Yield the tokens of a part with the columns of `needs`, at most `most` at a time, in the order of forwards.
 
     Raises:
-        MismatchError: a column is missing or damaged, or holds what is not finite; the token ids are withheld.
+        MismatchError: a column is missing, damaged or not finite, or token ids are withheld.
     """
     picker = Picker(part)
     for rows, embedding_TD in trace.token_rows(set(needs) - {"experts"}):
@@ -176,7 +175,7 @@ def stream(trace: Trace, needs: Collection[str], part: Part, most: int = 1024) -
 
 
 def num_tokens(trace: Trace, part: Part) -> int:
-    """Number of tokens in a part of a trace."""
+    """Return the number of tokens in a part of a trace."""
     if isinstance(part, Mapping):
         return sum(map(len, part.values()))
     table = trace.requests
@@ -185,12 +184,12 @@ def num_tokens(trace: Trace, part: Part) -> int:
 
 
 def read(trace: Trace, needs: Collection[str], part: Part, scratch: Path) -> Tokens:
-    """All tokens of a part, in the order of the forwards.
+    """Read all tokens of a part, in the order of forwards.
 
-    Effects: the wide fields lie in nameless files in `scratch`, which go when the tokens do.
+    Effects: wide fields lie in unnamed files in `scratch`, which vanish with the tokens.
 
     Raises:
-        MismatchError: a column is missing or damaged, or holds what is not finite; the token ids are withheld.
+        MismatchError: a column is missing, damaged or not finite, or token ids are withheld.
     """
     count = num_tokens(trace, part)
     held: dict[str, Tensor] = {}
@@ -210,11 +209,11 @@ def read(trace: Trace, needs: Collection[str], part: Part, scratch: Path) -> Tok
     return Tokens(**held)
 
 
-IN_MEMORY = 1 << 12  # bytes of a field of one token
+IN_MEMORY = 1 << 12  # limit of bytes per token of a field in memory
 
 
 def _space(count: int, like: Tensor, scratch: Path) -> Tensor:
-    """Room for a field of `count` tokens: in a file where it is wide."""
+    """Allocate a field of `count` tokens, in a file if it is wide."""
     shape = (count, *like.shape[1:])
     if like.is_floating_point():
         if 2 * like[0].numel() > IN_MEMORY and count:
@@ -225,12 +224,12 @@ def _space(count: int, like: Tensor, scratch: Path) -> Tensor:
 
 
 def require_finite(columns: Mapping[str, Tensor | np.ndarray | None], trace: Trace) -> None:
-    """Raises: MismatchError: numbers that were read from these columns of a trace are not finite."""
+    """Raises: MismatchError: a number in these columns of a trace is not finite."""
     for name, values in columns.items():
         if values is not None and not bool(torch.as_tensor(values).isfinite().all()):
             raise MismatchError(
-                f"{trace.path} holds numbers in the column {name} that are not finite, as a model gives whose "
-                f"arithmetic overflows; capture again with --dtype float32"
+                f"{trace.path}: column {name} has numbers that are not finite, which an overflow in the model's "
+                f"compute can cause; capture again with --dtype float32"
             )
 
 

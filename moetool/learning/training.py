@@ -1,9 +1,9 @@
-"""Train predictors on traces: hold out requests, count, fit, and write the card.
+"""Training of predictors on traces: hold out requests, count, fit, and write the card.
 
-Requests, not tokens, are held out: the tokens of one request resemble each other far too much for a token to count
-as unseen. Validation requests decide when to stop; test requests are touched by nothing here, and
-`moetool.evaluation.evaluate` scores on them. Where a trace is of one or two requests, such as a single conversation,
-each is split in time instead: its last tokens are held out.
+Requests, not tokens, are held out, since the tokens of one request resemble each other too much to count as unseen.
+Validation requests decide when to stop. Test requests are not used here; `moetool.evaluation.evaluate` scores on them.
+In a trace of one or two requests, such as a single conversation, each request is split in time: its last tokens are
+held out.
 """
 
 import platform
@@ -27,17 +27,18 @@ from moetool.trace.same_prompts import prompt_digests
 
 _FEWEST = 3  # requests; fewer are split in time
 FIT = FitOptions()
-_STOPPED = {"validation": "validation stopped improving", "max_epochs": "the budget was spent"}
+_STOPPED = {"validation": "validation stopped improving", "max_epochs": "the maximum number of epochs"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The tokens to train on, those that decide when to stop, and those to test on.
+    """Tokens for training, validation and test.
 
     Attributes:
-        train, validation, test: ids of requests; split in time, the first has them all and the others are empty, so
-            that nobody takes one of them for unseen.
-        in_time: split in time, the tokens of each request in each of the three, counted in the order of its forwards.
+        train, validation, test: ids of requests. Split in time, the first has all and the others are empty, so that no
+            request counts as unseen.
+        in_time: for a split in time, the ranges of each request's tokens in the three parts, in the order of its
+            forwards.
     """
 
     train: tuple[int, ...]
@@ -46,13 +47,13 @@ class Split:
     in_time: Mapping[str, Mapping[int, range]] | None = None
 
     def part(self, name: str) -> Part:
-        """`train`, `validation` or `test`, as `moetool.learning.tokens` reads it."""
+        """Return `train`, `validation` or `test` in the form of `moetool.learning.tokens`."""
         whole: tuple[int, ...] = getattr(self, name)
         return whole if self.in_time is None else self.in_time[name]
 
 
 def split_requests(trace: Trace, seed: int, share: float = HELD_OUT) -> Split:
-    """Deal the requests of a trace: a share to validation, again to test, the rest to train, and so of each task.
+    """Split the requests of a trace by task: a share for validation, again for test, the rest for training.
 
     Raises:
         UsageError: fewer than three requests have tokens.
@@ -78,10 +79,10 @@ def split_requests(trace: Trace, seed: int, share: float = HELD_OUT) -> Split:
 
 
 def split_in_time(trace: Trace, share: float = HELD_OUT) -> Split:
-    """The first tokens of each request to train, a share to validation, and as many, the last, to test.
+    """Split each request in time: first tokens for training, then equal shares for validation and test.
 
     Raises:
-        UsageError: there is no request, or one has too few tokens.
+        UsageError: there is no request, or a request has too few tokens.
     """
     tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
     held_out = {request: int(share * count) for request, count in tokens.items()}
@@ -101,10 +102,10 @@ def split_in_time(trace: Trace, share: float = HELD_OUT) -> Split:
 
 
 def _split(trace: Trace, seed: int, share: float, needs: Collection[str]) -> Split:
-    """Split by requests where there are enough, else in time.
+    """Split by requests if there are enough, else in time.
 
     Raises:
-        UsageError: there is too little of either; or what is needed tells of tokens that are held out.
+        UsageError: there are too few requests and tokens; or a required column depends on held-out tokens.
     """
     rows = [row for row in trace.requests.to_pylist() if row["tokens"]]
     if len(rows) >= _FEWEST:
@@ -114,14 +115,14 @@ def _split(trace: Trace, seed: int, share: float, needs: Collection[str]) -> Spl
     cut = [row["request"] for row in rows if split.in_time["train"][row["request"]].stop < row["prompt_tokens"]]
     if "embeddings" in needs and cut:
         raise UsageError(
-            f"{trace.path} is split in time within the prompt of request {cut[0]}, whose mean embedding tells of the "
-            f"tokens that are held out; capture more prompts, or more new tokens"
+            f"{trace.path} is split in time within the prompt of request {cut[0]}, whose mean embedding depends on "
+            f"held-out tokens; capture more prompts, or more new tokens"
         )
     return split
 
 
 def _evenly(length: int, count: int) -> np.ndarray:
-    """`count` different positions among `length`, evenly spaced, so that each task gives its share."""
+    """Return `count` evenly spaced positions among `length`, so that each task has its share."""
     return ((np.arange(count) + 0.5) * length / count).astype(int)
 
 
@@ -135,14 +136,14 @@ def train(
     seed: int = 0,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Make a predictor from the training requests of a trace and save it.
+    """Train a predictor on the training requests of a trace and save it.
 
     Args:
         predictor: a file of predictors/, or a dotted module.
-        options: values for the predictor's own `Options`; those that let it look at columns of the trace are on where
-            these are there and nothing else is said.
-        seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
-            gives the same weights.
+        options: values for the predictor's `Options`. Options that enable columns of the trace are on by default if the
+            trace has them.
+        seed: seed of split, initial weights, sample order and dropout; on one machine the same seed gives the same
+            weights.
         overwrite: replace `out`.
 
     Effects: writes `out`, whole or not at all. Shows progress where stderr is a terminal.
@@ -151,7 +152,7 @@ def train(
         The card.
 
     Raises:
-        UsageError: no such trace, predictor or option; too few requests or tokens; `out` is there already.
+        UsageError: no such trace, predictor or option; too few requests or tokens; `out` exists.
         MismatchError: the trace is damaged or lacks a column.
         MoetoolError: the loss is not finite, or `out` cannot be written.
     """
@@ -176,7 +177,7 @@ def train(
             model.count(train_tokens)
             fitted: dict[str, Any] = {}
             if model.learned:
-                from moetool.learning import fitting  # Lightning takes seconds to import; counting does without
+                from moetool.learning import fitting  # Lightning takes seconds to import, and counting does not need it
 
                 fitted = fitting.fit(
                     model,
@@ -207,13 +208,13 @@ def train(
 
 
 def options_for(predictor: str, columns: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """These options, and those on that let a predictor look at columns of a trace and are not among them."""
+    """Return these options, with the missing ones that enable the trace's columns set to true."""
     looks_at: Mapping[str, str] = plugins.load("predictor", predictor).Predictor.looks_at
     return {option: True for column, option in looks_at.items() if column in columns} | dict(options)
 
 
 def _spans(in_time: Mapping[str, Mapping[int, range]]) -> dict[str, dict[str, list[int]]]:
-    """The ranges of a split in time, for the card."""
+    """Return the ranges of a split in time, for the card."""
     return {
         name: {str(request): [span.start, span.stop] for request, span in spans.items()}
         for name, spans in in_time.items()
@@ -221,7 +222,7 @@ def _spans(in_time: Mapping[str, Mapping[int, range]]) -> dict[str, dict[str, li
 
 
 def _prompts(trace: Trace, requests: set[int]) -> list[str]:
-    """Digests of the prompts of some requests: another trace with the same prompts does not hold them out."""
+    """Return digests of some requests' prompts, which another trace may repeat."""
     return sorted(frozenset().union(*prompt_digests(trace, requests).values()))
 
 
@@ -235,7 +236,8 @@ def _readme(card: Mapping[str, Any]) -> str:
         f"until {_STOPPED[fit['stopped_by']]}; the best, epoch {fit['best_epoch']}, has a validation loss of "
         f"{fit['validation_loss'][fit['best_epoch'] - 1]:.4f}.\n"
         if fit
-        else "Counted; nothing was fitted.\n"
+        else "Counted, without training.\
+"
     )
     return f"""# {card["predictor"]} for {spec["name"]}
 
@@ -247,7 +249,7 @@ MoE layers. Works for this model only (revision `{spec["revision"][:12]}`).
 - {fitted.strip()}
 - {card["parameters"]:,} parameters, {card["weights"]["bytes"]:,} bytes.
 
-Score it on the requests that it was not trained on:
+Score it on held-out requests:
 
     moetool evaluate DIR --trace TRACE
 """

@@ -1,4 +1,4 @@
-"""The requests of a trace that predictors may be scored on: those that none of them has seen."""
+"""The unseen requests of a trace, on which predictors may be scored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ Card = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """Tokens that several predictors are scored on together, so that their rows can be compared.
+    """Tokens on which several predictors are scored together, so that their rows are comparable.
 
     Attributes:
-        part: requests, or of each the tokens in a range.
-        requests: `test` (of the trace that one of them was trained on), `end` (the last tokens of each, where that
-            trace was split in time) or `all`.
-        num_skipped: the other requests of the trace that have tokens.
+        part: requests, or a range of each one's tokens.
+        requests: `test` (of the training trace of one of them), `end` (the last tokens of each request, after a split
+            in time) or `all`.
+        num_skipped: number of other requests with tokens.
     """
 
     part: Part
@@ -30,13 +30,13 @@ class Unseen:
 
 
 def held_out(card: Card, trace: Trace) -> frozenset[int]:
-    """The requests of a trace that a predictor may be scored on as a whole.
+    """Return the requests of a trace that are wholly unseen by a predictor.
 
-    Prompts are known again by what they hold (`moetool.trace.same_prompts`). On the trace that it was trained on these
-    are its test requests, but for those that repeat a prompt of the others.
+    Prompts are identified by content (`moetool.trace.same_prompts`). On its training trace these are its test requests,
+    except those that repeat another prompt.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there are none.
     """
     if in_time(card, trace):
         raise UsageError(
@@ -55,7 +55,7 @@ def held_out(card: Card, trace: Trace) -> frozenset[int]:
 
 
 def in_time(card: Card, trace: Trace) -> dict[str, dict[int, range]] | None:
-    """The tokens of each part, for a predictor whose training requests were split in time; else None."""
+    """Return the tokens of each part for a split in time; else None."""
     spans = card.get("in_time")
     if spans is None or card["trace"]["sha256"] != trace.sha256:
         return None
@@ -63,7 +63,7 @@ def in_time(card: Card, trace: Trace) -> dict[str, dict[int, range]] | None:
 
 
 def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
-    """The part of a trace that none of the predictors has seen. Raises: UsageError: there is nothing."""
+    """Return the part of a trace that no predictor has seen. Raises: UsageError: there is none."""
     tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
     left = {request: range(count) for request, count in tokens.items()}
     ended = False

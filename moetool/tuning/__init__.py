@@ -1,1 +1,1 @@
-"""Choose how one machine serves a model: replay, measured costs, cache plans, and their frontier."""
+"""Choice of serving settings for one machine: replay, measured costs, cache plans, and their frontier."""

@@ -1,7 +1,7 @@
 """Advice on caching, prefetching and placing a model's experts, from a trace alone.
 
-Choices are made on every other request of each task and scored on the rest. Counts without routes leave everything
-that needs the order of uses unknown.
+Choices are made on every other request of each task and scored on the rest. With counts, everything that needs the
+order of uses is unknown.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ BANDWIDTHS: dict[str, float] = {
 }
 DEVICE_MEMORY_BYTES_S = 1e12
 POOLS = ("one", "layer")
-"""Forms of the pool that are compared."""
+"""Compared forms of the pool."""
 BOUND = "belady"
 
 
@@ -49,12 +49,12 @@ class AdviceOptions:
 
     Attributes:
         shares: memory sizes, as shares of all experts.
-        policies: cache policies to compare; `auto`: all that keep the model's text and need no predictor.
-        bandwidths: of the links that experts are loaded over, by name, bytes/s.
-        compute_s: time to compute a token (None: to read its experts from device memory at
-            `DEVICE_MEMORY_BYTES_S`, the least possible).
-        tokens: most tokens of each half that policies are replayed on, in whole requests but for the last.
-        ahead_tokens: most tokens that prefetching is judged on.
+        policies: cache policies to compare; `auto`: all lossless ones without a predictor.
+        bandwidths: bytes/s of links for expert loads, by name.
+        compute_s: compute seconds per token (None: the lower bound of reading its experts from device memory at
+            `DEVICE_MEMORY_BYTES_S`).
+        tokens: maximum tokens to replay from each half, in whole requests except the last.
+        ahead_tokens: maximum tokens for the score of prefetching.
     """
 
     shares: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 0.75)
@@ -77,7 +77,7 @@ class AdviceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchLine:
-    """Prefetching over one link: milliseconds per token on demand and with it, and what that gains."""
+    """Prefetching over one link: milliseconds per token on demand and with prefetching."""
 
     link: str
     bytes_s: float
@@ -86,24 +86,25 @@ class PrefetchLine:
 
     @property
     def gain(self) -> float:
-        """Speed-up of a token."""
+        """Return the speed-up of a token."""
         return self.demand_ms / self.prefetch_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLine:
-    """The best cache for one memory size. Values are on held-out requests unless they say otherwise.
+    """The best cache for one memory size. Values are on held-out requests unless stated otherwise.
 
     Attributes:
         share: memory as a share of all experts; `budget_bytes` and `slots` the same in bytes and whole experts.
         pinned: hit rate of pinning the most used experts, by counts.
         pool: form of the pool (`POOLS`).
-        policy: the best policy on the requests of the choice; None for counts.
-        hit_rate_chosen, hit_rate, bound: of that policy on those requests and on held-out ones, and Belady's on these.
+        policy: best policy on the choosing requests; None for counts.
+        hit_rate_chosen, hit_rate, bound: its hit rate on the choosing and on the held-out requests, and Belady's on
+            these.
         loads, bound_loads: experts loaded per decoded token, by that policy and by Belady; None without decoded tokens.
-        rows: every policy's hit rate.
-        lookahead: loads that prefetching by affinity would have moved.
-        prefetch: for each link.
+        rows: hit rate of every policy.
+        lookahead: loads covered by prefetching by affinity.
+        prefetch: times for each link.
     """
 
     share: float
@@ -127,14 +128,14 @@ class Advice:
     """Advice from a trace.
 
     Attributes:
-        model, shape: its name, and its MoE layers in words.
-        chosen_on, scored_on: the requests of the choices and of the scores, in words.
-        replayed_on: the part of `scored_on` that policies were replayed on, in words; None for counts.
-        held_out, replay_held_out: whether any counts, and any requests to replay, could be held out.
+        model, shape: name and MoE layers of the model, in words.
+        chosen_on, scored_on: choosing and scoring requests, in words.
+        replayed_on: replayed part of `scored_on`, in words; None for counts.
+        held_out, replay_held_out: whether counts, and requests to replay, are held out.
         lines: one per memory size.
-        stability: of the hot experts.
+        stability: stability of hot experts.
         placements: gains of planned placements.
-        unknown: a sentence for each unknown, with the reason.
+        unknown: one sentence for each unknown, with the reason.
     """
 
     model: str
@@ -150,7 +151,7 @@ class Advice:
     unknown: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; unknown values are null."""
+        """Return a JSON object; unknown values are null."""
         return _finite(asdict(self))
 
 
@@ -170,11 +171,11 @@ def advise(
     """Read a trace, or counts, and advise on caching, prefetching and placement.
 
     Args:
-        on_progress: called with the stage, how much is done, and of how much.
+        on_progress: called with the stage, the amount done and the total.
 
     Raises:
-        UsageError: the trace has no tokens, or an unknown policy.
-        MismatchError: it is damaged, or lacks a column that a policy needs.
+        UsageError: the trace has no tokens, or a policy is unknown.
+        MismatchError: the trace is damaged, or lacks a column that a policy needs.
     """
     options = options or AdviceOptions()
     spec = workload.spec
@@ -189,8 +190,8 @@ def advise(
         unknown.append(f"Nothing is held out: there is one {lone}, so every number is on its own training data.")
     elif not held_out:
         unknown.append(
-            "There is one request: counts are of its earlier half and scored on its later one, and policies are "
-            "replayed on what they were chosen on."
+            "There is one request: counts of its earlier half are scored on its later half, and policies are "
+            "replayed on the requests of their choice."
         )
     budgets = [_budget(workload, share) for share in options.shares]
     pinned = covered(spec, counts.chosen_LE, counts.scored_LE, options.shares)
@@ -200,8 +201,8 @@ def advise(
     ]
     if isinstance(workload, ExpertCounts):
         unknown.append(
-            "Counts do not tell the order of uses: which policy is best, how far from Belady's bound, and whether "
-            "prefetching pays cannot be said. Record routes for that."
+            "Counts lack the order of uses: the best policy, its distance from Belady's bound, and whether "
+            "prefetching pays are unknown. Record routes for these."
         )
     else:
         scored = held_out or used
@@ -243,7 +244,7 @@ def _words(workload: Trace | ExpertCounts, requests: frozenset[int]) -> str:
 
 
 def sample(trace: Trace, requests: frozenset[int], tokens: int) -> frozenset[int]:
-    """Some of the requests, the tasks taking turns, until they have so many tokens; one at least."""
+    """Sample requests, the tasks taking turns, up to this many tokens; at least one."""
     turns: dict[str, int] = {}
     ordered = []
     for row in trace.requests.to_pylist():
@@ -269,7 +270,7 @@ def _replayed(
     unknown: list[str],
     on_progress: Callable[[str, int, int], None],
 ) -> list[MemoryLine]:
-    """The lines with the results of replays."""
+    """Return the lines with the results of replays."""
     names = servable(trace, None) if "auto" in options.policies else list(options.policies)
     names = [name for name in dict.fromkeys(names) if name != BOUND]
     sequential = trace.manifest["composition"]["kind"] != "log"
@@ -291,7 +292,7 @@ def _replayed(
     rows: dict[tuple[int, str, str], ReplayRow] = {}
     shown: dict[tuple[int, str, str], ReplayRow] = {}
     layered = trace.spec.num_layers * trace.spec.slot_bytes
-    for fits in dict.fromkeys(fitting.values()):  # the trace is read once for all budgets that hold the same policies
+    for fits in dict.fromkeys(fitting.values()):  # read the trace once for all budgets with the same policies
         budgets = [budget for budget, held in fitting.items() if held == fits]
         for found, policies, requests in ((rows, fits, chosen_on), (shown, (*fits, BOUND), scored_on)):
             for pool in POOLS:
@@ -315,7 +316,7 @@ def _replayed(
         ahead = look_ahead(trace, affinity, line.budget_bytes, ahead_on, sequential=sequential)
         made.append(_line(trace, line, choice, pool, found_here, ahead, options))
     if all(line.lookahead is None for line in made):
-        unknown.append("No forward has a single new token, so prefetching while decoding cannot be judged.")
+        unknown.append("No forward has a single new token, so prefetching while decoding cannot be scored.")
     return made
 
 

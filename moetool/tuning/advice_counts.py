@@ -1,7 +1,7 @@
 """Pinning and placement by counts of experts, chosen on one half of the requests and scored on the other.
 
-Shapes, beside the letters of `moetool.types`: Q tasks, H the two halves of each task's requests: even places, on which
-everything is chosen, and odd ones, on which it is scored.
+Shapes, in addition to the letters of `moetool.types`: Q tasks, H the two halves of each task's requests: even places
+for choices, odd ones for scores.
 """
 
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class HalvedCounts:
     """Counts of a trace, or of a folder of counts, by task and half.
 
     Attributes:
-        tasks: those with the most tokens; of counts a single one.
-        tokens_QHLE: tokens that use each expert.
-        halves: whether there is a second half: more than one request or pass, or the later half of a lone request.
+        tasks: tasks with the most tokens; one for counts.
+        tokens_QHLE: tokens of each expert.
+        halves: whether there is a second half: several requests or passes, or the later half of a single request.
     """
 
     spec: ModelSpec
@@ -43,21 +43,21 @@ class HalvedCounts:
 
     @property
     def chosen_LE(self) -> np.ndarray:
-        """Tokens of the requests that choices are made on, all tasks together."""
+        """Return the tokens of the choosing requests, all tasks together."""
         found: np.ndarray = self.tokens_QHLE[:, 0].sum(axis=0)
         return found
 
     @property
     def scored_LE(self) -> np.ndarray:
-        """Tokens of the other requests; the same where there is one request."""
+        """Return the tokens of the scoring requests; the same ones for a single request."""
         found: np.ndarray = self.tokens_QHLE[:, int(self.halves)].sum(axis=0)
         return found
 
 
 def halve(workload: "Trace | ExpertCounts") -> tuple[HalvedCounts, frozenset[int], frozenset[int]]:
-    """Counts by task and half, the requests that are chosen on, and those that are scored on.
+    """Return counts by task and half, the choosing requests, and the scoring ones.
 
-    The counts of a lone request are halved by its tokens; there is no other request to score on then.
+    The counts of a single request are halved by its tokens; there is no other request to score on.
     """
     named = _tasks(workload)
     places = dict.fromkeys(dict.fromkeys(named.values()), 0)
@@ -93,12 +93,12 @@ def _tasks(workload: "Trace | ExpertCounts") -> dict[int, str]:
 
 
 def covered(spec: ModelSpec, by_LE: np.ndarray, on_LE: np.ndarray, shares: tuple[float, ...]) -> list[float]:
-    """Share of the choices that the most used experts of each layer take, mean over layers.
+    """Return the share of choices taken by the most used experts of each layer, mean over layers.
 
     Args:
-        by_LE: tokens that say which experts are the most used.
-        on_LE: tokens that are counted.
-        shares: of a layer's experts.
+        by_LE: tokens that rank the experts.
+        on_LE: tokens to count.
+        shares: shares of a layer's experts.
     """
     found = []
     for layer, num_experts in enumerate(spec.num_experts_L):
@@ -111,12 +111,12 @@ def covered(spec: ModelSpec, by_LE: np.ndarray, on_LE: np.ndarray, shares: tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stability:
-    """Share of choices that the `HOT_SHARE` most used experts of each layer take; NaN where it cannot be said.
+    """Share of choices taken by the `HOT_SHARE` most used experts of each layer; NaN where unknown.
 
     Attributes:
-        same: of the requests that they were counted on.
-        own: of other requests of the same task.
-        other: of another task, mean over pairs.
+        same: on the requests of their counts.
+        own: on other requests of the same task.
+        other: on another task, mean over pairs.
     """
 
     same: float
@@ -125,7 +125,7 @@ class Stability:
 
 
 def stability(counts: HalvedCounts) -> Stability:
-    """Whether hot experts stay hot."""
+    """Measure whether hot experts stay hot."""
 
     def mean(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
         found = [covered(counts.spec, by, on, (HOT_SHARE,))[0] for by, on in pairs if by.any() and on.any()]
@@ -141,10 +141,10 @@ def stability(counts: HalvedCounts) -> Stability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementGain:
-    """A planner against an even placement, on the requests that it was not planned on.
+    """A planner against an even placement, on held-out requests.
 
     Attributes:
-        planner, baseline: their names.
+        planner, baseline: names.
         measure: name of the two values.
     """
 
@@ -156,7 +156,7 @@ class PlacementGain:
 
 
 def balance_gain(counts: HalvedCounts, num_gpus: int = NUM_GPUS) -> PlacementGain | None:
-    """Load balance over GPUs by EPLB against a placement by number; None for too few experts."""
+    """Return the load balance of EPLB against a placement by number; None for too few experts."""
     spec = counts.spec
     if len(set(spec.num_experts_L)) > 1 or spec.num_experts % num_gpus or spec.num_experts < 2 * num_gpus:
         return None
@@ -173,9 +173,9 @@ def balance_gain(counts: HalvedCounts, num_gpus: int = NUM_GPUS) -> PlacementGai
 
 
 def locality_gain(counts: HalvedCounts) -> PlacementGain | None:
-    """Calls that stay on their own server, with a server for each task, by Prism; None with one task.
+    """Return the local compute share of Prism with a server per task; None with one task.
 
-    Each server has room for its part of the experts and a quarter more, so that some may be copied.
+    Each server has room for its part of the experts and a quarter more, for copies.
     """
     num = len(counts.tasks)
     if num < 2:

@@ -1,6 +1,6 @@
-"""Would fetching ahead help an LRU pool? Answered with the cheapest predictor there is, affinity between layers.
+"""Estimate of the gain of prefetching in an LRU pool, by affinity between layers, the cheapest predictor.
 
-Affinity is counted on some requests and predicts, on others, a layer's experts from those of the layer before.
+Affinity is counted on some requests and predicts a layer's experts from those of the previous layer on others.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookahead:
-    """Loads that prefetching by affinity would have moved, over the forwards of one new token.
+    """Loads covered by prefetching by affinity, over forwards of one new token.
 
     Attributes:
-        tokens: of those forwards.
-        missed: experts that were needed and not resident.
-        predicted: those of them that affinity predicted, one layer ahead.
-        wasted: experts that it predicted, that were not resident, and that were not needed.
+        tokens: number of tokens in those forwards.
+        missed: needed experts that were not resident.
+        predicted: missed experts that affinity predicted, one layer ahead.
+        wasted: predicted experts that were neither resident nor needed.
     """
 
     tokens: int
@@ -33,13 +33,13 @@ class Lookahead:
 
     @property
     def recall(self) -> float:
-        """Share of the misses that were predicted; 0 without any."""
+        """Return the share of predicted misses; 0 without misses."""
         return self.predicted / self.missed if self.missed else 0.0
 
     def seconds(self, expert_bytes: int, bytes_s: float, compute_s: float) -> tuple[float, float]:
-        """Time per token on demand, and with prefetching: loads move while the model computes, misses wait.
+        """Return the time per token on demand, and with prefetching, whose loads overlap with compute.
 
-        Wasted prefetches take the link too; nothing computes during the load of a miss that was not predicted.
+        Wasted prefetches occupy the link too; compute waits for a miss that was not predicted.
         """
         each = expert_bytes / bytes_s / max(self.tokens, 1)
         moved = (self.predicted + self.wasted) * each
@@ -47,7 +47,7 @@ class Lookahead:
 
 
 class AffinityCounts:
-    """Share of expert i's uses that expert j of the next layer followed, [L - 1] arrays of [E, E].
+    """Share of expert i's uses followed by expert j of the next layer, [L - 1] arrays of [E, E].
 
     Source: DuoServe-MoE, Eqs. 2 and 3; a layer's score is the sum of the rows of the experts chosen.
     """
@@ -71,7 +71,7 @@ class AffinityCounts:
             self._rows.append(rows_EE / np.maximum(rows_EE.sum(axis=1, keepdims=True), 1.0))
 
     def predict(self, layer: int, experts: tuple[int, ...]) -> set[int]:
-        """The k likeliest experts of the layer after `layer`; of equal ones the lower numbers."""
+        """Return the k likeliest experts of the layer after `layer`; ties go to lower numbers."""
         scores_E = self._rows[layer][list(experts)].sum(axis=0)
         return set(np.argsort(-scores_E, kind="stable")[: self._spec.top_k_L[layer + 1]].tolist())
 
@@ -79,7 +79,7 @@ class AffinityCounts:
 def look_ahead(
     trace: Trace, affinity: AffinityCounts, budget_bytes: int, requests: frozenset[int], *, sequential: bool
 ) -> Lookahead | None:
-    """Follow an LRU pool over some requests; None where no forward has a single new token."""
+    """Simulate an LRU pool over some requests; None where no forward has a single new token."""
     spec = trace.spec
     setup = ReplaySetup(requests=requests, sequential=sequential)
     steps = _EventSteps(decisions(trace, "lru", budget_bytes, setup))
@@ -111,7 +111,7 @@ def _unneeded(spec: ModelSpec, event: GateEvent, predicted: set[int], resident: 
 
 
 class _EventSteps:
-    """The steps of one event at a time, from a stream of (forward, layer, step) that is read in its order."""
+    """The steps of one event at a time, from an ordered stream of (forward, layer, step)."""
 
     def __init__(self, stream: Iterator[tuple[int, int, Step]]) -> None:
         self._stream = stream

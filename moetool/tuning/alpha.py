@@ -1,4 +1,4 @@
-"""SMoE's alpha, chosen by the time and the loss of several values on a held-out text, measured live."""
+"""Choice of SMoE's alpha by live time and loss of several values on held-out text."""
 
 import contextlib
 import time
@@ -30,11 +30,11 @@ class AlphaOptions:
     """Options of the measurement.
 
     Attributes:
-        alphas: values to measure; 0, which changes nothing, is measured too.
-        tokens: of each text; shorter texts are left out.
-        known: tokens of each that are the prompt; the rest are fed one at a time, as decoding does.
-        texts: at most so many, evenly drawn from those that are long enough.
-        rounds: timings of every alpha, in turn, of which the median counts; the loss is that of the first.
+        alphas: values to measure, in addition to 0, the lossless one.
+        tokens: length of each text; shorter ones are left out.
+        known: prompt tokens of each text; the rest are fed one at a time, as in decoding.
+        texts: maximum number of texts, evenly drawn from those of sufficient length.
+        rounds: timings of every alpha in turn, of which the median counts; the loss is from the first.
     """
 
     alphas: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.8)
@@ -55,11 +55,11 @@ class AlphaPoint:
     """Time and loss under one alpha.
 
     Attributes:
-        tpot_s: mean seconds per token that is fed alone.
+        tpot_s: mean seconds per token fed alone.
         nats: mean cross-entropy of the text's next tokens.
-        same: share of the tokens whose likeliest next token is that of the first alpha.
-        hit_rate: of decoding.
-        bytes_per_token: loaded, of decoding.
+        same: share of tokens with the same likeliest next token as under the first alpha.
+        hit_rate: hit rate in decoding.
+        bytes_per_token: loaded bytes per token in decoding.
     """
 
     alpha: float
@@ -89,23 +89,23 @@ def plan_alpha(
     options: AlphaOptions | None = None,
     on_pass: Callable[[int], object] = lambda number: None,
 ) -> tuple[CachePlan, list[AlphaPoint]]:
-    """The smallest alpha that is fast enough, by a curve through measured ones, as a plan for the policy smoe.
+    """Plan the policy smoe with the smallest alpha that is fast enough, by a curve through measured values.
 
     Args:
-        texts: that neither the model was trained on nor anything else was chosen by.
+        texts: held-out texts.
         device_memory_bytes: device memory for the whole model.
-        target_tpot_s: R, the longest that a token may take.
-        serve: the options that the plan will be served with: device, host memory, threads, and in `policy` smoe's own,
-            of which alpha is chosen here.
+        target_tpot_s: R, the maximum seconds per token.
+        serve: serving options of the plan: device, host memory, threads, and smoe's own in `policy`, of which alpha is
+            chosen here.
         on_pass: called after every pass over the texts.
 
     Source: SMoE, Eq. 5 and section V-C (`moetool.caching.smoe.choose_alpha`). The paper minimises the loss by taking
         the smallest alpha; the loss is measured here too, in the plan's evidence, to check that for this model.
 
     Raises:
-        UsageError: no alpha is fast enough, there is no such device or several, the texts are too short, or nothing in
-            this model can be substituted.
-        CapacityError: the memory does not hold the model.
+        UsageError: no alpha is fast enough, there is no such device or several, the texts are too short, or the model
+            allows no substitution.
+        CapacityError: the model does not fit into the memory.
     """
     serve, options = serve or ServeOptions(), options or AlphaOptions()
     parse_devices(serve.device, serve.devices)
@@ -132,7 +132,7 @@ def plan_alpha(
 
 
 def print_points(plan: CachePlan, points: Sequence[AlphaPoint]) -> None:
-    """A table on stdout."""
+    """Print a table of the points."""
     tables.print_table(
         f"smoe with {plan.slots} of {plan.spec.total_experts} experts, live",
         ("alpha", "ms / token", "nats / token", "more than alpha 0", "same token", "hit rate", "MB / token"),
@@ -159,7 +159,7 @@ def _feed(
     serve: ServeOptions,
     known: int,
 ) -> _Pass:
-    """Feed the texts one after the other to a pool that begins empty: the first tokens at once, the others alone."""
+    """Feed the texts in turn to an initially empty pool: the first tokens together, the others alone."""
     seconds, nats, likeliest, forwards = [], [], [], 0
     dtype, (device, *_) = parse_dtype(serve.dtype), parse_devices(serve.device, serve.devices)
     with contextlib.closing(load_lazy(checkpoint, dtype, device, products=serve.products)) as loaded:
@@ -247,8 +247,8 @@ def _plan(
         evidence=tuple(asdict(point) for point in points),
         target_tpot_s=target_tpot_s,
         reason=(
-            f"alpha {alpha:.3f} is the smallest that a curve through the measured times brings to "
-            f"{target_tpot_s * 1e3:.4g} ms a token (SMoE, Eq. 5); at {nearest.alpha:g}, the nearest that was measured, "
+            f"alpha {alpha:.3f} is the smallest for which a curve through the measured times reaches "
+            f"{target_tpot_s * 1e3:.4g} ms a token (SMoE, Eq. 5); at {nearest.alpha:g}, the nearest measured one, "
             f"a token took {nearest.tpot_s * 1e3:.2f} ms and the text lost {nearest.nats - points[0].nats:+.4f} nats a "
             f"token against alpha {points[0].alpha:g}"
         ),

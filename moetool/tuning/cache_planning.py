@@ -1,4 +1,4 @@
-"""A checked cache plan from a trace and the memory of a machine, with its evidence and its bound."""
+"""Cache plans from a trace and a machine's memory, with evidence and bound."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,14 +27,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """The memory of a device, and what of it is not for experts.
+    """The memory of a device, and the part that is not for experts.
 
     Attributes:
         device_memory_bytes: device memory for the whole model.
-        dense_bytes: the part for weights outside the routed experts.
-        kv_bytes: the part for keys and values of `kv_tokens`.
+        dense_bytes: part for dense weights.
+        kv_bytes: part for keys and values of `kv_tokens`.
         dtype: data type of everything but the experts.
-        slot_bytes: bytes of an expert in a slot; 0 for those that it takes as stored.
+        slot_bytes: bytes of an expert in a slot; 0 for its stored size.
     """
 
     device_memory_bytes: int
@@ -46,20 +46,20 @@ class DeviceBudget:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes taken before the first expert."""
+        """Return the bytes before the first expert."""
         return self.dense_bytes + self.kv_bytes
 
     def as_stored(self, num_bytes: int, spec: ModelSpec) -> int:
-        """Bytes of slots as bytes of the experts in them as stored, which is what replays count."""
+        """Convert bytes of slots to stored bytes of their experts, which replays count."""
         return num_bytes * spec.slot_bytes // self.slot_bytes if self.slot_bytes else num_bytes
 
     def with_experts(self, stored_bytes: int, spec: ModelSpec) -> int:
-        """Device memory for experts of so many bytes as stored, and for all else."""
+        """Return the device memory for experts of these stored bytes, and for all else."""
         slots_bytes = -(-stored_bytes * self.slot_bytes // spec.slot_bytes) if self.slot_bytes else stored_bytes
         return self.fixed_bytes + slots_bytes
 
     def expert_bytes(self, spec: ModelSpec) -> int:
-        """Bytes left for experts, as stored. Raises: CapacityError below the smallest pool."""
+        """Return the stored bytes left for experts. Raises: CapacityError below the smallest pool."""
         smallest_bytes = MIN_SLOTS * (self.slot_bytes or spec.slot_bytes)
         needed_bytes = self.fixed_bytes + smallest_bytes
         if self.device_memory_bytes < needed_bytes:
@@ -79,8 +79,8 @@ class PlanPredictor:
     Attributes:
         predictor: a `moetool.learning.predictor.Predictor`.
         predictor_bytes: its device memory, charged to the policies that use it.
-        reference: names it in the plan.
-        trained_on: requests of the trace that it has seen.
+        reference: its reference in the plan.
+        trained_on: requests of the trace in its training.
     """
 
     predictor: Any = None
@@ -90,7 +90,7 @@ class PlanPredictor:
 
     @classmethod
     def load(cls, folder: Path, trace: Trace) -> "PlanPredictor":
-        """The predictor in a folder. Raises: MismatchError where it is of another model than the trace."""
+        """Load the predictor of a folder. Raises: MismatchError where it is of another model than the trace."""
         from moetool.learning.predictor import load_predictor
 
         predictor = load_predictor(folder)
@@ -108,20 +108,21 @@ class CacheSearch:
     """The candidates of a plan, and the measure that chooses.
 
     Attributes:
-        policies: candidates; by default every lossless policy that can serve with what there is, in the slots that
-            fit.
-        options: values for the `Options` of policies, by the policy's name.
+        policies: candidates (default: every lossless policy that can serve with this trace and predictor, in the slots
+            that fit).
+        options: values for the `Options` of policies, by policy name.
         profile: costs of the machine to plan for.
-        timeline: which of the profile's devices, data types and tiers.
-        target_tpot_s: plan for the least memory, up to the device's, in which the best policy as it comes takes at
-            most this time per output token. It is met on the requests that the choice is made on; the plan's reason
-            says whether it is on the others.
-        frontier: for so many budgets, from the smallest pool to all experts, the plan shows the best policy too, in
-            one pool for all layers.
-        pool: its form (`moetool.tuning.policy_tuning.divide`); `auto`: the best.
-        tuned: try prefetch distances, pinned experts and limits of prefetching (`moetool.tuning.policy_tuning`).
-        seed: of the split of the requests.
-        on_progress: is called with what is going on, how much is done, and of how much.
+        timeline: choice among the profile's devices, data types and tiers.
+        target_tpot_s: plan for the least memory, up to the device's, in which the best policy with default options
+            takes at most this time per output token. The choosing requests meet it; the plan's reason says whether
+            held-out ones do.
+        frontier: number of budgets, from the smallest pool to all experts, for which the plan also shows the best
+            policy, in one pool for all layers.
+        pool: form of the pool (`moetool.tuning.policy_tuning.divide`); `auto`: the best.
+        tuned: whether to try prefetch distances, pinned experts and limits of prefetching
+            (`moetool.tuning.policy_tuning`).
+        seed: seed of the split of requests.
+        on_progress: called with the activity, the amount done and the total.
     """
 
     policies: Sequence[str] | None = None
@@ -143,19 +144,19 @@ NO_PREDICTOR = PlanPredictor()
 def plan_cache(
     trace: Trace, memory: DeviceBudget, search: CacheSearch = ALL_CANDIDATES, predictor: PlanPredictor = NO_PREDICTOR
 ) -> CachePlan:
-    """Choose the cache policy that moves the fewest bytes per decode token, and show it on other requests.
+    """Choose the cache policy that moves the fewest bytes per decode token, and score it on held-out requests.
 
-    With a profile the choice is the policy with the shortest time per output token instead.
+    With a profile, choose by the shortest time per output token instead.
 
     The requests that the predictor was not trained on are halved at random. Every candidate is replayed on the
     first half, where the choice is made, and again on the second, which gives the plan's evidence.
 
     Raises:
         MismatchError: the profile is of another model, or lacks what the timeline needs.
-        CapacityError: the memory left for experts is below the smallest legal pool, or below what one of
-            `search.policies` needs, or no pool that fits is fast enough.
-        UsageError: too few requests to choose on some and show on others, no candidate, or a time to reach without a
-            profile or without decoded tokens.
+        CapacityError: the memory for experts is below the smallest legal pool or the needs of `search.policies`, or no
+            pool that fits is fast enough.
+        UsageError: too few requests for a held-out half, no candidate, or a target time without a profile or decoded
+            tokens.
     """
     spec, profile, target_tpot_s = trace.spec, search.profile, search.target_tpot_s
     budget = memory.expert_bytes(spec)
@@ -183,7 +184,7 @@ def plan_cache(
     budgets = budgets_between(spec, search.frontier)
     if target_tpot_s is not None:
         if profile is None:
-            raise UsageError("a time per output token to reach needs the costs of a machine; give a profile")
+            raise UsageError("a target time per output token needs the costs of a machine; give a profile")
         budget = least_budget(candidates, budget, target_tpot_s, budgets, device_bytes)
         left_out = candidates.left_out(budget)
     if target_tpot_s is None:
@@ -237,21 +238,21 @@ def plan_cache(
 
 
 def _trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:
-    """The requests of this trace whose prompts a predictor has seen, by its card: trained on or validated on."""
+    """Return this trace's requests whose prompts the predictor has seen in training or validation, by its card."""
     if card["trace"]["sha256"] == trace.sha256:
         return frozenset([*card["requests"]["train"], *card["requests"]["validation"]])
     return repeated(trace, card["seen_prompts"])
 
 
 def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozenset[int], frozenset[int]]:
-    """The requests to choose on and those to show the choice on."""
+    """Split requests into choosing and held-out ones."""
     table = trace.requests
     tokens = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
     unseen = sorted(request for request, num_tokens in tokens if num_tokens and request not in trained_on)
     if len(unseen) < 2:
         raise UsageError(
             f"{trace.path} has {numbered(len(unseen), 'request')} that the predictor was not trained on, and a plan "
-            f"needs two (one to choose on, one to show it on); capture more prompts"
+            f"needs two (one to choose on, one held out); capture more prompts"
         )
     Random(seed).shuffle(unseen)
     half = len(unseen) // 2
@@ -261,7 +262,7 @@ def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozens
 def _reason(
     chosen: str, evidence: Sequence[ReplayRow], num_used: int, num_held_out: int, left_out: Mapping[str, str]
 ) -> str:
-    """The choice in words, with the numbers of the held-out requests."""
+    """Describe the choice, with the numbers of the held-out requests."""
     timed = all(row.timing is not None and row.timing.tpot_mean_s is not None for row in evidence)
     show = _milliseconds if timed else _moved
     values = {row.policy: show(row) for row in evidence}
@@ -279,15 +280,15 @@ def _reason(
 
 
 def _form(layer_slots: Sequence[int], slots: int) -> str:
-    """The division of the pool, in words."""
+    """Describe the division of the pool."""
     shared = slots - sum(layer_slots)
     least, most = min(layer_slots), max(layer_slots)
     own = f"{least}" if least == most else f"{least} to {most}"
-    return f"Each layer has {own} slots of its own" + (f"; all layers share {shared}" if shared else "")
+    return f"Each layer has {own} own slots" + (f"; all layers share {shared}" if shared else "")
 
 
 def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:
-    """The changes, in words, and the cost of the winner without them on the held-out requests."""
+    """Describe the changes, and the cost of the untuned winner on the held-out requests."""
     parts = []
     if setup.distance:
         parts.append(f"prefetch distance {setup.distance}")
@@ -302,7 +303,7 @@ def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:
 
 
 def _target(target_s: float, choice: ReplayRow, evidence: Sequence[ReplayRow]) -> str:
-    """Whether the time to reach is reached on the held-out requests too."""
+    """Describe whether the held-out requests meet the target time."""
     shown = next(tpot_s(row) for row in evidence if row.policy == choice.policy)
     there = "they have no decoded tokens" if shown is None else "met" if shown <= target_s else "missed"
     return (

@@ -1,4 +1,4 @@
-"""The cache policies that a plan may choose from, and what replaying them in a budget costs."""
+"""Candidate policies of a cache plan, and their replayed costs by budget."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def servable(trace: Trace, predictor: Any) -> list[str]:
-    """The policies that keep the model's text and can work with this trace's columns and this predictor, if any."""
+    """Return the lossless policies that work with this trace's columns and this predictor, if any."""
     kinds = {name: policy_class(name) for name in plugins.names("policy")}
     return [
         name
@@ -38,7 +38,7 @@ def servable(trace: Trace, predictor: Any) -> list[str]:
 
 
 def sees_far_enough(policy: str, trace: Trace, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a policy that asks later gates finds them in the trace as many layers ahead as it looks."""
+    """Whether the trace has later gates as many layers ahead as a policy needs."""
     kind = policy_class(policy)
     distance = getattr(parse_options(policy, options or {}), "distance", kind.prefetch_distance)
     return "ahead" not in kind.needs or trace.ahead >= min(distance, trace.spec.num_layers - 1)
@@ -51,7 +51,7 @@ def too_large(
     options: Mapping[str, Mapping[str, Any]],
     devices: int = 1,
 ) -> dict[str, str]:
-    """Those of the policies that need more slots than (each device's part of) a budget holds, and why in words."""
+    """Return the policies that need more slots than (each device's part of) a budget holds, with the reason."""
     slots = min(split_slots(spec, slots_within(spec, budget_bytes), devices))
     sizes = own_part(spec, 0, devices)
     needs = {name: policy_class(name).min_slots(sizes, parse_options(name, options.get(name, {}))) for name in names}
@@ -59,8 +59,10 @@ def too_large(
 
 
 def best(rows: Sequence[ReplayRow]) -> ReplayRow:
-    """The shortest time per output token, on a timeline; the fewest bytes per decode token, without; then the fewest
-    bytes in all; then the smallest pool.
+    """Return the best row: by time per output token, or without a timeline by bytes per decode token.
+
+    Ties are broken by total bytes, then by the smallest pool.
+
     """
 
     def cost(row: ReplayRow) -> tuple[float, float, int, int]:
@@ -71,29 +73,29 @@ def best(rows: Sequence[ReplayRow]) -> ReplayRow:
 
 
 def touched_bytes(row: ReplayRow) -> float:
-    """Bytes for each decode token that were loaded, or that the host computed with where they lie."""
+    """Return the bytes per decode token that were loaded, or read by host compute."""
     return row.bytes_per_decode_token + row.host_bytes_per_decode_token
 
 
 def tpot_s(row: ReplayRow) -> float | None:
-    """Mean time per output token; None without a timeline, or without such tokens."""
+    """Return the mean time per output token; None without a timeline or such tokens."""
     return None if row.timing is None else row.timing.tpot_mean_s
 
 
 class Candidates:
-    """Policies to choose from, replayed on one half of the requests; each budget only once.
+    """Candidate policies, replayed on one half of the requests, once per budget.
 
     Attributes:
-        options: values for the policies' `Options`, with the host's costs where a policy weighs them.
-        used: the requests that choices are made on.
-        held_out: the requests that they are shown on.
+        options: values for the policies' `Options`, with the host's costs for policies that use them.
+        used: choosing requests.
+        held_out: held-out requests.
 
-    Policies that compute on the host are timed as if what they compute lay in its memory; where it lies on disk, only
-    those asked for by name are candidates.
+    Policies with host compute are timed as if their experts lay in host memory. If these lie on disk, only policies
+    requested by name are candidates.
 
     Args:
-        setup: predictor, options and machine that they are replayed with.
-        names: the candidates; those of `servable` if not given.
+        setup: predictor, options and machine of the replay.
+        names: candidates (default: those of `servable`).
         predictor_bytes: size of the predictor, charged to the policies that use it.
     """
 
@@ -123,39 +125,39 @@ class Candidates:
             chosen = parse_options(name, self.options.get(name, {}))
             hosts = policy_class(name).computes_on_host or getattr(chosen, "splits", False)
             if hosts and profile is not None and timeline.tier == "disk" and not self._asked:
-                self._mispriced[name] = "whose experts on the host are timed as if they lay in its memory, not on disk"
+                self._mispriced[name] = "whose host compute is timed for experts in host memory, not on disk"
 
     @property
     def whole_bytes(self) -> int:
-        """The budget in which every candidate can keep every expert."""
+        """Return the budget in which every candidate can keep every expert."""
         paid = self._predictor_bytes if any(self.pays(name) for name in self._names) else 0
         return self.spec.total_experts * self.spec.slot_bytes + paid
 
     @cached_property
     def reuse_LE(self) -> np.ndarray:
-        """Worth of each layer's slots on `used` (`moetool.tuning.layer_reuse.reuse_LE`)."""
+        """Return the worth of each layer's slots on `used` (`moetool.tuning.layer_reuse.reuse_LE`)."""
         return reuse_LE(self.trace, self.used)
 
     def predicts(self, name: str) -> bool:
-        """Whether a policy looks ahead."""
+        """Whether a policy prefetches by a predictor."""
         return policy_class(name).uses() or bool(policy_class(name).prefetch_distance)
 
     def slots_used(self, name: str, num_slots: int) -> int:
-        """Slots that a policy uses of those that fit."""
+        """Return the slots that a policy uses of those that fit."""
         options = parse_options(name, self.options.get(name, {}))
         return policy_class(name).slots_used(self.spec, options, num_slots)
 
     def pays(self, name: str) -> bool:
-        """Whether a policy's predictor comes out of its budget."""
+        """Whether a policy's predictor is charged to its budget."""
         predictor = self._setup.predictor
         return predictor is not None and policy_class(name).uses(predictor)
 
     def for_experts(self, name: str, budget_bytes: int) -> int:
-        """Bytes of a budget that a policy has left for experts."""
+        """Return the bytes of a budget that a policy has for experts."""
         return budget_bytes - (self._predictor_bytes if self.pays(name) else 0)
 
     def left_out(self, budget_bytes: int) -> dict[str, str]:
-        """The candidates that do not fit into a budget, and why."""
+        """Return the candidates that do not fit into a budget, with the reason."""
         lost = dict(self._mispriced)
         for name in self._names:
             if name in lost:
@@ -168,15 +170,15 @@ class Candidates:
         return lost
 
     def fitting(self, budget_bytes: int) -> list[str]:
-        """The candidates that fit into a budget."""
+        """Return the candidates that fit into a budget."""
         lost = self.left_out(budget_bytes)
         return [name for name in self._names if name not in lost]
 
     def require(self, budget_bytes: int) -> dict[str, str]:
-        """The candidates that do not fit, where that may be said in passing.
+        """Return the candidates that do not fit, if that is no error.
 
         Raises:
-            CapacityError: none fits, or one that was asked for by name needs more slots than there are.
+            CapacityError: none fits, or one requested by name needs more slots.
         """
         lost = self.left_out(budget_bytes)
         if len(lost) == len(self._names) or self._asked:
@@ -187,7 +189,7 @@ class Candidates:
         return lost
 
     def rows(self, budgets: Sequence[int], requests: frozenset[int], *also: str) -> list[list[ReplayRow]]:
-        """For each budget the rows of the candidates that fit, and of the policies named in `also`.
+        """Return for each budget the rows of the candidates that fit, and of the policies in `also`.
 
         The trace is read once for all policies that fit into the same budgets.
         """
@@ -212,13 +214,13 @@ class Candidates:
         """`moetool.tuning.replay.replay` on this trace and machine.
 
         Args:
-            budgets: for experts alone.
-            changes: values of `ReplaySetup` in place of the candidates' own.
+            budgets: budgets for experts alone.
+            changes: values of `ReplaySetup` instead of the candidates' own.
         """
         return replay(self.trace, names, budgets, replace(self._setup, requests=requests, **changes))
 
     def winners(self, budgets: Iterable[int]) -> dict[int, ReplayRow]:
-        """The best candidate for each budget, on the requests that choices are made on; not where none fits."""
+        """Return the best candidate for each budget, on the choosing requests; none where none fits."""
         budgets = sorted(set(budgets))
         missing = [budget for budget in budgets if budget not in self._rows]
         for budget, rows in zip(missing, self.rows(missing, self.used) if missing else (), strict=True):
@@ -231,9 +233,9 @@ class Candidates:
         return {budget: best(self._rows[budget]) for budget in budgets if self._rows[budget]}
 
     def worth_their_predictor(self, budget_bytes: int) -> "Candidates":
-        """These candidates, or the same without the predictor where its bytes are worth more as expert slots.
+        """Return these candidates, without the predictor if its bytes are worth more as expert slots.
 
-        Policies that take a predictor and work without one are replayed without it too.
+        Policies with an optional predictor are replayed without it too.
         """
         pay = [name for name in self._names if self.pays(name)]
         alone = copy(self)
@@ -250,7 +252,7 @@ class Candidates:
         return alone
 
     def require_decoding(self, row: ReplayRow) -> float:
-        """A row's time per output token. Raises: UsageError if the requests decode nothing."""
+        """Return a row's time per output token. Raises: UsageError if the requests decode nothing."""
         seconds = tpot_s(row)
         if seconds is None:
             raise UsageError(

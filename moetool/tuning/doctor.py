@@ -1,4 +1,4 @@
-"""Check what moetool can use of this machine, in ten lines: `moetool doctor`."""
+"""Checks of this machine for `moetool doctor`."""
 
 import importlib.metadata
 import importlib.util
@@ -22,10 +22,10 @@ _READS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCheck:
-    """One line: what was looked at, what was found, and what that means for moetool.
+    """One check: its name, the value found, and its meaning for moetool.
 
     Attributes:
-        data: the numbers behind `value`.
+        data: numbers behind `value`.
     """
 
     name: str
@@ -34,17 +34,17 @@ class MachineCheck:
     data: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """The line as a JSON object."""
+        """Return the check as a JSON object."""
         return {"name": self.name, "value": self.value, "meaning": self.meaning, **self.data}
 
 
 def doctor(folder: Path = Path(), file_bytes: int = 128 * 10**6) -> list[MachineCheck]:
-    """Look at the machine and measure its arithmetic and the disk of `folder`.
+    """Check the machine, and measure its compute and the disk of `folder`.
 
     Args:
-        file_bytes: size of the file that is written and read back for that.
+        file_bytes: size of the file that is written and read back.
 
-    Effects: takes a few seconds; the file is removed again.
+    Effects: takes a few seconds; removes the file.
     """
     machine = read_machine()
     looks: list[Callable[[], MachineCheck | tuple[MachineCheck, ...]]] = [
@@ -93,7 +93,7 @@ def bfloat16_units(machine: Machine) -> MachineCheck:
     means = {
         "AMX": "prompts run several times as fast in bfloat16",
         "AVX512-BF16": "prompts run faster in bfloat16",
-        "": "bfloat16 is emulated: compute in float32, which is what moetool does unless told otherwise",
+        "": "bfloat16 is emulated: compute in float32, the default on a CPU without these units",
     }
     return MachineCheck(
         name="bfloat16 units",
@@ -159,7 +159,7 @@ def gpu(machine: Machine) -> MachineCheck:
     return MachineCheck(
         name="GPU",
         value=f"{machine.gpu}, {count(machine.gpu_memory_bytes, 'B')}, driver {driver}, CUDA {torch.version.cuda}",
-        meaning="'moetool profile' measures it beside the CPU",
+        meaning="'moetool profile' measures it too",
         data={
             "gpu": machine.gpu,
             "memory_bytes": machine.gpu_memory_bytes,
@@ -189,7 +189,7 @@ def _pinned(machine: Machine) -> MachineCheck:
         meaning = f"copies to the GPU are slower and block: {str(error).splitlines()[0]}"
         return MachineCheck(name="pinned memory", value="refused", meaning=meaning, data={"pinned": False})
     return MachineCheck(
-        name="pinned memory", value="works", meaning="copies to the GPU run beside compute", data={"pinned": True}
+        name="pinned memory", value="works", meaning="copies to the GPU overlap with compute", data={"pinned": True}
     )
 
 
@@ -199,7 +199,7 @@ def _ray() -> MachineCheck:
     return MachineCheck(
         name="ray",
         value=version or "not installed",
-        meaning="clusters of several hosts can be run"
+        meaning="clusters of several hosts are possible"
         if there
         else "for clusters of several hosts: pip install 'moetool[cluster]'",
         data={"ray": version},

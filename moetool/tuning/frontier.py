@@ -17,14 +17,14 @@ class Point(JsonRecord):
     """The best policy for one budget.
 
     Attributes:
-        device_memory_bytes: for the whole model.
-        policy: the best of the candidates on the requests that choices are made on.
-        slots: of its pool.
+        device_memory_bytes: device memory for the whole model.
+        policy: best candidate on the choosing requests.
+        slots: slots of its pool.
         tpot_used_s: mean time per output token on those requests; None without a profile.
-        tpot_held_out_s: the same on the others.
-        bytes_used: bytes that a decode token loads, or has the host compute with, on those requests.
-        bytes_held_out: the same on the others.
-        chosen: whether it is the plan's own budget.
+        tpot_held_out_s: the same on held-out requests.
+        bytes_used: bytes per decode token, loaded or read by host compute, on the choosing requests.
+        bytes_held_out: the same on held-out requests.
+        chosen: whether it is the plan's budget.
     """
 
     device_memory_bytes: int
@@ -38,7 +38,7 @@ class Point(JsonRecord):
 
 
 def budgets_between(spec: ModelSpec, count: int) -> list[int]:
-    """So many budgets, evenly from the smallest legal pool to that of all experts; none for 0, the first for 1."""
+    """Return evenly spaced budgets from the smallest legal pool to all experts; none for 0, the first for 1."""
     spread = spec.total_experts - MIN_SLOTS
     steps = range(count) if spread > 0 else range(min(count, 1))
     return [(MIN_SLOTS + spread * i // max(count - 1, 1)) * spec.slot_bytes for i in steps]
@@ -51,12 +51,12 @@ def frontier(
     chosen_held_out: ReplayRow,
     device_bytes: Callable[[int], int],
 ) -> list[Point]:
-    """The best policy for each budget and the chosen one, with what it takes on held-out requests.
+    """Return the best policy for each budget and the chosen one, with its cost on held-out requests.
 
     Args:
-        chosen_held_out: that of the chosen budget, there.
-        budgets: bytes for experts and predictor; those in which no candidate fits are left out.
-        device_bytes: the device memory that a budget for experts makes with all else.
+        chosen_held_out: held-out row of the chosen budget.
+        budgets: bytes for experts and predictor; those without a fitting candidate are left out.
+        device_bytes: device memory from a budget for experts.
     """
     winners = candidates.winners([*budgets, chosen])
     by_policy: dict[str, list[int]] = {}
@@ -85,19 +85,19 @@ def frontier(
 def least_budget(
     candidates: Candidates, most_bytes: int, target_s: float, budgets: Iterable[int], device_bytes: Callable[[int], int]
 ) -> int:
-    """The least budget whose best policy brings a token within a time, on the requests that choices are made on.
+    """Return the least budget whose best policy reaches a time per token, on the choosing requests.
 
-    Found by bisection over slots, between the last of `budgets` that is too slow and the first that is not. More slots
-    are taken not to be slower in between, which no policy that prefetches promises: the budget found is fast enough,
-    and one slot less is not, but a still smaller one could be.
+    It is found by bisection over slots, between the last of `budgets` that is too slow and the first that is not. The
+    search assumes that more slots are not slower, which prefetching policies do not guarantee. The budget found is fast
+    enough, and one slot less is not, but a still smaller one could be.
 
     Args:
-        most_bytes: the largest budget to think of.
-        budgets: that are tried first, in one reading of the trace.
-        device_bytes: as for `frontier`, for the message.
+        most_bytes: largest budget.
+        budgets: budgets to try first, in one pass over the trace.
+        device_bytes: as in `frontier`, for messages.
 
     Raises:
-        CapacityError: none of those tried is fast enough.
+        CapacityError: no budget is fast enough.
     """
     slot_bytes = candidates.spec.slot_bytes
     most_bytes = min(most_bytes, candidates.whole_bytes)
@@ -121,6 +121,6 @@ def least_budget(
         row = candidates.winners([slots * slot_bytes]).get(slots * slot_bytes)
         return row is not None and candidates.require_decoding(row) <= target_s
 
-    between = range(slow // slot_bytes + 1, -(-first // slot_bytes))  # slots whose budget is below the first
+    between = range(slow // slot_bytes + 1, -(-first // slot_bytes))  # slots between the two budgets
     at = bisect_left(between, True, key=fast_enough)
     return between[at] * slot_bytes if at < len(between) else first

@@ -8,10 +8,10 @@ from moetool.trace.reader import Trace
 
 
 def reuse_LE(trace: Trace, requests: Collection[int]) -> np.ndarray:
-    """Hits that the first, second, ... slot of each layer adds in an LRU pool of its own, float64 [L, E].
+    """Return the hits added by the first, second, ... slot of each layer in its own LRU pool, float64 [L, E].
 
     Args:
-        requests: those to count, one after the other.
+        requests: requests to count, one after the other.
     """
     spec = trace.spec
     hits_LE = np.zeros((spec.num_layers, spec.num_experts))

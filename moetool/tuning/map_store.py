@@ -1,4 +1,4 @@
-"""Build a store of expert maps from a trace, and judge its similarity scores on held-out requests."""
+"""Stores of expert maps from a trace, with scores of their similarities on held-out requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Likeness:
     """Relation of one similarity score to the hit rate, over pairs of a held-out iteration and a stored map.
 
     Attributes:
-        pearson: its correlation with the hit rate (Figure 9); None where one of the two does not vary.
-        bins: (least likeness, greatest, mean hit rate, pairs) of fifths of the range (Figure 8).
-        best: mean likeness of the best map of each iteration.
+        pearson: correlation with the hit rate (Figure 9); None where one of the two does not vary.
+        bins: (least similarity, greatest, mean hit rate, pairs) of fifths of the range (Figure 8).
+        best: mean similarity of the best map of each iteration.
         best_hit_rate: mean hit rate of that map.
     """
 
@@ -36,20 +36,20 @@ class Likeness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapReport(JsonRecord):
-    """A store of expert maps, and what it does for iterations of requests that it was not made from.
+    """A store of expert maps, and its scores on held-out iterations.
 
     Attributes:
-        out: its folder, a predictor.
-        source: of the maps: `logits` or `topk`.
-        maps, capacity, bytes: how many it holds and may hold, and what they take.
-        iterations: of one token each, of held-out requests, that were compared with every map.
-        meaning: the likeness of the embeddings (Eq. 4); None without embeddings.
-        path: the likeness of all gates (Eq. 5).
-        distance: d of what follows.
-        selected: experts that δ selects for a layer, on average (Eqs. 6 to 8), beside `top_k`.
-        selected_share: those as a share of the layer's experts.
-        widened_share: share of the layers for which δ asks for more than K.
-        hit_rate: share of the experts that a layer needed among those selected.
+        out: folder of the store, a predictor.
+        source: source of the maps: `logits` or `topk`.
+        maps, capacity, bytes: number of maps, its limit, and their size.
+        iterations: number of held-out one-token iterations compared with every map.
+        meaning: similarity of the embeddings (Eq. 4); None without embeddings.
+        path: similarity of all gates (Eq. 5).
+        distance: d of the following values.
+        selected: mean number of experts that δ selects per layer (Eqs. 6 to 8); compare `top_k`.
+        selected_share: the same as a share of the layer's experts.
+        widened_share: share of layers with more than K selected experts.
+        hit_rate: share of a layer's needed experts among the selected ones.
         top_k: K.
     """
 
@@ -72,15 +72,15 @@ class MapReport(JsonRecord):
 def plan_maps(
     trace: Path, out: Path, *, options: Mapping[str, Any] | None = None, seed: int = 0, overwrite: bool = False
 ) -> MapReport:
-    """Make a store of expert maps from the training requests of a trace, and judge it on its test requests.
+    """Build a store of expert maps from the training requests of a trace, and score it on its test requests.
 
     Args:
-        out: the folder to make: a predictor `expert_map`, for `--predictor` of serve, replay and plan cache.
-        options: of the predictor `expert_map`.
+        out: output folder: a predictor `expert_map`, for `--predictor` of serve, replay and plan cache.
+        options: options of the predictor `expert_map`.
 
-    Source: FineMoE (Yu et al., EuroSys 2026), Figures 8 and 9. The paper pairs one iteration a prompt; here at most
-        256 iterations of one token, evenly drawn from the test requests, meet every map. A map's hit rate is the
-        share of the experts that the iteration really used among the K likeliest of the map, layer by layer.
+    Source: FineMoE (Yu et al., EuroSys 2026), Figures 8 and 9. The paper pairs one iteration per prompt. Here at most
+    256 one-token iterations, evenly drawn from the test requests, are compared with every map. A map's hit rate is the
+    share of the iteration's experts among the map's K likeliest, by layer.
 
     Raises:
         UsageError: as `moetool.learning.training.train`; or no test request has an iteration of one token.
@@ -94,9 +94,9 @@ def plan_maps(
     if kind == "logits" and (missing := sorted({"logits", "embeddings"} - source.columns)):
         raise MismatchError(
             f"expert maps need {', '.join(missing)}, but {trace} holds {', '.join(sorted(source.columns))}; capture "
-            f"with --keep topk,logits,embeddings, or make maps of the chosen experts alone with --set source=topk"
+            f"with --keep topk,logits,embeddings, or make maps from the chosen experts with --set source=topk"
         )
-    split_requests(source, seed)  # whole requests are held out here: a trace of one is not split in time
+    split_requests(source, seed)  # holds out whole requests: a single request is not split in time
     card = train("expert_map", trace, out, options=options, seed=seed, overwrite=overwrite)
     predictor: Any = load_predictor(out)
     store: MapStore = predictor.maps
@@ -112,7 +112,7 @@ def plan_maps(
     ]
     if not tokens:
         raise UsageError(
-            f"{out} is made, but the test requests of {trace} have no new tokens to judge it by; capture with more "
+            f"{out} is made, but the test requests of {trace} have no new tokens to score it; capture with more "
             f"--max-new-tokens"
         )
     step = max(1, len(tokens) // _MAX_ITERATIONS)
@@ -152,7 +152,7 @@ def _chances(event: GateEvent, spec: ModelSpec) -> np.ndarray:
 
 
 class _Pairs:
-    """Likeness and hit rate of iterations with every map."""
+    """Similarity and hit rate of iterations with every map."""
 
     def __init__(self, store: MapStore, spec: ModelSpec) -> None:
         self.iterations = 0
@@ -206,7 +206,7 @@ class _Selections:
         self._match_L = [search.by_meaning()] * self.distance
 
     def take(self, search: MapSearch, event: GateEvent) -> None:
-        """The gate of a layer has spoken: `search` has it."""
+        """Record the selection at a layer that `search` has observed."""
         self._match_L.append(search.by_path())
         match = self._match_L[event.layer]
         if match is None:

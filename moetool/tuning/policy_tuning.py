@@ -1,4 +1,4 @@
-"""Tune a cache policy: slots by layer, prefetch distance, pinned experts and limits of prefetching."""
+"""Tuning of a cache policy: slots by layer, prefetch distance, pinned experts and limits of prefetching."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ _LEAST_RECALL = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySetup:
-    """A policy as it would serve, and its replay on the requests that choices are made on.
+    """A policy with its serving options, and its replay on the choosing requests.
 
     Attributes:
         options: values for its `Options`.
-        layer_slots: slots that each layer is guaranteed; none: one pool for all layers.
+        layer_slots: guaranteed slots of each layer; empty: one pool for all layers.
         pinned: keys of experts that never leave the device.
-        limits: of its prefetching; None: none.
-        row: of the replay.
+        limits: limits of its prefetching; None: none.
+        row: row of the replay.
     """
 
     options: dict[str, Any]
@@ -37,12 +37,12 @@ class PolicySetup:
 
     @property
     def distance(self) -> int:
-        """Prefetch distance in layers."""
+        """Return the prefetch distance in layers."""
         kind = policy_class(self.row.policy)
         return int(getattr(parse_options(self.row.policy, self.options), "distance", kind.prefetch_distance))
 
     def replay(self, candidates: Candidates, requests: frozenset[int]) -> ReplayRow:
-        """The same on these requests."""
+        """Replay the setup on these requests."""
         options = {self.row.policy: self.options}
         asked: dict[str, Any] = {
             "options": options,
@@ -55,23 +55,23 @@ class PolicySetup:
 
 
 def as_it_comes(candidates: Candidates, budget_bytes: int) -> PolicySetup:
-    """The best candidate for a budget, with the options that it was given."""
+    """Return the best candidate for a budget, with its given options."""
     row = candidates.winners([budget_bytes])[budget_bytes]
     return PolicySetup(options=dict(candidates.options.get(row.policy, {})), row=row)
 
 
 def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: str = "auto") -> PolicySetup:
-    """The best form of the pool, and the best candidate in it; `base` (of `as_it_comes`) where nothing is better.
+    """Return the best form of the pool with its best candidate; `base` (of `as_it_comes`) if none is better.
 
-    Candidates that look ahead keep one pool, unless they are the best in it. Where there are fewer than two slots for
-    each layer, one pool is all that is tried.
+    Predicting candidates keep one pool, unless they are the best in it. With fewer than two slots per layer, only one
+    pool is tried.
 
     Args:
-        pool: one of `FORMS`: `one` for all layers; slots for each layer, the same number (`layer`), half of that
-            (`mixed`), or by the reuse that they bring (`reuse`, `moetool.tuning.layer_reuse`); `auto` tries them all.
+        pool: one of `FORMS`: `one` for all layers; equal slots for each layer (`layer`), half of that (`mixed`), or by
+            reuse (`reuse`, `moetool.tuning.layer_reuse`); `auto` tries all.
 
     Raises:
-        UsageError: an unknown form.
+        UsageError: the form is unknown.
     """
     require_pool_form("pool", pool, FORMS)
     names = [
@@ -82,14 +82,14 @@ def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: s
 
 
 def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, pool: str) -> list[PolicySetup]:
-    """These candidates with slots for each layer, where there are enough for all layers."""
+    """Return these candidates with slots for each layer, if there are enough for all layers."""
     spec, made = candidates.spec, []
     rooms: dict[int, list[str]] = {}
     for name in names:
         rooms.setdefault(candidates.for_experts(name, budget_bytes), []).append(name)
     for room, held in rooms.items():
         slots = slots_within(spec, room)
-        if slots < 2 * spec.num_layers:  # then half of them leaves a layer none
+        if slots < 2 * spec.num_layers:  # otherwise half of them leaves a layer without slots
             continue
         forms = [equal_slots(spec, slots, share) for name, share in SHARES.items() if pool in ("auto", name)]
         if pool in ("auto", "reuse"):
@@ -103,12 +103,12 @@ def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, p
 
 
 def tune(candidates: Candidates, budget_bytes: int, base: PolicySetup) -> PolicySetup:
-    """The best setup found from `base` (of `as_it_comes`) on the requests that choices are made on.
+    """Return the best setup found from `base` (of `as_it_comes`) on the choosing requests.
 
-    The search goes along one axis after the other and keeps a change only where it is better: prefetch distances from
-    1 to 4 layers for every candidate with such an option that was given none, as far as the trace looks ahead; the
-    most used experts pinned, in an eighth, a quarter or half of the winner's slots; and for a winner that prefetches,
-    a least recall of one half, or at most half the bytes of one token's experts per forward.
+    The search varies one axis after the other and keeps improvements. Axes are: prefetch distances from 1 to 4 layers,
+    for candidates with such an option left at its default, within the trace's reach; the most used experts pinned in an
+    eighth, a quarter or half of the winner's slots; and, for a prefetching winner, a minimum recall of one half, or at
+    most half the bytes of one token's experts per forward.
     """
     found = _nearer_or_farther(candidates, base, budget_bytes)
     found = _best([found, *_pinning(candidates, found)])
@@ -116,18 +116,18 @@ def tune(candidates: Candidates, budget_bytes: int, base: PolicySetup) -> Policy
 
 
 def _best(setups: Sequence[PolicySetup]) -> PolicySetup:
-    """The best, of equal ones the first."""
+    """Return the best setup, of equal ones the first."""
     row = best([setup.row for setup in setups])
     return next(setup for setup in setups if setup.row is row)
 
 
 def _again(candidates: Candidates, setup: PolicySetup) -> PolicySetup:
-    """A changed setup with its own row."""
+    """Return a changed setup with its own row."""
     return replace(setup, row=setup.replay(candidates, candidates.used))
 
 
 def _nearer_or_farther(candidates: Candidates, base: PolicySetup, budget_bytes: int) -> PolicySetup:
-    """The best of the base and setups with other prefetch distances; the least distance among equals."""
+    """Return the best of the base and other prefetch distances; the least distance among equals."""
     fitting = [name for name in candidates.fitting(budget_bytes) if _may_choose_distance(candidates, name)]
     rooms: dict[int, list[str]] = {}
     for name in fitting:
@@ -153,7 +153,7 @@ def _may_choose_distance(candidates: Candidates, name: str) -> bool:
 
 
 def _pinning(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
-    """The base with more and more experts pinned, as far as the policy's own slots allow; not where layers have own."""
+    """Yield the base with more pinned experts, within the policy's slots; none with slots per layer."""
     if base.layer_slots:
         return []
     spec, name = candidates.spec, base.row.policy
@@ -169,7 +169,7 @@ def _pinning(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
 
 
 def _limited(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
-    """The base with limits of its prefetching, where it prefetches."""
+    """Yield the base with limits of prefetching, if it prefetches."""
     if not base.distance:
         return []
     spec = candidates.spec
@@ -179,7 +179,7 @@ def _limited(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
 
 
 def _most_used(candidates: Candidates) -> list[int]:
-    """Keys of the experts by how many events needed them, on the requests that choices are made on."""
+    """Return expert keys by their number of events on the choosing requests."""
     spec, uses = candidates.spec, Counter[int]()
     for _, events in candidates.trace.forwards(sequential=True, requests=candidates.used):
         for event in events:

@@ -1,4 +1,4 @@
-"""Measure the `CostProfile` of a model, or of its config alone, on this machine."""
+"""Measurement of the `CostProfile` of a model, or of its config alone, on this machine."""
 
 import time
 from collections.abc import Callable
@@ -36,13 +36,13 @@ class ProfileOptions:
     """Options of the measurement.
 
     Attributes:
-        config_only: there are no weights: reads are timed on a file of random bytes.
-        dtype: of everything but the routed experts; float32 and bfloat16 both, if not said.
-        seconds: how long to measure. Everything is measured once, however long that takes.
-        threads: of the arithmetic on the CPU; 0 chooses as the server does.
+        config_only: without weights: reads are timed on a file of random bytes.
+        dtype: data type of everything but the routed experts (default: both float32 and bfloat16).
+        seconds: seconds to measure after one full pass.
+        threads: compute threads on the CPU (0 = automatic, as in the server).
         predictor: folder of a trained predictor to time.
-        peer: HOST:PORT of a `moetool profile --listen`.
-        scratch: a folder on the disk to try, for the file of random bytes.
+        peer: HOST:PORT of a running `moetool profile --listen`.
+        scratch: folder on the disk to measure, for the file of random bytes.
     """
 
     config_only: bool = False
@@ -60,21 +60,21 @@ EVERYTHING = ProfileOptions()
 def profile(
     model: str, options: ProfileOptions = EVERYTHING, on_progress: Callable[[int], None] | None = None
 ) -> CostProfile:
-    """Measure what a model costs on this machine.
+    """Measure a model's costs on this machine.
 
-    Arithmetic is timed on random weights of the model's shape, one layer at a time, since values do not change the
-    time; reads are timed on the model's own files, or, by config alone, on a file of random bytes.
+    Compute is timed on random weights of the model's shape, one layer at a time, since values do not change the time.
+    Reads are timed on the model's files, or, with `config_only`, on a file of random bytes.
 
     Args:
-        model: as `moetool.models.checkpoint.Checkpoint.open` takes it.
-        on_progress: called with how much is done, in percent.
+        model: as in `moetool.models.checkpoint.Checkpoint.open`.
+        on_progress: called with the completed percentage.
 
     Effects: sets torch's number of threads.
 
     Raises:
         UsageError: there is no such model, config, data type, predictor or peer.
         MismatchError: the weight files are damaged, or the predictor is of another model.
-        CapacityError: memory for one layer, or disk for the file, is short.
+        CapacityError: there is too little memory for one layer, or disk for the file.
     """
     began = time.perf_counter()
     busy = load_average()
@@ -121,7 +121,7 @@ def profile(
 
 
 def _run(stages: _Stages, seconds: float, on_progress: Callable[[int], None] | None) -> dict[tuple[str, ...], Any]:
-    """Run the stages in order; each has an equal share of the time that the ones before it have left."""
+    """Run the stages in order; each gets an equal share of the remaining time."""
     began = time.perf_counter()
     results = {}
     for done, (name, stage) in enumerate(stages.items()):
@@ -160,7 +160,7 @@ def _expert(checkpoint: Checkpoint, dtype: torch.dtype, device: str, share: floa
 
 
 def _disk(checkpoint: Checkpoint, fastest: torch.dtype | None, scratch: Path, share: float) -> tuple[LoadCosts, ...]:
-    """Args: fastest: as for `Checkpoint.expert_files`; what unpacking takes is part of a load."""
+    """Measure the disk. Args: fastest: as in `Checkpoint.expert_files`; a load includes unpacking."""
     spec = checkpoint.spec
     if not checkpoint.weights:
         num_bytes = min(max(_SCRATCH_EXPERTS * spec.slot_bytes, MIN_SCRATCH_BYTES), _MAX_SCRATCH_BYTES)

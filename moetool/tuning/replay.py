@@ -1,7 +1,7 @@
-"""Replaying a trace under cache policies: what would have been hit, loaded and moved, without a model.
+"""Replay of a trace under cache policies: hits, loads and bytes, without a model.
 
-The policies are driven exactly as the server drives them, so on the same gate stream they decide the same. With a
-profile of a machine a timeline executes what they decide, and the rows say how long it would take there.
+The policies are called exactly as in the server, so on the same gate stream they take the same decisions. With a
+machine's profile, a timeline executes the decisions and the rows have times.
 """
 
 import copy
@@ -30,13 +30,13 @@ from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 SERVED = "served"
-"""In place of a policy: those that were in charge of the server whose log it is, each from its forward on."""
+"""Name for the policies of the server that wrote the log, each from its forward on."""
 POOL_UNITS = ("auto", "slots", "bytes")
 DEFAULT_MACHINE = TimelineOptions()
 
 
 def untold(what: str, done: int, total: int) -> None:
-    """Progress that nobody asked for."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class ReplayRow:
     """Results of one policy with one budget.
 
     Attributes:
-        budget_bytes: its budget.
-        slots: how many expert slots it made of that; of a pool in bytes, how many of the largest experts fit.
+        budget_bytes: bytes of the budget.
+        slots: expert slots in the budget; for a pool in bytes, the number of largest experts that fit.
         prefill: counts over the forwards with prompt tokens.
         decode: counts over the forwards without.
         decode_tokens: tokens of the forwards without prompt tokens.
         prefill_bytes: bytes loaded in the forwards with prompt tokens, on demand and ahead.
         decode_bytes: the same in the forwards without.
         decode_host_bytes: bytes of the experts that the host computed in the forwards without prompt tokens.
-        digest: of all decisions, in order; equal digests mean equal decisions.
-        devices: that share the budget and the model.
+        digest: digest of all decisions in order; equal digests mean equal decisions.
+        devices: number of devices that share budget and model.
         timing: times on the timeline, with a profile.
     """
 
@@ -72,31 +72,31 @@ class ReplayRow:
 
     @property
     def counts(self) -> Counts:
-        """Prefill and decode together."""
+        """Return the counts of prefill and decode together."""
         return self.prefill + self.decode
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes loaded in all."""
+        """Return all loaded bytes."""
         return self.prefill_bytes + self.decode_bytes
 
     @property
     def loads_per_decode_token(self) -> float:
-        """Experts loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
+        """Return experts loaded per token of forwards without prompt tokens (0 without such tokens)."""
         return self.decode.loads / self.decode_tokens if self.decode_tokens else 0.0
 
     @property
     def bytes_per_decode_token(self) -> float:
-        """Bytes loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
+        """Return bytes loaded per token of forwards without prompt tokens (0 without such tokens)."""
         return self.decode_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     @property
     def host_bytes_per_decode_token(self) -> float:
-        """The same of what the host computed: bytes that it reads from its memory, or from disk."""
+        """Return bytes per such token that host compute reads from memory or disk."""
         return self.decode_host_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object: the row of a table.
+        """Return one flat object: the row of a table.
 
         With a timeline, `prefetched` is split into `in_time` and `late`.
         """
@@ -131,27 +131,27 @@ class ReplayRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetup:
-    """Inputs of a replay besides policies and budgets.
+    """Inputs of a replay, in addition to policies and budgets.
 
     Attributes:
-        predictor: a `moetool.learning.predictor.Predictor`, for the policies that need one.
-        sequential: one request after the other, or the forwards as recorded; by default as recorded where the
-            trace is the log of a server.
-        requests: only these requests; all by default.
-        options: values for the `Options` of policies, by the policy's name. A profile gives the costs of host and
-            link to policies that weigh them.
-        pool: its form (`moetool.caching._layer_slots.POOL_FORMS`). A policy that knows the future has one pool always.
-        pool_unit: of the capacity of one pool for all layers: `slots` that each hold any expert, as in our server;
-            `bytes`, where each expert takes its own size; `auto`: bytes where the trace was imported, else slots.
-        layer_slots: guaranteed to each layer instead (`moetool.caching._residency.Residency`).
-        limits: of prefetching, for every policy.
-        pinned: keys of experts that take a slot each of every budget and keep it; a policy gets the slots that are
-            left. Not in a pool in bytes.
-        profile: costs of the machine that the rows' `timing` is for; without one they have none.
+        predictor: a `moetool.learning.predictor.Predictor`, for policies that need one.
+        sequential: one request after the other, or the recorded forwards (default: recorded for the log of a server).
+        requests: requests to include (default: all).
+        options: values for the `Options` of policies, by policy name. A profile sets the costs of host and link for
+            policies that use them.
+        pool: form of the pool (`moetool.caching._layer_slots.POOL_FORMS`). A policy that knows the future always has
+            one pool.
+        pool_unit: unit of the capacity of one pool for all layers: `slots` that each hold any expert, as in the server;
+            `bytes`, where each expert has its own size; `auto`: bytes for imported traces, else slots.
+        layer_slots: guaranteed slots of each layer instead (`moetool.caching._residency.Residency`).
+        limits: limits of prefetching, for every policy.
+        pinned: keys of pinned experts, one slot each of every budget; a policy gets the remaining slots. Not for a pool
+            in bytes.
+        profile: costs of the machine for the rows' `timing`; None without times.
         timeline: which of the profile's devices, data types and tiers.
-        devices: that share the model (`moetool.caching._devices`), each with an equal part of the budget.
-        changes: forwards as recorded, and the policy with the form of its pool that is in charge from there.
-        on_progress: is called with what is going on, the tokens replayed, and of how many.
+        devices: number of devices that share the model (`moetool.caching._devices`), with equal parts of the budget.
+        changes: recorded forwards, and the policy with its pool form from there on.
+        on_progress: called with the activity, the replayed tokens and the total.
     """
 
     predictor: Any = None
@@ -179,26 +179,25 @@ def replay(
 ) -> list[ReplayRow]:
     """Run each policy with each budget over a trace.
 
-    The trace is read once for all of them (twice where one must know the future), and a prediction is computed
-    once for all.
+    The trace is read once for all of them (twice if one must know the future), and predictions are shared.
 
     Args:
         policies: names, and `SERVED` for the log of a server.
         budgets: bytes for experts.
 
     Returns:
-        A row for each policy and budget: the policies in their order, each with the budgets in theirs.
+        A row for each policy and budget, in their orders.
 
     Raises:
-        UsageError: an unknown policy or option, no predictor where one is needed, nothing to replay, pinned experts in
-            a pool in bytes, or a timeline for several devices: it has one.
+        UsageError: an unknown policy or option, a missing predictor, nothing to replay, pinned experts in a pool in
+            bytes, or a timeline for several devices.
         MismatchError: the trace lacks a column that a policy needs, the predictor or the profile is of another model,
             or the profile lacks what the timeline needs.
         CapacityError: a budget is below the smallest legal pool.
     """
     if setup.devices > 1 and setup.profile is not None:
         raise UsageError(
-            f"a timeline has one device and {setup.devices} were asked for; leave out --profile, or the devices"
+            f"a timeline has one device, but {setup.devices} were requested; leave out --profile, or the devices"
         )
     if SERVED in policies:
         name, as_served = _as_served(trace, setup)
@@ -222,14 +221,14 @@ def replay(
         setup.on_progress(title, tokens, total)
         decode_tokens += 0 if info.prefill else len(info.request_T)
     if not forwards:
-        raise UsageError(f"nothing to replay: {trace.path} has no forwards of the requests asked for")
+        raise UsageError(f"nothing to replay: {trace.path} has no forwards of the chosen requests")
     return [run.row(decode_tokens) for run in runs]
 
 
 def decisions(
     trace: Trace, policy: str, budget_bytes: int, setup: ReplaySetup = AS_RECORDED
 ) -> Iterator[tuple[int, int, Step]]:
-    """Every step of one run, as (forward, layer, step), to compare with the log of a server.
+    """Yield every step of one run as (forward, layer, step), to compare with the log of a server.
 
     Errors are those of `replay`. Layer -1 is before the first MoE layer.
     """
@@ -256,11 +255,11 @@ def pools_bytes(trace: Trace, pool: str = "one", pool_unit: str = "auto") -> boo
     if pool != "one" and pool_unit == "bytes":
         raise UsageError(f"pool {pool} counts slots and pool unit is bytes; use pool one or pool unit slots")
     wanted = pool_unit == "bytes" or (pool_unit == "auto" and "imported" in trace.manifest["provenance"])
-    return pool == "one" and wanted and len(set(trace.spec.expert_bytes_L)) > 1  # of one size, both come to the same
+    return pool == "one" and wanted and len(set(trace.spec.expert_bytes_L)) > 1  # with one size, both are equal
 
 
 def whole_bytes(trace: Trace, pool: str = "one", pool_unit: str = "auto") -> int:
-    """The budget that holds every expert of the model. Raises: UsageError as for `pools_bytes`."""
+    """Return the budget that holds every expert of the model. Raises: UsageError as in `pools_bytes`."""
     spec = trace.spec
     in_bytes = pools_bytes(trace, pool, pool_unit)
     return spec.all_experts_bytes if in_bytes else spec.total_experts * spec.slot_bytes
@@ -276,13 +275,13 @@ class _Source:
         self._requests = setup.requests
 
     def num_tokens(self) -> int:
-        """Tokens to replay."""
+        """Return the number of tokens to replay."""
         table = self.trace.requests
         counts = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
         return sum(tokens for request, tokens in counts if self._requests is None or request in self._requests)
 
     def forwards(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, list[GateEvent], list[int]]]:
-        """Each forward with its events and the requests that end with it, in the order of the forward."""
+        """Yield each forward with its events and the requests that end with it, in forward order."""
         table = self.trace.requests
         left = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
         for info, events in self.trace.forwards(sequential=self._sequential, columns=columns, requests=self._requests):
@@ -293,7 +292,7 @@ class _Source:
 
 
 class _Run:
-    """One policy with one budget, a part of it for each device, and what it has loaded."""
+    """One policy with one budget, split over devices, and its loads."""
 
     def __init__(
         self,
@@ -321,7 +320,7 @@ class _Run:
         )
         self._timeline = timeline
         self._live = [policy for policy in policies if policy.live_costs]
-        self._costs = deque(costs)  # that a server measured, each in force from a forward on
+        self._costs = deque(costs)  # a server's measurements, each valid from a forward on
         self._changes = deque(setup.changes)
         self._changing: PolicyChanges | None = None
         if setup.changes:
@@ -387,11 +386,11 @@ class _Run:
 
 
 def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
-    """The policy that a server began with, and how it went on.
+    """Return a server's first policy, and its changes.
 
     Raises:
-        UsageError: several devices are asked for, or one request after the other.
-        MismatchError: the trace is no server's log, its server had several devices, or its manifest is damaged.
+        UsageError: several devices or a sequential order are requested.
+        MismatchError: the trace is not a server's log, its server had several devices, or its manifest is damaged.
     """
     if setup.devices > 1:
         raise UsageError(f"the server had one device; leave out devices={setup.devices} to replay it")
@@ -418,7 +417,7 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         check.require(whole, at, row, "a forward, a policy and the form of its pool")
         check.require_whole(f"{at}.0", row[0], changes[-1][0] if changes else 0)
         plain = policy_class(row[1]).needs <= {"experts"}
-        check.require(plain, f"{at}.1", row[1], "a policy that looks at experts alone")
+        check.require(plain, f"{at}.1", row[1], "a policy that needs only experts")
         changes.append((row[0], PolicyChoice(row[1], row[2])))
     return name, replace(
         setup,
@@ -451,10 +450,10 @@ def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> 
 
 
 def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
-    """A server's measurements (`moetool.runtime.gate_log`): forwards, and seconds of a load and of the host from there.
+    """Return a server's measurements (`moetool.runtime.gate_log`): forwards, with seconds of a load and of the host.
 
     Raises:
-        MismatchError: the manifest holds something else.
+        MismatchError: the manifest is invalid.
     """
     found = trace.manifest["provenance"].get("costs", [])
     check.require(isinstance(found, list), "manifest.provenance.costs", found, "a list")
@@ -477,7 +476,7 @@ def _layer_slots(policy: Policy, setup: ReplaySetup) -> Sequence[int]:
 
 
 def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], setup: ReplaySetup) -> list[_Run]:
-    """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
+    """Create a run of each policy and budget; refuse impossible ones before reading forwards."""
     spec, predictor, devices = source.trace.spec, setup.predictor, setup.devices
     in_bytes = pools_bytes(source.trace, setup.pool, setup.pool_unit)
     prices = None if setup.profile is None else Prices(setup.profile, spec, setup.timeline)
@@ -488,7 +487,7 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
         if not kind.lossless:
             require_substitutable(spec.name, name)
         if prices is not None and predictor is not None and kind.needs_predictor:
-            prices.prediction_ns(1)  # refuses a profile that does not say what predicting takes
+            prices.prediction_ns(1)  # refuses a profile without prediction times
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     if setup.pinned and in_bytes:
@@ -532,7 +531,7 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
 
 
 def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredictor]:
-    """The predictor of each policy: one for all, unless it remembers what a policy showed it earlier."""
+    """Return the predictor of each policy: shared, unless it has state across forwards."""
     if predictor is None:
         return {}
     if not predictor.remembers:
@@ -541,5 +540,5 @@ def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredicto
 
 
 def _columns(runs: Sequence[_Run]) -> frozenset[str]:
-    """Trace columns that the events must carry besides the experts."""
+    """Return the trace columns that events need in addition to the experts."""
     return frozenset[str]().union(*(run.columns for run in runs)) - {"experts"}

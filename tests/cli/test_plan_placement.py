@@ -131,7 +131,7 @@ def test_what_cannot_be_exported_or_compared_is_said_in_one_line(run: Run, folde
         (["export", plan, "--format", "route_csv", "--out", tmp_path / "x"], "unknown format of plans"),
         (["compare", *_inputs(folder), "--set", "prizm.fill=true"], "write PLANNER.OPTION=VALUE"),
         (["compare", *_inputs(folder), "--planner", ","], "no planner to compare, expected some of annealing"),
-        (["compare", *_inputs(folder), "--unseen-task", folder / "a"], "is the trace of server a that is planned on"),
+        (["compare", *_inputs(folder), "--unseen-task", folder / "a"], "is the trace of server a, expected"),
         (
             ["stream", _inputs(folder)[2], "--trace", folder / "a", "--set", "starts=first"],
             "--set starts has no effect",

@@ -259,7 +259,7 @@ def test_a_full_cluster_says_that_experts_have_no_room_on_their_way() -> None:
             Observed(tokens_GLE=tokens_GLE, horizon_tokens=100.0), in_force, costs, Replanner(planner="prism_exact")
         )
 
-    with pytest.raises(CapacityError, match="on its way"):
+    with pytest.raises(CapacityError, match="to stage an expert"):
         reach(2)
     decision = reach(3)
     held_GLE = old_GLE.copy()

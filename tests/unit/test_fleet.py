@@ -253,5 +253,5 @@ def test_replay_shares_the_budget_out(name: str, unit: str, tmp_path: Path) -> N
 
 def test_several_devices_have_no_timeline(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", SPEC)
-    with pytest.raises(UsageError, match="a timeline has one device and 2 were asked for"):
+    with pytest.raises(UsageError, match="a timeline has one device, but 2 were requested"):
         replay(trace, ["lru"], [9000], ReplaySetup(profile=make_profile(SPEC), devices=2))

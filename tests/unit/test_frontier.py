@@ -79,7 +79,7 @@ def test_a_time_out_of_reach_is_refused_with_the_best(trace: Trace, slow: Any) -
 
 
 def test_what_the_host_computes_from_disk_is_no_candidate_where_its_time_counts(trace: Trace, slow: Any) -> None:
-    why = {"static_split": "whose experts on the host are timed as if they lay in its memory, not on disk"}
+    why = {"static_split": "whose host compute is timed for experts in host memory, not on disk"}
     assert candidates(trace, profile=slow).left_out(24_000) == why
     assert candidates(trace).left_out(24_000) == {}
     assert candidates(trace, names=["static_split"], profile=slow).left_out(24_000) == {}

@@ -191,7 +191,7 @@ def test_costs_from_a_profile_and_the_links_of_a_cluster() -> None:
     over = profiled_latency(cluster, spec, measured).comm_s(np.full((3, 3), 5.0))
     assert over[0, 2] == pytest.approx(1.8)
     assert over[0, 1] == pytest.approx(80 / 20e9)
-    with pytest.raises(MismatchError, match="hidden size of synthetic is not known"):
+    with pytest.raises(MismatchError, match="hidden size of synthetic is unknown"):
         unknown = replace(spec, hidden_size=0)
         profiled_latency(cluster, unknown, replace(profile, spec=unknown))
 

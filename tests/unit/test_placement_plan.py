@@ -338,7 +338,7 @@ def test_a_remote_call_of_a_model_of_unknown_width_must_be_measured() -> None:
     spec = replace(make_spec(1, 2, top_k=1), hidden_size=0)
     problem = make_problem(spec, make_cluster([[2], [2]]))
     plan = _plan(spec, problem.cluster, place("uniform", problem))
-    with pytest.raises(MismatchError, match=r"the hidden size of synthetic is not known, .* give --call-ms"):
+    with pytest.raises(MismatchError, match=r"the hidden size of synthetic is unknown, .* give --call-ms"):
         plan_migration(plan, plan, problem.demand, horizon_tokens=1)
     assert plan_migration(plan, plan, problem.demand, horizon_tokens=1, call_s=0.01).call_s == 0.01
 

@@ -128,7 +128,7 @@ def test_weights_that_are_no_numbers_or_name_what_is_not_there_are_refused(tmp_p
         tensors["next_C"] = torch.tensor([-1, next_row], dtype=torch.int32)
 
     load_predictor(reweighted(saved("expert_map", tmp_path / "e"), maps))
-    refused(reweighted(saved("expert_map", tmp_path / "f"), lambda t: maps(t, 7)), "links to maps that are not there")
+    refused(reweighted(saved("expert_map", tmp_path / "f"), lambda t: maps(t, 7)), "links to missing maps")
     refused(reweighted(saved("expert_map", tmp_path / "g"), lambda t: maps(t, value=torch.nan)), "not finite")
 
 

@@ -184,7 +184,7 @@ def test_it_learns_a_rule_of_this_token_and_the_one_before(name: str) -> None:
 @both
 def test_withheld_ids_are_refused(name: str, tmp_path: Path) -> None:
     predictor = _built(name)
-    with pytest.raises(MismatchError, match=f"{name} predicts from token ids, and found withheld ones"):
+    with pytest.raises(MismatchError, match=f"{name} predicts from token ids, but some are withheld"):
         predictor.workload([3, -1])
     with pytest.raises(MismatchError, match="withheld ones"):
         predictor.observe(_events([-1, -1])[0])

@@ -206,7 +206,7 @@ def test_rounded_activations_change_what_it_says_and_nothing_after(replica: Path
 
 def test_withheld_tokens_are_refused(replica: Path) -> None:
     predictor = load_predictor(replica)
-    with pytest.raises(MismatchError, match="found withheld ones"):
+    with pytest.raises(MismatchError, match="some are withheld"):
         predictor.observe(_event(predictor, [5, -1], 0, 0, Phase.PREFILL))
 
 

@@ -1,1 +1,1 @@
-"""Timing one thing of a machine each: experts, a decoder layer, reads, copies to a GPU, predictions, a link."""
+"""Probes of a machine, one per file: experts, a decoder layer, reads, copies to a GPU, predictions, a link."""

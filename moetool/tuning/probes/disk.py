@@ -1,4 +1,4 @@
-"""The time of reading experts from disk, past the page cache, on several threads."""
+"""Timings of expert reads from disk, bypassing the page cache, on several threads."""
 
 import itertools
 import os
@@ -24,15 +24,15 @@ from moetool.tuning.probes.repeat import Timings, repeat
 
 THREADS = (1, 2, 4, 8)
 _SHARES = (16, 4, 2, 1)  # sizes to read, as parts of an expert
-_BYTES_EACH = 2**20  # a timing covers at least so many bytes a thread, so that starting the threads does not show
+_BYTES_EACH = 2**20  # least bytes per thread in a timing, to hide the start of threads
 
 
 @contextmanager
 def scratch_shards(folder: Path, num_bytes: int) -> Iterator[Shards]:
-    """A safetensors file of random bytes, written to the disk of `folder` and removed at the end.
+    """Write a safetensors file of random bytes to the disk of `folder`; remove it at the end.
 
     Raises:
-        CapacityError: the disk has no room for it.
+        CapacityError: the disk has no room for the file.
     """
     from safetensors.torch import save_file
 
@@ -55,10 +55,10 @@ def scratch_shards(folder: Path, num_bytes: int) -> Iterator[Shards]:
 
 
 class DiskProbe:
-    """Reads from shards on a fixed number of threads, each into a slot of its own.
+    """Reads from shards on a fixed number of threads, each into its own slot.
 
     Args:
-        files: where the shards are a model's: whole experts are then read as the server reads them.
+        files: expert files of a model, to read whole experts as the server does; None for other shards.
     """
 
     def __init__(self, shards: Shards, slot_bytes: int, threads: int, files: ExpertFiles | None = None) -> None:
@@ -76,7 +76,7 @@ class DiskProbe:
         self._pool.shutdown()
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds from one read of so many bytes to the next, with every thread reading."""
+        """Return the seconds from one read of these bytes to the next, with every thread reading."""
         each = -(-_BYTES_EACH // num_bytes)
         places = [[self._place(num_bytes) for _ in range(each)] for _ in range(self._threads)]
         began = time.perf_counter()
@@ -92,7 +92,7 @@ class DiskProbe:
                 slot[:num_bytes].copy_(data)
 
     def _place(self, num_bytes: int) -> tuple[int, int]:
-        """A random place to read: a file and an offset into it, or 0 and an expert's key for whole experts."""
+        """Return a random place to read: a file and an offset, or 0 and an expert's key for whole experts."""
         if self._files is not None and num_bytes == self._files.stored_bytes:
             spec = self._files.spec
             layer = self._random.randrange(spec.num_layers)
@@ -105,7 +105,7 @@ class DiskProbe:
 def disk_costs(
     shards: Shards, expert_bytes: int, seconds: float, files: ExpertFiles | None = None
 ) -> tuple[LoadCosts, ...]:
-    """Load costs of the disk for reads up to an expert's size, on 1 to 8 threads."""
+    """Return load costs of the disk for reads up to an expert's size, on 1 to 8 threads."""
     sizes = sorted({max(1, expert_bytes // share) for share in _SHARES})
     probes = {threads: DiskProbe(shards, expert_bytes, threads, files) for threads in THREADS}
     timings = {threads: Timings() for threads in THREADS}

@@ -1,4 +1,4 @@
-"""The time of one routed expert, and what bfloat16 gains on this machine."""
+"""Timings of one routed expert, and the gain of bfloat16 on this machine."""
 
 import time
 from functools import partial
@@ -25,16 +25,16 @@ def expert_curve(
     seconds: float,
     files: ExpertFiles | None = None,
 ) -> Curve:
-    """Seconds of one expert against its tokens, with gathering them and putting the products in their places.
+    """Return the seconds of one expert against its tokens, gather and scatter included.
 
-    The weights are random: their values do not change the time. Several experts take turns, as they do in a model,
-    so that caches do not flatter.
+    The weights are random, since values do not change the time. Several experts take turns, as in a model, so that CPU
+    caches do not shorten the time.
 
     Args:
         form: matrices and activation of the layer's experts.
-        hidden: width of its input and output.
-        weights_dtype: of the checkpoint; the products widen the weights to `dtype` where that is another.
-        files: of packed experts, which are taken as they are and unpacked for each product.
+        hidden: width of input and output.
+        weights_dtype: data type of the checkpoint; products convert the weights to `dtype` if different.
+        files: files of packed experts, which are unpacked for each product.
     """
     expert_bytes = form.num_elements * weights_dtype.itemsize if files is None else files.slot_bytes
     copies = min(form.num_experts, max(2, _COLD_BYTES // expert_bytes))
@@ -66,9 +66,9 @@ def expert_curve(
 
 
 def bfloat16_gain(tokens: int, hidden: int = 2048, inner: int = 1408, rounds: int = 25) -> float:
-    """Speed of a product [tokens, hidden] x [hidden, inner] in bfloat16 over that in float32, on one CPU thread.
+    """Return the speed of a product [tokens, hidden] x [hidden, inner] in bfloat16 over float32, on one CPU thread.
 
-    The fastest of several rounds counts, so that a busy machine changes little.
+    The fastest of several rounds counts, to limit the effect of other processes.
     """
     dtypes = (torch.float32, torch.bfloat16)
     seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in dtypes}
@@ -85,11 +85,11 @@ def bfloat16_gain(tokens: int, hidden: int = 2048, inner: int = 1408, rounds: in
 
 
 def random(dtype: torch.dtype, device: str, *shape: int) -> torch.Tensor:
-    """Random values of the size that weights and activations have."""
+    """Return random values at the scale of weights and activations."""
     return torch.randn(shape, device=device).mul_(0.02).to(dtype)
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait for the device's queued work."""
     if device == "cuda":
         torch.cuda.synchronize()

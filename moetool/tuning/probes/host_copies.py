@@ -1,4 +1,4 @@
-"""The time of copying experts from host memory to a GPU."""
+"""Timings of expert copies from host memory to a GPU."""
 
 import time
 from functools import partial
@@ -13,7 +13,7 @@ _BUFFERS = 8
 
 
 def copy_costs(expert_bytes: int, seconds: float) -> tuple[LoadCosts, ...]:
-    """Load costs of pinned and of pageable host memory to the first GPU, for copies up to an expert's size."""
+    """Return load costs of pinned and pageable host memory to the first GPU, for copies up to an expert's size."""
     sizes = sorted({max(1, expert_bytes // share) for share in _SHARES})
     target = torch.empty(expert_bytes, dtype=torch.uint8, device="cuda")
     timings = {"pinned": Timings(), "pageable": Timings()}

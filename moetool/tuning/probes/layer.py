@@ -1,4 +1,4 @@
-"""The time of everything but the routed experts, part by part, from one or two decoder layers of a model."""
+"""Timings of all parts except the routed experts, from one or two decoder layers of a model."""
 
 import contextlib
 import time
@@ -25,7 +25,7 @@ _RANDOM_VALUES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCurves:
-    """The parts of a decoder layer, as the attributes of `moetool.costing.costs.ComputeCosts` explain them."""
+    """Curves of a decoder layer's parts; see `moetool.costing.costs.ComputeCosts`."""
 
     attention: Curve
     prompt_attention: Curve
@@ -38,18 +38,18 @@ class LayerCurves:
 def layer_curves(checkpoint: Checkpoint, dtype: torch.dtype, device: str, seconds: float) -> LayerCurves:
     """Measure the parts of a model's layers with random weights of its shape.
 
-    One MoE layer, and one without experts where the model has such layers, run in the model's own forward between
-    its embedding and its head; hooks take the times. Attention is transformers' own, over its own cache; where layers
-    attend differently it is that of one which sees the whole context.
+    One MoE layer, and one dense layer if the model has such, run in the model's own forward between embedding and head;
+    hooks take the times. Attention is transformers' own, with its cache, from a layer that attends to the whole
+    context.
 
     Args:
-        checkpoint: of the model; its config is all that is used.
+        checkpoint: checkpoint of the model, of which only the config is used.
 
-    Effects: takes the memory of these layers, the embedding and the head.
+    Effects: allocates these layers, the embedding and the head.
 
     Raises:
-        CapacityError: they do not fit.
-        MoetoolError: the family's forward does not run on a part of its layers.
+        CapacityError: they do not fit into memory.
+        MoetoolError: the family's forward does not run with a subset of layers.
     """
     config = checkpoint.config
     probe = _Probe(checkpoint, dtype, device)
@@ -70,7 +70,7 @@ def layer_curves(checkpoint: Checkpoint, dtype: torch.dtype, device: str, second
 
 
 class _Probe:
-    """A model cut down to one layer of each kind, with a stopwatch at its parts."""
+    """A model with one layer of each kind, and a stopwatch on its parts."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -105,28 +105,28 @@ class _Probe:
         }
 
     def measure_prompt(self, tokens: int) -> None:
-        """A prompt of so many tokens; its cache serves `measure_decode`."""
+        """Measure a prompt of this many tokens; `measure_decode` uses its cache."""
         laps, self._caches[tokens] = self._forward(self._model.base_model, 1, tokens)  # a prompt needs few logits
         self._timings["prompt_attention"].add(tokens, laps["layer"] - laps["block"])
         self._note_block(tokens, laps)
 
     def measure_decode(self, context: int) -> None:
-        """One token more, and back again."""
+        """Measure one more token, then crop the cache."""
         laps, cache = self._forward(self._model, 1, 1, self._caches[context])
-        with contextlib.suppress(ValueError, RuntimeError):  # a cache with a window or a fixed state cannot
+        with contextlib.suppress(ValueError, RuntimeError):  # caches with a window or a fixed state cannot be cropped
             cache.crop(-1)
         self._timings["attention"].add(context, laps["layer"] - laps["block"])
         self._timings["head"].add(1, laps["total"] - laps["layer"] - laps.get("dense_layer", 0.0))
         self._note_block(1, laps)
 
     def measure_batch(self, requests: int) -> None:
-        """One token of so many requests."""
+        """Measure one token of this many requests."""
         laps, _ = self._forward(self._model, requests, 1)
         self._timings["head"].add(requests, laps["total"] - laps["layer"] - laps.get("dense_layer", 0.0))
         self._note_block(requests, laps)
 
     def curves(self) -> LayerCurves:
-        """The curves through the timings."""
+        """Return the curves through the timings."""
         made = self._timings
         return LayerCurves(
             attention=made["attention"].curve(),
@@ -145,14 +145,14 @@ class _Probe:
             self._timings["dense"].add(tokens, laps["dense_layer"] - attention)
 
     def _forward(self, model: Any, requests: int, tokens: int, cache: Any = None) -> tuple[dict[str, float], Any]:
-        """The parts' seconds, and the cache that the forward has made or grown."""
+        """Return the parts' seconds, and the forward's cache."""
         ids = torch.randint(self._vocabulary, (requests, tokens), device=self._device)
         output = model(ids, past_key_values=cache, use_cache=True)
         return self._stopwatch.take(), output.past_key_values
 
 
 class _Stopwatch:
-    """Seconds that each of some modules took in the last forward."""
+    """Seconds of some modules in the last forward."""
 
     def __init__(self, parts: dict[str, nn.Module], device: str) -> None:
         self._device = device
@@ -175,13 +175,13 @@ class _Stopwatch:
 
 
 def _typical(layers: list[MoeLayer], config: Any) -> MoeLayer:
-    """The first MoE layer that attends to the whole context, where the model's layers differ in that."""
+    """Return the first MoE layer that attends to the whole context, if layers differ in that."""
     kinds = getattr(config, "layer_types", None) or ()
     return next((layer for layer in layers if kinds and kinds[layer.layer_id] == "full_attention"), layers[0])
 
 
 def _keep(model: Any, layers_path: str, layer_ids: list[int]) -> None:
-    """Cut a model down to some of its decoder layers."""
+    """Reduce a model to some of its decoder layers."""
     layers = model.get_submodule(layers_path)
     config = model.config.get_text_config()
     kinds = vars(config).get("layer_types")
@@ -192,11 +192,11 @@ def _keep(model: Any, layers_path: str, layer_ids: list[int]) -> None:
     for position, layer_id in enumerate(layer_ids):
         for module in layers[layer_id].modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = position  # its place in the cache
+                module.layer_idx = position  # its index in the cache
 
 
 def _materialise(model: Any, moe: MoeLayer, device: str) -> None:
-    """Give everything but the routed experts random weights, and rotary embeddings their frequencies.
+    """Allocate random weights except for routed experts, and compute rotary frequencies.
 
     Raises:
         CapacityError: they do not fit into memory.
@@ -225,5 +225,5 @@ def _materialise(model: Any, moe: MoeLayer, device: str) -> None:
 
 
 def _skip(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-    """The experts implementation that computes nothing."""
+    """Skip the experts, as an experts implementation of transformers."""
     return torch.zeros_like(hidden_states)

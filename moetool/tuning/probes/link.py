@@ -1,7 +1,7 @@
-"""The time of sending bytes to another machine: a tiny server that acknowledges, and a client that measures.
+"""Timings of sends to another machine: a small acknowledging server, and a measuring client.
 
-The server takes bytes from anyone who reaches its port, without authentication or encryption, and throws them away:
-use it on trusted networks.
+The server accepts and discards bytes from anyone, without authentication or encryption: use it on trusted networks
+only.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ SIZES = (1, 2**12, 2**16, 2**20, 2**24)
 _HEADER = struct.Struct("!Q")
 _MAX_BYTES = SIZES[-1]
 _TIMEOUT_S = 10.0
-_SIGNAL_S = 1.0  # a Ctrl-C just before the wait for a client does not end the wait
+_SIGNAL_S = 1.0  # poll interval: a Ctrl-C just before the wait for a client does not end the wait
 _ACK = b"\x06"
 _BUFFER_BYTES = 2**20
 
 
 def parse_peer(text: str) -> tuple[str, int]:
-    """(host, port) from `HOST:PORT`, or from `PORT` for this machine. Raises: UsageError: it is neither."""
+    """Parse `HOST:PORT`, or `PORT` for this machine, into (host, port). Raises: UsageError: it is neither."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{text!r} is not an address: write HOST:PORT, or PORT for this machine only")
@@ -33,15 +33,15 @@ def parse_peer(text: str) -> tuple[str, int]:
 
 
 def serve(address: str, on_ready: Callable[[str], None]) -> None:
-    """Acknowledge what clients send, one client after the other, until interrupted.
+    """Acknowledge clients' bytes, one client after the other, until an interruption.
 
     Args:
         address: HOST:PORT, or PORT for this machine only; port 0 takes any free one.
-        on_ready: called with the address once clients are heard.
+        on_ready: called with the address when the server listens.
 
     Raises:
-        UsageError: that is no address.
-        MoetoolError: the address cannot be had.
+        UsageError: the text is not an address.
+        MoetoolError: the address cannot be bound.
     """
     host, port = parse_peer(address)
     try:
@@ -56,7 +56,7 @@ def serve(address: str, on_ready: Callable[[str], None]) -> None:
                 client, _ = server.accept()
             except TimeoutError:
                 continue
-            with client, contextlib.suppress(OSError):  # one that goes away does not end the server
+            with client, contextlib.suppress(OSError):  # a disconnect does not end the server
                 _answer(client)
 
 
@@ -74,11 +74,11 @@ def _answer(client: socket.socket) -> None:
 
 
 def link_curve(peer: str, seconds: float) -> Curve:
-    """Seconds until bytes sent to `peer` were received there and acknowledged, against bytes.
+    """Return the seconds until bytes sent to `peer` are acknowledged, against bytes.
 
     Raises:
-        UsageError: `peer` is no address.
-        MoetoolError: nobody answers there as expected.
+        UsageError: `peer` is not an address.
+        MoetoolError: no probe answers there.
     """
     host, port = parse_peer(peer)
     payload = bytes(SIZES[-1])

@@ -1,4 +1,4 @@
-"""The time of one prediction."""
+"""Timings of one prediction."""
 
 import time
 from functools import partial
@@ -15,7 +15,7 @@ AHEAD = 8
 
 
 def prediction_curve(predictor: Any, seconds: float) -> Curve:
-    """Seconds of observing one layer and scoring the next, against the tokens of the forward, on made-up routes.
+    """Return the seconds of observing one layer and scoring the next, against the forward's tokens, on random routes.
 
     Args:
         predictor: a `moetool.learning.predictor.Predictor`.
@@ -37,7 +37,7 @@ def prediction_curve(predictor: Any, seconds: float) -> Curve:
 
 
 def _events(spec: ModelSpec, tokens: int, rng: np.random.Generator) -> list[GateEvent]:
-    """One forward over random experts, with all that a predictor may ask for."""
+    """Return one forward over random experts, with all fields that predictors may need."""
     info = ForwardInfo(
         forward_id=0,
         request_T=tuple(range(tokens)),

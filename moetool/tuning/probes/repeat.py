@@ -1,4 +1,4 @@
-"""Repeating measurements within a budget of time."""
+"""Repetition of measurements within a time budget."""
 
 import heapq
 import time
@@ -7,36 +7,36 @@ from collections.abc import Callable, Sequence
 
 from moetool.costing.costs import Curve
 
-_SHORTEST_S = 1e-9  # a difference of two timings may come out as nothing
+_SHORTEST_S = 1e-9  # a difference of two timings may be 0
 
 
 class Timings:
-    """Seconds measured for each amount (tokens, bytes) of one thing."""
+    """Measured seconds for each amount (tokens, bytes)."""
 
     def __init__(self) -> None:
         self._seconds: dict[float, list[float]] = defaultdict(list)
 
     def add(self, amount: float, seconds: float) -> None:
-        """Note one timing."""
+        """Add one timing."""
         self._seconds[amount].append(max(seconds, _SHORTEST_S))
 
     def curve(self) -> Curve:
-        """The curve through the medians. The first timing of each amount is a warm-up, unless it is the only one."""
+        """Return the curve through the medians. The first timing of each amount is a warm-up, unless it is the only."""
         return Curve.fit({amount: seconds[1:] or seconds for amount, seconds in self._seconds.items()})
 
 
 def repeat(measurements: Sequence[Callable[[], None]], seconds: float, most: int = 30) -> None:
-    """Make each measurement once, in order, then again and again whichever has had the least time, till it is up.
+    """Run each measurement once, in order, then repeatedly the one with the least total time until the time is up.
 
-    So cheap measurements are not starved by dear ones, and what else the machine does is spread over all of them.
+    Cheap measurements are therefore not starved by expensive ones, and disturbances spread over all.
 
     Args:
-        measurements: each notes its timings itself.
-        seconds: after so long only measurements that were never made are begun.
-        most: how often each is made at most.
+        measurements: functions that record their own timings.
+        seconds: time budget, after which only measurements that never ran begin.
+        most: maximum runs of each.
     """
     began = time.perf_counter()
-    queue = [(0.0, 0, number) for number in range(len(measurements))]  # time had, times made, which
+    queue = [(0.0, 0, number) for number in range(len(measurements))]  # total time, runs, index
     while queue:
         spent, times, number = heapq.heappop(queue)
         start = time.perf_counter()
