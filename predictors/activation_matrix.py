@@ -1,15 +1,15 @@
-"""Activation matrix: what the earlier request used whose experts were most like those of the running one.
+"""Activation matrix: the experts of the earlier request most similar to the running one.
 
-A request's matrix counts, for each layer and expert, its tokens that used it.
+A request's matrix counts its tokens for each layer and expert.
 
-Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's words on it (§§ 2.3, 6.3: request-level
+Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's description (§§ 2.3, 6.3: request-level
 expert activations, matched by cosine). Readings and deviations:
 
-- The matrix of the running request, of all its tokens and layers so far, is compared with those of the training
+- The matrix of the running request, over its observed tokens and layers, is compared with those of the training
   requests: cosine of each layer's counts, averaged over the layers. Its code masks the stored matrices up to the
   current layer and compares the others.
-- Of more training requests than `history` those are kept that lie evenly over the trace, so that each task gives its
-  share; the paper clusters them. The policy `moe_infinity` learns while it runs, this predictor does not.
+- At most `history` training requests are kept, evenly spaced over the trace, so that each task has its share; the paper
+  clusters them. The policy `moe_infinity` learns online, this predictor does not.
 - All tokens of a request in a forward get the same scores.
 """
 
@@ -25,7 +25,7 @@ from moetool.learning.request_matrices import ActivationMatrices, unit_rows
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
-_RUNNING = 1024  # requests whose matrices are kept at a time; the one that began first goes first
+_RUNNING = 1024  # maximum number of kept matrices; the oldest is dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Options:
     """Options of the activation matrix.
 
     Attributes:
-        history: how many requests of the training set it keeps.
+        history: number of stored training requests.
     """
 
     history: int = 128
@@ -74,7 +74,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         self._matrices = None
 
     def observe(self, event: GateEvent) -> None:
-        """Takes a request for a new one at position 0."""
+        """Observe an event; a request is new at position 0."""
         if self._matrices is None:
             past_HLE = self.past_HLE.numpy()
             self._matrices = ActivationMatrices(past_HLE, int(past_HLE.any(axis=(1, 2)).sum()))

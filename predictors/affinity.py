@@ -1,8 +1,8 @@
-"""Affinity: the experts that most often follow the ones just chosen.
+"""Affinity: the experts that most often follow those just chosen.
 
-Source: DuoServe-MoE § 4.1, Eq. 3. The paper gives the matrix and no score made of it alone; here the score of a
-layer is the mean of the rows of the experts just chosen; farther ahead, that row times the matrices of the layers
-between, as if each layer followed from the one before it alone.
+Source: DuoServe-MoE § 4.1, Eq. 3. The paper defines the matrix, but no score from it alone. Here the score of a layer
+is the mean of the rows of the experts just chosen; farther ahead, that row times the matrices of the layers between, as
+in a Markov chain.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,13 @@ from predictors.popularity import popularity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Affinity has no options."""
+    """No options."""
 
 
 def affinity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
-    """A_{l,l+1}(i, j): among all choices of layer l+1 made after expert i of layer l, the share of expert j (Eq. 3).
+    """Return A_{l,l+1}(i, j): the share of expert j among layer l+1's choices after expert i of layer l (Eq. 3).
 
-    Deviation: for an expert that was never chosen Eq. 3 is 0/0; its row is the popularity of the next layer, which
-    is what is known there without it.
+    Deviation: for an expert that was never chosen Eq. 3 is 0/0; its row is the popularity of the next layer.
 
     Shapes: returns float32 [L-1, E, E], called affinity_MEE, M = L-1: [l, i, j] leads from layer l to layer l+1;
         each row sums to 1.

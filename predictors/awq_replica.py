@@ -1,17 +1,17 @@
-"""A replica of the model in a few bits runs each request, and its gates say which experts the model will use.
+"""AWQ replica: a low-bit replica runs each request, and its gates predict the model's experts.
 
 Source: DIRECTOR § V-A, "Quantized Predictor": a low-bit replica of the model, whose gates rank experts nearly as those
 of the model do; § VIII makes it with AWQ. Readings and deviations:
 
-- The paper says that weights and activations are both rounded, and that AWQ does it; AWQ rounds weights only. So do we;
-  `activation_bits` rounds the inputs of every rounded weight as well, each token by its largest value.
+- The paper says that AWQ rounds weights and activations; AWQ rounds weights only, and so does this replica.
+  `activation_bits` also rounds the inputs of every rounded weight, each token by its largest value.
 - Gates, embeddings and norms are those of the model (`moetool.quantize`).
-- Of a pending request only the prompt is known. It is run whole, and each token that the request goes on to make is
-  given the mean over its prompt (`predict_prompt`). While a request runs, the replica is ahead of it by whole
-  forwards: it sees a forward's tokens before the first MoE layer has run, and nothing later.
-- The experts that its own router chose come first, then the others by their scores.
-- It is made from a model and text, not from a trace (`make`). It is scored on every request of a trace whose prompt it
-  was not made from.
+- Only the prompt of a pending request is known. It runs whole, and each new token gets the mean over the prompt
+  (`predict_prompt`). For a running request, the replica sees a forward's tokens before the first MoE layer runs, and no
+  later ones.
+- Experts chosen by its own router rank first, then the others by score.
+- It is built from a model and text, not from a trace (`make`). It is scored on every request of a trace with an unseen
+  prompt.
 """
 
 import copy
@@ -31,9 +31,9 @@ from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
-_RUNNING = 64  # requests whose keys and values are kept at a time; the one that began first goes first
+_RUNNING = 64  # maximum number of kept KV caches; the oldest is dropped
 
-_ORDER = 1e-4  # what the best of the replica's scores adds
+_ORDER = 1e-4  # weight of the replica's scores, to order the other experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class Options:
     """Options of the replica when it predicts.
 
     Attributes:
-        activation_bits: 16 leaves activations as they are; 8 or 4 rounds what goes into each rounded weight.
-        unpacked: whether its weights are unpacked once, in float32, and not each time that they are needed: several
-            times the memory, and less time for a token.
+        activation_bits: bits of the inputs of each rounded weight: 4, 8, or 16 without rounding.
+        unpacked: whether to unpack weights once, in float32, instead of on each use: several times the memory, but less
+            time per token.
     """
 
     activation_bits: int = 16
@@ -55,11 +55,10 @@ class Options:
 
 
 class Predictor(moetool.learning.predictor.Predictor):
-    """Runs the replica in memory, packed as its files are, and keeps the keys and values of the requests that run.
+    """Runs the replica in memory, packed as in its files, and keeps the KV cache of running requests.
 
-    Scores are 1 for the experts that the replica's router chose; its scores over all experts, added far smaller, only
-    order the others.
-    A request whose first tokens it was not told of is run without them.
+    Scores are 1 for the experts chosen by the replica's router; its scores over all experts, scaled down, order the
+    others. A request with unseen first tokens runs without them.
     """
 
     needs = frozenset({"experts", "token_id"})
@@ -72,13 +71,13 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.lookahead = self.num_layers
         self.bits = options.activation_bits
         self._unpacked = options.unpacked
-        self._replica: Any = None  # a LoadedModel, which is no part of the state
+        self._replica: Any = None  # a LoadedModel, outside the state dict
         self._caches: dict[int, Any] = {}
         self._scores_LTE: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the replica's weights as they lie in memory, and of the one expert that is unpacked at a time."""
+        """Return the bytes of the replica's weights in memory, and of one unpacked expert."""
         from moetool.models.packed_memory import held_bytes, unpacking_bytes
 
         if self._replica is None:
@@ -86,21 +85,21 @@ class Predictor(moetool.learning.predictor.Predictor):
         return held_bytes(self._replica.model) + unpacking_bytes(self._replica.model, torch.float32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Predictor":
-        """A twin with requests of its own; both run one replica."""
+        """Return a copy with its own requests, which shares the replica."""
         twin = Predictor(self.spec, self.options)
         twin.name, twin.card, twin.sha256 = self.name, copy.copy(self.card), self.sha256
         twin._replica = self._replica
         return twin.eval()
 
     def count(self, tokens: Tokens) -> None:
-        """Raises: UsageError: it is made from a model."""
+        """Raises: UsageError: the replica is built from a model."""
         raise UsageError("awq_replica is made from a model: moetool train awq_replica MODEL --data … --out DIR")
 
     def open(self, folder: Path) -> None:
-        """Bring the replica into memory.
+        """Load the replica.
 
         Raises:
-            MismatchError: the files are not those that its card names.
+            MismatchError: the files differ from its card.
         """
         from moetool.models.checkpoint import Checkpoint
         from moetool.models.loading import load_full, use_threads
@@ -125,14 +124,14 @@ class Predictor(moetool.learning.predictor.Predictor):
         use_threads(self._replica.model.config)
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """An expert that the replica chose is used as often as its card says; the others share the rest evenly."""
+        """Return the card's match for chosen experts; the others share the rest evenly."""
         match = float(self.card["judged"]["match"]) if self.card else 1.0
         rest = min(1.0, self.top_k * (1 - match) / max(1, self.num_experts - self.top_k))
         return rest + (match - rest) * scores_TE.clamp(0, 1)
 
     @torch.inference_mode()
     def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Scores of new tokens: the mean over the prompt.
+        """Score the prompt; new tokens get its mean.
 
         Raises:
             MismatchError: a token id is withheld.
@@ -146,7 +145,7 @@ class Predictor(moetool.learning.predictor.Predictor):
 
     @torch.inference_mode()
     def observe(self, event: GateEvent) -> None:
-        """Runs the tokens of a forward when it begins; a request is new at position 0."""
+        """Run the tokens of a forward at its beginning; a request is new at position 0."""
         from transformers import DynamicCache
 
         if event.layer:
@@ -209,8 +208,8 @@ def _known(token_id_S: Sequence[int]) -> Tensor:
     ids_S = torch.tensor(list(token_id_S))
     if bool((ids_S < 0).any()):
         raise MismatchError(
-            "awq_replica predicts from token ids, and found withheld ones (-1), expected all of a request; take a "
-            "trace that moetool capture made"
+            "awq_replica predicts from token ids, but some are withheld (-1), expected all of a request; use a "
+            "trace from moetool capture"
         )
     return ids_S
 
@@ -225,13 +224,13 @@ def make(
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Make a replica of a model and save it.
+    """Build a replica of a model and save it.
 
     Args:
         model: `reference`, a folder or a hub name.
         data: embedded prompt sets and files, as for `moetool.prompts.gather.load`.
-        options: of `moetool.quantize.replica_layers.ReplicaOptions` and of `Options`.
-        seed: of which prompts are kept for judging, and of their order.
+        options: options of `moetool.quantize.replica_layers.ReplicaOptions` and of `Options`.
+        seed: seed of the prompts' order and the held-out choice.
 
     Raises: as `moetool.quantize.replica.make_replica`; UsageError where the text is too short.
 

@@ -1,15 +1,15 @@
-"""Stacked one-layer transformers that name the experts of a prompt block by block of layers, before it runs.
+"""Cascade: stacked one-layer transformers predict the experts of a prompt by blocks of layers, before it runs.
 
 Source: DIRECTOR § V-A, the cascade predictor {M_1, ..., M_n}: "M_1 consumes token embeddings and predicts the expert
 routing R_1; each subsequent M_i augments these embeddings with the predicted routing R_{i-1} from M_{i-1} to predict
-routing R_i for its designated block of subsequent layers". Two stages are the ones of its Table II. Readings and
-deviations, besides those of `predictors/single_transformer.py`:
+routing R_i for its designated block of subsequent layers". Its Table II has two stages. Readings and deviations, in
+addition to those of `predictors/single_transformer.py`:
 
-- R_{i-1} is given as the probability of each expert in each layer of the block before, by the stage before it, not as
-  a top-k choice: it says how sure that stage is, and the loss of a later stage reaches the earlier ones. All stages are
-  trained together, on what they predict and never on what was chosen.
-- R_{i-1} is added to the embeddings through a linear map; how they are augmented is not described.
-- The blocks are as equal as they can be unless they are given, the earlier ones the larger.
+- R_{i-1} is the previous stage's probability of each expert in each layer of its block, not a top-k choice. It keeps
+  that stage's confidence, and the loss of a later stage reaches earlier ones. All stages are trained together, on
+  predictions and never on true choices.
+- R_{i-1} is added to the embeddings through a linear map; the paper does not describe the augmentation.
+- By default the blocks are as equal as possible, earlier ones larger.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Options(PromptOptions):
     """Options of the cascade.
 
     Attributes:
-        stages: how many transformers are stacked.
-        boundaries: the first layers of the second and later stages, ascending; equal blocks where it is empty.
+        stages: number of stacked transformers.
+        boundaries: first layers of the second and later stages, ascending (default: equal blocks).
     """
 
     stages: int = 2
@@ -43,7 +43,7 @@ class Options(PromptOptions):
 
 
 class Predictor(PromptPredictor):
-    """A stage for each block of layers.
+    """One stage per block of layers.
 
     Raises:
         UsageError: there are more stages than layers, or the boundaries do not ascend within the layers.
@@ -54,7 +54,7 @@ class Predictor(PromptPredictor):
 
 
 def _boundaries(num_layers: int, options: Options) -> tuple[int, ...]:
-    """The first layers of the second and later stages."""
+    """Return the first layers of the second and later stages."""
     if options.stages > num_layers:
         raise UsageError(f"cascade: stages is {options.stages}, expected at most the {num_layers} MoE layers")
     size, more = divmod(num_layers, options.stages)

@@ -1,19 +1,18 @@
-"""Expert maps: what the gates of the earlier iteration said that was most like this one.
+"""Expert maps: the gate distributions of the most similar earlier iteration.
 
-Counted, not fitted: a store of maps (`moetool.learning.expert_maps`) is searched for each token by the gates of its
-layers so far, or by its embedding before any has spoken, and the found map's row of the coming layer is the score.
+Counted, not fitted: a store of maps (`moetool.learning.expert_maps`) is searched for each token by its observed gates,
+or by its embedding before the first gate. The score is the found map's row of the coming layer.
 
 Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1, 4.2 and 4.4. Readings and deviations:
 
 - A map holds the whole distribution of each gate; sigmoid scores are divided by their sum.
-- A prompt is one iteration, and its map and embedding are means over its tokens. `prompts = "tokens"` keeps a map of
-  each of its tokens instead, which says more of a single one.
-- The paper predicts layer l from the layers up to l - d, for one d. Here any layer is predicted from all that have
-  run; d is left in RDY, which decides what a full store keeps.
-- The paper takes the one best map. `neighbours` takes the mean of the n best: on DeepSeek-V2-Lite routes the 16 best
-  match 0.02 less than the best one on a task that was counted, and 0.015 more on one that was not.
-- `source = "topk"` makes do with the chosen experts' weights, for traces that hold no more: 0 for every other expert,
-  no embeddings, and so no search by meaning.
+- A prompt is one iteration, and its map and embedding are means over its tokens. `prompts = "tokens"` instead keeps a
+  map of each token.
+- The paper predicts layer l from the layers up to l - d, for one d. Here any layer is predicted from all observed ones;
+  d remains in RDY, which decides what a full store keeps.
+- The paper uses the single best map. `neighbours` uses the mean of the n best.
+- `source = "topk"` uses only the chosen experts' weights, for traces without logits: 0 for every other expert, and no
+  search by embedding.
 """
 
 from dataclasses import dataclass
@@ -39,10 +38,10 @@ class Options:
 
     Attributes:
         source: `logits`: whole distributions and embeddings; `topk`: the chosen experts' weights.
-        capacity: maps that are kept: a number, or the paper's sizings `2LJ` and `LJlnLJ/2`.
-        distance: d of RDY: how many layers are searched by meaning.
-        prompts: a map of a prompt's `mean`, or one of each of its `tokens`.
-        neighbours: how many of the most similar maps make the score.
+        capacity: maximum number of maps: a number, or the paper's sizings `2LJ` and `LJlnLJ/2`.
+        distance: d of RDY: number of layers searched by embedding.
+        prompts: maps of a prompt: its `mean`, or one for each of its `tokens`.
+        neighbours: number of most similar maps in the score.
     """
 
     source: Literal["logits", "topk"] = "logits"
@@ -56,13 +55,13 @@ class Options:
 
 
 class Predictor(moetool.learning.predictor.Predictor):
-    """Searches by the gates so far, one layer at a time.
+    """Searches by the observed gates, one layer at a time.
 
     Attributes:
-        maps: the store; it shares its arrays with the buffers.
+        maps: store, which shares its arrays with the buffers.
 
     Shapes: buffers maps_LCE float32, embedding_CD float32 (rows of length 1; no columns for `topk`) and next_C int32,
-        for the C maps that it holds. Loaded, they stay in the file and are read as they are searched.
+        for C maps. After loading, they stay memory-mapped.
     """
 
     needs = NEEDS["logits"]
@@ -80,8 +79,8 @@ class Predictor(moetool.learning.predictor.Predictor):
         for name in _ARRAYS:
             self.register_buffer(name, None)
         self._hold(MapStore(self.num_layers, self.num_experts, capacity, width, options.distance))
-        self._searches: list[MapSearch] = []  # of the tokens of the forward
-        self._found: list[list[list[int]]] = []  # after each layer, for each token the rows of the best maps
+        self._searches: list[MapSearch] = []  # one per token of the forward
+        self._found: list[list[list[int]]] = []  # by layer and token, the rows of the best maps
 
     def count(self, tokens: Tokens) -> None:
         assert tokens.request_T is not None and tokens.iteration_T is not None
@@ -143,7 +142,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return self._mean(self._found[known - 1], layer)
 
     def _chances(self, tokens: Tokens) -> np.ndarray:
-        """P of each token in each layer that is known: float32 [T, P, E]."""
+        """Return P of each token in each known layer: float32 [T, P, E]."""
         T, P, K = tokens.experts_TPK.shape
         if self.options.source == "logits":
             assert tokens.scores_TPE is not None
@@ -155,7 +154,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return flat.reshape(T, P, self.num_experts)
 
     def _best(self, search: MapSearch) -> list[int]:
-        """The rows of the maps most like an iteration, by its gates or, before any, by its embedding."""
+        """Return the rows of the maps most similar to an iteration, by its gates, or before any by its embedding."""
         if not self.maps.size:
             return []
         if self.options.neighbours == 1:
@@ -166,7 +165,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return rows
 
     def _mean(self, found: list[list[int]], layer: int) -> np.ndarray:
-        """For each token the mean of a layer's rows in the maps that were found: float32 [T, E]."""
+        """Return for each token the mean of a layer's rows in the found maps: float32 [T, E]."""
         scores_TE = np.zeros((len(found), self.num_experts), np.float32)
         for t, rows in enumerate(found):
             if rows:
@@ -174,7 +173,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return scores_TE
 
     def _hold(self, store: MapStore) -> None:
-        """Take over a store and share its arrays."""
+        """Adopt a store and share its arrays."""
         arrays = store.arrays()
         for name in _ARRAYS:
             setattr(self, name, torch.from_numpy(arrays[name]))
@@ -190,7 +189,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take the tensors themselves, of whatever number of maps, so that a mapped file is not copied."""
+        """Assign the tensors without a copy, with any number of maps, so that a mapped file stays mapped."""
         missing_keys += [prefix + name for name in _ARRAYS if prefix + name not in state_dict]
         unexpected_keys += [key for key in state_dict if key.removeprefix(prefix) not in _ARRAYS]
         if missing_keys or unexpected_keys:

@@ -1,21 +1,21 @@
-"""ExpertMLP: a seven-layer perceptron over the whole path so far, its popularity and its affinity.
+"""ExpertMLP: a seven-layer perceptron over the observed path, popularity and affinity.
 
 One network serves all layers. Its state (Eqs. 4, 5) is
 
-    h_l        the experts of the layers 0..l-1, one multi-hot block of E a layer, zeros from layer l on
+    h_l        the experts of the layers 0..l-1, one multi-hot block of E per layer, zeros from layer l on
     p_l        the popularity of the experts of layer l
-    a_{l-1,l}  the affinity rows of the experts just chosen, in the order in which the router gave them
+    a_{l-1,l}  the affinity rows of the experts just chosen, in the router's order
     l          the layer to predict, one-hot
 
 Source: DuoServe-MoE § 4.2, Eqs. 4 to 6. Readings and deviations:
 
-- "We flatten the expert indices and apply zero-padding": an index of 0 and the padding would be the same, and a
-  number says that expert 7 is nearer to 8 than to 30, which means nothing. Multi-hot blocks pad with no expert, have
-  no order and give the first layer one weight row for each (layer, expert).
+- "We flatten the expert indices and apply zero-padding": index 0 would equal the padding, and numbers would imply that
+  expert 7 is nearer to 8 than to 30. Multi-hot blocks have neither problem and give the first layer one weight row per
+  (layer, expert).
 - The layer is an input, since one network predicts every layer.
 - Eq. 6 sums over samples; here it is the mean over samples and experts, so that the step size does not depend on the
   batch size. The gradient has the same direction.
-- Seven layers, "2048 to 64, followed by a final output layer": six hidden layers by halves and the output.
+- Seven layers, "2048 to 64, followed by a final output layer": six hidden layers, halving in width, and the output.
 """
 
 import math
@@ -41,7 +41,7 @@ class Options:
     Attributes:
         hidden: widths of the hidden layers. The last, 64, is a bottleneck for models of 128 experts and more:
             there `[2048, 1024, 512, 256, 256, 256]` keeps it as wide as the output.
-        dropout: share of the activations that is dropped after each hidden layer in training.
+        dropout: share of activations dropped after each hidden layer in training.
     """
 
     hidden: tuple[int, ...] = (2048, 1024, 512, 256, 128, 64)
@@ -86,10 +86,10 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.affinity_MEE.copy_(torch.from_numpy(affinity(experts_NLK, self.num_experts)))
 
     def state(self, experts_NPK: Tensor, layer_N: Tensor) -> Tensor:
-        """s_l of Eq. 5: one row a token, for predicting its layer from the layers before it.
+        """Return s_l of Eq. 5: one row per token, to predict its layer from earlier layers.
 
         Args:
-            experts_NPK: int64; of each token only the layers before its `layer_N` are looked at.
+            experts_NPK: int64; only the layers before each token's `layer_N` are used.
             layer_N: int64, 1..P.
 
         Returns:
@@ -97,7 +97,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         """
         N, P, K = experts_NPK.shape
         M, E = self.num_layers - 1, self.num_experts
-        P = min(P, M)  # the last layer is nobody's past
+        P = min(P, M)  # no layer follows the last
         known_NP = torch.arange(P, device=layer_N.device) < layer_N[:, None]
         history_NME = experts_NPK.new_zeros((N, M, E), dtype=torch.float32)
         history_NME[:, :P].scatter_(2, experts_NPK[:, :P], known_NP[..., None].expand(-1, -1, K).float())
@@ -113,7 +113,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return self.network(self.state(tokens.experts_TPK, layer_T))
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Binary cross-entropy with logits (Eq. 6), mean over tokens and experts."""
+        """Return the binary cross-entropy with logits (Eq. 6), mean over tokens and experts."""
         experts_NLK = tokens.experts_TPK
         logits_NE = self.network(self.state(experts_NLK, layer_N))
         rows_N = torch.arange(len(layer_N), device=layer_N.device)

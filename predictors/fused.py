@@ -1,23 +1,21 @@
-"""Fused: how far to trust each cheap signal of a coming expert, by layer and distance, and by how it has fared lately.
+"""Fused: learned trust in each cheap signal of a coming expert, by layer, distance and recent success.
 
     logit = sum over signals s of (trust[d, s] + trust[l, s] + sum over g of sure[g] gate[g, s] + offset[s]) signal[s]
 
 for layer l predicted from d layers before. `moetool.learning.path_signals` has the signals: popularity, affinity, the
-request's habits and last token, the path network of `path_mlp`, votes of a memory of paths; with `ahead` the
-router's own scores on earlier hidden states, and with `states` the networks of `promoe` on them; a trace that holds
-these is trained on with them, unless told otherwise. `sure` says how alike the best paths of the memory are. A forward
-through the resident experts alone (`resident_forward`) is not among them: it takes about as long as the layer does, and
-these are what costs little.
+request's habits and last token, the path network of `path_mlp`, and votes of a memory of paths. With `ahead` it adds
+the router's scores on earlier hidden states, and with `states` the networks of `promoe` on them; both are on by default
+if the trace has the columns. `sure` is the similarity of the memory's best paths. A forward through resident experts
+(`resident_forward`) is not a signal, since it takes about as long as the layer.
 
-It goes on learning while it is asked: the memory takes in each forward, at once for its own request and for the others
-when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer. And
-where a single signal has lately been right more often, the experts are ranked as it ranks them
-(`moetool.learning.path_trust.HitRecord`): on a task unlike those that it was fitted on, the best of its parts may be
-one.
+It learns online. The memory adds each forward, at once for its own request and for others after that request's end.
+`offset` follows the gradient of the loss of the next layer's prediction in the same way. If a single signal has
+recently been right more often, it ranks the experts (`moetool.learning.path_trust.HitRecord`), which helps on
+unfamiliar tasks.
 
-Source: ours. Fitted in one go: the networks learn from most of the training requests; the trust, by binary
-cross-entropy, from every eighth, which the networks never learn from and whose paths the memory hides while it is
-judged, so that all are trusted as far as they deserve on what is new to them.
+Source: moetool. Fitted in one run: the networks learn from most training requests, and the trust, by binary
+cross-entropy, from every eighth. The networks never learn from those, and the memory hides their paths meanwhile, so
+the trust reflects unseen requests.
 """
 
 from collections.abc import Mapping
@@ -42,9 +40,9 @@ from predictors.affinity import affinity
 from predictors.path_mlp import PathNet
 from predictors.popularity import popularity
 
-_JUDGED_OF = 8  # of so many training requests one fits the trust
+_JUDGED_OF = 8  # one in this many training requests fits the trust
 _FIRST_TRUST = {"path": 0.6, "log memory": 0.3, "log own": 0.1}
-_STEEP = 4.0  # trust is so many times what is fitted: it has few steps, and far to go
+_STEEP = 4.0  # factor of the fitted trust, for larger steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +50,13 @@ class Options:
     """Options of Fused.
 
     Attributes:
-        hidden, dropout, forget: of the path network.
-        paths: of training tokens that the memory keeps, evenly spaced where there are more.
-        recent: paths that it keeps of what it is asked about; 0 learns nothing of that.
-        haste: how fast `offset` moves; 0 leaves the trust as it was fitted.
-        ahead: whether to look at the router's scores on earlier hidden states, which the trace must then hold.
-        states: whether to look at the hidden states themselves, which the trace must then hold.
-        stride: how many layers ahead the networks on hidden states see.
+        hidden, dropout, forget: options of the path network.
+        paths: maximum stored paths of training tokens, evenly spaced.
+        recent: maximum stored paths of served tokens; 0 disables this learning.
+        haste: learning rate of `offset`; 0 keeps the fitted trust.
+        ahead: whether to use the router's scores on earlier hidden states, a required column then.
+        states: whether to use hidden states, a required column then.
+        stride: distance of the networks on hidden states, in layers.
     """
 
     hidden: int = 512
@@ -81,8 +79,8 @@ class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the fused logits.
 
     Attributes:
-        net: the path network.
-        states: with the networks on hidden states, if it looks at those; else None.
+        net: path network.
+        states: networks on hidden states, if used; else None.
 
     Shapes: parameters trust_DS (D distances of `DISTANCES`), trust_LS, gate_GS, all divided by `_STEEP`; buffers
         popularity_LE, affinity_MEE (M = L-1), experts_CLK int16, weights_CLK float16 and before_C int32, the memory,
@@ -125,18 +123,18 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.register_buffer("weights_CLK", torch.zeros(options.paths, L, K, dtype=torch.float16))
         self.register_buffer("before_C", torch.full((options.paths,), -1, dtype=torch.int32))
         self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
-        self._source_C = np.zeros(0, np.int64)  # the request of each path, while it is made
+        self._source_C = np.zeros(0, np.int64)  # request of each path, during training
         self.parts: list[JudgedPaths] = []
         self.path: FusedPath | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parameters and buffers, and of the index over all paths that it may hold while it is asked."""
+        """Return the bytes of parameters, buffers, and the index over all paths that it may store."""
         rows = int(self.num_paths) + self.options.recent
         return super().num_bytes + 4 * self.num_layers * (self.num_experts + 1) * rows
 
     def reach(self, ahead: int) -> int:
-        """It sees as far without the gates, which say nothing beyond what is known of them."""
+        """Return its lookahead, which does not depend on known gates."""
         return self.lookahead
 
     def validate(self) -> None:
@@ -171,13 +169,13 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.parts, self.path = [], None
 
     def prepare(self, tokens: Tokens) -> Tokens:
-        """One request after the other, and numbers of tokens, counted over all calls.
+        """Order tokens by request, and number them over all calls.
 
-        Effects: watches the requests that fit the trust and keeps what the signals said.
+        Effects: replays the requests that fit the trust, and stores the signals.
         """
         assert tokens.request_T is not None
         order_T = tokens.request_T.argsort(stable=True)
-        ordered = replace(tokens, hidden_TPD=None).take(order_T)  # hidden states are wide, and perhaps lie in a file
+        ordered = replace(tokens, hidden_TPD=None).take(order_T)  # hidden states are wide, possibly in a file
         assert ordered.request_T is not None
         requests = ordered.request_T.unique().tolist()
         counted = set(self._source_C.tolist())
@@ -195,7 +193,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return replace(ordered, example_T=torch.arange(start, start + len(ordered)))
 
     def signals(self, *, with_net: bool) -> PathSignals:
-        """New signals that know what was counted, and the network if that is wanted."""
+        """Return new signals from the counts, optionally with the network."""
         num = int(self.num_paths)
         paths = self.experts_CLK[:num].numpy(), self.weights_CLK[:num].numpy(), self.before_C[:num].numpy()
         net = {name: value.detach().numpy() for name, value in self.net.named_parameters()}
@@ -211,7 +209,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         )
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Loss of the networks over their training tokens, plus that of the fused logits over the judged tokens."""
+        """Return the networks' loss over their training tokens plus that of the fused logits over judged tokens."""
         assert tokens.example_T is not None, "made by `prepare`"
         device, example_N = layer_N.device, tokens.example_T.cpu()
         for part in self.parts:
@@ -238,7 +236,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     def judging_loss(
         self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: JudgedPaths, row_N: Tensor
     ) -> Tensor:
-        """Binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
+        """Return the binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
         assert tokens.weights_TPK is not None
         rows_N = row_N[row_N >= 0]
         given = part.said_JLDES[rows_N, layer_N.cpu()].to(layer_N.device).float()  # [N, D, E, S - GIVEN]

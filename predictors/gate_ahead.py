@@ -1,13 +1,12 @@
-"""Gate-ahead: what the routers of the next layers say of the hidden states that this layer's router got.
+"""Gate-ahead: the scores of the next layers' routers on this layer's hidden states.
 
-A block adds to the residual stream and changes little of it, so a later gate already reads much of what it will see.
+A block changes the residual stream little, so a later gate already reads most of its input.
 
 Source: Eliseev and Mazur, 2023 (Mixtral-Offloading), as FineMoE §§ 2.3 and 6.3 describe it: speculation by the next
-layer's gate, worse the farther ahead. Deviations:
+layer's gate, with accuracy falling with distance. Deviations:
 
-- Any of the next layers, not the next alone: distances 1 to 8, as far as the trace or the server looks ahead.
-- The hidden states are those that the router of this layer got, normalised by this layer's own norm, since that is what
-  a trace and a server have.
+- Any of the next layers, not only the next one: distances 1 to 8, limited by the trace or the server.
+- The hidden states are those at this layer's router, after this layer's own norm, as available in a trace and a server.
 
 Nothing is counted or learned: its weights are empty.
 """
@@ -24,11 +23,11 @@ from moetool.types import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Gate-ahead has no options."""
+    """No options."""
 
 
 class Predictor(moetool.learning.predictor.Predictor):
-    """Scores an expert by the score that its layer's router gives on an earlier layer's hidden states."""
+    """Scores an expert by its router's score on an earlier layer's hidden states."""
 
     needs = frozenset({"experts", "ahead"})
 
@@ -40,14 +39,14 @@ class Predictor(moetool.learning.predictor.Predictor):
         """Nothing to count."""
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
-        """Raises: MismatchError: the gates are not known so far ahead."""
+        """Raises: MismatchError: the gates are not known this far ahead."""
         assert tokens.ahead_TPAE is not None
         last = tokens.num_layers - 1
         distance = layer - last
         if distance > (known := tokens.ahead_TPAE.shape[2]):
             raise MismatchError(
-                f"gate_ahead is asked for {distance} layers ahead, but the gates are known for {known}; capture with "
-                f"--keep topk,ahead --ahead {distance}, or prefetch less far"
+                f"gate_ahead needs gates {distance} layers ahead, but {known} are known; capture with "
+                f"--keep topk,ahead --ahead {distance}, or lower the prefetch distance"
             )
         scores_TE: Tensor = tokens.ahead_TPAE[:, last, distance - 1]
         return scores_TE

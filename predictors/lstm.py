@@ -1,14 +1,12 @@
-"""LSTM: reads the embeddings of a request, iteration after iteration, and names the experts of all layers at a time.
+"""LSTM: reads the embeddings of a request's iterations, and predicts the experts of all layers together.
 
 Source: SiDA (Du et al., 2024), as DuoServe-MoE § 2 describes it: "an LSTM to directly predict the activated experts of
 all layers at a time". Readings and deviations:
 
-- It is fed what a trace holds of a request's tokens: for each forward the mean output of the embedding layer over the
-  request's tokens. For a new token that is its own embedding; a prompt is one step (as many as there are forwards,
-  where it comes in chunks), and all its tokens get the same scores.
-- Nothing of the current forward but that is looked at, so the next layer is predicted as the last one is: all of them
-  from the first event of the forward on.
-- No attention over the steps and no distillation: what they are is not described. The loss is the binary
+- Its input is the trace's mean output of the embedding layer over a request's tokens of each forward. For a new token
+  this is its own embedding. A prompt is one step (or one per chunk), and all its tokens get the same scores.
+- No other input of the current forward is used, so all layers are predicted at the forward's first event.
+- No attention over the steps and no distillation, which DuoServe-MoE does not describe. The loss is the binary
   cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over iterations, layers and experts; the target of a prompt is
   the share of its tokens that use an expert.
 """
@@ -28,7 +26,7 @@ from moetool.errors import MismatchError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
-_RUNNING = 1024  # requests whose state is kept at a time; the one that began first goes first
+_RUNNING = 1024  # maximum number of kept states; the oldest is dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class Options:
 
     Attributes:
         hidden: width of its state.
-        dropout: share of the state that is dropped before the output in training.
+        dropout: share of the state dropped before the output in training.
     """
 
     hidden: int = 128
@@ -50,10 +48,10 @@ class Options:
 class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the logits of one output for all layers.
 
-    Shapes: buffers mean_D and scale_D standardise the embeddings; the output maps the state of H to L * E.
+    Shapes: buffers mean_D and scale_D standardize the embeddings; the output maps the state of H to L * E.
 
     Raises:
-        MismatchError: the hidden size is not known, as of routes that were imported.
+        MismatchError: the hidden size is unknown, as in imported routes.
     """
 
     needs = frozenset({"experts", "embeddings"})
@@ -68,7 +66,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         D, H, L, E = spec.hidden_size, options.hidden, self.num_layers, self.num_experts
         if not D:
             raise MismatchError(
-                f"lstm needs embeddings, but routes of {spec.name} do not say how wide they are; "
+                f"lstm needs embeddings, but the trace of {spec.name} has no hidden size; "
                 f"capture with --keep topk,embeddings"
             )
         self.lookahead = L
@@ -78,7 +76,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.cell = nn.LSTM(D, H, batch_first=True)
         self.output = nn.Linear(H, L * E)
         nn.init.constant_(self.output.bias, math.log(self.top_k / max(E - self.top_k, 1)))  # the base rate
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # of each running request
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # by running request
         self._logits_TLE: Tensor | None = None
 
     def count(self, tokens: Tokens) -> None:
@@ -88,7 +86,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.scale_D.copy_(x_ND.std(dim=0, unbiased=False).clamp(min=1e-6).reciprocal().clamp(max=1e4))
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Binary cross-entropy of every layer in every iteration; `layer_N` is not looked at."""
+        """Return the binary cross-entropy of every layer in every iteration; `layer_N` is ignored."""
         assert tokens.embedding_TD is not None and tokens.request_T is not None and tokens.iteration_T is not None
         step_N = torch.stack([tokens.request_T, tokens.iteration_T], dim=1)
         step_S2, of_N, tokens_S = step_N.unique_consecutive(dim=0, return_inverse=True, return_counts=True)
@@ -101,14 +99,14 @@ class Predictor(moetool.learning.predictor.Predictor):
 
         lengths = step_S2[:, 0].unique_consecutive(return_counts=True)[1].tolist()
         padded_RSD = pad_sequence(list(x_SD.split(lengths)), batch_first=True)
-        states_RSH = self.cell(padded_RSD)[0]  # what comes after the end of a request is not looked at
+        states_RSH = self.cell(padded_RSD)[0]  # padding after the end of a request is ignored
         state_SH = torch.cat([states_RSH[i, :length] for i, length in enumerate(lengths)])
         logits_SF = self.output(F.dropout(state_SH, self.dropout, self.training))
         return F.binary_cross_entropy_with_logits(logits_SF.view_as(used_SLE), used_SLE)
 
     @torch.inference_mode()
     def observe(self, event: GateEvent) -> None:
-        """Takes one step for each request when a forward begins; a request is new at position 0."""
+        """Take one step for each request at a forward's beginning; a request is new at position 0."""
         if event.layer:
             return
         info = event.forward

@@ -1,10 +1,10 @@
-"""NextUse: the routes of many tokens, and what followed those that were most like this one.
+"""NextUse: stored routes of many tokens, searched for those most similar to the running one.
 
-It is what the policy `foresight` is given to know a task before it sees it: the policy keeps these tokens in its memory
-(`moetool.learning.token_memory`) beside those that it serves. On its own it predicts the coming layers of a token: of
-the stored tokens that share the most experts with it so far, the share that used each expert.
+It is a prior memory for the policy `foresight`, which keeps these tokens (`moetool.learning.token_memory`) in addition
+to served ones. By itself it predicts the coming layers of a token by the shares of each expert among the stored tokens
+with the most experts in common.
 
-Source: ours. Counted, not fitted. Of a trace with more tokens than are kept, whole requests at even distances are.
+Source: moetool. Counted, not fitted. Of a larger trace, evenly spaced whole requests are kept.
 """
 
 import math
@@ -27,8 +27,8 @@ class Options:
     """Options of NextUse.
 
     Attributes:
-        tokens: tokens kept, at most.
-        neighbours: most similar tokens that make a score.
+        tokens: maximum number of stored tokens.
+        neighbours: number of most similar tokens in a score.
     """
 
     tokens: int = 4096
@@ -41,8 +41,8 @@ class Options:
 class Predictor(moetool.learning.predictor.Predictor):
     """Scores an expert by the share of the most similar tokens that used it.
 
-    Shapes: buffers path_FLK int32, experts of the F tokens kept (-1: no token); before_F int32, the row of the token
-        before it in its request (-1: none); popularity_LE float32.
+    Shapes: buffers path_FLK int32, experts of the F stored tokens (-1: no token); before_F int32, the row of the
+    previous token in its request (-1: none); popularity_LE float32.
     """
 
     path_FLK: Tensor
@@ -86,7 +86,7 @@ class Predictor(moetool.learning.predictor.Predictor):
             raise ValueError("path_FLK or before_F has values out of range")
 
     def routes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Keys [F, L * K] of the tokens kept, and the row of the token before each: what a `TokenMemory` is given."""
+        """Return keys [F, L * K] of the stored tokens, and the row of the previous token, for a `TokenMemory`."""
         kept = int((self.path_FLK[:, 0, 0] >= 0).sum())
         key_FLK = self.path_FLK[:kept].numpy() + np.arange(self.num_layers, dtype=np.int32)[:, None] * self.num_experts
         return key_FLK.reshape(kept, self.num_layers * self.top_k), self.before_F[:kept].numpy()

@@ -1,13 +1,12 @@
-"""PathMLP: one hidden layer over what a token used so far, fading from layer to layer at each unit's own rate.
+"""PathMLP: one hidden layer over a token's observed experts, fading per layer at each unit's own rate.
 
     z_l      = fade * z_{l-1} + sum over the experts i of layer l of (now[l, i] + root(weight_i) by_weight[l, i])
     logit_m  = relu(z_l + before + phase_l) out_m + bias_m                     for any layer m after l
 
-so that one pass answers for every layer after every layer: a training token is looked at after each of its layers, and
-a decode step adds K rows a layer. Units that fade fast hold what was chosen last, those that hardly do the whole path.
+so that one pass predicts every layer after every layer. A training token is used after each of its layers, and a decode
+step adds K rows per layer. Units that fade fast hold the last choices; slow ones hold the whole path.
 
-Source: ours; the plain MLP over all earlier layers' experts and weights that it stands beside sees one layer a token
-and step. `before` is what the request's last token used, which only `fused` knows; alone it is zero.
+Source: moetool. `before` holds the experts of the request's previous token, known only in `fused`, else zero.
 """
 
 import math
@@ -25,8 +24,8 @@ from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
 
-_DRAWN = 3  # of the distances: each step of training takes the first and two others
-_FORGOTTEN = 0.25  # of the training tokens forget what came before
+_DRAWN = 3  # distances per training step: the first and two random ones
+_FORGOTTEN = 0.25  # share of training tokens without `before`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Options(PathOptions):
 class PathNet(nn.Module):
     """The network.
 
-    Shapes: now_LFH, F = 2E: experts, then the same by the root of their weight; before_LEH; phase_LH; fade_H before
+    Shapes: now_LFH, F = 2E: experts, then experts by the root of their weight; before_LEH; phase_LH; fade_H before
         the sigmoid; out_LHE; bias_LE.
     """
 
@@ -53,20 +52,20 @@ class PathNet(nn.Module):
         self.bias_LE = nn.Parameter(torch.full((L, E), -2.0))
 
     def begin_at(self, experts_NLK: np.ndarray) -> None:
-        """The biases begin at how often each expert was used."""
+        """Initialize the biases with each expert's frequency."""
         top_k = experts_NLK.shape[2]
         rate_LE = np.clip(popularity(experts_NLK, self.num_experts) * top_k, 1e-3, 1 - 1e-3)
         self.bias_LE.data.copy_(torch.from_numpy(np.log(rate_LE / (1 - rate_LE))))
 
     def marks(self, experts_TPK: Tensor, weights_TPK: Tensor) -> Tensor:
-        """x_TPF: 1 for what was used, and beside it the root of its weight, times that of K."""
+        """Return x_TPF: 1 for each used expert, then the root of its weight times the root of K."""
         x_TPF = weights_TPK.new_zeros(*experts_TPK.shape[:2], 2 * self.num_experts)
         x_TPF.scatter_(2, experts_TPK, 1.0)
         root_TPK = weights_TPK.abs().sqrt() * self.root_scale
         return x_TPF.scatter_(2, experts_TPK + self.num_experts, root_TPK)
 
     def hidden(self, x_TPF: Tensor, before_TLE: Tensor | None = None) -> Tensor:
-        """hidden_PTH: the hidden layer after each of the first P layers."""
+        """Return hidden_PTH: the hidden layer after each of the first P layers."""
         num_seen = x_TPF.shape[1]
         x_PTH = torch.bmm(x_TPF.transpose(0, 1), self.now_LFH[:num_seen])
         fade_H = self.fade_H.sigmoid()
@@ -81,16 +80,16 @@ class PathNet(nn.Module):
         return F.dropout(sum_PTH.relu(), self.dropout, self.training)
 
     def logits(self, hidden_PTH: Tensor, distance: int) -> Tensor:
-        """logit_MTE of the layers `distance`, `distance` + 1, … from as far before each."""
+        """Return logit_MTE of the layers `distance`, `distance` + 1, …, each from `distance` layers before."""
         num_layers = len(self.bias_LE)
         return torch.baddbmm(
             self.bias_LE[distance:, None], hidden_PTH[: num_layers - distance], self.out_LHE[distance:]
         )
 
     def loss(self, experts_TLK: Tensor, weights_TLK: Tensor, before_TLE: Tensor | None, forget: float) -> Tensor:
-        """Mean binary cross-entropy over tokens, layers and experts at some distances, the first of them twice.
+        """Return the mean binary cross-entropy over tokens, layers and experts at some distances, the first twice.
 
-        While it trains, `forget` of the experts and some of what came before are left out, and three distances drawn.
+        Training drops the share `forget` of experts and some of `before`, and draws three distances.
         """
         num_layers = len(self.bias_LE)
         x_TLF = self.marks(experts_TLK, weights_TLK)
@@ -115,7 +114,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the logits of the network.
 
     Attributes:
-        net: the network.
+        net: network.
     """
 
     needs = frozenset({"experts", "weights"})
@@ -136,6 +135,6 @@ class Predictor(moetool.learning.predictor.Predictor):
         return last_TH @ self.net.out_LHE[layer] + self.net.bias_LE[layer]
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Loss over all layers of the tokens, whatever layers were drawn."""
+        """Return the loss over all layers of the tokens, ignoring drawn layers."""
         assert tokens.weights_TPK is not None
         return self.net.loss(tokens.experts_TPK, tokens.weights_TPK, None, self.options.forget)

@@ -1,4 +1,4 @@
-"""Popularity: the experts that a layer chose most often, whatever the token.
+"""Popularity: the experts that a layer chose most often, for any token.
 
 Source: DuoServe-MoE § 4.1, Eq. 2.
 """
@@ -17,11 +17,11 @@ from moetool.types import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Popularity has no options."""
+    """No options."""
 
 
 def popularity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
-    """P_l(i): the share of expert i among all the choices of layer l (Eq. 2).
+    """Return P_l(i): the share of expert i among all choices of layer l (Eq. 2).
 
     Shapes: returns float32 [L, E]; each row sums to 1.
     """
@@ -53,5 +53,5 @@ class Predictor(moetool.learning.predictor.Predictor):
         return self.popularity_LE[layer].repeat(len(tokens), 1)
 
     def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The same of every token, whatever the prompt says."""
+        """Return the same scores for every token of any prompt."""
         return self.popularity_LE.expand(len(token_id_S), -1, -1), self.popularity_LE

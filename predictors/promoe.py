@@ -1,12 +1,12 @@
-"""ProMoE: a small perceptron for each layer that reads its hidden states and names the experts of later layers.
+"""ProMoE: a small perceptron per layer that predicts later layers' experts from its hidden states.
 
 Source: ProMoE (Song et al., 2024), as FineMoE §§ 1 and 6.1 describe it: stride-based speculative prefetching by
 predictors that are trained for each model. Readings and deviations:
 
-- Described are predictors that are trained, a stride and hidden states; widths, loss and training are not. Here one
-  hidden layer reads the hidden states that the router of a layer gets and has an output for each of the next `stride`
-  layers, so that one small network a layer serves every distance up to the stride.
-- Inputs are standardised by the mean and deviation of the training tokens.
+- FineMoE describes trained predictors, a stride and hidden states, but no widths, loss or training. Here one hidden
+  layer reads a router's hidden states and has an output for each of the next `stride` layers, so one small network per
+  layer serves every distance up to the stride.
+- Inputs are standardized by the mean and deviation of the training tokens.
 - The loss is the binary cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over layers, distances and experts.
 """
 
@@ -22,7 +22,7 @@ from moetool.config import DROPPED, Span, require_within
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 
-_PIECE = 4096  # tokens that are summed at a time
+_PIECE = 4096  # tokens per partial sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class Options:
     """Options of ProMoE's predictors.
 
     Attributes:
-        stride: how many layers ahead they see.
+        stride: maximum distance in layers.
         hidden: width of the hidden layer.
-        dropout: share of the hidden layer's activations that is dropped in training.
+        dropout: share of the hidden activations dropped in training.
     """
 
     stride: int = 4
@@ -44,7 +44,7 @@ class Options:
 
 
 class Predictor(moetool.learning.predictor.Predictor):
-    """Scores are the logits of the network of the last layer that has run.
+    """Scores are the logits of the network of the last observed layer.
 
     Shapes: M = L-1 networks, S = the stride, H = the hidden width: parameters in_MDH, in_MH, out_MHF and out_MF with
         F = S * E; buffers mean_MD and scale_MD.
@@ -86,14 +86,14 @@ class Predictor(moetool.learning.predictor.Predictor):
         return self.said(tokens.hidden_TPD[:, last], last, layer - last)
 
     def said(self, hidden_TD: Tensor, last: int, distance: int) -> Tensor:
-        """logit_TE of the layer `distance` after `last`, whose hidden states are given."""
+        """Return logit_TE of the layer `distance` after `last`, from that layer's hidden states."""
         heads = slice((distance - 1) * self.num_experts, distance * self.num_experts)
         x_TD = (hidden_TD - self.mean_MD[last]) * self.scale_MD[last]
         inner_TH = F.relu(x_TD @ self.in_MDH[last] + self.in_MH[last])
         return inner_TH @ self.out_MHF[last, :, heads] + self.out_MF[last, heads]
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Binary cross-entropy of every layer's network at every distance; `layer_N` is not looked at."""
+        """Return the binary cross-entropy of every layer's network at every distance; `layer_N` is ignored."""
         assert tokens.hidden_TPD is not None
         M, E, S = self.num_layers - 1, self.num_experts, self.lookahead
         x_MND = ((tokens.hidden_TPD[:, :M] - self.mean_MD) * self.scale_MD).transpose(0, 1)

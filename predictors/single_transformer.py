@@ -1,18 +1,17 @@
-"""One transformer layer that names the experts of all layers from the tokens of a prompt, before it runs.
+"""Single transformer: one layer predicts the experts of all layers from a prompt's tokens, before it runs.
 
-Source: DIRECTOR § III, Finding 3 and Table I, the predictor that its cascade is measured against: "a single-layer
-Transformer", which § V-A says "maps token embeddings to top-k expert choices". Widths, training and what of the
-logits is learned are not described. Readings and deviations:
+Source: DIRECTOR § III, Finding 3 and Table I, the baseline of its cascade: "a single-layer Transformer", which § V-A
+says "maps token embeddings to top-k expert choices". Widths, training and targets are not described. Readings and
+deviations:
 
-- No trace holds the embedding of each token, only their mean over an iteration. Token ids are read instead, through an
-  embedding that is learned with the rest, for the most frequent ids of the training tokens; all other ids share one,
-  which also stands in for a token that dropout hides. The predictor's file names those ids.
-- The targets are the experts that were chosen, not the gates' logits, so that every trace with token ids will do. The
-  loss is the binary cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over tokens, layers and experts; how often
-  an expert is chosen is counted and added to its logit.
-- Attention is causal, as the model's own is, so that a chunk of a prompt is predicted as it is in the whole.
-- It is trained on all tokens of a request. It predicts from the prompt alone: see `PromptPredictor` for what covers
-  the tokens that a request goes on to make.
+- Traces hold only mean embeddings over an iteration. Token ids are read instead, through a learned embedding for the
+  most frequent training ids. All other ids share one, which also replaces tokens hidden by dropout. The predictor's
+  file holds those ids.
+- The targets are the chosen experts, not the gates' logits, so that any trace with token ids suffices. The loss is the
+  binary cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over tokens, layers and experts; the logit of each
+  expert's frequency is added.
+- Attention is causal, as in the model, so a chunk's prediction equals that within the whole prompt.
+- It is trained on all tokens of a request and predicts from the prompt alone; see `PromptPredictor` for new tokens.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Capture: traces from a model and prompts."""
+"""Capture of traces from a model and prompts."""

@@ -1,4 +1,4 @@
-"""Writing the batches of a capture into its stage."""
+"""Writer of a capture's batches into its stage."""
 
 import contextlib
 import queue
@@ -19,15 +19,14 @@ from moetool.trace.rows import REQUESTS, TokenBatch, embedding_schema, to_array,
 
 
 class BatchWriter:
-    """Writes batches into a stage from a thread of its own, so that the model need not wait for the disk.
+    """Writes batches into a stage on its own thread, so that the model need not wait for the disk.
 
-    Within the block rows are taken in; its end waits until all is written, and drops a batch that has not ended.
+    The end of the block waits for all writes, and drops an unfinished batch.
 
     Effects: starts one thread, which the end of the block ends.
 
     Raises:
-        MoetoolError: something could not be written, or a router's numbers are not numbers; from any method, since
-            writing runs behind.
+        MoetoolError: a write failed, or a router's output is NaN; from any method, since writing is asynchronous.
     """
 
     def __init__(self, stage: CaptureFolder) -> None:
@@ -38,7 +37,7 @@ class BatchWriter:
         self._embedding_schema = embedding_schema(stage.plan.spec) if keeps_embeddings else None
         self._embeddings: list[tuple[int, int, np.ndarray]] = []
         self._rows_of: dict[int, int] = {}
-        self._open: tuple[Path, Any, Any] | None = None  # of the batch that is being written: path, file, Arrow stream
+        self._open: tuple[Path, Any, Any] | None = None  # of the current batch: path, file, Arrow stream
         self._error: BaseException | None = None
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=8)
         self._thread = threading.Thread(target=self._work, name="batch-writer", daemon=True)
@@ -54,16 +53,16 @@ class BatchWriter:
             self._check()
 
     def append(self, rows: TokenBatch) -> None:
-        """Take in the rows of one forward or several; forwards count from 0 in each batch."""
+        """Append the rows of forwards; forwards count from 0 in each batch."""
         self._check()
         self._queue.put(partial(self._write, rows))
 
     def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
-        """Take in the mean output of the embedding layer over one iteration of a request."""
+        """Append the mean output of the embedding layer over one iteration of a request."""
         self._embeddings.append((request, iteration, embedding_D.astype(np.float16)))
 
     def end_batch(self, batch: int, new_tokens: list[int]) -> None:
-        """All rows of a batch are there; its requests got so many new tokens."""
+        """End a batch, with the numbers of new tokens of its requests."""
         self._check()
         self._queue.put(partial(self._finish, batch, new_tokens, self._embeddings))
         self._embeddings = []
@@ -79,7 +78,7 @@ class BatchWriter:
             if self._error is None:
                 try:
                     job()
-                except BaseException as error:  # handed to the thread that appends
+                except BaseException as error:  # passed to the appending thread
                     self._error = error
         if self._open is not None:
             path, file, stream = self._open
@@ -130,7 +129,7 @@ class BatchWriter:
         self._open = None
 
     def _require_numbers(self, record: pa.RecordBatch) -> None:
-        """Raises: MoetoolError where a router gave no number."""
+        """Raises: MoetoolError where a router's output is NaN."""
         spec = self._plan.spec
         for name, widths in (("logits", spec.num_experts_L), ("weights", spec.top_k_L)):
             if name not in record.schema.names:
@@ -154,5 +153,5 @@ def _write_stream(file: Any, record: pa.RecordBatch) -> None:
 
 
 def _has_nan(values: np.ndarray) -> bool:
-    """Whether float16 values have one, by their bits: NumPy has no fast arithmetic on them."""
+    """Whether float16 values have a NaN, by their bits: NumPy has no fast arithmetic on them."""
     return bool(((values.view(np.uint16) & 0x7FFF) > 0x7C00).any())

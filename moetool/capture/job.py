@@ -1,4 +1,4 @@
-"""Capture plan, made before a model is loaded: prompts as tokens in batches, and their disk space."""
+"""The plan of a capture before the model is loaded: prompts as tokens in batches, and disk space."""
 
 import hashlib
 import json
@@ -32,17 +32,17 @@ class CaptureOptions:
     """Options of a capture.
 
     Attributes:
-        max_new_tokens: at most so many tokens are decoded for each prompt, greedily, unless its end comes earlier; None
-            leaves it at what `moetool.prompts.gather.tokens_to_decode` says.
-        batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
-            request of one has ended, so that the same call gives the same rows.
-        keep: columns to record, of `KEEP` and `EXTRA` of `moetool.trace.rows`.
-        ahead: for how many layers the column `ahead` looks ahead.
+        max_new_tokens: maximum tokens to decode greedily per prompt (default: by
+            `moetool.prompts.gather.tokens_to_decode`).
+        batch_size: consecutive prompts per batch. The next batch begins after the last request of the previous one, so
+            that the same call gives the same rows.
+        keep: columns to record, from `KEEP` and `EXTRA` of `moetool.trace.rows`.
+        ahead: number of layers that the column `ahead` looks ahead.
         resident: share of a layer's experts that the column `resident` takes to be resident.
         device: `cpu` or `cuda`.
         dtype: data type of the model.
-        threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
-        data: where the prompts come from, an object a source, for the manifest; see `moetool.prompts.gather.Gathered`.
+        threads: compute threads; see `use_threads`. The same number gives the same rows.
+        data: origins of the prompts, one object per source, for the manifest; see `moetool.prompts.gather.Gathered`.
     """
 
     max_new_tokens: int | None = None
@@ -67,7 +67,7 @@ class CaptureOptions:
 
 
 class Item(NamedTuple):
-    """A prompt to forward, as tokens (int32), the number of its request, and how many tokens to decode at most."""
+    """A prompt as tokens (int32), the number of its request, and its limit of decoded tokens."""
 
     request: int
     prompt: Prompt
@@ -80,12 +80,12 @@ class CapturePlan:
     """A capture, before it runs.
 
     Attributes:
-        checkpoint: of the model.
-        options: as they will be used: the batch size of the model's family, the number of threads.
-        batches: the prompts that are forwarded together.
-        too_long: prompts that are left out because they and their answers exceed the model's context.
-        empty: prompts that are left out because they have no token.
-        facts: the inputs that determine the rows; captures of equal facts give equal rows.
+        checkpoint: checkpoint of the model.
+        options: final options, with the family's batch size and the number of threads.
+        batches: prompts of each batch.
+        too_long: number of prompts left out because prompt and answer exceed the model's context.
+        empty: number of prompts left out because they have no token.
+        facts: inputs that determine the rows; equal facts give equal rows.
     """
 
     checkpoint: Checkpoint
@@ -97,46 +97,46 @@ class CapturePlan:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's spec."""
+        """Return the model's spec."""
         return self.checkpoint.spec
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that are forwarded."""
+        """Return the number of prompts to forward."""
         return sum(map(len, self.batches))
 
     @property
     def digest(self) -> str:
-        """Tells captures of other facts from this one."""
+        """Return the digest of the facts."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
     @property
     def width(self) -> int:
-        """Tokens of the longest prompt and its answer."""
+        """Return the most tokens of a prompt with its answer."""
         return max(len(item.ids) + item.max_tokens for batch in self.batches for item in batch)
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens of the longest answer."""
+        """Return the most tokens of an answer."""
         return max(item.max_tokens for batch in self.batches for item in batch)
 
     @property
     def ahead(self) -> int:
-        """Layers that column `ahead` looks ahead; 0 without it."""
+        """Return the layers that column `ahead` looks ahead; 0 without it."""
         return self.options.ahead if "ahead" in self.options.keep else 0
 
     @property
     def schema(self) -> pa.Schema:
-        """Schema of the rows of tokens."""
+        """Return the schema of the rows of tokens."""
         return token_schema(self.spec, token_columns(self.options.keep), self.ahead)
 
     def item(self, request: int) -> Item:
-        """The prompt of a request."""
+        """Return the prompt of a request."""
         size = self.options.batch_size
         return self.batches[request // size][request % size]
 
     def disk_bytes(self, batches: Iterable[int]) -> tuple[int, int]:
-        """Bytes of the rows of these batches, uncompressed: of their prompts alone, and with the longest answers."""
+        """Return uncompressed bytes of these batches' rows: prompts alone, and with the longest answers."""
         token, embedding = row_bytes(self.schema), 0
         if "embeddings" in self.options.keep:
             embedding = row_bytes(embedding_schema(self.spec))
@@ -148,16 +148,16 @@ class CapturePlan:
 def plan_capture(
     checkpoint: Checkpoint, prompts: Sequence[Prompt], options: CaptureOptions, *, pooled: bool
 ) -> CapturePlan:
-    """Settle what a capture does.
+    """Plan a capture.
 
     Args:
-        checkpoint: of the model.
-        pooled: whether experts are computed from a pool, whose sums differ from the model's own in their last bits.
+        checkpoint: checkpoint of the model.
+        pooled: whether experts are computed from a pool, whose sums differ from the model's in the last bits.
 
-    Effects: sets the threads that torch computes with.
+    Effects: sets torch's number of threads.
 
     Raises:
-        UsageError: bad arguments.
+        UsageError: an argument is invalid.
         CapacityError: no prompt fits into the model's context.
     """
     columns = token_columns(options.keep)
@@ -200,13 +200,13 @@ def plan_batches(
 ) -> tuple[list[list[Item]], int, int]:
     """Number the prompts that fit and cut them into batches.
 
-    A prompt whose data set wants shorter ones is cut after that many tokens.
+    A prompt beyond its data set's limit is cut.
 
     Returns:
-        The batches; how many prompts were too long, and how many had no token.
+        The batches, and the numbers of prompts that are too long or empty.
 
     Raises:
-        CapacityError: none fits.
+        CapacityError: no prompt fits.
     """
     items: list[Item] = []
     too_long = empty = 0
@@ -225,14 +225,14 @@ def plan_batches(
         context = "any length" if max_context is None else f"{max_context:,}"
         raise CapacityError(
             f"no prompt fits ({len(prompts):,} in all): the longest has {longest[0]:,} tokens, {longest[1]} "
-            f"new ones are asked for, and the model's context holds {context}; give shorter prompts"
+            f"new ones are requested, but the model's context holds {context}; give shorter prompts"
         )
     size = options.batch_size
     return [items[start : start + size] for start in range(0, len(items), size)], too_long, empty
 
 
 def provenance(plan: CapturePlan) -> dict[str, Any]:
-    """Entry of the trace's manifest about its capture."""
+    """Return the manifest's entry about the capture."""
     options = plan.options
     return {
         "model": plan.checkpoint.name,
@@ -255,7 +255,7 @@ def provenance(plan: CapturePlan) -> dict[str, Any]:
 
 
 def row_bytes(schema: pa.Schema) -> int:
-    """Bytes of one row, uncompressed."""
+    """Return the uncompressed bytes of one row."""
     total = 0
     for field in schema:
         listed = pa.types.is_fixed_size_list(field.type)
@@ -265,25 +265,24 @@ def row_bytes(schema: pa.Schema) -> int:
 
 
 def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_note: Callable[[str], None]) -> None:
-    """Say how much disk these batches will take, and refuse them where that cannot be there.
+    """Report the disk space of these batches, and refuse them if it is insufficient.
 
-    The rows are written twice, as they come and as the trace, which is put together from them and compressed. How long
-    answers will be nobody knows: what would fit only if they were short is begun, since a disk that fills half-way
-    loses nothing.
+    Rows are written twice: in batches, and compressed in the trace. The length of answers is unknown. A capture that
+    fits only with short answers is started, since a full disk loses nothing.
 
     Args:
-        folder: where the trace will lie.
-        on_note: called with what there is to say.
+        folder: folder of the trace.
+        on_note: called with messages.
 
     Raises:
-        CapacityError: not even the prompts' rows fit.
+        CapacityError: the prompts' rows alone do not fit.
     """
     least, most = plan.disk_bytes(batches)
     free = shutil.disk_usage(folder).free
     token = row_bytes(plan.schema)
     if least > free:
         raise CapacityError(
-            f"{folder} has {count(free, 'B')} free, and the rows of the prompts alone take {count(least, 'B')} "
+            f"{folder} has {count(free, 'B')} free, but the rows of the prompts alone take {count(least, 'B')} "
             f"({token:,} bytes a token); choose another --out, fewer prompts, or fewer columns with --keep"
         )
     size = (
@@ -299,7 +298,7 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
 
 
 def _lengths(batches: list[list[Item]]) -> str:
-    """Limit of decoded tokens, per prompt where the data sets define one."""
+    """Return the limits of decoded tokens, per prompt if the data sets define them."""
     limits = [item.max_tokens for batch in batches for item in batch]
     if min(limits) == max(limits):
         return str(limits[0])

@@ -1,6 +1,6 @@
 """Routing from a running vLLM or SGLang that returns routed experts, through its HTTP interface.
 
-Expert ids alone come that way: no weights, no logits. What the server answers goes through the importers of its format.
+Only expert ids are available: no weights, no logits. The importers of the server's format read the answers.
 """
 
 import json
@@ -24,13 +24,13 @@ _FLAG = "--enable-return-routed-experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteServer:
-    """A server to ask.
+    """A remote server.
 
     Attributes:
-        url: without a path, such as http://127.0.0.1:8000.
-        api_key: sent as a bearer token.
-        timeout_s: for one answer.
-        concurrency: requests at a time.
+        url: URL without a path, e.g. http://127.0.0.1:8000.
+        api_key: bearer token.
+        timeout_s: timeout of one answer.
+        concurrency: concurrent requests.
     """
 
     url: str
@@ -43,10 +43,10 @@ class RemoteServer:
             raise UsageError(f"--server {self.url!r}: expected an address such as http://127.0.0.1:8000")
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON of an answer.
+        """Send a request and return its JSON answer.
 
         Raises:
-            MoetoolError: the server cannot be reached, refuses, or answers something else.
+            MoetoolError: the server cannot be reached, refuses, or does not answer JSON.
         """
         address = self.url.rstrip("/") + path
         headers = {"Content-Type": "application/json"}
@@ -64,7 +64,7 @@ class RemoteServer:
             raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
 
     def engine(self) -> str:
-        """`sglang` where the server has SGLang's own routes, else `vllm`."""
+        """Return `sglang` if the server has SGLang's own routes, else `vllm`."""
         for path in ("/model_info", "/get_model_info"):
             try:
                 if "model_path" in self.ask(path):
@@ -85,16 +85,16 @@ def capture_remote(
     overwrite: bool = False,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Imported:
-    """Send prompts, greedily decoded, and write what the server's routers did as a trace.
+    """Send prompts for greedy decoding, and write the server's routing as a trace.
 
     Args:
-        model: `reference` or a folder of the model that the server runs (its config is enough): layers with experts.
-        tokenizer: of that model; prompts are sent as tokens, so that they are those of a capture.
+        model: `reference` or a folder of the server's model (its config is enough), for its layers with experts.
+        tokenizer: tokenizer of that model; prompts are sent as tokens, as in a local capture.
 
     Raises:
         MoetoolError: the server cannot be reached, or refuses.
-        UsageError: it returns no routed experts, or `out` exists.
-        MismatchError: its answer is not of this model.
+        UsageError: the server returns no routed experts, or `out` exists.
+        MismatchError: the answer is of another model.
     """
     engine = server.engine()
     name = "" if engine == "sglang" else _served(server)

@@ -1,11 +1,11 @@
-"""A capture under way: a folder beside its output that survives a kill.
+"""The stage of a capture: a folder next to its output that survives a kill.
 
-    OUT.stage/capture.json            what the rows depend on (`CapturePlan.facts`)
-    OUT.stage/batch-00000012.arrow    a batch that has ended: Arrow streams of its tokens, its iterations' embeddings
-                                      where they are kept, and its requests
+    OUT.stage/capture.json            inputs of the rows (`CapturePlan.facts`)
+    OUT.stage/batch-00000012.arrow    a finished batch: Arrow streams of its tokens, its iterations' embeddings
+                                      if kept, and its requests
 
-The rows of a batch depend on those facts and on its number alone. So it does not matter which process forwarded it, or
-in which run: the trace is put together from the batches in their order.
+The rows of a batch depend only on those facts and its number, not on the process or run. The trace is assembled from
+the batches in order.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ STAGE = ".stage"
 
 
 def stage_path(out: Path) -> Path:
-    """Partial results of a capture into `out`."""
+    """Return the folder of a capture's partial results for `out`."""
     return out.with_name(out.name + STAGE)
 
 
 class CaptureFolder:
-    """The folder of one capture. Reading needs no lock, nor does writing other batches than another process does."""
+    """The folder of one capture. Reading, and writing distinct batches from several processes, need no lock."""
 
     def __init__(self, out: Path, plan: CapturePlan) -> None:
         self.out = out
@@ -44,21 +44,21 @@ class CaptureFolder:
         self.plan = plan
 
     def file(self, batch: int) -> Path:
-        """Path of a finished batch."""
+        """Return the path of a finished batch."""
         return self.path / f"batch-{batch:08d}.arrow"
 
     def missing(self) -> list[int]:
-        """The batches that have not ended, in their order."""
+        """Return the unfinished batches, in order."""
         there = {path.name for path in self.path.glob("batch-*.arrow")}
         return [batch for batch in range(len(self.plan.batches)) if self.file(batch).name not in there]
 
     def kept_prompts(self) -> int:
-        """Prompts whose rows are there."""
+        """Return the number of prompts with stored rows."""
         missing = sum(len(self.plan.batches[batch]) for batch in self.missing())
         return self.plan.num_prompts - missing
 
     def finished(self) -> bool:
-        """Whether `out` is the trace of this very capture already."""
+        """Whether `out` is already the trace of this capture."""
         try:
             manifest = json.loads((self.out / MANIFEST).read_text(encoding="utf-8"))
             facts = manifest["provenance"]["capture"], manifest["requests"]
@@ -67,15 +67,15 @@ class CaptureFolder:
             return False
 
     def begin(self, resume: bool) -> None:
-        """Make the folder, or take up the one that is there.
+        """Create the folder, or resume an existing one.
 
         Raises:
-            UsageError: one is there and `resume` is false.
-            MismatchError: the one that is there is of another capture.
+            UsageError: it exists and `resume` is false.
+            MismatchError: it exists and is of another capture.
         """
         facts = self.path / "capture.json"
         if self.path.exists() and any(self.path.glob("batch-*.arrow")):
-            remove = f"remove what is there: rm -r {shlex.quote(str(self.path))}"
+            remove = f"remove it: rm -r {shlex.quote(str(self.path))}"
             if not resume:
                 raise UsageError(
                     f"{self.path} contains an interrupted capture; continue it with the same command and --resume, "
@@ -97,11 +97,11 @@ class CaptureFolder:
         durable.write_text(facts, json.dumps(self.plan.facts, indent=1) + "\n")
 
     def remove(self) -> None:
-        """Forget the capture."""
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def copy_to(self, writer: TraceWriter) -> None:
-        """Give a writer all batches in their order. Raises: MismatchError: a batch is missing or damaged."""
+        """Copy all batches to a writer, in order. Raises: MismatchError: a batch is missing or damaged."""
         forward = 0
         for batch in range(len(self.plan.batches)):
             try:
@@ -131,17 +131,17 @@ class CaptureFolder:
 def open_stage(
     out: Path, plan: CapturePlan, *, resume: bool, overwrite: bool, on_note: Callable[[str], None]
 ) -> Iterator[CaptureFolder]:
-    """The stage of a capture, held by this process alone; its batches outlive an exception.
+    """Open the stage of a capture, locked by this process; its batches survive an exception.
 
     Args:
-        resume: go on with what a stopped run of the same command has left, if it has left anything.
-        on_note: called with what a person wants to read meanwhile.
+        resume: continue an interrupted run of the same command, if there is one.
+        on_note: called with messages for the user.
 
     Raises:
         UsageError: `out` exists, or a stage does and `resume` is false.
         MismatchError: the stage is of another capture.
         CapacityError: the disk is too small.
-        MoetoolError: whatever failed within the block, with what to do next.
+        MoetoolError: a failure within the block, with the next command.
     """
     with durable.alone(out):
         stage = CaptureFolder(out, plan)
@@ -177,7 +177,7 @@ def open_stage(
 
 def _difference(name: str, found: Any, asked: Any) -> str:
     if name == "prompts":
-        return "the prompts are others"
+        return "the prompts differ"
     if name == "revision":
-        return "the model's weights or config are others"
+        return "the model's weights or config differ"
     return f"{name} was {found}, and is {asked} now"

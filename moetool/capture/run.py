@@ -1,8 +1,7 @@
-"""Run a capture: prefill and decode every prompt and record its routing.
+"""Capture runs: prefill and decode every prompt and record its routing.
 
-Batches are fixed by the prompts' order before anything runs. Each is kept on disk once it has ended
-(`moetool.capture.resume`), so a capture that is stopped goes on with the first one that is missing, and gives the trace
-that it would have given.
+The prompts' order fixes the batches in advance. Each finished batch is kept on disk (`moetool.capture.resume`), so an
+interrupted capture resumes at the first missing one and gives the same trace.
 """
 
 import logging
@@ -34,7 +33,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter, speller
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 23
-"""Rows that are converted and written at once, unless their batch ends earlier."""
+"""Rows to convert and write together, unless their batch ends earlier."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,13 +46,13 @@ def ignore_note(note: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """Execution of a capture; no row depends on it.
+    """Execution of a capture, without effect on its rows.
 
     Attributes:
-        open_model: how the model comes into memory: whole, or with its experts in a pool.
-        overwrite: replace what is at `out`.
-        resume: go on with a run of the same arguments that was stopped; without one, begin.
-        on_progress: called with the number of prompts that are done.
+        open_model: loads the model, whole or with its experts in a pool.
+        overwrite: replace `out`.
+        resume: continue an interrupted run of the same arguments, if there is one.
+        on_progress: called with the number of finished prompts.
         on_note: called with what a person wants to read meanwhile.
     """
 
@@ -72,9 +71,9 @@ class Captured:
     """Result of a capture.
 
     Attributes:
-        too_long: prompts that were left out because they do not fit into the model's context.
-        empty: prompts that were left out because they have no token.
-        seconds: of this run; an earlier one that it went on with is not counted.
+        too_long: number of prompts left out because they exceed the model's context.
+        empty: number of prompts left out because they have no token.
+        seconds: seconds of this run, without interrupted ones.
     """
 
     out: Path
@@ -88,16 +87,16 @@ class Captured:
 
     @property
     def tokens(self) -> int:
-        """Rows of the trace: the tokens that were forwarded, all but the last one of each answer."""
+        """Return the rows of the trace: forwarded tokens, all but the last of each answer."""
         return self.prompt_tokens + self.new_tokens - self.requests
 
     @property
     def skipped(self) -> int:
-        """Prompts that were left out."""
+        """Return the number of prompts left out."""
         return self.too_long + self.empty
 
     def to_json(self) -> dict[str, Any]:
-        """The summary, for --json."""
+        """Return the summary, for --json."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {**values, "out": str(self.out), "tokens": self.tokens, "skipped": self.skipped}
 
@@ -114,15 +113,15 @@ def capture(
     Args:
         model: `reference`, a folder or a hub name.
 
-    Effects: loads the model; writes the trace to `out`, as a whole or not at all. What ends it earlier leaves the
-        batches that have ended in `stage_path(out)`.
+    Effects: loads the model; writes the trace to `out`, whole or not at all. An interruption leaves the finished
+    batches in `stage_path(out)`.
 
     Raises:
-        UsageError: bad arguments, or `out` exists, or a stopped run is there and `setup.resume` is false.
-        MismatchError: the run that was stopped had other arguments.
-        CapacityError: no prompt fits into the model's context, or the model not into memory, or the rows not onto
-            the disk.
-        MoetoolError: the disk failed, or a forward did.
+        UsageError: an argument is invalid, `out` exists, or an interrupted run exists and `setup.resume` is false.
+        MismatchError: the interrupted run had other arguments.
+        CapacityError: no prompt fits into the model's context, the model not into memory, or the rows not onto the
+            disk.
+        MoetoolError: the disk or a forward failed.
     """
     began = time.perf_counter()
     plan = open_plan(model, prompts, out, options, setup)
@@ -141,7 +140,7 @@ def open_plan(
     options: CaptureOptions,
     setup: RunSetup,
 ) -> CapturePlan:
-    """`plan_capture`, after what can be refused at once."""
+    """Call `plan_capture`, after cheap checks."""
     parse_dtype(options.dtype)
     parse_device(options.device)
     if not setup.resume:
@@ -156,7 +155,7 @@ def open_plan(
 
 
 def enter_stage(plan: CapturePlan, out: Path, setup: RunSetup) -> AbstractContextManager[CaptureFolder]:
-    """`open_stage` as a run was set up."""
+    """Call `open_stage` with a run's setup."""
     return open_stage(out, plan, resume=setup.resume, overwrite=setup.overwrite, on_note=setup.on_note)
 
 
@@ -166,7 +165,7 @@ def run_batches(
     open_model: OpenModel,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Forward some batches of a capture, and keep their rows. Effects: loads the model, for as long as this takes."""
+    """Forward some batches of a capture, and store their rows. Effects: loads the model meanwhile."""
     if not batches:
         return
     plan = stage.plan
@@ -189,10 +188,10 @@ def forward_batches(
     writer: BatchWriter | None,
     on_progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Forward some batches of a capture with a model that is in memory; gives the number of new tokens.
+    """Forward some batches of a capture with a loaded model; return the number of new tokens.
 
     Args:
-        writer: takes the rows; without one nothing is recorded, which tells what recording costs.
+        writer: receives the rows; None records nothing, to measure the cost of recording.
     """
     run = _Run(loaded, plan, writer)
     try:
@@ -207,12 +206,12 @@ def forward_batches(
 
 
 def finish(stage: CaptureFolder, overwrite: bool, began: float) -> Captured:
-    """Put the trace together from the batches, which must all have ended.
+    """Assemble the trace from the batches, which must all be finished.
 
     Args:
-        began: when the capture began, by `time.perf_counter`.
+        began: start of the capture by `time.perf_counter`.
 
-    Effects: writes the output, as a whole or not at all, then removes the stage.
+    Effects: writes the output, whole or not at all, then removes the stage.
     """
     plan, out = stage.plan, stage.out
     if not stage.finished():
@@ -241,7 +240,7 @@ def finish(stage: CaptureFolder, overwrite: bool, began: float) -> Captured:
 
 
 class _Run:
-    """Batches being forwarded."""
+    """State of running batches."""
 
     def __init__(self, loaded: LoadedModel, plan: CapturePlan, writer: BatchWriter | None) -> None:
         self.prompts = self.new_tokens = 0
@@ -249,9 +248,9 @@ class _Run:
         self._plan = plan
         self._writer = writer
         self._batch: Batch | None = None
-        self._first_forward: int | None = None  # of the batch, whose forwards are numbered from 0
+        self._first_forward: int | None = None  # of the batch, whose forwards count from 0
         self._chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes(plan.schema)))
-        # The embedding's mean over an iteration that came in chunks: (iteration, sum, tokens) by request.
+        # Mean embedding over a chunked iteration: (iteration, sum, tokens) by request.
         self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
         size = plan.options.batch_size
         self._batcher: Batcher | OwnCaches = open_batcher(
@@ -266,7 +265,7 @@ class _Run:
         )
 
     def close(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         if self._recorder is not None:
             self._recorder.close()
         self._batcher.close()
@@ -282,7 +281,7 @@ class _Run:
         self.new_tokens += sum(new_tokens)
 
     def _forward(self, items: list[Item]) -> list[int]:
-        """The number of new tokens of each prompt."""
+        """Return the number of new tokens of each prompt."""
         first = items[0].request
         new_tokens = [0] * len(items)
         held_tokens, self._first_forward = 0, None
@@ -310,7 +309,7 @@ class _Run:
         return new_tokens
 
     def _record(self) -> None:
-        """Write the forwards that the recorder holds."""
+        """Write the forwards in the recorder."""
         assert self._recorder is not None and self._writer is not None
         rows, embedding_TD = self._recorder.rows()
         if self._first_forward is None:
@@ -326,7 +325,7 @@ class _Run:
 
     def _add_embeddings(self, writer: BatchWriter, rows: TokenBatch, embedding_TD: np.ndarray) -> None:
         turns = (np.diff(rows.request_T, prepend=-1) != 0) | (np.diff(rows.forward_T, prepend=-1) != 0)
-        starts = np.flatnonzero(turns).tolist()  # of the tokens of one request in one forward
+        starts = np.flatnonzero(turns).tolist()  # starts of each request's tokens in a forward
         keys = zip(rows.request_T[starts].tolist(), rows.iteration_T[starts].tolist(), strict=True)
         for (request, iteration), start, end in zip(keys, starts, [*starts[1:], len(rows)], strict=True):
             count = end - start

@@ -1,7 +1,7 @@
-"""Capture by several processes: whole batches are shared out, and the trace is that of one process.
+"""Capture by several processes, which share whole batches; the trace equals that of one process.
 
-The batches are fixed by the prompts' order before anything runs, and their rows do not depend on who forwards them. All
-processes keep theirs in the one stage of the capture; the first one puts the trace together.
+The prompts' order fixes the batches in advance, and their rows do not depend on the process. All processes write to the
+capture's stage; the first one assembles the trace.
 """
 
 import logging
@@ -43,9 +43,9 @@ def capture_with_workers(
 ) -> Captured:
     """Capture with several processes on this machine; arguments and errors are those of `capture`.
 
-    Each computes with one thread unless told otherwise: processes that fight over cores are slower.
+    Each uses one thread by default, since processes that compete for cores are slower.
 
-    Effects: starts `workers` - 1 processes and captures in this one too. They end with it, however it ends.
+    Effects: starts `workers` - 1 processes and captures in this one too. They always end with it.
 
     Raises:
         MoetoolError: a worker failed; its own message is on stderr.
@@ -87,7 +87,7 @@ def capture_under_torchrun(
     """Capture this process's share under `torchrun` (RANK and WORLD_SIZE are set); `out` must be on a shared disk.
 
     Returns:
-        What was made, in the process of rank 0; None in the others.
+        The result in the process of rank 0; None in others.
     """
     import torch.distributed as dist
 
@@ -99,7 +99,7 @@ def capture_under_torchrun(
         plan = open_plan(model, prompts, out, options, setup)
 
         def share(stage: CaptureFolder) -> None:
-            dist.barrier()  # the stage is there
+            dist.barrier()  # the stage exists
             missing = [] if stage.finished() else stage.missing()
             dist.barrier()  # all have seen the same batches
             run_batches(stage, missing[rank::world], setup.open_model, setup.on_progress)
@@ -129,7 +129,7 @@ def _child(
     batches: list[int],
     open_model: OpenModel,
 ) -> None:
-    """A worker process: its errors are one line, as everywhere."""
+    """Run a worker process, with one-line errors."""
     _end_with_parent()
     try:
         setup = RunSetup(open_model=open_model, overwrite=True, resume=True)
@@ -139,11 +139,11 @@ def _child(
         complain(f"moetool: worker {worker}: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(1)  # the first process says what there is to say
+        sys.exit(1)  # the first process reports
 
 
 def _end_with_parent() -> None:
-    """Let this process end when the one that started it is killed, which cannot kill its own."""
+    """End this process when its parent is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

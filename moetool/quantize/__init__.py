@@ -1,1 +1,1 @@
-"""Replicas of a model in few bits: activation-aware rounding of attention and stacked experts, layer by layer."""
+"""Low-bit replicas of a model: activation-aware rounding of attention and stacked experts, layer by layer."""

@@ -1,4 +1,4 @@
-"""Rounding what goes into the rounded weights of a model in memory, while a context lasts."""
+"""Rounding of the inputs of a model's quantized weights, within a context."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ from moetool.quantize.folding import is_rounded
 
 
 def round_tokens(x_TI: torch.Tensor, bits: int) -> torch.Tensor:
-    """Each token's values to the nearest of 2^bits - 1 that are evenly spaced up to its largest."""
+    """Round each token's values to 2^bits - 1 levels, evenly spaced up to its largest."""
     steps = 2 ** (bits - 1) - 1
     step_T1 = (x_TI.abs().amax(-1, keepdim=True) / steps).clamp(min=torch.finfo(x_TI.dtype).tiny)
     return (x_TI / step_T1).round() * step_T1
@@ -20,9 +20,9 @@ def round_tokens(x_TI: torch.Tensor, bits: int) -> torch.Tensor:
 
 @contextmanager
 def rounded_activations(model: Any, layers: list[MoeLayer], bits: int) -> Iterator[None]:
-    """Round the inputs of all linear modules but gates and the output head, and of both products of every expert.
+    """Round the inputs of linear modules except gates and output head, and of both products of every expert.
 
-    Effects: hooks on those modules and other forwards of the experts, until the context ends.
+    Effects: hooks those modules and replaces the experts' forwards until the context ends.
     """
 
     def linear(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -35,7 +35,7 @@ def rounded_activations(model: Any, layers: list[MoeLayer], bits: int) -> Iterat
                 if is_rounded(path, module, moe.get(number)):
                     stack.callback(module.register_forward_pre_hook(linear).remove)
         for layer in layers:
-            own = layer.experts.__dict__.get("forward")  # that of experts which stay packed
+            own = layer.experts.__dict__.get("forward")  # the forward of packed experts
             layer.experts.forward = _experts_forward(layer, bits)
             stack.callback(_put_back, layer.experts, own)
         yield
@@ -48,7 +48,7 @@ def _put_back(experts: Any, forward: Any) -> None:
 
 
 def _experts_forward(layer: MoeLayer, bits: int) -> Any:
-    """The experts of a layer, one after the other, on rounded inputs."""
+    """Return a forward that computes a layer's experts one after the other on rounded inputs."""
 
     def forward(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         output_TD = torch.zeros_like(hidden_TD)

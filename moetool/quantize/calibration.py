@@ -1,4 +1,4 @@
-"""The tokens that a replica is made from, and those that it is judged on."""
+"""Calibration and scoring tokens of a replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from moetool.prompts.gather import Prompt
 from moetool.trace.same_prompts import digest_of_tokens
 
 LEAST_BLOCKS = 8
-_JUDGED = 5  # one prompt in so many is kept for judging
+_JUDGED = 5  # one in this many prompts is held out for scoring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class Calibration:
     """Blocks of tokens, all of one length.
 
     Attributes:
-        ids_NS: sequences that scales are chosen on.
-        judged_NS: sequences of other prompts.
+        ids_NS: sequences for the choice of scales.
+        judged_NS: held-out sequences for scoring.
         seen_prompts: digests of the prompts in `ids_NS` (`moetool.trace.same_prompts`).
         datasets: names of the sources.
     """
@@ -33,13 +33,13 @@ class Calibration:
 
 
 def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_tokens: int, seed: int) -> Calibration:
-    """Join prompts into blocks of `length` tokens; every fifth prompt, in an order drawn at random, is for judging.
+    """Join prompts into blocks of `length` tokens; every fifth prompt, in random order, is held out for scoring.
 
     Args:
-        max_tokens: of the blocks that scales are chosen on; a quarter of it for those that judge.
+        max_tokens: maximum calibration tokens; a quarter of it for scoring.
 
     Raises:
-        UsageError: the text is too short, or `max_tokens` less than the least number of blocks.
+        UsageError: the text is too short, or `max_tokens` is below the minimum number of blocks.
     """
     if max_tokens < LEAST_BLOCKS * length:
         raise UsageError(
@@ -66,7 +66,7 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
 
 
 def _known_by(prompt: Prompt, tokenizer: Any) -> set[str]:
-    """As a whole, and as a capture cuts it."""
+    """Return the digests of a prompt, whole and as cut by a capture."""
     ids = prompt.token_ids(tokenizer)
     return {digest_of_tokens(ids), digest_of_tokens(ids[: prompt.input_tokens])}
 
@@ -74,7 +74,7 @@ def _known_by(prompt: Prompt, tokenizer: Any) -> set[str]:
 def _blocks(
     prompts: Sequence[Prompt], tokenizer: Any, length: int, max_tokens: int
 ) -> tuple[torch.Tensor, list[Prompt]]:
-    """As many whole blocks as the prompts make, and the prompts that are in them."""
+    """Return the whole blocks of the prompts, and the prompts in them."""
     end = tokenizer.eos_token_id
     wanted = max(1, max_tokens // length) * length
     ids: list[int] = []

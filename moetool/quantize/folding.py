@@ -1,11 +1,11 @@
-"""The producers of each weight's inputs, and moving a scale from the one into the other.
+"""Folding of scales: the producers of each weight's inputs, and the move of a scale between the two.
 
-The columns of a weight are multiplied by a scale and what produces its inputs is divided by it, so that the model
-computes what it did while the columns that matter are rounded more finely. Whatever else reads the same inputs is
-multiplied too: the router and the gate of a shared expert, which are not rounded, give the logits that they gave.
+The columns of a weight are multiplied by a scale and the producer of its inputs is divided by it. The model computes
+the same, while important columns are rounded more finely. Other readers of the same inputs are multiplied too, so the
+router and a shared expert's gate, which are not rounded, keep their logits.
 
 Shapes:
-    C  channels of what is scaled        I  inputs of a weight        O  its outputs
+    C  scaled channels        I  inputs of a weight        O  its outputs
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,23 +17,23 @@ import torch
 from moetool.errors import UsageError
 from moetool.models.spec import MoeLayer
 
-_ROWS = 128  # that are scaled at a time: torch widens what it multiplies by a wider scale
+_ROWS = 128  # rows scaled at a time, since torch widens a product with a wider scale
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """One scale, what it divides and what it multiplies; parameters go by their names below the decoder layer.
+    """One scale, with the parameters that it divides and multiplies, by name within the decoder layer.
 
     Attributes:
-        name: for people and cards.
-        before: parameters that produce the inputs, each with the rows (or entries) that are the C channels; None
-            where those are all it has. A slice is changed in place, without a copy of the rows.
-        readers: weights [..., O, I] to be rounded that read them.
+        name: name for messages and cards.
+        before: parameters that produce the inputs, each with the rows (or entries) of the C channels; None for all. A
+            slice is changed in place.
+        readers: weights [..., O, I] that read them and are rounded.
         plain: weights that read them and are not rounded.
-        channel_I: the channel that each input is; None where they are the same.
-        inspect: the module whose output says how good a scale is: one below the layer, or `experts` for each routed
-            expert by itself, whose scales are then [E, C].
+        channel_I: channel of each input; None if they are equal.
+        inspect: module whose output error scores a scale: one within the layer, or `experts` for each routed expert,
+            with scales [E, C].
     """
 
     name: str
@@ -44,11 +44,11 @@ class Fold:
     inspect: str
 
     def spread(self, scale_C: torch.Tensor) -> torch.Tensor:
-        """The scale of each input, [..., I]."""
+        """Return the scale of each input, [..., I]."""
         return scale_C if self.channel_I is None else scale_C[..., self.channel_I]
 
     def gather(self, size_I: torch.Tensor) -> torch.Tensor:
-        """For each channel the mean over the inputs that it is, [C]."""
+        """Return the mean over each channel's inputs, [C]."""
         if self.channel_I is None:
             return size_I
         count = int(self.channel_I.max()) + 1
@@ -76,7 +76,7 @@ class Fold:
 
 
 def _matrices(tensor: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each matrix of a parameter, stacked or not, with the scale that is its own or that of all."""
+    """Yield each matrix of a parameter, stacked or not, with its own or the common scale."""
     if tensor.dim() == 2:
         yield tensor, scale
         return
@@ -85,7 +85,7 @@ def _matrices(tensor: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch
 
 
 def require_family(config: Any) -> None:
-    """Raises: UsageError for a family whose layers are not known here, by name."""
+    """Raises: UsageError for a family with unknown layers."""
     family = config.model_type
     if family == "gpt_oss":
         raise UsageError(
@@ -93,14 +93,14 @@ def require_family(config: Any) -> None:
             f"biases, and pack-quantized holds single linear weights; families that work: {', '.join(FAMILIES)}"
         )
     if family not in FAMILIES:
-        raise UsageError(f"no replica of {family} models: families whose layers are known: {', '.join(FAMILIES)}")
+        raise UsageError(f"no replica of {family} models: supported families: {', '.join(FAMILIES)}")
 
 
 def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
-    """Every place of a decoder layer where a scale can be folded exactly.
+    """Return every place of a decoder layer where a scale can be folded exactly.
 
     Args:
-        moe: the layer's experts; None for a dense layer.
+        moe: experts of the layer; None for a dense layer.
     """
     found = _attention(layer, config)
     names = dict(layer.named_parameters())
@@ -165,10 +165,10 @@ def _attention(layer: Any, config: Any) -> list[Fold]:
     else:
         size = int(attention.head_dim)
         channels = torch.arange(attention.v_proj.weight.shape[0]).view(-1, size)
-        # Query heads that share a key also share its value, and so a scale.
+        # Query heads that share a key also share its value, and thus a scale.
         channel_I = channels.repeat_interleave(heads // len(channels), dim=0).flatten()
         before = tuple((name, None) for name in ("self_attn.v_proj.weight", "self_attn.v_proj.bias") if name in names)
-    if getattr(config, "clip_qkv", None) is None:  # a clipped value is no multiple of what it was
+    if getattr(config, "clip_qkv", None) is None:  # clipping does not commute with a scale
         found.append(
             Fold(
                 name="attention's output",
@@ -196,13 +196,13 @@ def _down(names: Mapping[str, Any], module: str) -> Fold:
 
 
 def is_rounded(path: str, module: Any, moe: MoeLayer | None) -> bool:
-    """Whether a module's weight is rounded: it is linear and no gate. Some families' routers are linear modules."""
+    """Whether a module's weight is rounded: linear modules except gates (some families' routers are linear modules)."""
     gate = path.endswith("shared_expert_gate") or (moe is not None and module is moe.router)
     return isinstance(module, torch.nn.Linear) and not gate
 
 
 def rounded_names(layer: Any, moe: MoeLayer | None) -> list[str]:
-    """The weights of a layer that are rounded: those of linear modules but gates, and the routed experts'."""
+    """Return the rounded weights of a layer: linear modules except gates, and routed experts."""
     found = [f"{path}.weight" for path, module in layer.named_modules() if is_rounded(path, module, moe)]
     if moe is not None:
         found += [f"mlp.experts.{name}" for name in moe.form.parameters]

@@ -1,4 +1,4 @@
-"""Compare a replica with its model: run both, as saved, layer by layer over the same tokens."""
+"""Comparison of a saved replica with its model, layer by layer over the same tokens."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from moetool.quantize.layer_forward import Layerwise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A replica against its model.
+    """Scores of a replica against its model.
 
     Attributes:
-        tokens: that were compared.
+        tokens: number of compared tokens.
         kl: mean over tokens of the Kullback-Leibler divergence of the replica's next token from the model's, in nats.
         top1: share of the tokens with the same likeliest next token.
-        match: mean share of a token's experts that the replica's gates choose too.
+        match: mean share of a token's experts chosen by the replica's gates too.
         match_L: the same for each MoE layer.
-        logits: those of the replica on the first block, [S, V].
+        logits: logits of the replica on the first block, [S, V].
     """
 
     tokens: int
@@ -34,7 +34,7 @@ class Judgement:
     logits: torch.Tensor
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, for a card."""
+        """Return the scores, for a card."""
         return {name: getattr(self, name) for name in ("tokens", "kl", "top1", "match", "match_L")}
 
 
@@ -48,13 +48,13 @@ def judge(
 ) -> Judgement:
     """Compare two checkpoints of one shape on blocks of tokens.
 
-    The dense weights of both are in memory, and the experts of one layer of one of them.
+    Memory holds the dense weights of both, and the experts of one layer of one of them.
 
     Args:
-        on_layer: called with the number of layers that are done.
+        on_layer: called with the number of finished layers.
 
     Raises:
-        MismatchError: the files of one do not make that model.
+        MismatchError: the files of one do not fit the model.
     """
     with contextlib.ExitStack() as stack:
         pair = []
@@ -67,7 +67,7 @@ def judge(
 
 @torch.no_grad()
 def logits_of(checkpoint: Checkpoint, ids_1S: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The logits [S, V] that a checkpoint gives, run layer by layer."""
+    """Return the logits [S, V] of a checkpoint, run layer by layer."""
     loaded = load_lazy(checkpoint, dtype)
     try:
         layerwise = Layerwise(loaded)

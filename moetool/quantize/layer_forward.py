@@ -13,20 +13,20 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Stop(Exception):
-    """The layer that was waited for has been reached."""
+    """Stops a forward at the awaited layer."""
 
 
 class Layerwise:
-    """The decoder layers of a model from `load_lazy`, to be called in their order.
+    """The decoder layers of a model from `load_lazy`, to call in order.
 
-    Each layer gets the arguments that the model itself gives it: masks and positions are recorded once, from a first
-    block of tokens. All blocks must therefore have the length of that block.
+    Each layer gets the model's own arguments: masks and positions are recorded once, from a first block of tokens. All
+    blocks must therefore have equal length.
 
     Attributes:
-        layers: the decoder layers, dense ones too.
-        moe: the MoE layers by their number among those.
+        layers: decoder layers, dense ones included.
+        moe: MoE layers by decoder layer.
 
-    Shapes: blocks ids_NS of N sequences of S tokens; hidden states [1, S, D] a block.
+    Shapes: blocks ids_NS of N sequences of S tokens; hidden states [1, S, D] per block.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -40,7 +40,7 @@ class Layerwise:
 
     @torch.no_grad()
     def begin(self, ids_NS: torch.Tensor) -> list[torch.Tensor]:
-        """The hidden states that the first layer gets, for each block. Effects: records the layers' arguments."""
+        """Return the first layer's input for each block. Effects: records the layers' arguments."""
         hidden: list[torch.Tensor] = []
         last = len(self.layers) - 1
 
@@ -63,7 +63,7 @@ class Layerwise:
 
     @torch.no_grad()
     def run(self, number: int, hidden_1SD: torch.Tensor) -> torch.Tensor:
-        """The output of one layer, whose experts must be in memory (`experts`)."""
+        """Return the output of one layer, whose experts must be in memory (`experts`)."""
         args, kwargs = self._calls[number]
         output = self.layers[number](hidden_1SD, *args, **kwargs)
         made: torch.Tensor = output[0] if isinstance(output, tuple) else output
@@ -71,7 +71,7 @@ class Layerwise:
 
     @torch.no_grad()
     def logits(self, hidden_1SD: torch.Tensor) -> torch.Tensor:
-        """The logits [S, V] that the model makes of the last layer's output."""
+        """Return the logits [S, V] from the last layer's output."""
         with self._replaced(lambda number: lambda hidden_states, *args, **kwargs: hidden_1SD):
             ids = torch.zeros(hidden_1SD.shape[:2], dtype=torch.int64)
             made: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
@@ -79,7 +79,7 @@ class Layerwise:
 
     @contextlib.contextmanager
     def experts(self, number: int) -> Iterator[None]:
-        """The routed experts of a layer in memory, for as long as the context lasts; nothing for a dense layer."""
+        """Hold the routed experts of a layer in memory within the context; no effect for a dense layer."""
         layer = self.moe.get(number)
         if layer is None:
             yield
@@ -97,7 +97,7 @@ class Layerwise:
 
     @contextlib.contextmanager
     def _replaced(self, forward_of: Callable[[int], Callable[..., torch.Tensor]]) -> Iterator[None]:
-        """Other forwards in the place of the layers' own."""
+        """Replace the layers' forwards within the context."""
         for number, layer in enumerate(self.layers):
             layer.forward = forward_of(number)
         try:

@@ -1,6 +1,6 @@
-"""Makes a replica of a model in few bits, layer by layer, loads it again and says how near it comes.
+"""Building of a low-bit replica of a model, layer by layer, with a reload and a score.
 
-While it works, finished layers lie in `OUT.resume` beside the result (`moetool.quantize.replica_layers`).
+Finished layers lie in `OUT.resume` next to the result (`moetool.quantize.replica_layers`).
 """
 
 import json
@@ -29,7 +29,7 @@ from moetool.quantize.replica_layers import Maker, ReplicaOptions
 
 CARD = "card.json"
 GROUPS = (16, 32, 64, 128)
-_AGREE = 1e-3  # how far a logit of plain transformers may be from ours, as a share of the largest
+_AGREE = 1e-3  # tolerance between logits of transformers and moetool, as a share of the largest
 
 
 def make_replica(
@@ -44,13 +44,13 @@ def make_replica(
 ) -> dict[str, Any]:
     """Round a model's attention and experts, save it, load it again and compare it with the model.
 
-    At most one layer is in memory twice; dense weights are in memory as a whole. A run that was killed goes on with
-    the layer that it was at when the same call is made again.
+    Memory holds the dense weights, and at most one layer twice. After a kill, the same call resumes at the unfinished
+    layer.
 
     Args:
-        checkpoint: of the model.
-        facts: further entries of the card.
-        on_progress: called with the steps that are done, and how many there are: two for each layer, and the reload.
+        checkpoint: checkpoint of the model.
+        facts: additional entries of the card.
+        on_progress: called with the finished steps and the total: two for each layer, and the reload.
 
     Effects: writes `out`, whole or not at all; keeps `out.resume` until then.
 
@@ -58,8 +58,8 @@ def make_replica(
         The card.
 
     Raises:
-        UsageError: the family, the layout or the group is none that works, or `out` exists.
-        MismatchError: the saved files do not make the model, by transformers or by moetool.
+        UsageError: the family, layout or group is not supported, or `out` exists.
+        MismatchError: transformers or moetool cannot load the saved files.
         MoetoolError: a weight or an activation is not finite.
     """
     durable.require_absent(out, overwrite, CARD)
@@ -79,8 +79,8 @@ def make_replica(
         judged = judge(checkpoint, made, calibration.judged_NS, dtype, lambda done: report(maker.num_layers + done))
         if not math.isfinite(judged.kl):
             raise MoetoolError(
-                f"{checkpoint.path} or its replica gives logits that are NaN or infinite on the text that it is judged "
-                "by, expected none; try --set dtype=float32, or other --data"
+                f"{checkpoint.path} or its replica gives logits that are NaN or infinite on the scoring text"
+                ", expected none; try --set dtype=float32, or other --data"
             )
         reloaded = _check(made, calibration.judged_NS[:1], judged.logits if dtype == torch.float32 else None)
         report(steps)
@@ -126,22 +126,22 @@ def make_replica(
 
 
 def require_replicable(checkpoint: Checkpoint, options: ReplicaOptions) -> None:
-    """Refuse what cannot be made, by config and headers alone: no weight is read.
+    """Refuse an impossible replica, by config and headers alone, without reading weights.
 
     Raises:
-        UsageError: a family that is not known, a way to store weights that pack-quantized has no place for, packed
-            weights, a group that does not divide the weights' widths, or routed experts with zero points.
+        UsageError: the family is unknown, pack-quantized cannot hold its layout, weights are packed, the group does not
+            divide the weights' widths, or routed experts would have zero points.
         MismatchError: a weight file is missing or damaged, or lacks a tensor.
     """
     path = checkpoint.path
     require_family(checkpoint.config)
     if checkpoint.quantization:
-        raise UsageError(f"{path} is quantized already; give the model that it was made from")
+        raise UsageError(f"{path} is already quantized; give the original model")
     if not options.symmetric:
         raise UsageError(
-            "--asymmetric: transformers unpacks stacked experts without zero points, so that it could not load the "
-            "replica; leave it out, or --set dense_symmetric=false for those of attention, dense layers and shared "
-            "experts alone"
+            "--asymmetric: transformers unpacks stacked experts without zero points, so it could not load the "
+            "replica; leave it out, or --set dense_symmetric=false for attention, dense layers and shared "
+            "experts only"
         )
     model, made_of = checkpoint.skeleton, checkpoint.sources
     moe = {layer.layer_id: layer for layer in checkpoint.layers}
@@ -162,9 +162,9 @@ def require_replicable(checkpoint: Checkpoint, options: ReplicaOptions) -> None:
 
 
 def _require_layout(path: Path, name: str, made_of: Mapping[str, TensorSource]) -> None:
-    """Raises: UsageError for a weight that has to be computed, or experts that are stored as one."""
+    """Raises: UsageError for a computed weight, or experts stored as one tensor."""
     if (source := made_of.get(name)) is None:
-        raise MismatchError(f"{path} lacks {name}, or names it otherwise; download the model again")
+        raise MismatchError(f"{path} lacks {name}, or has another name for it; download the model again")
     stored = [stored for names in source.names.values() for stored in names]
     stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     if stacked != (source.converter is not None) or not all(one.endswith(".weight") for one in stored):
@@ -175,15 +175,15 @@ def _require_layout(path: Path, name: str, made_of: Mapping[str, TensorSource]) 
 
 
 def _check(made: Checkpoint, ids_1S: torch.Tensor, logits_SV: torch.Tensor | None) -> str:
-    """Load the result as anybody would, where it fits into memory unpacked; says who has loaded it.
+    """Load the result by plain transformers, if it fits into memory unpacked; return the loading libraries.
 
-    Both compute in float32: rounded more coarsely, a router's near tie falls either way.
+    Both compute in float32, since coarser rounding decides near ties of routers at random.
 
     Args:
-        logits_SV: those of moetool, where they are known.
+        logits_SV: logits of moetool, if known.
 
     Raises:
-        MismatchError: transformers misses a tensor, or computes something else than moetool.
+        MismatchError: transformers lacks a tensor, or its logits differ from moetool's.
     """
     size = 4 * sum(parameter.numel() for parameter in made.skeleton.parameters())
     if 2 * size > memory_bytes()[1]:

@@ -1,9 +1,9 @@
-"""The layers of a replica, made one by one in a folder where a killed run goes on.
+"""The layers of a replica, built one by one in a folder from which a killed run resumes.
 
-made_from.json        what the replica is made from and how; a folder of something else is refused
-model-*.safetensors   the layers that are done, as they will be in the result
-layer-*.json          the exponents that were chosen for each of them
-hidden.safetensors    what the next layer gets on the calibration tokens, and which layer that is
+made_from.json        inputs and options of the replica; a folder of other inputs is refused
+model-*.safetensors   the finished layers in their final form
+layer-*.json          the chosen exponents of each
+hidden.safetensors    the next layer's number, and its input on the calibration tokens
 """
 
 import json
@@ -36,18 +36,18 @@ _TOKENIZER = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """Options of making a replica.
+    """Options of a replica.
 
     Attributes:
-        bits: of each rounded weight.
-        group: inputs that share a scale.
-        symmetric: whether the zero points of routed experts are 0. Others are refused (`require_replicable`): they can
-            be stored, and transformers does not read them.
-        dense_symmetric: the same of attention, dense layers and shared experts, where others are read.
-        dtype: that the layers are run in; float32 takes twice the memory of bfloat16.
-        grid, clip, min_tokens: as for `SearchOptions`; grid=0 and clip=false round to nearest.
-        length: tokens of a calibration block; the model's context at most.
-        max_tokens: calibration tokens at most.
+        bits: bits of each rounded weight.
+        group: number of inputs that share a scale.
+        symmetric: whether the zero points of routed experts are 0. Others are refused (`require_replicable`), since
+            transformers does not read them.
+        dense_symmetric: the same for attention, dense layers and shared experts, where other zero points are allowed.
+        dtype: compute data type of the layers; float32 takes twice the memory of bfloat16.
+        grid, clip, min_tokens: as in `SearchOptions`; grid=0 and clip=false round to nearest.
+        length: tokens of a calibration block, at most the model's context.
+        max_tokens: maximum calibration tokens.
     """
 
     bits: int = 4
@@ -67,17 +67,17 @@ class ReplicaOptions:
 
     @property
     def scheme(self) -> Scheme:
-        """Scheme of linear modules."""
+        """Return the scheme of linear modules."""
         return Scheme(bits=self.bits, group=self.group, symmetric=self.dense_symmetric)
 
     @property
     def experts(self) -> Scheme:
-        """Scheme of routed experts."""
+        """Return the scheme of routed experts."""
         return Scheme(bits=self.bits, group=self.group, symmetric=self.symmetric)
 
 
 class Maker:
-    """One replica under way."""
+    """State of an unfinished replica."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, calibration: Calibration, options: ReplicaOptions) -> None:
         self.checkpoint = checkpoint
@@ -110,10 +110,10 @@ class Maker:
         self._loaded.close()
 
     def layers(self, report: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Make and write every layer that is not there yet. Gives what was chosen for each.
+        """Build and write every missing layer; yield the choices for each.
 
-        Effects: nothing is written before all weights, and the calibration text through the first layer, were found
-            finite; a later layer in which it is not takes away what was written.
+        Effects: writes nothing before all weights, and the first layer's activations, are found finite. A later layer
+        with activations that are not removes the written layers.
         """
         first, hidden = self._resume()
         report(first)
@@ -139,7 +139,7 @@ class Maker:
         ]
 
     def finish(self, staged: Path) -> None:
-        """Everything else, and the layers, into the folder that becomes the result."""
+        """Write the layers and everything else into the result's folder."""
         rest: dict[str, torch.Tensor] = {}
         for name, source in self._made_of.items():
             if not name.startswith(self._prefix):
@@ -152,7 +152,7 @@ class Maker:
             file = self._shard(number)
             try:
                 (staged / file.name).hardlink_to(file)
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 shutil.copyfile(file, staged / file.name)
             with safe_open(file, "pt") as tensors:
                 weight_map |= dict.fromkeys(tensors.keys(), file.name)
@@ -167,18 +167,18 @@ class Maker:
                 shutil.copyfile(file, staged / file.name)
 
     def _require_own_folder(self) -> None:
-        """Raises: UsageError where the folder holds something else than this run's layers."""
+        """Raises: UsageError where the folder holds anything but this run's layers."""
         record = self.folder / _RECORD
         if record.is_file() and record.read_text(encoding="utf-8") == self._made_from:
             return
         if self.folder.is_dir() and any(self.folder.iterdir()):
             what = "the layers of a run with other flags, data or version" if record.is_file() else "other files"
             raise UsageError(
-                f"{self.folder} holds {what}; go on with the same flags, or remove it: rm -r {self.folder}"
+                f"{self.folder} holds {what}; continue with the same flags, or remove it: rm -r {self.folder}"
             )
 
     def _resume(self) -> tuple[int, list[torch.Tensor] | None]:
-        """The first layer that is still to be made, and what it gets."""
+        """Return the first missing layer, and its input."""
         state = self.folder / "hidden.safetensors"
         if not state.is_file():
             return 0, None
@@ -186,7 +186,7 @@ class Maker:
             return int(stored.metadata()["next"]), list(stored.get_tensor("hidden").split(1))
 
     def _layer(self, number: int, hidden: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Choose the scales of one layer, fold them, round it and write it."""
+        """Choose and fold the scales of one layer, then round and write it."""
         layer, moe = self._run.layers[number], self._run.moe.get(number)
         folds = folds_of(layer, moe, self._loaded.model.config.get_text_config())
         rounded = rounded_names(layer, moe)
@@ -198,7 +198,7 @@ class Maker:
         try:
             require_finite(outputs, f"after layer {number}")
         except MoetoolError:
-            shutil.rmtree(self.folder, ignore_errors=True)  # it would end here each time
+            shutil.rmtree(self.folder, ignore_errors=True)  # a resumed run would fail here again
             raise
         if not (self.folder / _RECORD).is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ class Maker:
         changed: set[str],
         squares: Mapping[str, torch.Tensor],
     ) -> None:
-        """The shard of a layer."""
+        """Write the shard of a layer."""
         tensors: dict[str, torch.Tensor] = {}
         prefix = f"{self._prefix}{number}."
         for name, source in self._made_of.items():
@@ -238,7 +238,7 @@ class Maker:
             square = squares.get(local) if self.options.clip else None
             if local not in schemes:
                 stored = next(iter(source.names.values()))[0]
-                # Norms and gates that a scale was folded into keep all their digits.
+                # Norms and gates with a folded scale keep full precision.
                 tensors[stored] = parameters[local].float().clone() if local in changed else self._shards.load(stored)
                 continue
             scheme, bits = schemes[local], self.options.bits
@@ -262,7 +262,7 @@ class Maker:
         return self.folder / f"model-{number + 1:05d}-of-{self.num_layers + 1:05d}.safetensors"
 
     def _ignored(self) -> list[str]:
-        """Linear modules, by transformers' names and the checkpoint's, that are not rounded."""
+        """Return linear modules that are not rounded, by the names of transformers and the checkpoint."""
         found = {"lm_head"}
         for number, moe in self._run.moe.items():
             prefix = f"{self._prefix}{number}."
@@ -276,7 +276,7 @@ class Maker:
 
 
 def _squares(fold: Fold, inputs: Inputs, scale_C: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The mean square of the scaled inputs of each weight that a fold's scale went into."""
+    """Return the mean square of the scaled inputs of each weight with a folded scale."""
     scale_I = fold.spread(scale_C)
     if fold.inspect == "experts":
         return {fold.readers[0]: inputs.square["down"] / scale_I**2}

@@ -1,16 +1,14 @@
-"""Scales that let rounding hurt least where activations are large, chosen on calibration tokens.
+"""Search of scales that minimize rounding errors where activations are large, on calibration tokens.
 
 Source: AWQ (Lin et al., 2024) § 3.2, Eqs. 4 and 5: the columns of a weight are multiplied by s = mean|x|^alpha before
 it is rounded and its inputs divided by s, with alpha from a grid over [0, 1] that gives the smallest error of the
-block's output; and the cutting off of outliers that its published code adds. Deviations:
+block's output; and the clipping of outliers in its published code. Deviations:
 
-- The routed experts of a layer read one hidden state, so that one scale serves all of them and the shared expert; each
-  expert's down projection has a scale of its own. The routers read that hidden state too: see
-  `moetool.quantize.folding`.
-- Where query heads share a value head they share a scale, from the mean over them; AWQ leaves those out.
-- Ranges are cut off by the error of the weights, each weighted by the mean square of its input, in place of products.
-- An expert that few calibration tokens reach keeps its columns, and counts them towards its ranges only as far as they
-  go.
+- The routed experts of a layer read one hidden state, so they and the shared expert have one scale; each expert's down
+  projection has its own. The routers read that hidden state too: see `moetool.quantize.folding`.
+- Query heads that share a value head share a scale, from the mean over them; AWQ leaves those out.
+- Ranges are clipped by the error of the weights, weighted by the mean square of their inputs, instead of products.
+- An expert with few calibration tokens keeps its columns unscaled, and its ranges use the tokens that it has.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,8 +22,8 @@ from moetool.models.packed import Rounded, Scheme, nearest_values, ranges, round
 from moetool.models.spec import MoeLayer
 from moetool.quantize.folding import Fold
 
-_CHUNK = 2**17  # numbers that are rounded together: what comes between is small, and stays in the cache
-_PRIOR_TOKENS = 32  # how many average tokens an expert's statistics begin with
+_CHUNK = 2**17  # numbers rounded together, so that temporaries stay in the CPU cache
+_PRIOR_TOKENS = 32  # average tokens at the start of an expert's statistics
 _SHRINKS = tuple(1 - 0.04 * i for i in range(9))
 
 
@@ -34,10 +32,10 @@ class SearchOptions:
     """Options of the search.
 
     Attributes:
-        grid: exponents that are tried besides 0; 0 rounds to nearest.
-        clip: whether ranges are cut off where that lessens the error.
+        grid: number of exponents to try in addition to 0; 0 rounds to nearest.
+        clip: whether to clip ranges where it lowers the error.
         min_tokens: calibration tokens below which an expert's down projection gets no scale.
-        max_tokens: tokens that errors are measured on, the first of the calibration; means are over all.
+        max_tokens: first calibration tokens, on which errors are measured; means use all tokens.
     """
 
     grid: int = 20
@@ -51,11 +49,11 @@ class Inputs:
     """Inputs of the modules of one layer on the calibration tokens.
 
     Attributes:
-        calls: the arguments of each inspected module, a call for each block.
+        calls: arguments of each inspected module, one call per block.
         mean: mean |x| of the inputs of a module, [I]; of the experts' down projections [E, I].
         square: mean x² of the inputs of a module, [I], or of the experts' two products [E, I], by `up` and `down`.
-        tokens_E: tokens that each expert had.
-        middle: for each expert, what its down projection got: [T', I], of the first tokens.
+        tokens_E: number of tokens of each expert.
+        middle: input of each expert's down projection: [T', I], for the first tokens.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -83,10 +81,10 @@ class _Mean:
 def watch_inputs(
     layer: Any, moe: MoeLayer | None, folds: Iterable[Fold], run: Callable[[], None], options: SearchOptions
 ) -> Inputs:
-    """Run a layer over the calibration blocks and keep what went into its modules.
+    """Run a layer over the calibration blocks and record its modules' inputs.
 
     Args:
-        run: calls the layer once for each block.
+        run: calls the layer once per block.
     """
     found = Inputs()
     modules = dict(layer.named_modules())
@@ -124,7 +122,7 @@ def watch_inputs(
 
 
 class _Experts:
-    """Gathers what each routed expert gets, and its down projection."""
+    """Records the inputs of each routed expert and of its down projection."""
 
     def __init__(self, moe: MoeLayer, found: Inputs, options: SearchOptions) -> None:
         self._moe = moe
@@ -148,14 +146,14 @@ class _Experts:
                 self._found.middle[expert] = middle if kept is None else torch.cat([kept, middle])
 
     def finish(self) -> None:
-        """Means from what was counted. An expert's begin with some tokens of the average expert."""
+        """Return the means. An expert's begin with some tokens of the average expert."""
         self._found.tokens_E = torch.tensor([mean.count for mean in self._up])
         for name, means in (("up", self._up), ("down", self._down)):
             width = next(len(mean.sums[1]) for mean in means if mean.sums is not None)
             sums_EI = torch.stack([torch.zeros(width) if mean.sums is None else mean.sums[1] for mean in means])
             count_E1 = torch.tensor([[float(mean.count)] for mean in means])
             prior_I = sums_EI.sum(0) / count_E1.sum()
-            if name == "down":  # the channels of two experts have nothing in common
+            if name == "down":  # channels of different experts are unrelated
                 prior_I = prior_I.mean().expand_as(prior_I)
             self._found.square[name] = (sums_EI + _PRIOR_TOKENS * prior_I) / (count_E1 + _PRIOR_TOKENS)
         down = [mean.sums for mean in self._down]
@@ -166,7 +164,7 @@ class _Experts:
 
 
 def scale_of(mean_C: torch.Tensor, alpha: float) -> torch.Tensor:
-    """The scale [..., C] that channels of such a mean |x| get; its largest and smallest are each other's inverse."""
+    """Return the scale [..., C] for channels' mean |x|; its largest and smallest values are inverses."""
     scale_C = mean_C.clamp(min=1e-4) ** alpha
     highest, lowest = scale_C.amax(-1, keepdim=True), scale_C.amin(-1, keepdim=True)
     return scale_C / (highest * lowest).sqrt()
@@ -181,10 +179,10 @@ def search(
     scale_dtype: torch.dtype,
     options: SearchOptions,
 ) -> tuple[torch.Tensor, list[float]]:
-    """The scale of a fold that gives the smallest error, and its exponent, or one for each expert.
+    """Return the scale of a fold with the smallest error, and its exponent (one per expert for `experts`).
 
     Args:
-        schemes: of each rounded weight, by its name below the layer.
+        schemes: scheme of each rounded weight, by its name within the layer.
 
     Returns:
         scale [C] and [alpha], or for `experts` [E, C] and E of them. The smallest alpha wins a tie.
@@ -221,7 +219,7 @@ def search(
 
 
 def _nearest(weight: torch.Tensor, scale_I: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> torch.Tensor:
-    """A weight [..., O, I] after scaling, rounding and scaling back; some rows at a time."""
+    """Return a weight [..., O, I] after scaling, rounding and unscaling, in chunks of rows."""
     near = torch.empty_like(weight)
     group = (-1, scheme.group)
     for into, own in zip(_rows(near), _rows(weight), strict=True):
@@ -232,12 +230,12 @@ def _nearest(weight: torch.Tensor, scale_I: torch.Tensor, scheme: Scheme, scale_
 
 
 def _rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows [..., I] of a weight, in pieces of a size that is quick to work on."""
+    """Yield the rows [..., I] of a weight in chunks."""
     return weight.flatten(0, -2).split(max(1, _CHUNK // weight.shape[-1]))
 
 
 def _dense(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-    """The numbers that values stand for, rounded as the type of the scale rounds them. Effects: overwrites them."""
+    """Dequantize values, rounded to the scale's data type. Effects: overwrites them."""
     if zero is not None:
         values -= zero[..., None]
     values *= scale.float()[..., None]
@@ -252,7 +250,7 @@ def _search_experts(
     alphas: list[float],
     options: SearchOptions,
 ) -> tuple[torch.Tensor, list[float]]:
-    """Each routed expert's down projection by itself."""
+    """Search each routed expert's down projection separately."""
     assert inputs.tokens_E is not None
     mean_EI = inputs.mean["down"]
     scale_EI = torch.ones_like(mean_EI)
@@ -276,7 +274,7 @@ def _search_experts(
 def round_clipped(
     weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, square_I: torch.Tensor | None
 ) -> Rounded:
-    """Round a weight [O, I] with the ranges of its groups cut off where that lessens the error.
+    """Round a weight [O, I], with its groups' ranges clipped where it lowers the error.
 
     Args:
         square_I: mean square of each input; None rounds to nearest.

@@ -10,18 +10,18 @@ from moetool.models.shards import DTYPES, Shards
 
 
 def require_finite_weights(shards: Shards, path: Path) -> None:
-    """Read all weights, tensor after tensor in the order of the files; one is in memory at a time.
+    """Read all weights in file order, one tensor in memory at a time.
 
     Raises:
-        MoetoolError: one is NaN or infinite.
-        MismatchError: one has a data type that moetool does not read.
+        MoetoolError: a weight is NaN or infinite.
+        MismatchError: a weight has an unsupported data type.
     """
     tensors = {name: weight.tensors["weight"] for name, weight in shards.weights.items()}
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         if tensor.dtype not in DTYPES:
             continue  # integers
         weight = shards.load(name)
-        # One pass over memory says that all is well. A sum that has overflowed is looked at again.
+        # One sum shows that all values are finite; an overflowed sum is checked again.
         if weight.sum(dtype=torch.float32).isfinite():
             continue
         if bad := int((~weight.isfinite()).sum()):
@@ -32,7 +32,7 @@ def require_finite_weights(shards: Shards, path: Path) -> None:
 
 
 def require_finite(hidden: Iterable[torch.Tensor], where: str) -> None:
-    """Raises: MoetoolError where a hidden state is not a number or has no bound."""
+    """Raises: MoetoolError where a hidden state is NaN or infinite."""
     states = list(hidden)
     bad = sum(int((~state.isfinite()).any(dim=-1).sum()) for state in states)
     if bad:

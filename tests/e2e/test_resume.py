@@ -282,8 +282,8 @@ def test_a_stage_without_a_batch_is_begun_again(case: Case, tmp_path: Path) -> N
     [
         ("threads", 2, "threads was 1, and is 2 now"),
         ("dtype", "bfloat16", "dtype was float32, and is bfloat16 now"),
-        ("prompts", "c", "the prompts are others"),
-        ("revision", "c", "the model's weights or config are others"),
+        ("prompts", "c", "the prompts differ"),
+        ("revision", "c", "the model's weights or config differ"),
     ],
 )
 def test_another_capture_is_refused_with_the_difference(
