@@ -1,5 +1,6 @@
 """Changes of a pool's cache policy between forwards: the same in `serve` and in the replay of its gate log."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ import numpy as np
 from moetool.caching._layer_slots import SHARES, equal_slots
 from moetool.caching._policy import Policy, build_policy
 from moetool.caching._residency import Residency
+from moetool.errors import MoetoolError, first_line
 from moetool.types import ModelSpec
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +89,20 @@ class PolicyChanges:
         return {**self._states, self.current.policy: self._now()}
 
     def restore_states(self, states: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Give each policy its state of `states`, before any change.
-
-        Raises: ValueError, KeyError: a state is not one of that policy with its options here; nothing is restored.
-        """
-        made = {
-            name: build_policy(name, self.spec, self.options_of(name), self._residency.policy.num_slots)
-            for name, state in states.items()
-            if state
-        }
-        for name, policy in made.items():
-            policy.restore(states[name])
-        for name in made:
+        """Give each policy its state of `states`, before any change; one that does not fit begins without."""
+        num_slots = self._residency.policy.num_slots
+        for name, state in states.items():
+            if not state:
+                continue
+            try:
+                build_policy(name, self.spec, self.options_of(name), num_slots).restore(state)
+            except (ValueError, KeyError, MoetoolError) as error:
+                _LOG.warning("policy %s starts without its kept state, which does not fit: %s", name, first_line(error))
+                continue
             if name == self.current.policy:
-                self._residency.policy.restore(states[name])
+                self._residency.policy.restore(state)
             else:
-                self._states[name] = {array_name: array.copy() for array_name, array in states[name].items()}
+                self._states[name] = {array_name: array.copy() for array_name, array in state.items()}
 
     def _now(self) -> dict[str, np.ndarray]:
         """State of the policy in charge, which goes on learning."""

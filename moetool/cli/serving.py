@@ -127,6 +127,8 @@ def serve(
         planned = [name for name in taken if name not in values]
         planned += [name for name, flag in (("memory", device_memory), ("policy", policy)) if flag is None]
         values = {**taken, **values}
+    if log is not None:  # a remembered policy without its state would be worse than the default
+        values = {**values, "warm_start": False}
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import build_engine
     from moetool.runtime.automatic import AUTO, choose

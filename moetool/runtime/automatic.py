@@ -174,8 +174,8 @@ def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:
-    """`foresight` loads 18 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
-    them in slots, for 3 to 6 ms of a processor a forward (tests/bench/test_foresight.py). Equal slots per layer keep
+    """`foresight` loads 21 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
+    them in slots, for about 2 ms of a processor a forward (tests/bench/test_foresight.py). Equal slots per layer keep
     an event stream that is larger than the pool from evicting all of it once a forward (`moetool bench policies`).
     """
     if slots == num_experts:

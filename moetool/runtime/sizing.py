@@ -94,12 +94,12 @@ def divide(
     if kv_tokens is None:
         more = _more(left // _SHARE, kv_token_bytes, context - kv) // PAGE_TOKENS * PAGE_TOKENS
         kv, left = kv + more, left - more * kv_token_bytes
-        why["kv_tokens"] = "one full context" if kv >= context else f"1/{_SHARE} of what experts could use"
+        why["kv_tokens"] = _said("one full context", kv >= context, more)
     if chunk_tokens is None:
         most = min(MOST_CHUNK, kv)
         more = _more(left // _SHARE, model.token_bytes, most - chunk)
         chunk, left = chunk + more, left - more * model.token_bytes
-        why["chunk_tokens"] = "whole prompts" if chunk >= most else f"1/{_SHARE} of what experts could use"
+        why["chunk_tokens"] = _said("whole prompts", chunk >= most, more)
     slots = min(model.num_experts, model.min_slots + left // model.slot_bytes)
     left -= (slots - model.min_slots) * model.slot_bytes
     why["slots"] = "every expert" if slots == model.num_experts else f"{slots / model.num_experts:.0%} of the experts"
@@ -109,6 +109,13 @@ def divide(
         kv, left = kv + more, left - more * kv_token_bytes
         why["kv_tokens"] = "rest, with every expert in a slot"
     return MemorySplit(slots=slots, kv_tokens=kv, chunk_tokens=chunk, unused_bytes=left, why=why)
+
+
+def _said(everything: str, complete: bool, more: int) -> str:
+    """Why a part is as large as it is."""
+    if complete:
+        return everything
+    return f"1/{_SHARE} of what experts could use" if more else "the least, so that experts have room"
 
 
 def _more(room_bytes: int, item_bytes: int, most: int) -> int:

@@ -275,3 +275,12 @@ def test_a_change_that_fails_leaves_the_server_and_its_policy(
         engine.step()
     engine.close()
     assert finished[-1] == "length" and "lru does not take over: a state of another shape" in caplog.text
+
+
+def test_a_kept_state_that_does_not_fit_costs_no_other_policy_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    spec = make_spec(layers=2, experts=8)
+    changes = PolicyChanges(Residency(build_policy("lru", spec, {}, 8)), PolicyChoice("lru"), {})
+    uses = np.array([[3, 5, 1]])
+    changes.restore_states({"foresight": {"odd": np.zeros(3)}, "lfu": {"uses_N3": uses}})
+    assert "foresight starts without its kept state" in caplog.text
+    assert changes.learned("foresight") == {} and np.array_equal(changes.learned("lfu")["uses_N3"], uses)
