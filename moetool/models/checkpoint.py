@@ -18,7 +18,7 @@ from moetool.models import families
 from moetool.models.config_checks import check_config, warn_of_further_layers
 from moetool.models.content_hash import content_hashes
 from moetool.models.conversion import TensorSource, sources
-from moetool.models.expert_files import ExpertFiles, ExpertWeights, slot_form, stored_bytes
+from moetool.models.expert_files import ExpertFiles, ExpertWeights, bytes_of_slots, slot_forms, stored_bytes
 from moetool.models.gguf_weights import read_gguf
 from moetool.models.hub import snapshot_name
 from moetool.models.location import locate, locate_config
@@ -242,8 +242,7 @@ class Checkpoint:
             )
             return self.spec.slot_bytes if packed or fastest is None else form.num_elements * fastest.itemsize
         layouts = list(dict.fromkeys(map(self.expert_weights.layout, self.layers)))
-        slot = slot_form(layouts, tuple(part.shape for part in form.parts), fastest)
-        return self.spec.slot_bytes if slot is None else slot.num_bytes
+        return bytes_of_slots(layouts, slot_forms(layouts, tuple(part.shape for part in form.parts), fastest))
 
     @cached_property
     def expert_dtype(self) -> torch.dtype:

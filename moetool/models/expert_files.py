@@ -21,6 +21,9 @@ from moetool.models.tensor_index import Tensor
 from moetool.models.weight_format import FLOATS, STORED_DTYPES, DenseTransposed, StoredWeight
 from moetool.types import ModelSpec
 
+SlotForm = DenseSlot | PackedSlot | ScaledSlot
+"""What a slot holds in the place of an expert as stored."""
+
 
 class ByteRun(NamedTuple):
     """A run of bytes of a read that belongs at `target` in memory; `source` counts from the read's start."""
@@ -157,7 +160,7 @@ class ExpertFiles:
     Memory holds an expert as it is stored: its tensors side by side, whatever order the files have. A slot holds the
     same, or, for slots that are computed with on this processor and are not sent elsewhere, what is the fastest to
     compute with: integers of four bits in the order of `moetool.models.packed_product` where that can multiply them,
-    FP8, int8 and MXFP4 as stored where `moetool.models.row_kernels` can, and every other format unpacked.
+    other numbers of eight bits and fewer as stored where `moetool.models.row_kernels` can, and all else unpacked.
 
     Args:
         weights: which stored weights make the experts.
@@ -198,13 +201,15 @@ class ExpertFiles:
                     f"{layers[0].layer_id}; moetool serves models whose experts all have one shape"
                 )
             self._index(layer)
-        self._slot = slot_form(self._layouts, self._shapes, fastest)
-        if isinstance(self._slot, PackedSlot) and not all(map(self._in_even_groups, layers)):
-            self._slot = _dense_slot(self._layouts, self._shapes, torch.bfloat16)
+        self._forms = slot_forms(self._layouts, self._shapes, fastest)
+        if any(isinstance(form, PackedSlot) for form in self._forms) and not all(map(self._in_even_groups, layers)):
+            dense = _dense_slot(self._layouts, self._shapes, torch.bfloat16)
+            self._forms = tuple(dense if isinstance(form, PackedSlot) else form for form in self._forms)
         self.stored_bytes = max(layout.num_bytes for layout in self._layouts)
-        self.slot_bytes = self.stored_bytes if self._slot is None else self._slot.num_bytes
-        self.converts = self._slot is not None
-        self._num_layouts = 1 if self.converts else len(self._layouts)
+        self.slot_bytes = bytes_of_slots(self._layouts, self._forms)
+        self.converts = any(form is not None for form in self._forms)
+        alike = self.converts and len(set(self._forms)) == 1
+        self._num_layouts = 1 if alike else len(self._layouts)
         self._scratch = threading.local()
 
     def read_stored(self, key: int, memory: torch.Tensor) -> int:
@@ -226,15 +231,16 @@ class ExpertFiles:
 
     def fill(self, key: int, memory: torch.Tensor, slot: torch.Tensor) -> None:
         """Put the expert `key` from memory into a slot (uint8 [slot_bytes]) on this processor."""
-        if self._slot is None:
-            slot.copy_(memory[: self.slot_bytes])
+        number = self._layout_L[key // self.spec.num_experts]
+        layout, form = self._layouts[number], self._forms[number]
+        if form is None:
+            slot[: layout.num_bytes].copy_(memory[: layout.num_bytes])
         elif key in self.reads:
-            layout = self._layouts[self._layout_L[key // self.spec.num_experts]]
-            self._slot.fill(layout, memory, slot)
+            form.fill(layout, memory, slot)
 
     def read_into(self, key: int, slot: torch.Tensor) -> int:
         """Read the expert `key` into a slot. Returns and raises as `read_stored`."""
-        if self._slot is None:
+        if self._forms[self._layout_L[key // self.spec.num_experts]] is None:
             return self.read_stored(key, slot)
         memory: torch.Tensor | None = getattr(self._scratch, "memory", None)
         if memory is None:
@@ -263,9 +269,8 @@ class ExpertFiles:
         Args:
             layout: as `layout_of` has it.
         """
-        if self._slot is not None:
-            return self._slot.views(slot)
-        return self._layouts[layout].views(slot, self._shapes)
+        form = self._forms[layout]
+        return self._layouts[layout].views(slot, self._shapes) if form is None else form.views(slot)
 
     def stacked(self, layer: MoeLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All experts of a layer in memory, unpacked: tensors [E, ...] by the first parameter of each part.
@@ -311,22 +316,30 @@ class ExpertFiles:
             self.reads[self.spec.expert_key(layer.index, expert)] = _coalesce(placed)
 
 
-def slot_form(
+def slot_forms(
     layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], fastest: torch.dtype | None
-) -> DenseSlot | PackedSlot | ScaledSlot | None:
-    """Form of experts in slots; None: as stored.
+) -> tuple[SlotForm | None, ...]:
+    """For each layout the form of its experts in slots; None: as stored.
 
     Args:
         shapes: of the parts of an expert.
         fastest: as for `ExpertFiles`.
     """
     if fastest is None:
-        return None
-    if fastest == torch.bfloat16 and (packed := packed_slot(layouts)) is not None:
-        return packed
-    if (scaled := scaled_slot(layouts, shapes, fastest)) is not None:
-        return scaled
-    return None if all(layout.packed for layout in layouts) else _dense_slot(layouts, shapes, fastest)
+        return (None,) * len(layouts)
+    found: list[SlotForm | None] = []
+    for layout in layouts:
+        packed = packed_slot(layout) if fastest == torch.bfloat16 else None
+        found.append(packed or scaled_slot(layout, shapes, fastest))
+    as_stored = all(layout.packed for layout, form in zip(layouts, found, strict=True) if form is None)
+    rest = None if as_stored else _dense_slot(layouts, shapes, fastest)
+    return tuple(form or rest for form in found)
+
+
+def bytes_of_slots(layouts: Sequence[StoredLayout], forms: Sequence[SlotForm | None]) -> int:
+    """Bytes of a slot that holds an expert of any layout."""
+    pairs = zip(layouts, forms, strict=True)
+    return max(layout.num_bytes if form is None else form.num_bytes for layout, form in pairs)
 
 
 def _dense_slot(layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> DenseSlot:

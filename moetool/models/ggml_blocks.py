@@ -64,10 +64,13 @@ class GgmlCodec:
             parts = {role: _whole(stored[role], kind) for role, kind in self.kinds}
             out.copy_(self.undo(parts).view(out.shape))
             return
-        rows = len(out) // len(self.kinds)
-        for number, (role, kind) in enumerate(self.kinds):
-            part = out[number :: len(self.kinds)] if self.interleaved else out[number * rows :][:rows]
+        for part, (role, kind) in zip(self.rows_of(out), self.kinds, strict=True):
             _write(stored[role], kind, part)
+
+    def rows_of(self, out: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of a weight [out, ...] that each tensor makes."""
+        count = len(self.kinds)
+        return [out[number::count] for number in range(count)] if self.interleaved else list(out.chunk(count))
 
 
 def _whole(tensor: torch.Tensor, kind: int) -> torch.Tensor:

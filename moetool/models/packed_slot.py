@@ -1,6 +1,5 @@
 """Slots that hold experts of four bits in the order of `moetool.models.packed_product`, whatever order files have."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -149,11 +148,8 @@ class PackedSlot:
                     row = rows.stop
 
 
-def packed_slot(layouts: Sequence[StoredLayout]) -> PackedSlot | None:
-    """The slot for experts that the kernel multiplies; None where there are others."""
-    if len(layouts) != 1:
-        return None
-    (layout,) = layouts
+def packed_slot(layout: StoredLayout) -> PackedSlot | None:
+    """The slot for experts that the kernel multiplies; None where it multiplies only some of their weights."""
     for part, codecs in enumerate(layout.codecs):
         scales = layout.of_part(part, "scale")
         for codec, shape, scale in zip(codecs, layout.shapes[part], scales, strict=False):

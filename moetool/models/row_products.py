@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_kernels import BFLOAT16, BLOCK_ROWS, RowJob, find_kernel
+from moetool.models.row_dots import RowJob
+from moetool.models.row_kernels import BLOCK_ROWS, find_kernel
+from moetool.models.row_kinds import BFLOAT16
 from moetool.models.scaled_weight import ScaledWeight, kernel_of
 
 MAX_ROWS = 2

@@ -1,7 +1,6 @@
-"""Slots that hold experts in FP8, int8 or MXFP4 as they are stored, their scales in the form that the kernels take."""
+"""Slots that hold experts in FP8, int8, MXFP4 or ggml's blocks as stored, with scales in the form of the kernels."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,14 +11,16 @@ import torch
 from moetool.models import scaled_weight
 from moetool.models.expert_form import ExpertForm
 from moetool.models.fp8_block import Fp8Block, Fp8BlockCodec
+from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.mxfp4 import GROUP, Mxfp4Codec
-from moetool.models.row_kernels import BLOCK_ROWS, FP8, INT8, MXFP4, RowKind
+from moetool.models.row_kernels import BLOCK_ROWS
+from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, RowKind
 from moetool.models.row_products import MIN_ELEMENTS
 from moetool.models.scaled import Scaled, ScaledCodec
 from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.stored_expert import StoredLayout, Weight
 from moetool.models.value_scaling import scale_values
-from moetool.models.weight_format import Codec, Dense, WeightFormat, unpack
+from moetool.models.weight_format import Codec, WeightFormat, unpack
 
 _ALIGNMENT = 64
 _KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
@@ -33,7 +34,7 @@ class _Place(NamedTuple):
         shape: of the part; of numbers that are kept, [rows, columns] as stored.
         offset, scale_offset: in the slot.
         group, scale_rows: as of `ScaledWeight`.
-        scales: numbers of them, or bytes.
+        scale_bytes: of the scales.
     """
 
     kind: RowKind | None
@@ -42,14 +43,14 @@ class _Place(NamedTuple):
     scale_offset: int = 0
     group: int = 0
     scale_rows: int = 0
-    scales: int = 0
+    scale_bytes: int = 0
     transposed: bool = False
 
     @property
     def value_bytes(self) -> int:
         """Bytes of the numbers."""
         assert self.kind is not None
-        return math.prod(self.shape) * 64 // self.kind.numbers
+        return self.kind.row_bytes(math.prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ScaledSlot:
             if scaling is not None:
                 place = scaling._replace(offset=place.offset)
                 place = place._replace(scale_offset=_aligned(place.offset + place.value_bytes))
-                offset = place.scale_offset + place.scales * (1 if place.kind is MXFP4 else 4)
+                offset = place.scale_offset + place.scale_bytes
             offset = _aligned(offset)
             places.append(place)
         return tuple(places)
@@ -87,7 +88,7 @@ class ScaledSlot:
         last = self._places[-1]
         if last.kind is None:
             return last.offset + math.prod(last.shape) * self.dtype.itemsize
-        return last.scale_offset + last.scales * (1 if last.kind is MXFP4 else 4)
+        return last.scale_offset + last.scale_bytes
 
     def views(self, slot: torch.Tensor) -> tuple[Weight, ...]:
         """The parts of the expert in a slot."""
@@ -101,6 +102,11 @@ class ScaledSlot:
                 shapes = layout.shapes[part]
                 made = [unpack(*each, self.dtype) for each in zip(layout.codecs[part], blocks, shapes, strict=True)]
                 view.copy_((made[0] if len(made) == 1 else torch.cat(made)).view(view.shape))
+                continue
+            codec = layout.codecs[part][0]
+            if isinstance(codec, GgmlCodec):
+                for rows, (role, _) in zip(codec.rows_of(view.values), codec.kinds, strict=True):
+                    rows.copy_(blocks[0][role].view(rows.shape))
                 continue
             fields = layout.of_part(part, "values")
             first, num_bytes = fields[0], sum(field.num_bytes for field in fields)
@@ -121,23 +127,16 @@ class ScaledSlot:
             return slot[place.offset : end].view(self.dtype).view(place.shape)
         rows, columns = place.shape
         values = slot[place.offset : place.offset + place.value_bytes].view(rows, -1)
-        scale = slot[place.scale_offset :][: place.scales * (1 if place.kind is MXFP4 else 4)]
-        if place.kind is not MXFP4:
+        scale = slot[place.scale_offset :][: place.scale_bytes]
+        if place.kind.scale == "float32":
             scale = scale.view(torch.float32)
         return ScaledWeight(place.kind, values, scale, columns, place.group, place.scale_rows, place.transposed)
 
 
-def scaled_slot(
-    layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
-) -> ScaledSlot | None:
-    """The slot for experts whose matrices the kernels multiply as stored; None where there are others."""
-    if len(layouts) != 1 or dtype != torch.bfloat16:
+def scaled_slot(layout: StoredLayout, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> ScaledSlot | None:
+    """The slot for experts of which the kernels multiply matrices as stored; None where they multiply none."""
+    if dtype != torch.bfloat16 or not any(_scaling_of(layout, part) for part in range(len(shapes))):
         return None
-    (layout,) = layouts
-    for part, codecs in enumerate(layout.codecs):
-        plain = len(shapes[part]) == 1 and all(isinstance(codec, Dense) for codec in codecs)
-        if not plain and _scaling_of(layout, part) is None:
-            return None
     return ScaledSlot(layout, shapes, dtype)
 
 
@@ -176,6 +175,8 @@ def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, dec
 def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
     """Scales of a part, for the kernel; its blocks lie one under the other."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
+    if isinstance(codecs[0], GgmlCodec):
+        return _blocks_of(codecs[0], shapes[0]) if len(codecs) == 1 else None
     values, scales = layout.of_part(part, "values"), layout.of_part(part, "scale")
     roles = {field.role for field in layout.fields if field.part == part}
     if roles != {"values", "scale"} or len(set(codecs)) != 1 or len({shape[-1] for shape in shapes}) != 1:
@@ -207,11 +208,22 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
         numbers = [math.prod(field.shape) for field in scales]
         if any(number != size[0] // shared * (columns // group) for number, size in zip(numbers, sizes, strict=True)):
             return None
-        place = _Place(kind, (rows, columns), 0, 0, group, shared, sum(numbers), transposed)
+        place = _Place(kind, (rows, columns), 0, 0, group, shared, 4 * sum(numbers), transposed)
     else:
         return None
     assert place.kind is not None
     return place if scaled_weight.multiplies(place.kind, columns, place.group) else None
+
+
+def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> _Place | None:
+    """ggml's blocks of one type, whose scales lie in them."""
+    kind = next((kind for kind in GGML_KINDS if all(found == kind.ggml for _, found in codec.kinds)), None)
+    if kind is None or codec.undo is not None or len(shape) != 2:
+        return None
+    rows, columns = shape[::-1] if codec.transposed else shape
+    if rows * columns < MIN_ELEMENTS or rows % BLOCK_ROWS or not scaled_weight.multiplies(kind, columns, kind.numbers):
+        return None
+    return _Place(kind, (rows, columns), 0, group=kind.numbers, scale_rows=1, transposed=codec.transposed)
 
 
 def _shared_by(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, int] | None:

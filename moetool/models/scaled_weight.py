@@ -7,7 +7,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from moetool.models.row_kernels import FP8, INT8, LANES, MXFP4, RowJob, RowKernel, RowKind, find_kernel
+from moetool.models.llvm_vectors import LANES
+from moetool.models.row_dots import RowJob
+from moetool.models.row_kernels import RowKernel, find_kernel
+from moetool.models.row_kinds import FP8, INT8, MXFP4, RowKind
 
 _room = threading.local()
 
@@ -21,7 +24,8 @@ class ScaledWeight(NamedTuple):
     Attributes:
         kind: of the numbers.
         values: uint8 [O, bytes of a row].
-        scale: float32 [S, G] times the kind's factor, or the bytes uint8 [O * G] of exponents, with some more of 0.
+        scale: float32 [S, G] times the kind's factor, or the bytes uint8 [O * G] of exponents, with some more of 0;
+            empty where blocks hold their own.
         columns: I.
         group: columns that share a scale.
         scale_rows: rows that share a row of scales.
@@ -54,7 +58,7 @@ class ScaledWeight(NamedTuple):
         """
         exponents = self.kind.scale == "exponent"
         vectors = -(-self.columns // self.kind.numbers)
-        groups = vectors if exponents else -(-self.columns // self.group)
+        groups = vectors if exponents else -(-self.columns // self.group) if self.kind.has_scales else 1
         return RowJob(
             next_task=0,
             x=x,
@@ -104,6 +108,8 @@ def multiplies(kind: RowKind, columns: int, group: int) -> bool:
     """Whether the kernel takes rows of so many numbers, of which so many share a scale."""
     if find_kernel(kind) is None:
         return False
+    if kind.ggml is not None:
+        return columns % kind.numbers == 0
     if kind is MXFP4:
         return group == 2 * LANES and columns % (4 * LANES) == 0
     return kind in (FP8, INT8) and group % kind.numbers == 0 and columns % group == 0

@@ -76,8 +76,8 @@ class ServeOptions:
         io_threads: threads that read experts, for each device.
         threads: threads of the model's own arithmetic (0 chooses).
         products: whether slots hold quantized experts in the form that is the fastest to compute with on a CPU
-            (`moetool.models.expert_files.ExpertFiles`): in bfloat16, integers of four bits, FP8, int8 and MXFP4 are
-            multiplied as they are packed, where their weights are not rounded to bfloat16 first
+            (`moetool.models.expert_files.ExpertFiles`): in bfloat16, integers of four bits, FP8, int8, MXFP4 and most
+            of ggml's blocks are multiplied as they are packed, where their weights are not rounded to bfloat16 first
             (`moetool.models.packed_product`, `moetool.models.scaled_weight`), and other formats are unpacked. Without
             it slots hold experts as stored, which are unpacked for each product.
         policy: options of the cache policy.

@@ -3,91 +3,27 @@
 import contextlib
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.loading import load_full, load_lazy
-from tests import families, gguf_oracle
+from tests import gguf_oracle
+from tests.gguf_models import ARCHITECTURES, written
 from tests.greedy import generated, prompts, require_same_under_every_policy, served
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 gguf = pytest.importorskip("gguf")
 
-_TYPES = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"}
-_ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
 
-
-def _written(family: str, folder: Path) -> tuple[Path, Path]:
-    """A GGUF file of a tiny model by the gguf package's own writer and quantizers, and its twin in safetensors."""
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-    families.save(family, folder / "dense", norm_topk_prob=family == "qwen3_moe", **sizes)
-    config = Checkpoint.open(folder / "dense").config
-    architecture = _ARCHITECTURES[family]
-    writer = gguf.GGUFWriter(folder / "m.gguf", architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if family == "qwen2_moe":
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    tensors = load_file(folder / "dense" / "model.safetensors")
-    meant: dict[str, torch.Tensor] = {}
-    stacks: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if ".experts." in name:
-            layer, leaf = name.split(".")[2], name.split(".")[6].removesuffix("_proj")
-            stacks.setdefault(f"blk.{layer}.ffn_{leaf}_exps.weight", [])
-            continue
-        kind = "Q8_0" if tensor.dim() == 2 and "norm" not in name and ".gate." not in name else "F32"
-        meant[name] = _add(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), tensor, kind)
-    for stacked in stacks:
-        layer, leaf = stacked.split(".")[1], stacked.split("_")[1]
-        root = f"model.layers.{layer}.mlp.experts"
-        single = [f"{root}.{e}.{leaf}_proj.weight" for e in range(config.num_experts)]
-        values = _add(writer, stacked, torch.stack([tensors[name] for name in single]), _TYPES[leaf])
-        meant |= dict(zip(single, values, strict=True))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    shutil.copytree(folder / "dense", folder / "twin")
-    save_file({n: t.contiguous() for n, t in meant.items()}, folder / "twin" / "model.safetensors", {"format": "pt"})
-    return folder / "m.gguf", folder / "twin"
-
-
-def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Write a tensor; gives what the gguf package reads of it."""
-    quantized = gguf.GGMLQuantizationType[kind]
-    if kind == "F32":
-        writer.add_tensor(name, tensor.numpy())
-        return tensor
-    blocks = gguf.quantize(tensor.numpy(), quantized)
-    writer.add_tensor(name, blocks, raw_dtype=quantized)
-    return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(blocks, quantized))).view(tensor.shape)
-
-
-@pytest.mark.parametrize("family", _ARCHITECTURES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_weights_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> None:
     """To the bit, in memory and as serve reads each expert; with them serve gives transformers' tokens."""
-    path, twin = _written(family, tmp_path)
+    path, twin = written(family, tmp_path)
     ours, theirs = load_full(Checkpoint.open(path), torch.float32), load_full(Checkpoint.open(twin), torch.float32)
     expected, found = theirs.model.state_dict(), ours.model.state_dict()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -107,10 +43,10 @@ def test_weights_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", _ARCHITECTURES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_fifty_prompts_under_every_policy(family: str, tmp_path: Path) -> None:
     """Every policy has its smallest pool."""
-    path, twin = _written(family, tmp_path)
+    path, twin = written(family, tmp_path)
     many = prompts(50)
     expected = generated(load_full(Checkpoint.open(twin), torch.float32).model, many)
     ties = require_same_under_every_policy(path, expected, many)
@@ -168,7 +104,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 
 
 def test_the_header_alone_is_enough_for_a_profile(tmp_path: Path) -> None:
-    path, _ = _written("qwen3_moe", tmp_path)
+    path, _ = written("qwen3_moe", tmp_path)
     whole = Checkpoint.open(path)
     begin = min(tensor.offset for tensor in whole.index.tensors.values())
     (tmp_path / "header.gguf").write_bytes(path.read_bytes()[:begin])
@@ -180,7 +116,7 @@ def test_the_header_alone_is_enough_for_a_profile(tmp_path: Path) -> None:
 
 
 def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
-    path, _ = _written("qwen3_moe", tmp_path)
+    path, _ = written("qwen3_moe", tmp_path)
     data = path.read_bytes()
     for number, (content, error, reason) in enumerate(
         (

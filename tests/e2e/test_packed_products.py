@@ -10,20 +10,14 @@ import pytest
 import torch
 
 from moetool.bench.rounded_checkpoint import rounded_checkpoint
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import load_full, load_lazy
 from moetool.models.packed import Scheme
-from moetool.models.packed_product import KernelWeight, tile_rows
+from moetool.models.packed_product import tile_rows
 from moetool.models.row_kernels import find_kernel
 from moetool.models.scaled_weight import ScaledWeight
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore
-from moetool.types import ForwardInfo, Phase
 from tests import families
-from tests.engines import Chaos
 from tests.quantized import Writer, awq, compressed, compressed_config, fp8_block, gptq, mxfp4_experts, quantize
+from tests.served_logits import require_near, served_logits
 
 pytestmark = [
     pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor"),
@@ -41,61 +35,17 @@ def rounded(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _logits(
-    path: Path,
-    slots: int,
-    *,
-    dtype: torch.dtype,
-    products: bool,
-    seed: int | None = None,
-    vocabulary: int = 1211,
-    kept: type = KernelWeight,
-) -> Any:
-    """The logits of one prompt and of three tokens more, out of a pool of so many slots.
-
-    Args:
-        kept: what matrices in slots are.
-    """
-    loaded = load_lazy(Checkpoint.open(path), dtype, products=products)
-    assert loaded.files is not None
-    policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else Chaos(loaded.spec, slots, seed)
-    store = ExpertStore(loaded.files, slots)
-    runtime = ExpertRuntime(loaded, Residency(policy), store)
-    made, cache = [], None
-    try:
-        with torch.inference_mode():
-            for number, ids in enumerate([[5, 77, 1210, 9, 400, 3, 871], [12], [905], [31]]):
-                begun = 6 + number if number else 0
-                info = ForwardInfo(
-                    forward_id=number,
-                    request_T=(0,) * len(ids),
-                    phase_T=(Phase.DECODE if number else Phase.PREFILL,) * len(ids),
-                    position_T=tuple(range(begun, begun + len(ids))),
-                )
-                runtime.begin_forward(info)
-                output = loaded.model(torch.tensor([ids]) % vocabulary, past_key_values=cache, use_cache=True)
-                runtime.end_forward()
-                cache = output.past_key_values
-                made.append(output.logits[0])
-        matrices = [weight for weight in store.ready(3, 0) if not isinstance(weight, torch.Tensor) or weight.dim() == 2]
-        assert all(isinstance(weight, kept) for weight in matrices) == (products and dtype == torch.bfloat16)
-        return torch.cat(made)
-    finally:
-        runtime.close()
-        loaded.files.shards.close()
-
-
 def test_no_budget_and_no_policy_changes_a_bit(rounded: Path) -> None:
-    whole = _logits(rounded, 256, dtype=torch.bfloat16, products=True)
+    whole = served_logits(rounded, 256, dtype=torch.bfloat16, products=True)
     for slots, seed in ((40, None), (9, 2)):
-        assert torch.equal(_logits(rounded, slots, dtype=torch.bfloat16, products=True, seed=seed), whole)
+        assert torch.equal(served_logits(rounded, slots, dtype=torch.bfloat16, products=True, seed=seed), whole)
 
 
 def test_they_come_as_near_to_the_model_as_unpacked_weights(rounded: Path) -> None:
     """In float32 nothing is multiplied packed; in bfloat16 both ways are as far from that as its own rounding."""
-    exact, same = (_logits(rounded, 256, dtype=torch.float32, products=products) for products in (False, True))
+    exact, same = (served_logits(rounded, 256, dtype=torch.float32, products=products) for products in (False, True))
     assert torch.equal(same, exact)
-    packed, unpacked = (_logits(rounded, 256, dtype=torch.bfloat16, products=p) for p in (True, False))
+    packed, unpacked = (served_logits(rounded, 256, dtype=torch.bfloat16, products=p) for p in (True, False))
     assert not torch.equal(packed, unpacked)
     errors = [float((found.float() - exact).norm() / exact.norm()) for found in (packed, unpacked)]
     assert errors[0] < 1.1 * errors[1] < 0.05
@@ -127,24 +77,12 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]
 def test_other_formats_of_four_bits_stay_packed(written: tuple[Path, Path]) -> None:
     """No budget and no policy changes a bit, and logits are no further off than transformers' own in bfloat16 twice."""
     path, twin = written
-    whole = _logits(path, 24, dtype=torch.bfloat16, products=True, vocabulary=64)
+    whole = served_logits(path, 24, dtype=torch.bfloat16, products=True, vocabulary=64)
     for slots, seed in ((5, None), (4, 2)):
-        assert torch.equal(_logits(path, slots, dtype=torch.bfloat16, products=True, seed=seed, vocabulary=64), whole)
-    _require_near(whole, twin)
-
-
-def _require_near(whole: torch.Tensor, twin: Path) -> None:
-    """Logits of the prompt are no further off those of the dense model than transformers' own in bfloat16 twice."""
-    tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871]]) % 64
-    logits = {}
-    for kind, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("grouped_mm", torch.bfloat16)):
-        theirs = load_full(Checkpoint.open(twin), dtype).model
-        theirs.set_experts_implementation(kind)
-        with torch.inference_mode():
-            logits[kind, dtype] = theirs(tokens, use_cache=False).logits[0].float()
-    exact = logits.pop(("eager", torch.float32))
-    bound = 2 * max(float((made - exact).norm()) for made in logits.values())
-    assert float((whole[:7].float() - exact).norm()) < bound
+        assert torch.equal(
+            served_logits(path, slots, dtype=torch.bfloat16, products=True, seed=seed, vocabulary=64), whole
+        )
+    require_near(whole, twin)
 
 
 def test_slots_of_other_formats_hold_the_weights_to_the_bit(written: tuple[Path, Path]) -> None:
@@ -194,11 +132,11 @@ def scaled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
 def test_scaled_numbers_stay_as_they_are_stored(scaled: tuple[Path, Path]) -> None:
     """No budget and no policy changes a bit; slots take about the stored bytes, as the config alone says."""
     path, twin = scaled
-    made = partial(_logits, path, dtype=torch.bfloat16, products=True, vocabulary=64, kept=ScaledWeight)
+    made = partial(served_logits, path, dtype=torch.bfloat16, products=True, vocabulary=64, kept=ScaledWeight)
     whole = made(16)
     for slots, seed in ((5, None), (4, 2)):
         assert torch.equal(made(slots, seed=seed), whole)
-    _require_near(whole, twin)
+    require_near(whole, twin)
     with Checkpoint.open(path) as checkpoint:
         packed, unpacked = (checkpoint.expert_files(fastest=dtype) for dtype in (torch.bfloat16, torch.float32))
         alone = Checkpoint.open(path, weights=False).slot_bytes(torch.bfloat16)

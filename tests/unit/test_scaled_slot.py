@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moetool.models.expert_files import slot_form
+from moetool.models.expert_files import slot_forms
 from moetool.models.expert_form import ExpertForm, Part
 from moetool.models.row_kernels import find_kernel
 from moetool.models.scaled import Scaled
@@ -45,7 +45,7 @@ def _same_as_unpacked(shape: Shape, experts: tuple[StoredWeight, dict[str, torch
     memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
     for field in layout.fields:
         field.of(memory).copy_(tensors[field.role])
-    form = slot_form([layout], (shape,), torch.bfloat16)
+    (form,) = slot_forms([layout], (shape,), torch.bfloat16)
     assert isinstance(form, ScaledSlot | DenseSlot)
     slot = torch.empty(form.num_bytes, dtype=torch.uint8)
     form.fill(layout, memory, slot)

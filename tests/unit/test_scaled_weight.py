@@ -5,10 +5,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from moetool.models import row_kernels
+from moetool.models import llvm_vectors
 from moetool.models.fp8_block import Fp8BlockCodec
 from moetool.models.mxfp4 import Mxfp4Codec
-from moetool.models.row_kernels import FP8, INT8, MXFP4, RowKind, find_kernel
+from moetool.models.row_kernels import find_kernel
+from moetool.models.row_kinds import FP8, INT8, MXFP4, RowKind
 from moetool.models.row_products import MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
 from moetool.models.scaled import ScaledCodec
 from moetool.models.scaled_weight import ScaledWeight, multiplies
@@ -97,7 +98,7 @@ def test_processors_without_a_look_up_make_the_same_bits(monkeypatch: pytest.Mon
     weight = _made("mxfp4")[0]
     x = torch.randn(3, weight.columns, generator=torch.Generator().manual_seed(2)).bfloat16()
     made = products([x], [weight])[0], weight.to(torch.bfloat16)
-    monkeypatch.setattr(row_kernels, "has_avx512", lambda: False)
+    monkeypatch.setattr(llvm_vectors, "has_avx512", lambda: False)
     find_kernel.cache_clear()
     try:
         again = products([x], [weight])[0], weight.to(torch.bfloat16)

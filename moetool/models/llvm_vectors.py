@@ -1,0 +1,146 @@
+"""LLVM's vectors of float32 and of stored numbers, for functions that numba compiles."""
+
+import functools
+from typing import Any
+
+LANES = 16  # float32 in a vector of AVX-512; two of AVX2
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Vectors:
+    """LLVM's vectors, for code that one builder takes."""
+
+    def __init__(self, builder: Any) -> None:
+        from llvmlite import ir
+
+        self.ir, self.builder = ir, builder
+        self.int8, self.int16, self.int32, self.int64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+        self.float32, self.half = ir.FloatType(), ir.HalfType()
+        self.floats, self.words = self.of(self.float32), self.of(self.int32)
+
+    def of(self, kind: Any, count: int = LANES) -> Any:
+        """The type of so many numbers."""
+        return self.ir.VectorType(kind, count)
+
+    def all(self, kind: Any, value: Any, count: int = LANES) -> Any:
+        """A constant vector of one value."""
+        return self.ir.Constant(self.of(kind, count), [value] * count)
+
+    def number(self, value: int) -> Any:
+        """A constant int64."""
+        return self.ir.Constant(self.int64, value)
+
+    def times(self, value: Any, factor: int) -> Any:
+        """An int64 times a constant."""
+        return self.builder.mul(value, self.number(factor))
+
+    def load(self, address: Any, kind: Any, align: int = 4) -> Any:
+        """The value at an address."""
+        value = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
+        value.align = align
+        return value
+
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        """Write to an address."""
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = align
+
+    def chosen(self, vector: Any, places: list[int]) -> Any:
+        """Elements of a vector by place."""
+        mask = self.ir.Constant(self.of(self.int32, len(places)), places)
+        return self.builder.shuffle_vector(vector, self.ir.Constant(vector.type, self.ir.Undefined), mask)
+
+    def broadcast(self, value: Any) -> Any:
+        """A vector of one value."""
+        one = self.ir.Constant(self.of(value.type), self.ir.Undefined)
+        return self.chosen(self.builder.insert_element(one, value, self.ir.Constant(self.int32, 0)), [0] * LANES)
+
+    def function(self, name: str, result: Any, *arguments: Any) -> Any:
+        """A function of LLVM's."""
+        from numba.core import cgutils
+
+        return cgutils.get_or_insert_function(self.builder.module, self.ir.FunctionType(result, arguments), name)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c, rounded once."""
+        fused = self.function(f"llvm.fma.v{LANES}f32", self.floats, *[self.floats] * 3)
+        return self.builder.call(fused, [a, b, c])
+
+    def ask_for(self, address: Any) -> None:
+        """Have the processor read what lies there."""
+        byte = self.int8.as_pointer()
+        prefetch = self.function("llvm.prefetch.p0", self.ir.VoidType(), byte, *[self.int32] * 3)
+        reading, keep, data = (self.ir.Constant(self.int32, number) for number in (0, 3, 1))
+        self.builder.call(prefetch, [self.builder.inttoptr(address, byte), reading, keep, data])
+
+    def halves(self, words: Any) -> Any:
+        """FP8 numbers in the upper bytes of int16 words as float16 of 2**-8 of their value."""
+        count = words.type.count
+        moved = self.builder.ashr(words, self.all(self.int16, 1, count))
+        kept = self.builder.and_(moved, self.all(self.int16, 0xBF80, count))
+        return self.builder.bitcast(kept, self.of(self.half, count))
+
+    def e2m1(self, words: Any) -> Any:
+        """The numbers in the lowest four bits of int32 words, as float32."""
+        builder, count = self.builder, words.type.count
+        if has_avx512():
+            return self.looked_up(words, (*_E2M1, *(-value for value in _E2M1)))
+        twice = 0xC8643210 - 2**32  # of the value, by the lowest three bits
+        places = builder.shl(builder.and_(words, self.all(self.int32, 7, count)), self.all(self.int32, 2, count))
+        values = builder.and_(builder.lshr(self.all(self.int32, twice, count), places), self.all(self.int32, 15, count))
+        half = builder.fmul(builder.sitofp(values, self.of(self.float32, count)), self.all(self.float32, 0.5, count))
+        sign = builder.and_(builder.shl(words, self.all(self.int32, 28, count)), self.all(self.int32, -(2**31), count))
+        return builder.bitcast(
+            builder.or_(builder.bitcast(half, self.of(self.int32, count)), sign), self.of(self.float32, count)
+        )
+
+    def nibbles(self, words: Any) -> Any:
+        """The lowest four bits of int32 words, as float32."""
+        if has_avx512():
+            return self.looked_up(words, tuple(map(float, range(LANES))))
+        return self.builder.sitofp(self.builder.and_(words, self.all(self.int32, 15)), self.floats)
+
+    def looked_up(self, words: Any, table: tuple[float, ...]) -> Any:
+        """Numbers of a table by the lowest four bits of int32 words; only with AVX-512."""
+        look_up = self.function("llvm.x86.avx512.permvar.sf.512", self.floats, self.floats, self.words)
+        return self.builder.call(look_up, [self.ir.Constant(self.floats, table), words])
+
+    def rounded(self, numbers: Any) -> Any:
+        """float32 rounded to the nearest bfloat16, ties to even, as int16."""
+        bits = self.builder.bitcast(numbers, self.words)
+        odd = self.builder.and_(self.builder.lshr(bits, self.all(self.int32, 16)), self.all(self.int32, 1))
+        nearest = self.builder.add(self.builder.add(bits, self.all(self.int32, 0x7FFF)), odd)
+        return self.builder.trunc(self.builder.lshr(nearest, self.all(self.int32, 16)), self.of(self.int16))
+
+    def powers(self, exponents: Any) -> Any:
+        """2 to the power of bytes with a bias of 127, as float32; infinity for 255."""
+        builder, count = self.builder, exponents.type.count
+        wide = builder.zext(exponents, self.of(self.int32, count))
+        moved = builder.shl(wide, self.all(self.int32, 23, count))
+        least = builder.icmp_unsigned("==", wide, self.all(self.int32, 0, count))
+        bits = builder.select(least, self.all(self.int32, 1 << 22, count), moved)
+        return builder.bitcast(bits, self.of(self.float32, count))
+
+
+@functools.cache
+def has_avx512() -> bool:
+    """Whether this processor looks up numbers in vectors by vectors of places."""
+    import llvmlite.binding
+
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+
+
+def pairwise_sum(builder: Any, vectors: list[Any]) -> Any:
+    """The sum of all elements of some vectors of `LANES`, added pairwise."""
+    from llvmlite import ir
+
+    while len(vectors) > 1:
+        vectors = [builder.fadd(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    total, width = vectors[0], LANES
+    while width > 1:
+        width //= 2
+        nothing = ir.Constant(total.type, ir.Undefined)
+        places = (
+            ir.Constant(ir.VectorType(ir.IntType(32), width), [*range(first, first + width)]) for first in (0, width)
+        )
+        total = builder.fadd(*(builder.shuffle_vector(total, nothing, mask) for mask in places))
+    return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))

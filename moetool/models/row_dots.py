@@ -1,0 +1,173 @@
+"""A row of a weight times rows of x, and unpacked, as functions for numba's code.
+
+Each output is one dot product, accumulated in float32 by fused multiply-adds over interleaved partial sums that are
+added pairwise. That order depends on the kind of weight and its width alone: not on the processor, the number of
+threads, or the rows and weights computed together. So a row has the same result, to the bit, in any batch.
+"""
+
+from typing import Any, NamedTuple
+
+from moetool.models.llvm_vectors import LANES, Vectors, pairwise_sum
+from moetool.models.row_kinds import VECTOR_BYTES, RowKind
+from moetool.models.row_numbers import planes, run, run_length
+
+
+class RowJob(NamedTuple):
+    """The numbers of a call of a kernel, in this order, before its lists.
+
+    The lists: for each weight the address of its numbers and of its scales, and the first of its pairs, with the end
+    of the last one's; then for each pair the row of x and the row of the output that it makes.
+
+    Attributes:
+        next_task: 0; counted up by the threads.
+        x: address, float32 [T, V, W, K]: V vectors of W ways of K words.
+        output: address, float32 [R, O]; of unpacked weights bfloat16 [O, I].
+        outputs: O.
+        x_bytes: of a row of x.
+        row_bytes: of a row of a weight.
+        groups: of columns that have a scale each, or 1.
+        vectors: in such a group.
+        scale_rows: rows of the weight that share a row of scales.
+        scale_bytes: of a row of scales.
+        ahead: bytes.
+        weights: their number.
+    """
+
+    next_task: int
+    x: int
+    output: int
+    outputs: int
+    x_bytes: int
+    row_bytes: int
+    groups: int
+    vectors: int
+    scale_rows: int
+    scale_bytes: int
+    ahead: int
+    weights: int
+
+
+PLACES = {name: place for place, name in enumerate(RowJob._fields)}
+
+
+def dot_of(kind: RowKind, count: int) -> Any:
+    """numba's `dot(weight, scale, job, pair, row)`, written in LLVM's vectors.
+
+    It computes the dot products of a row of a weight with `count` rows of x. From `job[pair]` on lie the numbers of a
+    row of x and of the row of the output that it makes, for each.
+    """
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight, scale, job, pair, row = arguments
+        vectors = Vectors(builder)
+
+        def number(place: Any) -> Any:
+            return builder.load(builder.gep(job, [place]))
+
+        def field(name: str) -> Any:
+            return number(vectors.number(PLACES[name]))
+
+        def places(chains: int) -> list[list[Any]]:
+            return [[cgutils.alloca_once(builder, vectors.floats) for _ in range(chains)] for _ in range(count)]
+
+        def clear(sums: list[list[Any]]) -> None:
+            for place in (place for each in sums for place in each):
+                builder.store(vectors.all(vectors.float32, 0.0), place)
+
+        def add(first: Any, sums: list[list[Any]]) -> None:
+            """The products of `unroll` vectors from the `first` on."""
+            chain = 0
+            for step in range(kind.unroll):
+                vector = builder.add(first, vectors.number(step))
+                offset = vectors.times(vector, kind.block_bytes)
+                for line in range(0, kind.block_bytes, VECTOR_BYTES):
+                    ahead = builder.add(builder.add(weight, field("ahead")), vectors.number(line))
+                    vectors.ask_for(builder.add(ahead, offset))
+                x_offset = vectors.times(vector, 4 * kind.numbers)
+                for plane in planes(vectors, kind, builder.add(weight, offset)):
+                    for x, chains in zip(rows, sums, strict=True):
+                        value = vectors.load(builder.add(x, x_offset), vectors.floats)
+                        place = chains[chain % kind.chains]
+                        builder.store(vectors.multiply_add(plane, value, builder.load(place)), place)
+                    x_offset = builder.add(x_offset, vectors.number(4 * LANES))
+                    chain += 1
+
+        rows = []
+        for each in range(count):
+            source = number(builder.add(pair, vectors.number(2 * each)))
+            rows.append(builder.add(field("x"), builder.mul(source, field("x_bytes"))))
+        totals = places(kind.chains)
+        clear(totals)
+        if not kind.has_scales:
+            steps = builder.sdiv(field("vectors"), vectors.number(kind.unroll))
+            with cgutils.for_range(builder, steps) as loop:
+                add(vectors.times(loop.index, kind.unroll), totals)
+        else:
+            sums = places(kind.chains)
+            with cgutils.for_range(builder, field("groups")) as group:
+                clear(sums)
+                if kind.scale == "exponent":
+                    add(group.index, sums)
+                    four = vectors.load(
+                        builder.add(scale, vectors.times(group.index, 4)), vectors.of(vectors.int8, 4), 1
+                    )
+                    factor = vectors.chosen(vectors.powers(four), [lane // 4 for lane in range(LANES)])
+                else:
+                    begin = builder.mul(group.index, field("vectors"))
+                    with cgutils.for_range(builder, field("vectors")) as loop:
+                        add(builder.add(begin, loop.index), sums)
+                    at = builder.add(scale, vectors.times(group.index, 4))
+                    factor = vectors.broadcast(vectors.load(at, vectors.float32))
+                for chains, whole in zip(sums, totals, strict=True):
+                    for place, total in zip(chains, whole, strict=True):
+                        made = vectors.multiply_add(factor, builder.load(place), builder.load(total))
+                        builder.store(made, total)
+        for each, chains in enumerate(totals):
+            made = pairwise_sum(builder, [builder.load(place) for place in chains])
+            target = number(builder.add(pair, vectors.number(2 * each + 1)))
+            at = builder.add(builder.mul(target, field("outputs")), row)
+            vectors.store(made, builder.add(field("output"), vectors.times(at, 4)))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def dot(typing_context: Any, weight: Any, scale: Any, job: Any, pair: Any, row: Any) -> Any:
+        return types.void(types.int64, types.int64, job, types.int64, types.int64), generate
+
+    return dot
+
+
+def unpacking_of(kind: RowKind) -> Any:
+    """numba's `unpack(weight, scale, group, runs, output)`: a group of a row times its scale, as bfloat16."""
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    length = run_length(kind)
+    run_bytes = kind.row_bytes(length)
+
+    def scale_of(vectors: Vectors, scale: Any, group: Any) -> Any:
+        builder = vectors.builder
+        if kind.scale == "exponent":
+            factor = vectors.powers(vectors.load(builder.add(scale, group), vectors.of(vectors.int8, 1), 1))
+            return vectors.chosen(factor, [0] * LANES)
+        return vectors.broadcast(vectors.load(builder.add(scale, vectors.times(group, 4)), vectors.float32))
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight, scale, group, runs, output = arguments
+        vectors = Vectors(builder)
+        factor = scale_of(vectors, scale, group) if kind.has_scales else None
+        with cgutils.for_range(builder, runs) as loop:
+            at = builder.add(builder.mul(group, runs), loop.index)
+            target = builder.add(output, vectors.times(at, 2 * length))
+            for numbers in run(vectors, kind, builder.add(weight, vectors.times(at, run_bytes))):
+                scaled = numbers if factor is None else builder.fmul(numbers, factor)
+                vectors.store(vectors.rounded(scaled), target, 2)
+                target = builder.add(target, vectors.number(2 * LANES))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def unpack(typing_context: Any, weight: Any, scale: Any, group: Any, runs: Any, output: Any) -> Any:
+        return types.void(*[types.int64] * 5), generate
+
+    return unpack

@@ -1,0 +1,76 @@
+"""Kinds of weights that kernels for few rows read as they are stored."""
+
+from dataclasses import dataclass
+
+VECTOR_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """A kind of weight.
+
+    Attributes:
+        name: of the numbers.
+        numbers: in a block, which a kernel reads at a time.
+        ways: numbers of a word of the block.
+        chains: accumulators of a row that hide the latency of an addition.
+        unroll: blocks at a time.
+        rows: of x that one pass over a row of the weight multiplies, the most first.
+        scale: `none`; `float32`, for blocks of rows and columns; `exponent`, a byte for each 32 numbers of a row; `own`
+            if a block holds its scales beside its numbers.
+        one: bytes that, repeated, are numbers of 1.
+        block_bytes: of a block.
+        factor: of its scales of float32, for the way in which the kernel reads its numbers.
+        ggml: type of ggml's blocks.
+    """
+
+    name: str
+    numbers: int
+    ways: int
+    chains: int
+    unroll: int
+    rows: tuple[int, ...]
+    scale: str
+    one: bytes
+    block_bytes: int = VECTOR_BYTES
+    factor: float = 1.0
+    ggml: int | None = None
+
+    @property
+    def words(self) -> int:
+        """Words in a block."""
+        return self.numbers // self.ways
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether its scales lie apart from its numbers."""
+        return self.scale in ("float32", "exponent")
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of so many numbers."""
+        return columns * self.block_bytes // self.numbers
+
+
+BFLOAT16 = RowKind("bfloat16", 32, 2, chains=4, unroll=2, rows=(2, 1), scale="none", one=b"\x80\x3f")
+FP8 = RowKind("fp8", 64, 2, chains=2, unroll=1, rows=(4, 2, 1), scale="float32", one=b"\x38", factor=2.0**8)
+INT8 = RowKind("int8", 64, 4, chains=2, unroll=1, rows=(4, 2, 1), scale="float32", one=b"\x01")
+MXFP4 = RowKind("mxfp4", 128, 8, chains=2, unroll=1, rows=(4, 2, 1), scale="exponent", one=b"\x22")
+
+
+def _blocks(name: str, ggml: int, numbers: int, one: bytes) -> RowKind:
+    """A type of ggml's blocks, with the bytes of a block of ones."""
+    rows, size = (4, 2, 1), len(one)
+    return RowKind(name, numbers, 1, chains=2, unroll=1, rows=rows, scale="own", one=one, block_bytes=size, ggml=ggml)
+
+
+_ONE = b"\x00\x3c"  # in float16
+_SIXES = b"\x01" * 4 + b"\x00" * 4 + b"\x01" * 4  # eight scales of 1 and eight minima of 0
+GGML_KINDS = (
+    _blocks("q4_0", 2, 32, _ONE + b"\x99" * 16),
+    _blocks("q5_0", 6, 32, _ONE + b"\xff" * 4 + b"\x11" * 16),
+    _blocks("q8_0", 8, 32, _ONE + b"\x01" * 32),
+    _blocks("q4_k", 12, 256, _ONE + b"\x00\x00" + _SIXES + b"\x11" * 128),
+    _blocks("q5_k", 13, 256, _ONE + b"\x00\x00" + _SIXES + b"\x00" * 32 + b"\x11" * 128),
+    _blocks("q6_k", 14, 256, b"\x11" * 128 + b"\xaa" * 64 + b"\x01" * 16 + _ONE),
+    _blocks("mxfp4_blocks", 39, 32, b"\x7f" + b"\x22" * 16),
+)

@@ -1,0 +1,61 @@
+"""Numbers of each kind of weight as vectors of float32."""
+
+from typing import Any
+
+from moetool.models.ggml_numbers import block_numbers
+from moetool.models.llvm_vectors import LANES, Vectors
+from moetool.models.row_kinds import BFLOAT16, FP8, INT8, MXFP4, VECTOR_BYTES, RowKind
+
+_RUN = 32  # numbers that are unpacked at a time, where a block has no scales of its own
+
+
+def planes(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
+    """The numbers of a block: the words' first ones, then their second ones and so on."""
+    builder = vectors.builder
+    if kind.ggml is not None:
+        return block_numbers(vectors, kind.ggml, address)
+    if kind is FP8:
+        words = vectors.load(address, vectors.of(vectors.int16, 2 * LANES))
+        made = []
+        for moved in (builder.shl(words, vectors.all(vectors.int16, 8, 2 * LANES)), words):
+            halves = vectors.halves(moved)
+            for first in (0, LANES):
+                part = vectors.chosen(halves, [*range(first, first + LANES)])
+                made.append(builder.fpext(part, vectors.floats))
+        return made
+    words = vectors.load(address, vectors.words)
+    if kind is BFLOAT16:
+        low = builder.shl(words, vectors.all(vectors.int32, 16))
+        high = builder.and_(words, vectors.all(vectors.int32, 0xFFFF0000 - 2**32))
+        return [builder.bitcast(bits, vectors.floats) for bits in (low, high)]
+    if kind is INT8:
+        moved = [builder.shl(words, vectors.all(vectors.int32, 24 - 8 * byte)) for byte in range(4)]
+        numbers = [builder.ashr(each, vectors.all(vectors.int32, 24)) for each in moved]
+        return [builder.sitofp(each, vectors.floats) for each in numbers]
+    return [vectors.e2m1(builder.lshr(words, vectors.all(vectors.int32, 4 * place))) for place in range(8)]
+
+
+def run_length(kind: RowKind) -> int:
+    """Numbers that `run` gives."""
+    return kind.numbers if kind.ggml is not None else _RUN
+
+
+def run(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
+    """Some numbers in their order in the weight."""
+    if kind.ggml is not None:
+        return block_numbers(vectors, kind.ggml, address)
+    builder = vectors.builder
+    stored = vectors.load(address, vectors.of(vectors.int8, _RUN * VECTOR_BYTES // kind.numbers), 1)
+    if kind is MXFP4:
+        made = []
+        for first in range(0, _RUN, LANES):
+            wide = builder.zext(vectors.chosen(stored, [(first + lane) // 2 for lane in range(LANES)]), vectors.words)
+            halves = vectors.ir.Constant(vectors.words, [lane % 2 * 4 for lane in range(LANES)])
+            made.append(vectors.e2m1(builder.lshr(wide, halves)))
+        return made
+    parts = [vectors.chosen(stored, [*range(first, first + LANES)]) for first in range(0, _RUN, LANES)]
+    if kind is INT8:
+        return [builder.sitofp(builder.sext(part, vectors.words), vectors.floats) for part in parts]
+    wide = [builder.zext(part, vectors.of(vectors.int16)) for part in parts]
+    moved = [builder.shl(part, vectors.all(vectors.int16, 8)) for part in wide]
+    return [builder.fpext(vectors.halves(part), vectors.floats) for part in moved]

@@ -1,0 +1,107 @@
+"""Experts of GGUF files that stay in their blocks on a CPU: the numbers, tokens and bits that they give."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_full
+from moetool.models.row_kernels import find_kernel
+from moetool.models.row_kinds import GGML_KINDS, RowKind
+from moetool.models.row_products import MAX_SCALED_ROWS, products
+from moetool.models.scaled_weight import ScaledWeight
+from tests.served_logits import require_near, served_logits
+
+gguf = pytest.importorskip("gguf")
+from tests.gguf_models import random_blocks, written  # noqa: E402  # needs the package
+
+pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+SIZE = {"width": 512, "moe_intermediate_size": 512, "vocab_size": 64}
+FILES: dict[str, Mapping[str, str | tuple[str, ...]]] = {
+    "q8_0": {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},
+    "q4_k_m": {"gate": "Q4_K", "up": "Q4_K", "down": ("Q6_K", "Q4_K")},
+    "q4_0": {"gate": "Q4_0", "up": "Q4_0", "down": ("Q5_0", "Q4_0")},
+}
+
+
+def _weight(kind: RowKind, rows: int = 64, columns: int = 768) -> tuple[ScaledWeight, torch.Tensor]:
+    """A weight of random blocks, and the numbers float32 that the gguf package reads in them."""
+    quantized = gguf.GGMLQuantizationType(kind.ggml)
+    blocks = random_blocks((rows, columns), quantized)
+    weight = ScaledWeight(kind, torch.from_numpy(blocks), torch.empty(0), columns, kind.numbers, 1, False)
+    return weight, torch.from_numpy(gguf.dequantize(blocks, quantized)).view(rows, columns)
+
+
+@pytest.mark.parametrize("kind", GGML_KINDS, ids=lambda kind: kind.name)
+def test_blocks_are_multiplied_as_the_numbers_of_the_gguf_package(kind: RowKind) -> None:
+    """In float32, no weight rounded; unpacked, those numbers rounded to bfloat16; a row's bits hang on no other row."""
+    weight, numbers = _weight(kind)
+    x = torch.randn(MAX_SCALED_ROWS - 1, weight.columns, generator=torch.Generator().manual_seed(1))
+    exact = x.double() @ numbers.double().T
+    (found,) = products([x], [weight])
+    assert torch.allclose(found.double(), exact, rtol=0, atol=2e-6 * float(exact.abs().max()))
+    assert torch.equal(weight.to(torch.bfloat16), numbers.bfloat16())
+    for row in (0, 3, 6):
+        assert torch.equal(products([x[row : row + 1]], [weight])[0][0], found[row])
+    many = torch.randn(40, weight.columns).bfloat16()
+    assert torch.equal(weight.times(many), torch.nn.functional.linear(many, numbers.bfloat16()))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_experts_stay_in_their_blocks(name: str, tmp_path: Path) -> None:
+    """Slots take the stored bytes; no budget and no policy changes a bit; layers may have blocks of several types."""
+    path, twin = written("qwen3_moe", tmp_path, FILES[name], **SIZE, num_experts=4)
+    made = partial(served_logits, path, dtype=torch.bfloat16, products=True, vocabulary=64, kept=ScaledWeight)
+    whole = made(8)
+    for slots, seed in ((5, None), (4, 2)):
+        assert torch.equal(made(slots, seed=seed), whole)
+    require_near(whole, twin)
+    with Checkpoint.open(path) as checkpoint:
+        packed, dense = (checkpoint.expert_files(fastest=dtype) for dtype in (torch.bfloat16, torch.float32))
+        alone = Checkpoint.open(path, weights=False).slot_bytes(torch.bfloat16)
+        assert packed.slot_bytes == checkpoint.slot_bytes(torch.bfloat16) == alone == packed.stored_bytes
+        assert packed.slot_bytes <= 34 / 64 * 2 * checkpoint.layers[0].form.num_elements
+        slot = torch.empty(packed.slot_bytes, dtype=torch.uint8)
+        for layer in checkpoint.layers:
+            key = checkpoint.spec.expert_key(layer.index, 1)
+            assert packed.read_into(key, slot) == checkpoint.spec.expert_bytes_L[layer.index]
+            expected = dense.stacked(layer, torch.float32)
+            for parameter, found in packed.stacked(layer, torch.float32).items():
+                assert torch.equal(found, expected[parameter].bfloat16().float())
+
+
+def test_tokens_are_those_of_the_model_that_the_file_stands_for(tmp_path: Path) -> None:
+    """In bfloat16 ties are frequent, so the model is compared in its logits' order at each token of one text."""
+    path, twin = written("qwen3_moe", tmp_path, FILES["q4_k_m"], **SIZE, num_experts=4)
+    found = served_logits(path, 5, dtype=torch.bfloat16, products=True, vocabulary=64, kept=ScaledWeight).float()
+    theirs = load_full(Checkpoint.open(twin), torch.float32).model
+    tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871, 12, 905, 31]]) % 64
+    with torch.inference_mode():
+        expected = theirs(tokens, use_cache=False).logits[0]
+    first, second = expected.topk(2).values.unbind(1)
+    sure = first - second > 0.05 * expected.std()
+    assert sure.sum() > 5 and torch.equal(found.argmax(1)[sure], expected.argmax(1)[sure])
+
+
+@pytest.mark.parametrize(
+    ("types", "kept"),
+    [
+        ({"gate": "Q4_0", "up": "Q8_0", "down": "Q8_0"}, [torch.Tensor, ScaledWeight]),
+        ({"gate": "Q4_1", "up": "Q4_1", "down": "Q4_1"}, [torch.Tensor, torch.Tensor]),
+    ],
+)
+def test_blocks_without_a_kernel_are_unpacked(
+    types: Mapping[str, str | tuple[str, ...]], kept: list[type], tmp_path: Path
+) -> None:
+    """Matrix by matrix: gate and up are one, which blocks of two types cannot make."""
+    path, _ = written("qwen3_moe", tmp_path, types, **SIZE, num_experts=2, num_hidden_layers=1)
+    with Checkpoint.open(path) as checkpoint:
+        files, dense = (checkpoint.expert_files(fastest=dtype) for dtype in (torch.bfloat16, torch.float32))
+        views = files.views(torch.empty(files.slot_bytes, dtype=torch.uint8))
+        assert [type(view) for view in views] == kept
+        expected = dense.stacked(checkpoint.layers[0], torch.float32)
+        for parameter, found in files.stacked(checkpoint.layers[0], torch.bfloat16).items():
+            assert torch.equal(found, expected[parameter].bfloat16())

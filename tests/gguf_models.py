@@ -1,0 +1,112 @@
+"""GGUF files of tiny models, and the models that they stand for."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetool.models.checkpoint import Checkpoint
+from tests import families
+
+_SCALES = {
+    "Q4_0": {0: 4e-3},
+    "Q5_0": {0: 2e-3},
+    "Q8_0": {0: 3e-4},
+    "Q4_K": {0: 1e-4, 2: 8e-4},
+    "Q5_K": {0: 5e-5, 2: 8e-4},
+    "Q6_K": {208: 2e-5},
+}
+"""Types of blocks: where their scales in float16 lie, and how large they are in random ones."""
+_LACK_QUANTIZERS = {"Q4_K", "Q5_K", "Q6_K"}
+TYPES: Mapping[str, str | tuple[str, ...]] = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"}
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+
+
+def written(
+    family: str, folder: Path, types: Mapping[str, str | tuple[str, ...]] = TYPES, width: int = 64, **changed: int
+) -> tuple[Path, Path]:
+    """A GGUF file of a tiny model by the gguf package's own writer and quantizers, and its twin in safetensors.
+
+    Args:
+        types: of the experts' blocks; of several, layers take turns.
+        width: of the model, twice that of its experts.
+        changed: further values of its config.
+    """
+    sizes = {"hidden_size": width, "moe_intermediate_size": width // 2, "shared_expert_intermediate_size": 32} | changed
+    families.save(family, folder / "dense", norm_topk_prob=family == "qwen3_moe", **sizes)
+    config = Checkpoint.open(folder / "dense").config
+    architecture = ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(folder / "m.gguf", architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    tensors = load_file(folder / "dense" / "model.safetensors")
+    meant: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            layer, leaf = name.split(".")[2], name.split(".")[6].removesuffix("_proj")
+            stacks.setdefault(f"blk.{layer}.ffn_{leaf}_exps.weight", [])
+            continue
+        kind = "Q8_0" if tensor.dim() == 2 and "norm" not in name and ".gate." not in name else "F32"
+        meant[name] = _add(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), tensor, kind)
+    for stacked in stacks:
+        layer, leaf = stacked.split(".")[1], stacked.split("_")[1]
+        root = f"model.layers.{layer}.mlp.experts"
+        single = [f"{root}.{e}.{leaf}_proj.weight" for e in range(config.num_experts)]
+        kinds = types[leaf]
+        kind = kinds if isinstance(kinds, str) else kinds[int(layer) % len(kinds)]
+        values = _add(writer, stacked, torch.stack([tensors[name] for name in single]), kind)
+        meant |= dict(zip(single, values, strict=True))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shutil.copytree(folder / "dense", folder / "twin")
+    save_file({n: t.contiguous() for n, t in meant.items()}, folder / "twin" / "model.safetensors", {"format": "pt"})
+    return folder / "m.gguf", folder / "twin"
+
+
+def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """Write a tensor; gives what the gguf package reads of it."""
+    quantized = gguf.GGMLQuantizationType[kind]
+    if kind == "F32":
+        writer.add_tensor(name, tensor.numpy())
+        return tensor
+    blocks = (
+        random_blocks(tensor.shape, quantized) if kind in _LACK_QUANTIZERS else gguf.quantize(tensor.numpy(), quantized)
+    )
+    writer.add_tensor(name, blocks, raw_dtype=quantized)
+    return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(blocks, quantized))).view(tensor.shape)
+
+
+def random_blocks(shape: Sequence[int], kind: Any) -> np.ndarray:
+    """Blocks of random bits that make numbers as large as trained weights."""
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(int(np.prod(shape)))
+    blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // values, num_bytes), dtype=np.uint8)
+    if kind.name == "MXFP4":
+        blocks[..., 0] = draw.integers(116, 124, blocks.shape[:-1])
+    for place, size in _SCALES.get(kind.name, {}).items():
+        scale = (size * draw.uniform(0.5, 1.5, blocks.shape[:-1])).astype(np.float16)
+        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)

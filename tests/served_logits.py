@@ -1,0 +1,74 @@
+"""Logits of one prompt and of three tokens more, out of a pool of slots, beside those of plain transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_full, load_lazy
+from moetool.models.packed_product import KernelWeight
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore
+from moetool.types import ForwardInfo, Phase
+from tests.engines import Chaos
+
+
+def served_logits(
+    path: Path,
+    slots: int,
+    *,
+    dtype: torch.dtype,
+    products: bool,
+    seed: int | None = None,
+    vocabulary: int = 1211,
+    kept: type = KernelWeight,
+) -> Any:
+    """The logits of one prompt and of three tokens more, out of a pool of so many slots.
+
+    Args:
+        kept: what matrices in slots are.
+    """
+    loaded = load_lazy(Checkpoint.open(path), dtype, products=products)
+    assert loaded.files is not None
+    policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else Chaos(loaded.spec, slots, seed)
+    store = ExpertStore(loaded.files, slots)
+    runtime = ExpertRuntime(loaded, Residency(policy), store)
+    made, cache = [], None
+    try:
+        with torch.inference_mode():
+            for number, ids in enumerate([[5, 77, 1210, 9, 400, 3, 871], [12], [905], [31]]):
+                begun = 6 + number if number else 0
+                info = ForwardInfo(
+                    forward_id=number,
+                    request_T=(0,) * len(ids),
+                    phase_T=(Phase.DECODE if number else Phase.PREFILL,) * len(ids),
+                    position_T=tuple(range(begun, begun + len(ids))),
+                )
+                runtime.begin_forward(info)
+                output = loaded.model(torch.tensor([ids]) % vocabulary, past_key_values=cache, use_cache=True)
+                runtime.end_forward()
+                cache = output.past_key_values
+                made.append(output.logits[0])
+        matrices = [weight for weight in store.ready(3, 0) if not isinstance(weight, torch.Tensor) or weight.dim() == 2]
+        assert all(isinstance(weight, kept) for weight in matrices) == (products and dtype == torch.bfloat16)
+        return torch.cat(made)
+    finally:
+        runtime.close()
+        loaded.files.shards.close()
+
+
+def require_near(whole: torch.Tensor, twin: Path) -> None:
+    """Logits of the prompt are no further off those of the dense model than transformers' own in bfloat16 twice."""
+    tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871]]) % 64
+    logits = {}
+    for kind, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("grouped_mm", torch.bfloat16)):
+        theirs = load_full(Checkpoint.open(twin), dtype).model
+        theirs.set_experts_implementation(kind)
+        with torch.inference_mode():
+            logits[kind, dtype] = theirs(tokens, use_cache=False).logits[0].float()
+    exact = logits.pop(("eager", torch.float32))
+    bound = 2 * max(float((made - exact).norm()) for made in logits.values())
+    assert float((whole[:7].float() - exact).norm()) < bound
