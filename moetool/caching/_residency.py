@@ -23,6 +23,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from moetool.cache_plan import PrefetchLimits
+from moetool.caching._layer_slots import scaled_down
 from moetool.caching._policy import MIN_SLOTS, Policy
 from moetool.errors import CapacityError
 from moetool.types import ForwardInfo, GateEvent
@@ -158,7 +159,8 @@ class Residency:
         if layer_slots:
             assert capacity_bytes is None and share == (0, 1) and len(layer_slots) == spec.num_layers
             assert min(layer_slots) >= 1 and sum(layer_slots) <= policy.num_slots
-        self._layer_slots = tuple(layer_slots)
+        self._guaranteed = self._layer_slots = tuple(layer_slots)  # with every slot, and without those that are lent
+        self._lent: list[int] = []
         self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without the pinned
         if capacity_bytes is None:
             self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
@@ -313,7 +315,8 @@ class Residency:
         It hears of a running request when that is forwarded again.
         """
         assert policy.num_slots == self.policy.num_slots and len(layer_slots) in (0, policy.spec.num_layers)
-        self.policy, self._layer_slots = policy, tuple(layer_slots)
+        self.policy, self._guaranteed = policy, tuple(layer_slots)
+        self._layer_slots = scaled_down(policy.spec, self._guaranteed, self._capacity) if layer_slots else ()
         self._requests.clear()
         self._fates.clear()
         self._pause = 0
@@ -322,6 +325,34 @@ class Residency:
             if layer_slots:
                 self._resident_L[key // self._stride][key] = None
             policy.admit(key, key in self._unused)
+
+    @property
+    def lent(self) -> int:
+        """Slots that are lent (`lend`)."""
+        return len(self._lent)
+
+    def lend(self, count: int) -> list[int]:
+        """Do without so many slots from the next forward on, as far as the smallest legal pool is left.
+
+        Called between two forwards, for one pool in slots without pinned experts. The policy chooses who goes; slots
+        that come back are empty. The sink hears of neither.
+
+        Returns:
+            The slots that are lent now and were not before: their memory is free.
+        """
+        assert not self._pinned and self._devices == 1 and set(self._size_L) == {1}
+        change = max(0, min(count, self.num_slots - max(MIN_SLOTS, len(self._guaranteed)))) - self.lent
+        self._capacity -= change
+        self._room -= change
+        if self._guaranteed:
+            self._layer_slots = scaled_down(self.policy.spec, self._guaranteed, self._capacity)
+        while self._room < 0:
+            self._give_up(self._victim((), -1), ())
+        for _ in range(-change):
+            self._free.append(self._lent.pop())
+        newly = [self._free.pop() for _ in range(change)]
+        self._lent += newly
+        return newly
 
     def end_forward(self, info: ForwardInfo) -> None:
         """The forward is complete."""

@@ -31,6 +31,7 @@ from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
 from moetool.runtime.gate_log import ServeLog
 from moetool.runtime.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
+from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.warm_start import WarmStart
@@ -45,6 +46,7 @@ _LEAST = {
     "host_memory_bytes": 0,
     "kv_tokens": 16,
     "prefill_chunk": 1,
+    "borrowed_slots": 0,
     "max_requests": 0,
     "io_threads": 1,
     "threads": 0,
@@ -70,6 +72,9 @@ class ServeOptions:
             chunks become smaller for it, and a long prompt then reads experts several times (0: no bound).
         prefix_caching: keep the KV cache of earlier prompts and answers while nothing else needs the room, and forward
             only what of a new prompt differs from them.
+        borrowed_slots: expert slots that a prompt chunk of full length borrows for its activations; shorter ones borrow
+            fewer, and up to 256 tokens none. On a CPU and one device, without pinned experts and with a policy that
+            computes nothing on the host (0: none).
         max_requests: requests that are forwarded together; the rest queue. 0 chooses 8 where not every expert has a
             slot, because each request more needs more experts at once; where all have one, up to 64, those beyond 8
             as far as the KV cache holds all of them at their full length.
@@ -105,6 +110,7 @@ class ServeOptions:
     prefill_chunk: int = 512
     max_prompt_wait: float = 0.0
     prefix_caching: bool = True
+    borrowed_slots: int = 0
     max_requests: int = 0
     io_threads: int = 2
     threads: int = 0
@@ -274,6 +280,9 @@ def build_engine(
             changes=changes,
         )
         engine.compare_with(oracle, changes)
+        lends = device.type == "cpu" and isinstance(residency, Residency) and not pinned and not built.computes_on_host
+        if options.borrowed_slots and lends:
+            engine.share_memory(MemoryShare(most_slots=options.borrowed_slots, chunk_tokens=options.prefill_chunk))
         undo.pop_all()
     return engine
 

@@ -16,7 +16,7 @@ from moetool.models.loading import DTYPES, parse_device, parse_dtype
 from moetool.runtime.assembly import ServeOptions, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
-from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, divide
+from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 from moetool.runtime.warm_start import policy_in_force
 from moetool.tables import count
 
@@ -109,7 +109,8 @@ def choose(
         room = int(memory_bytes()[1] * _HOST_SHARE)
         chosen["host_memory_bytes"] = min(everything, room) if split.slots < model.num_experts else 0
         why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
-    if policy == AUTO:
+    automatic = policy == AUTO
+    if automatic:
         for name in ("warm_start", "change_policy", "remember_policy"):
             chosen.setdefault(name, True)
         policy, why["policy"] = _policy(split.slots, model.num_experts)
@@ -122,13 +123,21 @@ def choose(
                     policy, chosen["pool"] = kept.policy, kept.pool
                     why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
-    memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + split.slots * model.slot_bytes
+    slots, slots_why = split.slots, split.why["slots"]
+    one_cpu = device.type == "cpu" and chosen.get("devices", 1) == 1 and device_memory_bytes is None
+    if one_cpu and automatic and values.keys().isdisjoint(("borrowed_slots", "prefill_chunk")):
+        activations = max(0, split.chunk_tokens - LEAST_CHUNK) * model.token_bytes
+        chosen["borrowed_slots"] = min(activations // model.slot_bytes, model.num_experts - slots)
+        slots += chosen["borrowed_slots"]
+        if chosen["borrowed_slots"]:
+            slots_why = f"a long prompt borrows up to {chosen['borrowed_slots']}"
+    memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + slots * model.slot_bytes
     choices = [
         ("device", chosen["device"], why["device"]),
         ("dtype", chosen["dtype"], why["dtype"]),
         ("memory", count(limit, "B") if device_memory_bytes is None else count(memory, "B"), source),
         ("weights", count(model.dense_bytes, "B"), "outside the routed experts"),
-        ("expert slots", f"{split.slots} of {model.num_experts}", split.why["slots"]),
+        ("expert slots", f"{slots} of {model.num_experts}", slots_why),
         ("KV cache", f"{split.kv_tokens:,} tokens", why.get("kv_tokens", split.why["kv_tokens"])),
         ("prefill chunk", f"{split.chunk_tokens:,} tokens", chunk_why),
     ]

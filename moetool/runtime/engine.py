@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from moetool.caching._changing import PolicyChanges, PolicyChoice
-from moetool.caching._residency import Counts
+from moetool.caching._residency import Counts, Residency
 from moetool.errors import MoetoolError
 from moetool.models.loading import LoadedModel
 from moetool.models.shards import WeightsChanged
@@ -25,10 +25,13 @@ from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, U
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore
 from moetool.runtime.gate_log import ServeLog
 from moetool.runtime.live_oracle import LiveOracle
+from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.own_caches import OwnCaches
 from moetool.runtime.request_routes import RequestRoutes
+from moetool.runtime.returned_memory import trim_heap
 from moetool.runtime.sampling import NOT_NUMBERS
 from moetool.trace.segments import SegmentStatus
 from moetool.types import ForwardInfo
@@ -89,6 +92,7 @@ class Engine:
             runtime.on_costs = log.on_costs
         self._oracle: LiveOracle | None = None
         self._changes: PolicyChanges | None = None
+        self._share: MemoryShare | None = None
         self._coming: list[PolicyChoice] = []  # in charge from the next forward on
         self._changed: list[dict[str, Any]] = []
         self._save = save
@@ -130,6 +134,11 @@ class Engine:
             changes: of the policy; without it the policy stays (`change_policy`).
         """
         self._oracle, self._changes = oracle, changes
+
+    def share_memory(self, share: MemoryShare) -> None:
+        """Have long prompt chunks borrow expert slots, from the next forward on; for one device, which is a CPU."""
+        assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
+        self._share = share
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
@@ -282,6 +291,8 @@ class Engine:
         `policy_changes` says which policy took over from which forward on.
         """
         counts, read = self.residency.counts, self.store.stats
+        lent = self.residency.lent if isinstance(self.residency, Residency) else 0
+        lent_bytes = lent * self.store.pool_bytes // self.store.num_slots
         fetched = counts.prefetched + counts.missed + counts.hosted
         uses, misses = self.runtime.uses_L, self.runtime.misses_L
         return {
@@ -305,7 +316,8 @@ class Engine:
             "memory_bytes": {
                 "dense": self._dense_bytes,
                 "kv_cache": self.batcher.kv_bytes,
-                "expert_slots": self.store.pool_bytes,
+                "expert_slots": self.store.pool_bytes - lent_bytes,
+                "lent_by_expert_slots": lent_bytes,
                 "host_experts": self.store.host_pool_bytes,
                 "process": psutil.Process().memory_info().rss,
             },
@@ -408,6 +420,7 @@ class Engine:
         if _LOG.isEnabledFor(logging.DEBUG):
             self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
         self._change_policy(batch.info.forward_id)
+        self._lend(batch.info)
         if self._log is not None:
             self._log.begin_forward(batch)
         self._routes.begin_forward(batch)
@@ -426,6 +439,20 @@ class Engine:
             self._changed.append({"forward": forward, "policy": choice.name})
             if self._log is not None:
                 self._log.on_change(forward, choice)
+
+    def _lend(self, info: ForwardInfo) -> None:
+        """Lend expert slots to the activations of a forward that is about to run, or take them back."""
+        if self._share is None:
+            return
+        assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
+        before, wanted = self.residency.lent, self._share.borrowed(len(info.request_T))
+        if wanted == before:
+            return
+        if wanted < before:
+            trim_heap()  # of the longer forward's activations, before slots grow into their memory
+        self.store.release(self.residency.lend(wanted))
+        if self._log is not None and self.residency.lent != before:
+            self._log.on_lent(info.forward_id, self.residency.lent)
 
     def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
         if request in self._sinks:  # not cancelled before it began

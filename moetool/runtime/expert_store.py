@@ -25,6 +25,7 @@ from moetool.runtime.copies import Copies, CpuCopies, cut, open_copies, stride_o
 from moetool.runtime.cost_meter import CostMeter
 from moetool.runtime.expert_source import ExpertSource, StoreStats
 from moetool.runtime.host_tier import Buffer
+from moetool.runtime.returned_memory import give_back
 
 _LOG = logging.getLogger(__name__)
 
@@ -219,6 +220,23 @@ class ExpertStore:
             strides = (stride // part.dtype.itemsize, *part.stride())
             stacked.append(part.as_strided((self.num_slots, *part.shape), strides))
         return tuple(stacked)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Return the memory of slots to the system, on a CPU; they can be filled again at any time.
+
+        What is in them is lost. Loads into them that have begun are waited for.
+        """
+        for slot in slots:
+            with self._lock:
+                job, self._jobs[slot] = self._jobs[slot], None
+                if job is not None:
+                    self._source.given_up(job.key)
+                if job is not None and not job.claimed:
+                    job.claimed = True  # nobody needs it now
+                    job = job.after
+            if job is not None:
+                self._await(job)
+            give_back(self.slots[slot])
 
     def computed_together(self, slots: Iterable[int]) -> None:
         """As `computed`, for several."""

@@ -75,6 +75,7 @@ class ServeLog:
         self._digest = DecisionDigest()
         self._costs: list[tuple[int, float, float]] = []
         self._changes: list[tuple[int, str, str]] = []
+        self._lent: list[tuple[int, int]] = []
         self._failed_forwards = 0
         self._reused_tokens = 0
         self._unseen: set[int] = set()  # requests that have had no forward
@@ -141,6 +142,10 @@ class ServeLog:
         """Another policy is in charge from a forward on (`moetool.caching._changing`)."""
         self._changes.append((forward, choice.policy, choice.pool))
 
+    def on_lent(self, forward: int, slots: int) -> None:
+        """So many expert slots are lent from a forward on (`Residency.lend`)."""
+        self._lent.append((forward, slots))
+
     def end_forward(self, failed: bool) -> None:
         """Write the forward that has run; one that failed leaves no rows."""
         assert self._recorder is not None and self._writer is not None
@@ -190,6 +195,7 @@ class ServeLog:
             "reused_tokens": self._reused_tokens,
             **({"costs": list(self._costs)} if self._costs else {}),
             **({"changes": list(self._changes)} if self._changes else {}),
+            **({"lent": list(self._lent)} if self._lent else {}),
         }
 
 

@@ -151,6 +151,7 @@ class ReplaySetup:
         timeline: which of the profile's devices, data types and tiers.
         devices: number of devices that share the model (`moetool.caching._devices`), with equal parts of the budget.
         changes: recorded forwards, and the policy with its pool form from there on.
+        lent: recorded forwards, and the slots that are lent from there on (`moetool.caching._residency`).
         on_progress: called with the activity, the replayed tokens and the total.
     """
 
@@ -167,6 +168,7 @@ class ReplaySetup:
     timeline: TimelineOptions = DEFAULT_MACHINE
     devices: int = 1
     changes: Sequence[tuple[int, PolicyChoice]] = ()
+    lent: Sequence[tuple[int, int]] = ()
     on_progress: Callable[[str, int, int], None] = untold
 
 
@@ -322,6 +324,7 @@ class _Run:
         self._live = [policy for policy in policies if policy.live_costs]
         self._costs = deque(costs)  # a server's measurements, each valid from a forward on
         self._changes = deque(setup.changes)
+        self._lent = deque(setup.lent)
         self._changing: PolicyChanges | None = None
         if setup.changes:
             assert isinstance(self._residency, Residency), "policies change on one device"
@@ -339,6 +342,9 @@ class _Run:
         while self._changes and self._changes[0][0] <= info.recorded_id:
             assert self._changing is not None
             self._changing.change(self._changes.popleft()[1])
+        while self._lent and self._lent[0][0] <= info.recorded_id:
+            assert isinstance(self._residency, Residency), "slots are lent on one device"
+            self._residency.lend(self._lent.popleft()[1])
         steps = self._weigh(self._residency.begin_forward(info))
         if self._timeline is not None:
             self._timeline.begin_forward(info, steps)
@@ -428,7 +434,22 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         pinned=tuple(pinned),
         limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
         changes=tuple(changes),
+        lent=_lent_slots(made.get("lent", [])),
     )
+
+
+def _lent_slots(found: Any) -> tuple[tuple[int, int], ...]:
+    """Slots that a server lent to prompts, each number from a forward on. Raises: MismatchError: the log is damaged."""
+    check.require(isinstance(found, list), "manifest.provenance.lent", found, "a list")
+    made: list[tuple[int, int]] = []
+    for i, row in enumerate(found):
+        at = f"manifest.provenance.lent.{i}"
+        whole = isinstance(row, list) and len(row) == 2 and all(type(part) is int for part in row)
+        check.require(whole, at, row, "a forward and a number of slots")
+        check.require_whole(f"{at}.0", row[0], made[-1][0] if made else 0)
+        check.require_whole(f"{at}.1", row[1], 0)
+        made.append((row[0], row[1]))
+    return tuple(made)
 
 
 def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> None:

@@ -173,3 +173,58 @@ def test_it_says_what_it_is(name: str) -> None:
     assert module.__doc__ and kind.__doc__ and module.Options.__doc__
     assert module.Options.__dataclass_params__.frozen
     assert module.Options() == module.Options()
+
+
+LENDING = [name for name in NAMES if not policy_class(name).needs_future and not policy_class(name).computes_on_host]
+
+
+@pytest.mark.parametrize("name", LENDING)
+@settings(max_examples=15, deadline=None)
+@given(by_layer=st.booleans(), lent=st.lists(st.integers(0, 40), min_size=12, max_size=12), **streams)
+def test_programs_are_legal_while_slots_are_lent_and_come_back(
+    name: str, by_layer: bool, lent: list[int], num_slots: int, layers: int, top_k: int, prompt_tokens: int, seed: int
+) -> None:
+    spec = make_spec(layers=layers, experts=8, top_k=top_k)
+    stream = list(
+        random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=5, seed=seed, signals=True)
+    )
+    num_slots = max(num_slots, least(name, spec))
+    digests = []
+    for _ in range(2):
+        digest, policy = DecisionDigest(), build(name, spec, num_slots, stream)
+        own = equal_slots(spec, policy.num_slots) if by_layer and policy.num_slots >= layers else ()
+        residency = Residency(policy, digest, layer_slots=own)
+        lent_slots: list[int] = []
+        for (info, events), count in zip(stream, lent * len(stream), strict=False):
+            before, newly = residency.lent, residency.lend(count)
+            assert len(newly) == max(0, residency.lent - before) and residency.lent <= count
+            capacity = policy.num_slots - residency.lent
+            assert capacity == max(policy.num_slots - count, min(policy.num_slots, max(MIN_SLOTS, len(own))))
+            assert len(residency.slot_of) <= capacity
+            lent_slots = lent_slots[: residency.lent] + newly
+            assert len(lent_slots) == residency.lent
+            residency.begin_forward(info)
+            for event in events:
+                keys = {spec.expert_key(event.layer, expert) for expert in event.needed}
+                computed = [s.key for s in residency.event(event) if s.kind in (StepKind.COMPUTE, StepKind.HOST)]
+                assert sorted(computed) == sorted(keys)
+                assert len(residency.slot_of) <= capacity
+                assert set(lent_slots).isdisjoint(residency.slot_of.values())
+            residency.end_forward(info)
+        digests.append(digest.hexdigest())
+    assert digests[0] == digests[1], "not deterministic"
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "lfru", "foresight"])
+def test_slots_that_come_back_are_used(name: str) -> None:
+    spec = make_spec(layers=2, experts=8, top_k=2)
+    stream = list(random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=60, seed=1))
+    residency = Residency(build(name, spec, 16, stream), layer_slots=equal_slots(spec, 16))
+    for number, (info, events) in enumerate(stream):
+        residency.lend(8 if number < 30 else 0)
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+        assert number != 29 or len(residency.slot_of) == 8
+    assert len(residency.slot_of) == 16

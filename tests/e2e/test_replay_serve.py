@@ -18,7 +18,7 @@ from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.copies import stride_of
 from moetool.trace.reader import Trace
-from moetool.tuning.replay import ReplaySetup, replay
+from moetool.tuning.replay import SERVED, ReplaySetup, replay
 from tests.engines import engine
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
@@ -198,3 +198,35 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, 
         replay(trace, ["served"], budget, ReplaySetup(sequential=True))
     with pytest.raises(UsageError, match="one device"):
         replay(trace, ["served"], budget, ReplaySetup(devices=2))
+
+
+def test_replay_decides_as_serve_did_while_prompts_borrow_slots(
+    reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """And the answers are those of a server that lends nothing."""
+    answers: list[list[int | None]] = []
+    for borrowed in (24, 0):
+        log, tokens = tmp_path / str(borrowed), list[int | None]()
+        checkpoint = Checkpoint.open(reference)
+        options = ServeOptions(borrowed_slots=borrowed, prefill_chunk=700, kv_tokens=1024, pool="layer", oracle_s=0)
+        memory = sum(fixed_bytes(checkpoint, options)) + 60 * stride_of(checkpoint.spec.slot_bytes)
+        made = build_engine(checkpoint, options=options, policy="foresight", device_memory_bytes=memory, log=log)
+        made.state, lent = "ready", set[int]()
+        for prompt in ("The king said ", "12 * 3 = "):
+            for words in (150, 1):
+                ids = tokenizer(prompt * words)["input_ids"][:600]
+                made.submit(ids, SamplingParams(max_tokens=5), lambda o, to=tokens: to.append(o.token))
+                while not made.idle:
+                    made.step()
+                    memory_bytes = made.stats()["memory_bytes"]
+                    assert memory_bytes["expert_slots"] + memory_bytes["lent_by_expert_slots"] == made.store.pool_bytes
+                    lent.add(made.residency.lent)
+        answers.append(tokens)
+        counts = made.residency.counts
+        made.close()
+        assert 0 in lent and (max(lent) > 10) == bool(borrowed)
+        trace = Trace(log)
+        (row,) = replay(trace, [SERVED], [60 * trace.spec.slot_bytes])
+        assert row.counts == counts and counts.kept
+        assert row.digest == trace.manifest["provenance"]["decisions"]
+    assert answers[0] == answers[1]

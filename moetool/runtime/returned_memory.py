@@ -1,0 +1,30 @@
+"""Memory that goes back to the system while the process runs, on Linux; elsewhere it stays with the process."""
+
+import ctypes
+import functools
+import mmap
+import sys
+from typing import Any
+
+import torch
+
+_DONTNEED = 4  # of <linux/mman.h>
+
+
+def give_back(memory: torch.Tensor) -> None:
+    """Return the whole pages inside a tensor on the CPU; they hold zeros when they are next touched."""
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (memory.data_ptr() + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if memory.device.type == "cpu" and length > 0 and (library := _library()) is not None:
+        library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONTNEED)
+
+
+def trim_heap() -> None:
+    """Return what the C library keeps of memory that was freed."""
+    if (library := _library()) is not None and hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
+@functools.cache
+def _library() -> Any:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
