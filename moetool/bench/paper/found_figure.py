@@ -20,6 +20,7 @@ _MARKED = 12  # points of a line, as many as are marked
 _FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
 _FAR = 50  # times the least abscissa, from which an axis is logarithmic
 _TITLE = 150  # characters of a line
+_ORDINATE = 24  # characters of a line beside the least height
 _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
 
 
@@ -94,7 +95,7 @@ def _curves(axes: "Axes", found: Found) -> None:
     elif all(x == round(x) for x in abscissae):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(found.axes[0])
-    axes.set_ylabel(found.axes[1])
+    axes.set_ylabel(fill(found.axes[1], _ORDINATE))
     if found.axes[1].endswith("%"):
         axes.set_ylim(0, 103)
     if len(found.curves) > 1:

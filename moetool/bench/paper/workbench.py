@@ -36,8 +36,25 @@ ALL = tuple(gather.names())
 _AT_ONCE = 8  # prompts that are captured together, where it does not matter: it takes half the time
 HISTORY = 0.7
 """Share of the requests that come before those that are measured: FineMoE's 7:3."""
-_MADE_BY = ("capture", "evaluation", "learning", "models", "prompts", "quantize", "reference", "runtime", "trace")
-"""Rooms whose code makes traces, predictors and replicas: what other code made is made anew."""
+_MADE_BY = (
+    "caching",
+    "capture",
+    "costing",
+    "evaluation",
+    "formats",
+    "learning",
+    "models",
+    "placement",
+    "prompts",
+    "quantize",
+    "reference",
+    "runtime",
+    "trace",
+    "tuning",
+)
+"""Packages whose code makes traces, predictors and replicas: after a change of one, all of these are made anew."""
+_BENCH = ("workbench.py", "experiments/replica_agreement.py")
+"""Modules of this package that choose prompts and settings for them."""
 _WAIT_S = 0.2
 
 
@@ -283,13 +300,14 @@ class Workbench:
 
 
 def code_files() -> list[Path]:
-    """Files of the code that makes what is kept: some rooms, the modules that all rooms share, and all predictors.
+    """Files of the code that makes kept traces, predictors and replicas, with all that it imports.
 
-    All, because predictors import each other.
+    Other experiments, verdicts and simulations are not among them: nothing that they compute is kept.
     """
     root = Path(moetool.__file__).parent
-    rooms = [file for room in _MADE_BY for file in (root / room).rglob("*.py")]
-    return sorted([*rooms, *root.glob("*.py"), *Path(predictors.__file__).parent.glob("*.py")])
+    packages = [file for package in _MADE_BY for file in (root / package).rglob("*.py")]
+    bench = [root / "bench" / "paper" / name for name in _BENCH]
+    return sorted([*packages, *bench, *root.glob("*.py"), *Path(predictors.__file__).parent.glob("*.py")])
 
 
 @cache
