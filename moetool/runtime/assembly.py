@@ -47,6 +47,8 @@ _LEAST = {
     "kv_tokens": 16,
     "prefill_chunk": 1,
     "borrowed_slots": 0,
+    "first_kv_tokens": 0,
+    "kv_slots": 0,
     "max_requests": 0,
     "io_threads": 1,
     "threads": 0,
@@ -75,6 +77,9 @@ class ServeOptions:
         borrowed_slots: expert slots that a prompt chunk of full length borrows for its activations; shorter ones borrow
             fewer, and up to 256 tokens none. On a CPU and one device, without pinned experts and with a policy that
             computes nothing on the host (0: none).
+        first_kv_tokens: tokens that the KV cache holds at first, where slots may be borrowed; it grows to `kv_tokens`
+            on demand (0: it has its full size).
+        kv_slots: expert slots that it borrows for that.
         max_requests: requests that are forwarded together; the rest queue. 0 chooses 8 where not every expert has a
             slot, because each request more needs more experts at once; where all have one, up to 64, those beyond 8
             as far as the KV cache holds all of them at their full length.
@@ -111,6 +116,8 @@ class ServeOptions:
     max_prompt_wait: float = 0.0
     prefix_caching: bool = True
     borrowed_slots: int = 0
+    first_kv_tokens: int = 0
+    kv_slots: int = 0
     max_requests: int = 0
     io_threads: int = 2
     threads: int = 0
@@ -226,7 +233,12 @@ def build_engine(
         if state is not None and restore_state(state, name, learned) is not None:
             facts["state"] = durable.sha256_file(state)
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
-        batcher = _batcher(loaded, options, resident=slots >= loaded.spec.total_experts)
+        lends = device.type == "cpu" and options.devices == 1 and not pinned and not built.computes_on_host
+        batcher = _batcher(
+            loaded,
+            options if lends else replace(options, first_kv_tokens=0),
+            resident=slots >= loaded.spec.total_experts,
+        )
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
         changes: PolicyChanges | None = None
         plain = not pinned and predicts is None and kind.lossless and built.columns <= {"experts"}
@@ -280,9 +292,15 @@ def build_engine(
             changes=changes,
         )
         engine.compare_with(oracle, changes)
-        lends = device.type == "cpu" and isinstance(residency, Residency) and not pinned and not built.computes_on_host
-        if options.borrowed_slots and lends:
-            engine.share_memory(MemoryShare(most_slots=options.borrowed_slots, chunk_tokens=options.prefill_chunk))
+        if lends and (options.borrowed_slots or options.kv_slots):
+            engine.share_memory(
+                MemoryShare(
+                    most_slots=options.borrowed_slots,
+                    chunk_tokens=options.prefill_chunk,
+                    kv_slots=options.kv_slots,
+                    kv_tokens=max(0, options.kv_tokens - options.first_kv_tokens),
+                )
+            )
         undo.pop_all()
     return engine
 
@@ -297,6 +315,7 @@ def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> B
         unreserved=None if options.max_requests else _FEW_REQUESTS,
         prefix_caching=options.prefix_caching,
         max_prompt_wait_s=options.max_prompt_wait,
+        first_kv_tokens=options.first_kv_tokens,
     )
 
 

@@ -16,7 +16,9 @@ from moetool.models.loading import DTYPES, parse_device, parse_dtype
 from moetool.runtime.assembly import ServeOptions, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
-from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MOST_CHUNK, Footprint, divide
+from moetool.runtime.memory_share import lendable
+from moetool.runtime.own_caches import own_cache
+from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, MemorySplit, divide
 from moetool.runtime.warm_start import policy_in_force
 from moetool.tables import count
 
@@ -123,14 +125,15 @@ def choose(
                     policy, chosen["pool"] = kept.policy, kept.pool
                     why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
-    slots, slots_why = split.slots, split.why["slots"]
-    one_cpu = device.type == "cpu" and chosen.get("devices", 1) == 1 and device_memory_bytes is None
-    if one_cpu and automatic and values.keys().isdisjoint(("borrowed_slots", "prefill_chunk")):
-        activations = max(0, split.chunk_tokens - LEAST_CHUNK) * model.token_bytes
-        chosen["borrowed_slots"] = min(activations // model.slot_bytes, model.num_experts - slots)
-        slots += chosen["borrowed_slots"]
-        if chosen["borrowed_slots"]:
-            slots_why = f"a long prompt borrows up to {chosen['borrowed_slots']}"
+    slots_why, kv_why = split.why["slots"], why.get("kv_tokens", split.why["kv_tokens"])
+    if automatic and device.type == "cpu" and chosen.get("devices", 1) == 1 and device_memory_bytes is None:
+        chosen = _shared(checkpoint, model, split, values) | chosen
+    lent = sum(chosen.get(name, 0) for name in ("borrowed_slots", "kv_slots") if name not in values)
+    slots = split.slots + lent
+    if lent:
+        slots_why = f"{split.slots} beside a long prompt and a full KV cache"
+    if first := chosen.get("first_kv_tokens", 0):
+        kv_why = f"{first:,} at first, more takes expert slots"
     memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + slots * model.slot_bytes
     choices = [
         ("device", chosen["device"], why["device"]),
@@ -138,7 +141,7 @@ def choose(
         ("memory", count(limit, "B") if device_memory_bytes is None else count(memory, "B"), source),
         ("weights", count(model.dense_bytes, "B"), "outside the routed experts"),
         ("expert slots", f"{slots} of {model.num_experts}", slots_why),
-        ("KV cache", f"{split.kv_tokens:,} tokens", why.get("kv_tokens", split.why["kv_tokens"])),
+        ("KV cache", f"{split.kv_tokens:,} tokens", kv_why),
         ("prefill chunk", f"{split.chunk_tokens:,} tokens", chunk_why),
     ]
     form = chosen.get("pool", "one")
@@ -180,6 +183,23 @@ def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     queries = 4 * max(config.num_attention_heads * width for _, width in map(kv_shape, config.per_layer_config))
     mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # of a chunk after others, in two forms
     return 8 * spec.hidden_size * dtype.itemsize + max(experts, dense, queries * dtype.itemsize + mask)
+
+
+def _shared(checkpoint: Checkpoint, model: Footprint, split: MemorySplit, values: Mapping[str, Any]) -> dict[str, int]:
+    """Options by which prompt chunks and a KV cache that the user has not set borrow expert slots."""
+    if "borrowed_slots" in values:
+        return {}
+    kv_is_free = values.keys().isdisjoint(("kv_tokens", "first_kv_tokens", "kv_slots"))
+    return lendable(
+        model, split, chunk="prefill_chunk" not in values, cache=kv_is_free and _attends_fully(checkpoint.config)
+    )
+
+
+def _attends_fully(config: Any) -> bool:
+    """Whether every layer attends to the whole context, by the paged KV cache."""
+    kinds = getattr(config, "layer_types", None)
+    sliding = getattr(config, "sliding_window", None) is not None if kinds is None else set(kinds) != {"full_attention"}
+    return not sliding and not own_cache(config)
 
 
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:

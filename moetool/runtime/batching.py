@@ -30,6 +30,7 @@ from moetool.runtime.decoding import (
     kv_shape,
     score_prompt,
 )
+from moetool.runtime.growing_pages import GrowingPages
 from moetool.runtime.paged_attention import DecodeRows, SequenceEnds, no_mask, paged_attention
 from moetool.runtime.prefix_pages import PrefixPages
 from moetool.runtime.sampling import Sampler
@@ -71,6 +72,8 @@ class Batcher:
             where it took longer, down to `LEAST_CHUNK` tokens (0: chunks are as large as they may be).
         prefix_caching: keep the pages of requests that have ended, and forward only what of a prompt has no page yet.
             It has no effect where some layers have a sliding window.
+        first_kv_tokens: tokens that the KV cache holds at first (`GrowingPages`); 0: all, as where some layers have a
+            sliding window.
 
     Attributes:
         kv_tokens: tokens that the KV cache holds.
@@ -95,6 +98,7 @@ class Batcher:
         unreserved: int | None = None,
         prefix_caching: bool = False,
         max_prompt_wait_s: float = 0.0,
+        first_kv_tokens: int = 0,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
 
@@ -132,6 +136,8 @@ class Batcher:
         self._sampler = Sampler(self._eos)
         self._max_prompt_wait_s = max_prompt_wait_s
         self._chunk_tokens = max_batch_tokens
+        self._first_kv_tokens = first_kv_tokens
+        self._growing: GrowingPages | None = None
         self._manager: Any = None
         self.processor: Any = None
         self._build()
@@ -157,6 +163,16 @@ class Batcher:
     def evicted_pages(self) -> int:
         """Pages of earlier requests that others needed."""
         return self._pages.evicted
+
+    @property
+    def borrowed_kv_tokens(self) -> int:
+        """Tokens of KV cache beyond the first, now; all where it does not grow."""
+        return self.kv_tokens if self._growing is None else self._growing.borrowed_tokens
+
+    @property
+    def held_kv_bytes(self) -> int:
+        """Bytes of `kv_bytes` that the cache has not grown into."""
+        return 0 if self._growing is None else self._growing.held_bytes
 
     @property
     def idle(self) -> bool:
@@ -210,6 +226,8 @@ class Batcher:
         try:
             self._admit()
             self._pages.begin_forward()
+            if self._growing is not None:
+                self._growing.begin_forward()
             decoding = self._max_prompt_wait_s > 0 and any(request.done for request in self._requests.values())
             self.processor.max_batch_tokens = self._chunk_tokens if decoding else self._config.max_batch_tokens
             prepared = self.processor.prepare_next_batch()
@@ -302,6 +320,9 @@ class Batcher:
         if self.graphs is not None:
             self.graphs.forget()
         self._pages = PrefixPages(self.processor.cache, self._may_reuse)
+        self._growing = None
+        if self._first_kv_tokens and len(self.processor.cache.cache_allocators) == 1:
+            self._growing = GrowingPages(self.processor.cache, self._pages, self._first_kv_tokens)
         self._leaving.clear()
         self.kv_tokens = int(self.processor.cache.num_blocks) * PAGE_TOKENS
         self.kv_bytes = int(self.processor.cache.cache_tensor.numel())

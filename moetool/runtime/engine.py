@@ -315,7 +315,7 @@ class Engine:
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
             "memory_bytes": {
                 "dense": self._dense_bytes,
-                "kv_cache": self.batcher.kv_bytes,
+                "kv_cache": self.batcher.kv_bytes - self.batcher.held_kv_bytes,
                 "expert_slots": self.store.pool_bytes - lent_bytes,
                 "lent_by_expert_slots": lent_bytes,
                 "host_experts": self.store.host_pool_bytes,
@@ -441,11 +441,12 @@ class Engine:
                 self._log.on_change(forward, choice)
 
     def _lend(self, info: ForwardInfo) -> None:
-        """Lend expert slots to the activations of a forward that is about to run, or take them back."""
+        """Lend expert slots to a forward that is about to run and to the KV cache, or take them back."""
         if self._share is None:
             return
         assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
         before, wanted = self.residency.lent, self._share.borrowed(len(info.request_T))
+        wanted += self._share.borrowed_by_cache(self.batcher.borrowed_kv_tokens)
         if wanted == before:
             return
         if wanted < before:

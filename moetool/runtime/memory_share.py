@@ -2,24 +2,31 @@
 
 from dataclasses import dataclass
 
-from moetool.runtime.sizing import LEAST_CHUNK
+from moetool.runtime.decoding import PAGE_TOKENS
+from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, Footprint, MemorySplit
 
 _STEPS = 16
+_FIRST_KV_TOKENS = 64
+_FIRST_KV_PART = 32  # of the memory for experts, at most, for the KV cache before it grows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """How many expert slots a forward borrows for its activations.
+    """How many expert slots a forward borrows for its activations, and the KV cache for its growth.
 
     A forward of up to `LEAST_CHUNK` tokens has memory of its own; a longer one borrows in sixteenths of `most_slots`.
 
     Attributes:
         most_slots: that a whole chunk borrows.
         chunk_tokens: tokens of a whole chunk.
+        kv_slots: that the KV cache borrows when it has grown by `kv_tokens`.
+        kv_tokens: by which it may grow.
     """
 
     most_slots: int
     chunk_tokens: int
+    kv_slots: int = 0
+    kv_tokens: int = 0
 
     def borrowed(self, num_tokens: int) -> int:
         """Slots that a forward of so many tokens borrows."""
@@ -28,3 +35,32 @@ class MemoryShare:
             return 0
         steps = -(-beyond * _STEPS // (self.chunk_tokens - LEAST_CHUNK))
         return -(-self.most_slots * steps // _STEPS)
+
+    def borrowed_by_cache(self, num_tokens: int) -> int:
+        """Slots that a KV cache borrows which has grown by so many tokens."""
+        return -(-self.kv_slots * min(num_tokens, self.kv_tokens) // self.kv_tokens) if self.kv_tokens else 0
+
+
+def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) -> dict[str, int]:
+    """Slots beyond those of `split` that there can be while prompts are short and the KV cache is small.
+
+    Args:
+        split: of the memory with a whole chunk and a full KV cache.
+        chunk, cache: which of the two borrow.
+
+    Returns:
+        `borrowed_slots`, `first_kv_tokens` and `kv_slots` of `moetool.runtime.assembly.ServeOptions`; none where
+        nothing is borrowed.
+    """
+    made: dict[str, int] = {}
+    free = model.num_experts - split.slots
+    activations = max(0, split.chunk_tokens - LEAST_CHUNK) * model.token_bytes
+    if chunk and (slots := min(activations // model.slot_bytes, free)):
+        made["borrowed_slots"] = slots
+        free -= slots
+    each = model.kv_token_bytes + model.context_bytes
+    most = (split.slots * model.slot_bytes + split.kv_tokens * each) // _FIRST_KV_PART // each
+    first = max(_FIRST_KV_TOKENS, min(LEAST_CONTEXT, most)) // PAGE_TOKENS * PAGE_TOKENS
+    if cache and (slots := min(max(0, split.kv_tokens - first) * each // model.slot_bytes, free)):
+        made |= {"first_kv_tokens": first, "kv_slots": slots}
+    return made

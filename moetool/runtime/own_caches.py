@@ -44,6 +44,7 @@ def open_batcher(
     unreserved: int | None = None,
     prefix_caching: bool = False,
     max_prompt_wait_s: float = 0.0,
+    first_kv_tokens: int = 0,
 ) -> "Batcher | OwnCaches":
     """The batcher that the model's family can be served by; arguments as for `Batcher`."""
     if own_cache(model.config.get_text_config()):
@@ -56,6 +57,7 @@ def open_batcher(
         unreserved=unreserved,
         prefix_caching=prefix_caching,
         max_prompt_wait_s=max_prompt_wait_s,
+        first_kv_tokens=first_kv_tokens,
     )
 
 
@@ -94,7 +96,7 @@ class OwnCaches:
         kv_bytes: an upper bound of the bytes of the caches, which grow with the requests.
     """
 
-    evicted_pages = 0
+    evicted_pages = held_kv_bytes = 0
 
     def __init__(self, model: Any, *, kv_tokens: int, max_requests: int = 1, max_batch_tokens: int = 512) -> None:
         self.model = model
@@ -130,6 +132,11 @@ class OwnCaches:
     def idle(self) -> bool:
         """Whether there is nothing to forward."""
         return not self._requests
+
+    @property
+    def borrowed_kv_tokens(self) -> int:
+        """All tokens: requests' own caches have a fixed share of memory."""
+        return self.kv_tokens
 
     @property
     def max_context(self) -> int:

@@ -54,6 +54,12 @@ class PrefixPages:
         if self.active:
             self._cache.free_blocks(request, no_cache=True)
 
+    def evict(self, count: int) -> None:
+        """Drop up to so many unused pages, the least recently used first."""
+        if self.active and (victims := self._ledger.evict(min(count, self.unused))):
+            self.evicted += len(victims)
+            self._cache.pool.free_blocks(self._allocator.index, victims)
+
     def _search(self, request: str, prompt: list[int]) -> int:
         """`PagedAttentionCache.search_prefix_match`, for those that may."""
         matched: int = self._match(request, prompt) if self._may_reuse(request) else 0

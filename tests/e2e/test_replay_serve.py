@@ -15,6 +15,7 @@ from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams
+from moetool.runtime import growing_pages
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.copies import stride_of
 from moetool.trace.reader import Trace
@@ -200,33 +201,41 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, 
         replay(trace, ["served"], budget, ReplaySetup(devices=2))
 
 
-def test_replay_decides_as_serve_did_while_prompts_borrow_slots(
-    reference: Path, tokenizer: Any, tmp_path: Path
+def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots(
+    reference: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the answers are those of a server that lends nothing."""
+    monkeypatch.setattr(growing_pages, "IDLE_FORWARDS", 12)
     answers: list[list[int | None]] = []
-    for borrowed in (24, 0):
-        log, tokens = tmp_path / str(borrowed), list[int | None]()
+    for kept in ({}, {"borrowed_slots": 24}, {"kv_slots": 20, "first_kv_tokens": 64, "borrowed_slots": 12}):
+        log, tokens, seen = tmp_path / str(len(kept)), list[int | None](), set[tuple[int, int]]()
         checkpoint = Checkpoint.open(reference)
-        options = ServeOptions(borrowed_slots=borrowed, prefill_chunk=700, kv_tokens=1024, pool="layer", oracle_s=0)
+        options = ServeOptions(**kept, prefill_chunk=700, kv_tokens=1024, pool="layer", oracle_s=0)
         memory = sum(fixed_bytes(checkpoint, options)) + 60 * stride_of(checkpoint.spec.slot_bytes)
         made = build_engine(checkpoint, options=options, policy="foresight", device_memory_bytes=memory, log=log)
-        made.state, lent = "ready", set[int]()
-        for prompt in ("The king said ", "12 * 3 = "):
+        made.state = "ready"
+        for prompt in ("The king said ", "12 * 3 = ", "def add(a, b):"):
             for words in (150, 1):
                 ids = tokenizer(prompt * words)["input_ids"][:600]
-                made.submit(ids, SamplingParams(max_tokens=5), lambda o, to=tokens: to.append(o.token))
+                made.submit(ids, SamplingParams(max_tokens=20), lambda o, to=tokens: to.append(o.token))
                 while not made.idle:
                     made.step()
-                    memory_bytes = made.stats()["memory_bytes"]
-                    assert memory_bytes["expert_slots"] + memory_bytes["lent_by_expert_slots"] == made.store.pool_bytes
-                    lent.add(made.residency.lent)
+                    sizes = made.stats()["memory_bytes"]
+                    assert sizes["expert_slots"] + sizes["lent_by_expert_slots"] == made.store.pool_bytes
+                    seen.add((made.residency.lent, sizes["kv_cache"]))
         answers.append(tokens)
         counts = made.residency.counts
         made.close()
-        assert 0 in lent and (max(lent) > 10) == bool(borrowed)
+        lent = [slots for slots, _ in seen]
+        assert (max(lent) > 10) == bool(kept)
+        caches = {num_bytes for _, num_bytes in seen}
+        if "kv_slots" in kept:  # it has grown for each long prompt, and shrunk again
+            assert min(caches) < 0.4 * max(caches) and min(lent) <= 4
+            assert made.batcher.evicted_pages > 0
+        else:
+            assert len(caches) == 1 and min(lent) == 0
         trace = Trace(log)
         (row,) = replay(trace, [SERVED], [60 * trace.spec.slot_bytes])
         assert row.counts == counts and counts.kept
         assert row.digest == trace.manifest["provenance"]["decisions"]
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]

@@ -6,15 +6,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.expert_store import open_store
-from moetool.runtime.memory_share import MemoryShare
+from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.returned_memory import give_back
-from moetool.runtime.sizing import LEAST_CHUNK
+from moetool.runtime.sizing import LEAST_CHUNK, Footprint, divide
 
 
 def test_longer_chunks_borrow_more_and_never_less_than_their_activations() -> None:
@@ -46,3 +48,39 @@ def test_a_released_slot_is_loaded_anew(prefetch: bool, reference: Path) -> None
             again = store.ready(5, 2)
             assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
             assert not store.holds(7, 2)
+
+
+@given(
+    memory=st.integers(3 * 10**9, 60 * 10**9),
+    num_experts=st.integers(64, 6144),
+    chunk=st.booleans(),
+    cache=st.booleans(),
+    tokens=st.integers(1, 9000),
+    grown=st.floats(0, 1),
+)
+def test_the_memory_holds_what_is_lent_and_what_is_kept(
+    memory: int, num_experts: int, chunk: bool, cache: bool, tokens: int, grown: float
+) -> None:
+    model = Footprint(
+        dense_bytes=1_000_000_000,
+        slot_bytes=9_437_184,
+        num_experts=num_experts,
+        min_slots=2,
+        kv_token_bytes=98_304,
+        token_bytes=150_000,
+        max_context=40_960,
+        context_bytes=4096,
+    )
+    split = divide(model, memory)
+    made = lendable(model, split, chunk=chunk, cache=cache)
+    borrowed, kv_slots = made.get("borrowed_slots", 0), made.get("kv_slots", 0)
+    first = made.get("first_kv_tokens", split.kv_tokens)
+    share = MemoryShare(
+        most_slots=borrowed, chunk_tokens=split.chunk_tokens, kv_slots=kv_slots, kv_tokens=split.kv_tokens - first
+    )
+    beyond = int(grown * (split.kv_tokens - first))
+    slots = split.slots + borrowed + kv_slots - share.borrowed(tokens) - share.borrowed_by_cache(beyond)
+    activations = max(LEAST_CHUNK if borrowed else split.chunk_tokens, min(tokens, split.chunk_tokens))
+    kv_bytes = (first + beyond) * (model.kv_token_bytes + model.context_bytes)
+    assert split.slots <= slots <= num_experts
+    assert model.dense_bytes + slots * model.slot_bytes + kv_bytes + activations * model.token_bytes <= memory
