@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from moetool.models.llvm_vectors import LANES, Vectors, pairwise_sum
 from moetool.models.row_kinds import VECTOR_BYTES, RowKind
-from moetool.models.row_numbers import planes, run, run_length
+from moetool.models.row_numbers import byte_scales, planes, run, run_length
 
 
 class RowJob(NamedTuple):
@@ -47,6 +47,8 @@ class RowJob(NamedTuple):
     weights: int
 
 
+SCALE_BYTES = 4
+"""Of the scale of a whole row, before those of its groups."""
 PLACES = {name: place for place, name in enumerate(RowJob._fields)}
 
 
@@ -98,6 +100,7 @@ def dot_of(kind: RowKind, count: int) -> Any:
         for each in range(count):
             source = number(builder.add(pair, vectors.number(2 * each)))
             rows.append(builder.add(field("x"), builder.mul(source, field("x_bytes"))))
+        whole_at, groups_at = scale, builder.add(scale, vectors.number(SCALE_BYTES if kind.scale == "float8" else 0))
         totals = places(kind.chains)
         clear(totals)
         if not kind.has_scales:
@@ -108,12 +111,12 @@ def dot_of(kind: RowKind, count: int) -> Any:
             sums = places(kind.chains)
             with cgutils.for_range(builder, field("groups")) as group:
                 clear(sums)
-                if kind.scale == "exponent":
+                if each := kind.scales_a_block:
                     add(group.index, sums)
-                    four = vectors.load(
-                        builder.add(scale, vectors.times(group.index, 4)), vectors.of(vectors.int8, 4), 1
+                    at = builder.add(groups_at, vectors.times(group.index, each))
+                    factor = vectors.chosen(
+                        byte_scales(vectors, kind, at, each), [n * each // LANES for n in range(LANES)]
                     )
-                    factor = vectors.chosen(vectors.powers(four), [lane // 4 for lane in range(LANES)])
                 else:
                     begin = builder.mul(group.index, field("vectors"))
                     with cgutils.for_range(builder, field("vectors")) as loop:
@@ -126,6 +129,9 @@ def dot_of(kind: RowKind, count: int) -> Any:
                         builder.store(made, total)
         for each, chains in enumerate(totals):
             made = pairwise_sum(builder, [builder.load(place) for place in chains])
+            if kind.scale == "float8":
+                whole = vectors.load(whole_at, vectors.float32)
+                made = builder.fdiv(made, whole) if kind.divides else builder.fmul(made, whole)
             target = number(builder.add(pair, vectors.number(2 * each + 1)))
             at = builder.add(builder.mul(target, field("outputs")), row)
             vectors.store(made, builder.add(field("output"), vectors.times(at, 4)))
@@ -146,22 +152,31 @@ def unpacking_of(kind: RowKind) -> Any:
     length = run_length(kind)
     run_bytes = kind.row_bytes(length)
 
-    def scale_of(vectors: Vectors, scale: Any, group: Any) -> Any:
-        builder = vectors.builder
+    def factors_of(vectors: Vectors, scale: Any, group: Any) -> list[Any]:
+        """Of each vector of a run."""
+        builder, planes_a_run = vectors.builder, length // LANES
+        if not kind.scales_a_block:
+            one = vectors.load(builder.add(scale, vectors.times(group, 4)), vectors.float32)
+            return [vectors.broadcast(one)] * planes_a_run
+        each = kind.scales_a_block * length // kind.numbers
+        start = vectors.number(SCALE_BYTES if kind.scale == "float8" else 0)
+        at = builder.add(builder.add(scale, start), vectors.times(group, each))
+        scales = byte_scales(vectors, kind, at, each)
+        made = [vectors.chosen(scales, [n * each // planes_a_run] * LANES) for n in range(planes_a_run)]
         if kind.scale == "exponent":
-            factor = vectors.powers(vectors.load(builder.add(scale, group), vectors.of(vectors.int8, 1), 1))
-            return vectors.chosen(factor, [0] * LANES)
-        return vectors.broadcast(vectors.load(builder.add(scale, vectors.times(group, 4)), vectors.float32))
+            return made
+        whole = vectors.broadcast(vectors.load(scale, vectors.float32))
+        return [builder.fdiv(one, whole) if kind.divides else builder.fmul(one, whole) for one in made]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weight, scale, group, runs, output = arguments
         vectors = Vectors(builder)
-        factor = scale_of(vectors, scale, group) if kind.has_scales else None
+        factors = factors_of(vectors, scale, group) if kind.has_scales else None
         with cgutils.for_range(builder, runs) as loop:
             at = builder.add(builder.mul(group, runs), loop.index)
             target = builder.add(output, vectors.times(at, 2 * length))
-            for numbers in run(vectors, kind, builder.add(weight, vectors.times(at, run_bytes))):
-                scaled = numbers if factor is None else builder.fmul(numbers, factor)
+            for place, numbers in enumerate(run(vectors, kind, builder.add(weight, vectors.times(at, run_bytes)))):
+                scaled = numbers if factors is None else builder.fmul(numbers, factors[place])
                 vectors.store(vectors.rounded(scaled), target, 2)
                 target = builder.add(target, vectors.number(2 * LANES))
         return context.get_dummy_value()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_dots import PLACES, RowJob, dot_of, unpacking_of
+from moetool.models.row_dots import PLACES, SCALE_BYTES, RowJob, dot_of, unpacking_of
 from moetool.models.row_kinds import BFLOAT16, VECTOR_BYTES, RowKind
 from moetool.models.row_numbers import run_length
 from moetool.models.row_threads import next_task_of, on_pool
@@ -23,6 +23,7 @@ BLOCK_ROWS = 32
 _PREFETCH_BYTES = (0, 2048)
 """Prefetch distances of a kernel, in bytes; prefetching is faster on some processors and slower on others."""
 _TRIAL_BYTES = 2**26  # more than most caches hold
+_ONE_IN_FP8 = 0x38
 _HEAD = len(PLACES)
 
 _log = logging.getLogger(__name__)
@@ -64,9 +65,10 @@ def _require_sound(kind: RowKind, call: Callable[[np.ndarray, int], None]) -> No
     ones = kind.one * (BLOCK_ROWS * row_bytes // len(kind.one))
     weight = torch.frombuffer(bytearray(ones), dtype=torch.uint8).view(BLOCK_ROWS, row_bytes)
     x, output = torch.ones(rows, blocks * kind.numbers), torch.zeros(rows, BLOCK_ROWS)
-    scale = torch.full((blocks,), kind.factor)
-    if kind.scale == "exponent":
-        scale = torch.full((4 * blocks,), 127, dtype=torch.uint8)
+    scale = torch.full((1 + 2 * blocks,), kind.factor)
+    if kind.scales_a_block:
+        start = SCALE_BYTES if kind.scale == "float8" else 0
+        scale.view(torch.uint8)[start:] = 127 if kind.scale == "exponent" else _ONE_IN_FP8
     pairs = [number for row in range(rows) for number in (row, row)]
     job = [*_trial(kind, weight, x, output, 0), weight.data_ptr(), scale.data_ptr(), 0, rows, *pairs]
     call(np.array(job), torch.get_num_threads())
@@ -82,7 +84,7 @@ def _fastest_prefetch(kind: RowKind, call: Callable[[np.ndarray, int], None], ro
     ask_for_huge_pages(weight)
     weight.zero_()
     x, output = torch.zeros(1, blocks * kind.numbers), torch.empty(1, len(weight))
-    scale = torch.zeros(4 * blocks)
+    scale = torch.ones(4 * blocks)
     least = dict.fromkeys(_PREFETCH_BYTES, float("inf"))
     for ahead in _PREFETCH_BYTES * rounds:
         head = _trial(kind, weight, x, output, ahead)
@@ -96,7 +98,7 @@ def _fastest_prefetch(kind: RowKind, call: Callable[[np.ndarray, int], None], ro
 def _trial(kind: RowKind, weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor, ahead: int) -> RowJob:
     """A call for one weight whose rows share their scales."""
     blocks = weight.shape[1] // kind.block_bytes
-    groups = blocks if kind.scale == "exponent" else 1
+    groups = blocks if kind.scales_a_block else 1
     return RowJob(
         next_task=0,
         x=x.data_ptr(),

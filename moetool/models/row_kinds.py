@@ -1,6 +1,6 @@
 """Kinds of weights that kernels for few rows read as they are stored."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VECTOR_BYTES = 64
 
@@ -16,12 +16,14 @@ class RowKind:
         chains: accumulators of a row that hide the latency of an addition.
         unroll: blocks at a time.
         rows: of x that one pass over a row of the weight multiplies, the most first.
-        scale: `none`; `float32`, for blocks of rows and columns; `exponent`, a byte for each 32 numbers of a row; `own`
-            if a block holds its scales beside its numbers.
+        scale: `none`; `float32`, for blocks of rows and columns; `exponent`, a byte for each 32 numbers of a row;
+            `float8`, for each row a float32 for all of its numbers, then a byte for each 16; `own` if a block holds its
+            scales beside its numbers.
         one: bytes that, repeated, are numbers of 1.
         block_bytes: of a block.
         factor: of its scales of float32, for the way in which the kernel reads its numbers.
         ggml: type of ggml's blocks.
+        divides: whether the scale of a row divides the others.
     """
 
     name: str
@@ -35,6 +37,7 @@ class RowKind:
     block_bytes: int = VECTOR_BYTES
     factor: float = 1.0
     ggml: int | None = None
+    divides: bool = False
 
     @property
     def words(self) -> int:
@@ -44,7 +47,12 @@ class RowKind:
     @property
     def has_scales(self) -> bool:
         """Whether its scales lie apart from its numbers."""
-        return self.scale in ("float32", "exponent")
+        return self.scale in ("float32", "exponent", "float8")
+
+    @property
+    def scales_a_block(self) -> int:
+        """Bytes of the scales that a row has for each block; 0 where its scales are for blocks of another size."""
+        return {"exponent": self.numbers // 32, "float8": self.numbers // 16}.get(self.scale, 0)
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of so many numbers."""
@@ -55,6 +63,8 @@ BFLOAT16 = RowKind("bfloat16", 32, 2, chains=4, unroll=2, rows=(2, 1), scale="no
 FP8 = RowKind("fp8", 64, 2, chains=2, unroll=1, rows=(4, 2, 1), scale="float32", one=b"\x38", factor=2.0**8)
 INT8 = RowKind("int8", 64, 4, chains=2, unroll=1, rows=(4, 2, 1), scale="float32", one=b"\x01")
 MXFP4 = RowKind("mxfp4", 128, 8, chains=2, unroll=1, rows=(4, 2, 1), scale="exponent", one=b"\x22")
+NVFP4 = RowKind("nvfp4", 128, 8, chains=2, unroll=1, rows=(4, 2, 1), scale="float8", one=b"\x22", factor=2.0**8)
+NVFP4_DIVIDED = replace(NVFP4, name="nvfp4_divided", factor=2.0**-8, divides=True)
 
 
 def _blocks(name: str, ggml: int, numbers: int, one: bytes) -> RowKind:

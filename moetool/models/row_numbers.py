@@ -4,7 +4,7 @@ from typing import Any
 
 from moetool.models.ggml_numbers import block_numbers
 from moetool.models.llvm_vectors import LANES, Vectors
-from moetool.models.row_kinds import BFLOAT16, FP8, INT8, MXFP4, VECTOR_BYTES, RowKind
+from moetool.models.row_kinds import BFLOAT16, FP8, INT8, VECTOR_BYTES, RowKind
 
 _RUN = 32  # numbers that are unpacked at a time, where a block has no scales of its own
 
@@ -35,6 +35,15 @@ def planes(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
     return [vectors.e2m1(builder.lshr(words, vectors.all(vectors.int32, 4 * place))) for place in range(8)]
 
 
+def byte_scales(vectors: Vectors, kind: RowKind, address: Any, count: int) -> Any:
+    """So many scales of a byte: powers of two, or 2**-8 of FP8 numbers."""
+    builder, stored = vectors.builder, vectors.load(address, vectors.of(vectors.int8, count), 1)
+    if kind.scale == "exponent":
+        return vectors.powers(stored)
+    wide = builder.shl(builder.zext(stored, vectors.of(vectors.int16, count)), vectors.all(vectors.int16, 8, count))
+    return builder.fpext(vectors.halves(wide), vectors.of(vectors.float32, count))
+
+
 def run_length(kind: RowKind) -> int:
     """Numbers that `run` gives."""
     return kind.numbers if kind.ggml is not None else _RUN
@@ -46,7 +55,7 @@ def run(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
         return block_numbers(vectors, kind.ggml, address)
     builder = vectors.builder
     stored = vectors.load(address, vectors.of(vectors.int8, _RUN * VECTOR_BYTES // kind.numbers), 1)
-    if kind is MXFP4:
+    if kind.ways == 8:
         made = []
         for first in range(0, _RUN, LANES):
             wide = builder.zext(vectors.chosen(stored, [(first + lane) // 2 for lane in range(LANES)]), vectors.words)

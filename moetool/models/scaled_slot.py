@@ -1,6 +1,7 @@
-"""Slots that hold experts in FP8, int8, MXFP4 or ggml's blocks as stored, with scales in the form of the kernels."""
+"""Slots with experts in FP8, int8, MXFP4, NVFP4 or ggml's blocks as stored, scales in the form of the kernels."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -8,19 +9,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moetool.models import scaled_weight
+from moetool.models import nvfp4, scaled_weight
 from moetool.models.expert_form import ExpertForm
 from moetool.models.fp8_block import Fp8Block, Fp8BlockCodec
 from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.mxfp4 import GROUP, Mxfp4Codec
+from moetool.models.nvfp4 import Nvfp4, Nvfp4Codec
+from moetool.models.row_dots import SCALE_BYTES
 from moetool.models.row_kernels import BLOCK_ROWS
-from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, RowKind
+from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, NVFP4, NVFP4_DIVIDED, RowKind
 from moetool.models.row_products import MIN_ELEMENTS
 from moetool.models.scaled import Scaled, ScaledCodec
 from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.stored_expert import StoredLayout, Weight
 from moetool.models.value_scaling import scale_values
-from moetool.models.weight_format import Codec, WeightFormat, unpack
+from moetool.models.weight_format import Codec, Stored, WeightFormat, unpack
 
 _ALIGNMENT = 64
 _KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
@@ -111,10 +114,8 @@ class ScaledSlot:
             fields = layout.of_part(part, "values")
             first, num_bytes = fields[0], sum(field.num_bytes for field in fields)
             view.values.flatten().copy_(stored[first.offset : first.offset + num_bytes])
-            if place.kind is MXFP4:
-                exponents = torch.cat([block["scale"].flatten().view(torch.uint8) for block in blocks])
-                view.scale[: len(exponents)] = exponents
-                view.scale[len(exponents) :] = 0
+            if view.kind.scales_a_block:
+                _fill_byte_scales(view, blocks)
                 continue
             scales = torch.cat([scale_values(block["scale"]).flatten() for block in blocks])
             view.scale.flatten().copy_(scales * view.kind.factor)
@@ -154,6 +155,8 @@ def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, dec
         kind, groups, shared = MXFP4, [GROUP] * 2, 1
         if form.up_transposed:
             rows, columns = columns, rows
+    elif isinstance(format, Nvfp4):
+        kind, groups, shared = NVFP4_DIVIDED, [nvfp4.GROUP] * 2, 1
     elif isinstance(format, Fp8Block | Scaled):
         if isinstance(format, Fp8Block) and format.four_bits:
             return False
@@ -179,7 +182,8 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
         return _blocks_of(codecs[0], shapes[0]) if len(codecs) == 1 else None
     values, scales = layout.of_part(part, "values"), layout.of_part(part, "scale")
     roles = {field.role for field in layout.fields if field.part == part}
-    if roles != {"values", "scale"} or len(set(codecs)) != 1 or len({shape[-1] for shape in shapes}) != 1:
+    whole = {"whole"} if isinstance(codecs[0], Nvfp4Codec) else set()
+    if roles != {"values", "scale"} | whole or len(set(codecs)) != 1 or len({shape[-1] for shape in shapes}) != 1:
         return None
     codec: Codec = codecs[0]
     transposed = codec.transposed
@@ -190,7 +194,9 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
     if rows * columns < MIN_ELEMENTS or any(size[0] % BLOCK_ROWS for size in sizes):
         return None
     if isinstance(codec, Mxfp4Codec):
-        place = _Place(MXFP4, (rows, columns), 0, 0, GROUP, 1, rows * columns // GROUP + 4, transposed)
+        place = _byte_scaled(MXFP4, (rows, columns), GROUP, transposed)
+    elif isinstance(codec, Nvfp4Codec):
+        place = _byte_scaled(_nvfp4(codec.divides), (rows, columns), nvfp4.GROUP, transposed)
     elif isinstance(codec, Fp8BlockCodec | ScaledCodec):
         kind = _KINDS.get(values[0].dtype) if len({field.dtype for field in values}) == 1 else None
         if kind is None or (isinstance(codec, Fp8BlockCodec) and kind is INT8):
@@ -213,6 +219,29 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
         return None
     assert place.kind is not None
     return place if scaled_weight.multiplies(place.kind, columns, place.group) else None
+
+
+def _byte_scaled(kind: RowKind, shape: tuple[int, int], group: int, transposed: bool) -> _Place:
+    """Scales of a byte; a kernel reads some beyond those of the last row."""
+    num_bytes = shape[0] * scaled_weight.scale_bytes(kind, shape[1], group) + kind.scales_a_block
+    return _Place(kind, shape, 0, 0, group, 1, num_bytes, transposed)
+
+
+def _nvfp4(divides: bool) -> RowKind:
+    return NVFP4_DIVIDED if divides else NVFP4
+
+
+def _fill_byte_scales(view: ScaledWeight, blocks: Sequence[Stored]) -> None:
+    scales = torch.cat([block["scale"].flatten(end_dim=-2).view(torch.uint8) for block in blocks])
+    width = scaled_weight.scale_bytes(view.kind, view.columns, view.group)
+    rows_OS = view.scale[: len(view.values) * width].view(len(view.values), width)
+    view.scale[rows_OS.numel() :] = 0
+    if view.kind.scale == "exponent":
+        rows_OS.copy_(scales.view(rows_OS.shape))
+        return
+    rows_OS[:, SCALE_BYTES:] = scales
+    whole = torch.cat([block["whole"].reshape(1).expand(len(block["scale"])) for block in blocks])
+    rows_OS.view(torch.float32)[:, 0] = torch.nan if _has_nan(scales) else whole * view.kind.factor
 
 
 def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> _Place | None:

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from moetool.models.llvm_vectors import LANES
-from moetool.models.row_dots import RowJob
+from moetool.models.row_dots import SCALE_BYTES, RowJob
 from moetool.models.row_kernels import RowKernel, find_kernel
-from moetool.models.row_kinds import FP8, INT8, MXFP4, RowKind
+from moetool.models.row_kinds import FP8, INT8, RowKind
 
 _room = threading.local()
 
@@ -24,8 +24,9 @@ class ScaledWeight(NamedTuple):
     Attributes:
         kind: of the numbers.
         values: uint8 [O, bytes of a row].
-        scale: float32 [S, G] times the kind's factor, or the bytes uint8 [O * G] of exponents, with some more of 0;
-            empty where blocks hold their own.
+        scale: float32 [S, G] times the kind's factor, or with some more bytes of 0 uint8 [O * G] of exponents or
+            [O * (4 + G)], a row's float32 times the kind's factor before its FP8 numbers; empty where blocks hold their
+            own.
         columns: I.
         group: columns that share a scale.
         scale_rows: rows that share a row of scales.
@@ -56,9 +57,10 @@ class ScaledWeight(NamedTuple):
         Args:
             x, output: addresses.
         """
-        exponents = self.kind.scale == "exponent"
         vectors = -(-self.columns // self.kind.numbers)
-        groups = vectors if exponents else -(-self.columns // self.group) if self.kind.has_scales else 1
+        groups = 1
+        if self.kind.has_scales:
+            groups = vectors if self.kind.scales_a_block else -(-self.columns // self.group)
         return RowJob(
             next_task=0,
             x=x,
@@ -69,7 +71,7 @@ class ScaledWeight(NamedTuple):
             groups=groups,
             vectors=vectors // groups,
             scale_rows=self.scale_rows,
-            scale_bytes=self.columns // self.group if exponents else 4 * groups,
+            scale_bytes=scale_bytes(self.kind, self.columns, self.group) if self.kind.has_scales else 0,
             ahead=ahead,
             weights=weights,
         )
@@ -97,6 +99,13 @@ class ScaledWeight(NamedTuple):
         return out
 
 
+def scale_bytes(kind: RowKind, columns: int, group: int) -> int:
+    """Bytes of a row of scales."""
+    if not kind.scales_a_block:
+        return 4 * (columns // group)
+    return columns // group + (SCALE_BYTES if kind.scale == "float8" else 0)
+
+
 def kernel_of(kind: RowKind) -> RowKernel:
     """The kernel of a kind of which there is a weight."""
     kernel = find_kernel(kind)
@@ -110,6 +119,6 @@ def multiplies(kind: RowKind, columns: int, group: int) -> bool:
         return False
     if kind.ggml is not None:
         return columns % kind.numbers == 0
-    if kind is MXFP4:
-        return group == 2 * LANES and columns % (4 * LANES) == 0
+    if kind.scales_a_block:
+        return group * kind.scales_a_block == kind.numbers and columns % (4 * LANES) == 0
     return kind in (FP8, INT8) and group % kind.numbers == 0 and columns % group == 0

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, RowKind
+from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, NVFP4, RowKind
 from moetool.models.row_products import MAX_ROWS, MAX_SCALED_ROWS, products
 from moetool.models.scaled_weight import ScaledWeight
 
@@ -35,6 +35,11 @@ def _scaled(kind: RowKind) -> list[ScaledWeight]:
         ones = torch.frombuffer(bytearray(kind.one), dtype=torch.uint8)
         pool.view(-1, kind.block_bytes).copy_(ones)
         return [ScaledWeight(kind, v, torch.empty(0), INPUTS, kind.numbers, 1, False) for v in pool]
+    if kind is NVFP4:
+        rows_EOS = torch.full((NUM_EXPERTS, OUTPUTS, 4 + INPUTS // 16), 0x38, dtype=torch.uint8)
+        rows_EOS.view(torch.float32)[..., 0] = kind.factor
+        padded = torch.nn.functional.pad(rows_EOS.flatten(1), (0, 8))
+        return [ScaledWeight(kind, v, s, INPUTS, 16, 1, False) for v, s in zip(pool, padded, strict=True)]
     if kind is MXFP4:
         scales = torch.full((NUM_EXPERTS, OUTPUTS * INPUTS // group + 4), 120, dtype=torch.uint8)
     else:
@@ -49,7 +54,7 @@ def test_forms_of_a_slot(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
-    kinds = (FP8, INT8, MXFP4, *GGML_KINDS)
+    kinds = (FP8, INT8, MXFP4, NVFP4, *GGML_KINDS)
     forms = {kind.name: _scaled(kind) for kind in kinds}
     dense = _pool(2 * INPUTS).view(torch.bfloat16).fill_(0.02)
     words = dense.view(torch.int64)
@@ -80,7 +85,12 @@ def test_forms_of_a_slot(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     medians = {key: statistics.median(values) / TOP_K for key, values in seconds.items()}
-    size = {"bfloat16": 2.0, **{kind.name: kind.block_bytes / kind.numbers for kind in kinds}, "mxfp4": 17 / 32}
+    size = {
+        "bfloat16": 2.0,
+        **{kind.name: kind.block_bytes / kind.numbers for kind in kinds},
+        "mxfp4": 17 / 32,
+        "nvfp4": 9 / 16,
+    }
     read = 2 * OUTPUTS * INPUTS / medians["read", 0] / 1e9
     print(f"\n{threads} threads, microseconds a weight (GB/s of stored bytes), median; a sum reads {read:.1f} GB/s")
     print("rows  " + "".join(f"{name:>18}" for name in size))

@@ -103,12 +103,14 @@ _EIGHT = {"num_bits": 8, "symmetric": True}
 _CHANNEL = {**_EIGHT, "type": "float", "strategy": "channel"}
 _TENSOR = {**_EIGHT, "type": "float", "strategy": "tensor"}
 _INT8 = {**_EIGHT, "type": "int", "strategy": "channel"}
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 _BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 SCALED: dict[str, tuple[dict[str, Any], Writer] | None] = {
     "fp8_block": (_BLOCK, fp8_block(128)),
     "fp8_channel": (compressed_config("float-quantized", _CHANNEL), compressed("float-quantized", _CHANNEL)),
     "fp8_tensor": (compressed_config("float-quantized", _TENSOR), compressed("float-quantized", _TENSOR)),
     "int8_channel": (compressed_config("int-quantized", _INT8), compressed("int-quantized", _INT8)),
+    "nvfp4": (compressed_config("nvfp4-pack-quantized", _NVFP4), compressed("nvfp4-pack-quantized", _NVFP4)),
     "mxfp4": None,
 }
 

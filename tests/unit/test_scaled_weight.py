@@ -8,11 +8,13 @@ import torch
 from moetool.models import llvm_vectors
 from moetool.models.fp8_block import Fp8BlockCodec
 from moetool.models.mxfp4 import Mxfp4Codec
+from moetool.models.nvfp4 import Nvfp4Codec
 from moetool.models.row_kernels import find_kernel
-from moetool.models.row_kinds import FP8, INT8, MXFP4, RowKind
+from moetool.models.row_kinds import FP8, INT8, MXFP4, NVFP4, NVFP4_DIVIDED, RowKind
 from moetool.models.row_products import MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
 from moetool.models.scaled import ScaledCodec
 from moetool.models.scaled_weight import ScaledWeight, multiplies
+from moetool.models.value_scaling import four_bits
 from moetool.models.weight_format import Codec
 
 pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
@@ -24,26 +26,38 @@ CASES: dict[str, tuple[RowKind, int]] = {
     "int8 by row": (INT8, 384),
     "mxfp4": (MXFP4, 32),
     "mxfp4, half a vector": (MXFP4, 32),
+    "nvfp4": (NVFP4, 16),
+    "nvfp4, divided, half a vector": (NVFP4_DIVIDED, 16),
 }
 
 
-def _made(name: str, seed: int = 0) -> tuple[ScaledWeight, Mapping[str, torch.Tensor], Codec]:
+def _made(name: str, seed: int = 0, rows: int = ROWS) -> tuple[ScaledWeight, Mapping[str, torch.Tensor], Codec]:
     """A weight, and the same as its format stores it."""
     kind, group = CASES[name]
     draw = torch.Generator().manual_seed(seed)
     columns = 320 if "half" in name else 384
     if kind is MXFP4:
-        values = torch.randint(0, 256, (ROWS, columns // 2), generator=draw, dtype=torch.uint8)
-        scale = torch.randint(118, 130, (ROWS, columns // 32), generator=draw, dtype=torch.uint8)
+        values = torch.randint(0, 256, (rows, columns // 2), generator=draw, dtype=torch.uint8)
+        scale = torch.randint(118, 130, (rows, columns // 32), generator=draw, dtype=torch.uint8)
         scale[3, 1] = 0
         kept = torch.cat([scale.flatten(), torch.zeros(4, dtype=torch.uint8)])
         weight = ScaledWeight(kind, values, kept, columns, group, 1, False)
         return weight, {"values": values, "scale": scale}, Mxfp4Codec(transposed=False)
-    values = torch.randint(0, 256, (ROWS, columns), generator=draw, dtype=torch.uint8)
+    if kind.scale == "float8":
+        values = torch.randint(0, 256, (rows, columns // 2), generator=draw, dtype=torch.uint8)
+        scale = torch.randint(0, 256, (rows, columns // 16), generator=draw, dtype=torch.uint8)
+        scale = torch.where(scale & 127 == 127, 0, scale)
+        whole = torch.tensor([317.3 if kind.divides else 0.00317])
+        first = (whole * kind.factor).view(torch.uint8).expand(rows, 4)
+        kept = torch.cat([torch.cat([first, scale], dim=1).flatten(), torch.zeros(8, dtype=torch.uint8)])
+        weight = ScaledWeight(kind, values, kept, columns, group, 1, False)
+        stored = {"values": values, "scale": scale.view(torch.float8_e4m3fn), "whole": whole}
+        return weight, stored, Nvfp4Codec(kind.divides)
+    values = torch.randint(0, 256, (rows, columns), generator=draw, dtype=torch.uint8)
     if kind is FP8:
         values = torch.where(values & 127 == 127, 0, values)  # no number
     blocks = name.endswith("blocks")
-    scale = torch.rand(ROWS // 128 if blocks else ROWS, columns // group, generator=draw) * 0.01
+    scale = torch.rand(rows // 128 if blocks else rows, columns // group, generator=draw) * 0.01
     weight = ScaledWeight(kind, values, scale * kind.factor, columns, group, 128 if blocks else 1, False)
     stored = {"values": values.view(torch.float8_e4m3fn if kind is FP8 else torch.int8), "scale": scale}
     return weight, stored, Fp8BlockCodec((128, 128)) if blocks else ScaledCodec(None)
@@ -51,6 +65,10 @@ def _made(name: str, seed: int = 0) -> tuple[ScaledWeight, Mapping[str, torch.Te
 
 def _dense(name: str, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     weight, stored, codec = _made(name, seed)
+    if isinstance(codec, Nvfp4Codec) and dtype == torch.float64:  # its library rounds the weight to bfloat16
+        numbers, scale = four_bits(stored["values"], e2m1=True).unflatten(1, (-1, 16)), stored["scale"].float()
+        scale = scale / stored["whole"] if codec.divides else scale * stored["whole"]
+        return (numbers.double() * scale.double()[..., None]).flatten(1)
     out = torch.empty(weight.shape, dtype=dtype)
     codec.into(stored, out)
     return out
@@ -116,8 +134,19 @@ def test_unpacked_it_is_what_its_format_makes(name: str) -> None:
     assert torch.equal(weight._replace(transposed=True).to(torch.float32), dense.T.float())
 
 
+@pytest.mark.parametrize("name", ["fp8 by row", "mxfp4", "nvfp4"])
+def test_a_large_weight_is_multiplied_as_its_rows_are(name: str) -> None:
+    """More numbers than need be unpacked at a time."""
+    weight = _made(name, rows=ROWS * 172)[0]
+    x = torch.randn(MAX_SCALED_ROWS + 1, weight.columns).bfloat16()
+    assert weight.values.shape[0] * weight.columns > 2**24
+    expected = torch.nn.functional.linear(x, weight.to(torch.bfloat16))
+    assert torch.allclose(weight.times(x).float(), expected.float(), rtol=2**-6, atol=1e-2)
+
+
 @pytest.mark.parametrize(
-    ("kind", "columns", "group"), [(FP8, 320, 128), (FP8, 96, 96), (MXFP4, 96, 32), (MXFP4, 128, 16)]
+    ("kind", "columns", "group"),
+    [(FP8, 320, 128), (FP8, 96, 96), (MXFP4, 96, 32), (MXFP4, 128, 16), (NVFP4, 96, 16), (NVFP4, 128, 32)],
 )
 def test_what_the_kernels_do_not_take(kind: RowKind, columns: int, group: int) -> None:
     assert not multiplies(kind, columns, group)
