@@ -1,1 +1,1 @@
-"""Cache policies, one a file named as the policy is; beside them (`_*.py`) their contract and residency."""
+"""Cache policies, one per file and named like it; `_*.py` hold their contract and residency."""

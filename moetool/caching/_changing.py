@@ -31,7 +31,7 @@ class PolicyChoice:
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """The name that tables show."""
         return self.policy + {"one": "", "layer": " by layer"}.get(self.pool, f", {self.pool}")
 
     def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class PolicyChanges:
         self.current = choice
 
     def options_of(self, policy: str) -> Mapping[str, Any]:
-        """Options that a policy is built with, by name."""
+        """Options with which a policy is built, by name."""
         return self._options if policy == self._first else {}
 
     def learned(self, policy: str) -> dict[str, np.ndarray]:
@@ -105,7 +105,7 @@ class PolicyChanges:
                 self._states[name] = {array_name: array.copy() for array_name, array in state.items()}
 
     def _now(self) -> dict[str, np.ndarray]:
-        """State of the policy in charge, which goes on learning."""
+        """State of the policy in charge, which keeps learning."""
         return {name: array.copy() for name, array in self._residency.policy.state().items()}
 
     def _build(self, choice: PolicyChoice) -> tuple[Policy, tuple[int, ...]]:

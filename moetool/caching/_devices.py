@@ -1,4 +1,5 @@
-"""Devices of one machine that share a model: its experts go round them, and each has a pool and a policy of its own.
+"""Devices of one machine that share a model: experts are dealt out in turn, and each device has its own pool and
+policy.
 
 The expert with key k is device k mod n's for good: consecutive experts of a layer lie on different devices, so that an
 event's work is spread. One device is `moetool.caching._residency.Residency` and nothing more.
@@ -234,11 +235,13 @@ def open_pool(
             each device's own.
         layer_slots: as for `Residency`.
 
-    Raises: as for `Residency`; UsageError where several devices share the model and layers have slots of their own.
+    Raises: as for `Residency`; UsageError: several devices share the model and each layer has its own slots.
     """
     count = len(policies)
     if layer_slots and count > 1:
-        raise UsageError(f"layers have slots of their own on one device only, and {count} share the model")
+        raise UsageError(
+            f"a pool per layer works on one device, and {count} devices share the model; use one pool for all layers"
+        )
     if limits is not None and limits.forward_bytes is not None:
         limits = replace(limits, forward_bytes=limits.forward_bytes // count)
     residencies = [

@@ -53,7 +53,7 @@ class HostCosts:
         return HostCosts(load_s=1.0, host_s=1.0) if self.live and not self.load_s else self
 
     def measured(self, load_s: float, host_s: float) -> "HostCosts":
-        """These averages in place of the costs; `host_s` is one of events as they come, so that tokens add nothing."""
+        """Replace the costs by measured averages; `host_s` is averaged over whole events, so tokens add nothing."""
         return replace(self, load_s=load_s, host_s=host_s, host_token_s=0.0)
 
 

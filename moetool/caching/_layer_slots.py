@@ -8,7 +8,7 @@ from moetool.errors import CapacityError, unknown_name
 from moetool.types import ModelSpec
 
 SHARES = {"layer": 1.0, "mixed": 0.5}
-"""Forms of a pool in which layers have slots of their own, and the share of the slots that is guaranteed."""
+"""Forms of a pool in which each layer has its own slots, and the share of the slots that is guaranteed."""
 POOL_FORMS = {"one": "one pool", "layer": "equal slots per layer", "mixed": "half of the slots per layer"}
 """Every form of a pool that serves, as options name it, in words for tables."""
 
@@ -43,7 +43,7 @@ def by_value(spec: ModelSpec, num_slots: int, gain_LE: Sequence[np.ndarray]) -> 
     """
     if num_slots < spec.num_layers:
         raise CapacityError(
-            f"{num_slots} expert slots leave some of the {spec.num_layers} layers of {spec.name} none of their own; "
+            f"{num_slots} expert slots are too few for the {spec.num_layers} layers of {spec.name}, each with its own; "
             f"use one pool for all layers, or give at least {spec.num_layers * spec.slot_bytes:,} bytes"
         )
     slots_L = np.ones(spec.num_layers, int)

@@ -1,4 +1,4 @@
-"""LFU for policies that prefetch several layers ahead: what was prefetched for a layer still to come stays."""
+"""LFU for policies that prefetch several layers ahead: what was prefetched for a later layer stays."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class AheadOptions(lfu.Options):
 
 
 class LfuAhead(lfu.Policy):
-    """LFU that evicts what was prefetched for the layers to come last."""
+    """LFU that evicts experts prefetched for later layers last."""
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
-        self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
+        self._ahead: set[int] = set()  # prefetched for later layers of this forward
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         self._ahead.clear()

@@ -29,7 +29,7 @@ class Policy:
         needs_predictor: whether it cannot work without a trained predictor.
         needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
         in_order: load and compute one expert after the other, residents first, with no overlap.
-        lossless: whether the model's text stays as it is without the policy; only others may `route`.
+        lossless: whether the policy leaves the model's text unchanged; only policies that change it may `route`.
         computes_on_host: whether it has misses computed where they lie in host memory (`on_host`); its options may say.
         live_costs: whether it decides by costs that are measured while it runs (`take_costs`); its options may say.
         prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
@@ -143,7 +143,7 @@ class Policy:
         raise NotImplementedError
 
     def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
-        """The one of `candidates` to give up for a demand load, where layers have slots of their own.
+        """The candidate to evict for a demand load, where each layer has its own slots.
 
         Args:
             candidates: residents that may go; never empty.
@@ -156,7 +156,7 @@ class Policy:
         return self.evict(locked)
 
     def evict_among_for_prefetch(self, key: int, candidates: Collection[int], residents: Collection[int]) -> int | None:
-        """As `evict_for_prefetch`, where layers have slots of their own; arguments as for `evict_among`."""
+        """Like `evict_for_prefetch`, where each layer has its own slots; arguments as for `evict_among`."""
         return self.evict_for_prefetch(key, set(residents).difference(candidates))
 
     def end_forward(self, info: ForwardInfo) -> None:
@@ -262,7 +262,7 @@ def build_policy(
 
     Raises:
         UsageError: an unknown policy or option, no predictor where one is needed, a policy that routes where routers
-            have no scores, or one that must know the future where nobody does.
+            have no scores, or one that must know the future when serving.
         MismatchError: the predictor is of another model.
         CapacityError: the policy needs more slots than fit.
     """

@@ -5,12 +5,12 @@ load that one into the slot it frees, prefetch a third). The order is the schedu
 loads without waiting and waits only before computing overlaps all that may overlap. Nothing here knows a clock
 or a byte's arrival, so a replayed trace and a live model take the same decisions.
 
-Pinned experts have slots of their own for good, and the policy never hears of them.
+Pinned experts keep their slots, and the policy never sees them.
 
 Where devices share a model (`moetool.caching._devices`), each has a `Residency` of its own, which deals with its
 experts only.
 
-A slot holds any expert of the model, unless layers have slots of their own (`layer_slots`). A pool in bytes, for
+A slot holds any expert of the model, unless each layer has its own slots (`layer_slots`). A pool in bytes, for
 replay only, holds as many experts as their own sizes allow: a slot is then no more than the number of a place.
 
 A `moetool.caching._policy.Policy` says what to prefetch, in which order to load misses and whom to evict.
@@ -63,7 +63,7 @@ class Counts:
             store's to say).
         missed: needed and not resident; loaded on demand.
         hosted: needed and not resident; computed on the host.
-        prefetch_loads: loads of experts that the event at hand did not need: of prefetches, and of systems that
+        prefetch_loads: loads of experts that the current event did not need: of prefetches, and of systems that
             move whole layers.
         wasted: experts among those that were evicted unused.
     """
@@ -296,7 +296,7 @@ class Residency:
         """Give an expert a free slot outside of any event; gives the load to start.
 
         None where it has one or is pinned, or none is free: it is then loaded when an event needs it. Neither the
-        counts nor the sink hear of it, and a replay knows nothing of it.
+        counts nor the sink see it, and neither does a replay.
         """
         size = self._size_L[key // self._stride]
         if key in self.slot_of or key in self._pinned or self._room < size or not self._own([key]):
@@ -310,7 +310,7 @@ class Residency:
             self._give_up(key, ())
 
     def change(self, policy: Policy, layer_slots: Sequence[int] = ()) -> None:
-        """Put another policy in charge between two forwards; residents stay, and counts go on.
+        """Put another policy in charge between two forwards; residents and counts stay.
 
         It hears of a running request when that is forwarded again.
         """

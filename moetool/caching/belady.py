@@ -1,4 +1,4 @@
-"""Belady: evicts what is needed again latest. It knows the future, so it is a bound and not a way to serve."""
+"""Belady: evicts what is needed again latest. It knows the future, so it is a bound and cannot serve."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

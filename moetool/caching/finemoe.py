@@ -78,7 +78,7 @@ class Policy(policy.Policy):
           goes.
         - p of layers still to come is that of the latest map found for them; of layers that have passed, that of the
           iteration that followed the found one in its request, or of the found one where none is known to have.
-        - What was prefetched for a layer still to come goes only when nothing else can.
+        - What was prefetched for a later layer is evicted only when nothing else can be.
         - A prefetch takes the place of no expert whose p * (freq + 1) is higher than its own (section 5 of moetool's
           design); the paper has no such rule.
         - A prompt's map and embedding are the means over its tokens; a part of a long prompt is an iteration.
@@ -101,7 +101,7 @@ class Policy(policy.Policy):
         self.chance_LE = np.zeros((layers, experts), np.float32)  # p, over all requests of the forward
         self._wanted: list[list[int]] = [[] for _ in range(layers)]  # experts to prefetch for a layer
         self._found: deque[tuple[int, int]] = deque()  # searches under way: (event that may use it, target layer)
-        self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
+        self._ahead: set[int] = set()  # prefetched for later layers of this forward
         # By key, so that one line of NumPy weighs all residents.
         self._uses_X = np.zeros(layers * experts, np.int64)
         self._used_X = np.zeros(layers * experts, np.int64)  # when last
@@ -123,7 +123,7 @@ class Policy(policy.Policy):
         if given.embedding_CD.shape[1] != spec.hidden_size:
             raise MismatchError(
                 "policy finemoe searches whole gate distributions and embeddings, and this predictor's maps hold the "
-                "chosen experts only; make them with moetool plan maps, of a trace kept with topk,logits,embeddings"
+                "chosen experts only; make them with 'moetool plan maps' from a trace with topk,logits,embeddings"
             )
         capacity = given.capacity if options.capacity is None else capacity_of(options.capacity, *shape)
         if capacity < given.size:

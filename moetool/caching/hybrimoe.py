@@ -69,8 +69,8 @@ class Policy(policy.Policy):
         size = spec.num_layers * spec.num_experts  # one place for each key
         self._score_E = np.zeros(size)
         self._resident_E = np.zeros(size, bool)
-        self._shield: set[int] = set()  # what the event at hand needs
-        self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
+        self._shield: set[int] = set()  # what the current event needs
+        self._ahead: set[int] = set()  # prefetched for later layers of this forward
         self._wanted: dict[int, float] = {}  # for prefetching, with the predicted score
 
     def begin_forward(self, info: Any) -> Sequence[int]:

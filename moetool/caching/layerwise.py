@@ -25,7 +25,7 @@ class Policy(lru.Policy):
     layer-wise parameter offloading, which uses pure on-demand loading and does not support prefetching", with an
     expert cache added. Readings and deviations:
         - The print doesn't say how that cache evicts. Here: whole layers, least recently used first, expert by
-          expert as slots are needed, never of the layer at hand.
+          expert as slots are needed, never of the current layer.
         - FineMoE says that it has no misses, because all experts are there when the router has chosen. Here a hit
           is what was there when the event began; the layer's other experts count as loaded ahead, and as wasted
           when they go unused.

@@ -18,9 +18,9 @@ class Options:
 class Policy(policy.Policy):
     """Evicts the expert with the lowest uses / (time since its last use); loads on demand.
 
-    Time is counted in uses, and an expert's uses are counted anew when it comes back.
+    Time is counted in uses. An expert's uses start from zero when it returns.
 
-    Source: the expert cache of vLLM pull request 37190 (open as of 2026), which gives every layer slots of its own:
+    Source: the expert cache of vLLM pull request 37190 (open as of 2026), which gives every layer its own slots:
         `--pool layer`. Deviation: one clock for all layers, so that one pool can use the policy as well.
     """
 

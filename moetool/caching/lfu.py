@@ -16,7 +16,7 @@ class Options:
     """Options of LFU.
 
     Attributes:
-        forget: count from zero again when an expert comes back; otherwise counts outlive evictions.
+        forget: count from zero when an expert returns; otherwise counts survive evictions.
     """
 
     forget: bool = False

@@ -29,7 +29,7 @@ class Options:
 
 
 class Policy(policy.Policy):
-    """Gives each layer an LRU cache of its own, and loads the experts speculated for the next layer beside them.
+    """Gives each layer its own LRU cache, and also loads the experts speculated for the next layer.
 
     Source: Eliseev and Mazur, 2023, and FineMoE's words on it (§ 6.1: "layer-wise speculative expert prefetching and a
     LRU-based expert cache"; § 6.2: synchronous, one layer ahead). Readings and deviations:
@@ -56,7 +56,7 @@ class Policy(policy.Policy):
         self.guessed: dict[int, None] = {}  # and those that were not, speculated for the layer to come
         self._wrong: dict[int, None] = {}  # and for one that has chosen without them, oldest first
         self._time = 0
-        self._layer = 0  # of the event at hand
+        self._layer = 0  # of the current event
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         self._layer = event.layer

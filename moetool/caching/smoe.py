@@ -19,7 +19,7 @@ class Options(HostCosts):
     Attributes:
         alpha: how far from the (k+1)-th highest score, as a share of it, an expert may lie to be replaced or to replace
             another; 0 leaves the router's choice as it is.
-        window: earlier iterations whose scores count beside the last one's.
+        window: earlier iterations whose scores count, besides the last one's.
         prefetch: whether the experts that the next layer's router seems to give a high score are loaded ahead.
         look: whether that is what the next router says of the hidden states that this layer's router got (`ahead`), or
             after a forward through resident and shared experts and the next attention (`resident`), as the paper has
@@ -87,7 +87,7 @@ class Policy(policy.Policy):
         self.live_costs = options.splits and options.live
         self._costs: HostCosts = options.at_first()
         self._scores = ScoreWindow(spec, options.window)
-        self._shield: set[int] = set()  # what the event at hand needs
+        self._shield: set[int] = set()  # what the current event needs
         self._ahead: dict[int, float] = {}  # prefetched, or about to be, for the next layer, with the predicted score
 
     @property

@@ -1,1 +1,1 @@
-"""Reading MoE models: what they are, their routers, their batches, their expert weights on disk."""
+"""Reading MoE models: their shapes, routers, batches, and expert weights on disk."""

@@ -45,7 +45,7 @@ class Checkpoint:
 
     Args:
         name: its name for people (default: the path).
-        weights: whether its weight files are to be used; without them the config tells all there is.
+        weights: whether its weight files are used; without them only the config is read.
         direct: read tensors with O_DIRECT where the file system allows.
 
     Attributes:
@@ -56,8 +56,8 @@ class Checkpoint:
     Effects: files stay open only in what `open_shards` and `expert_files` give. `close` closes all of these.
 
     Raises:
-        UsageError: transformers does not know the family, it needs code of its own, or the weight format is none that
-            is read.
+        UsageError: transformers does not know the family, the checkpoint needs its own code, or the weight format is
+            none that is read.
         MismatchError: the config is damaged.
     """
 
@@ -113,7 +113,7 @@ class Checkpoint:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether transformers loads its language model by itself."""
+        """Whether transformers loads its language model alone."""
         return stands_alone(self.config)
 
     def empty_model(self, dtype: torch.dtype) -> Any:
@@ -135,7 +135,7 @@ class Checkpoint:
         """Specification of its experts.
 
         Raises:
-            UsageError: it is no MoE model of a family that moetool knows.
+            UsageError: it is not an MoE model of a known family.
             MismatchError: its weight files are damaged.
         """
         spec = spec_of(
@@ -232,7 +232,7 @@ class Checkpoint:
             raise
 
     def slot_bytes(self, fastest: torch.dtype | None) -> int:
-        """Bytes of a slot of `expert_files`, or by config alone about what they would be."""
+        """Bytes of a slot of `expert_files`, or an estimate from the config alone."""
         form = self.layers[0].form
         if not self.sizes_by_headers:
             formats = self.quantization.formats if self.quantization is not None else ()
@@ -246,7 +246,7 @@ class Checkpoint:
 
     @cached_property
     def expert_dtype(self) -> torch.dtype:
-        """The data type of the experts: the one that most bytes of the files have, or by config alone what it says.
+        """The data type of the experts: that of most bytes in the files, or what the config alone says.
 
         Of quantized experts it is that of their scales and of the weights that are not quantized.
         """
@@ -287,7 +287,7 @@ class Checkpoint:
         return True
 
     def _expert_bytes(self) -> tuple[int, ...]:
-        """Bytes of an expert of each layer as it is stored."""
+        """Bytes of one expert of each layer, as stored."""
         if self.sizes_by_headers:
             return tuple(self.expert_weights.layout(layer).num_bytes for layer in self.layers)
         return tuple(stored_bytes(layer, self.quantization, self.declared_dtype) for layer in self.layers)
@@ -371,9 +371,7 @@ def _require_bounded(file: Path, raw: dict[str, Any]) -> None:
     for values in (raw, *(part for part in raw.values() if isinstance(part, dict))):
         for name, most in _LARGEST.items():
             if isinstance(value := values.get(name), int | float) and value > most:
-                raise MismatchError(
-                    f"{file} says {name} {value:,}, and no model has more than {most:,}; download the model again"
-                )
+                raise MismatchError(f"{file}: {name} is {value:,}, expected at most {most:,}; download the model again")
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
@@ -387,8 +385,8 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
     if model_type not in CONFIG_MAPPING:
         if raw.get("auto_map"):
             raise UsageError(
-                f"{file} asks for code of its own (auto_map) for the family {model_type!r}, which transformers does "
-                "not know; moetool never runs code from a checkpoint; 'moetool models' lists what it reads"
+                f"{file} names its own code (auto_map) for the family {model_type!r}, which transformers does not "
+                "know; moetool never runs code from a checkpoint; 'moetool models' lists the families that it reads"
             )
         raise UsageError(
             f"{file} is of the model type {model_type!r}, which transformers does not know; 'moetool models' lists "

@@ -29,7 +29,7 @@ def check_config(config: Any, file: Path) -> None:
     """Refuse a text config whose sizes cannot be, such as those below zero.
 
     Raises:
-        MismatchError: a size is no whole number, too small or too large, or a token uses other than 1 to all experts.
+        MismatchError: a size is not a whole number, too small or too large, or top_k is not between 1 and the experts.
     """
     for name, least in _LEAST.items():
         value, most = _value(config, name), _MOST.get(name, _MAX_SIZE)
@@ -46,12 +46,12 @@ def check_config(config: Any, file: Path) -> None:
 
 
 def warn_of_further_layers(config: Any, names: Iterable[str], path: Path) -> None:
-    """Warn where weight files hold more layers than the config says, beside those that predict further tokens."""
+    """Warn where weight files hold more layers than the config says, apart from those that predict further tokens."""
     expected = int(config.num_hidden_layers) + int(getattr(config, "num_nextn_predict_layers", 0) or 0)
     numbers = [int(match[1]) for name in names if (match := re.search(r"(?:^|\.)layers\.(\d{1,6})\.", name))]
     if numbers and (held := max(numbers) + 1) > expected:
         _log.warning(
-            "%s holds weights of %d layers, and its config.json says %d: the others are left out; if that is not "
+            "%s holds weights of %d layers, but its config.json says %d: the rest is left out; if that is not "
             "meant, correct num_hidden_layers or download the model again",
             path,
             held,

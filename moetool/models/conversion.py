@@ -69,7 +69,7 @@ def sources(model: Any, names: Iterable[str]) -> dict[str, TensorSource]:
 
     found: dict[str, TensorSource] = {}
     for name in sorted(names, key=dot_natural_key):
-        # The text part of a multimodal checkpoint goes by its own names there.
+        # The text part of a multimodal checkpoint has its own names there.
         for candidate in dict.fromkeys((name, name.replace("language_model.", "", 1))):
             renamed, pattern = rename_source_key(candidate, renamings, converters, prefix, places)
             if renamed not in places and candidate in places:

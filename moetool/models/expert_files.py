@@ -44,9 +44,9 @@ class Read:
 
 
 class ExpertWeights:
-    """Which stored weights make the experts of a model; what makes what is transformers' to say.
+    """Which stored weights form the experts of a model, by the rules of transformers.
 
-    An expert is made of tensors of its own or of shares of stacked ones (`moetool.models.conversion`).
+    An expert consists of its own tensors or of parts of stacked ones (`moetool.models.conversion`).
 
     Args:
         weights: of the checkpoint, by name.
@@ -149,7 +149,7 @@ def stored_bytes(layer: MoeLayer, quantization: Quantization | None, dtype: torc
             continue
         rows, columns = part.shape[::-1] if layer.form.up_transposed else part.shape
         inner = matrices[1][0] if layer.form.down_transposed else matrices[1][1]
-        blocks = 2 if first and rows == 2 * inner else 1  # gate and up are matrices of their own
+        blocks = 2 if first and rows == 2 * inner else 1  # gate and up are separate matrices
         total += blocks * format.stored_bytes(rows // blocks, columns, dtype.itemsize)
     return total
 

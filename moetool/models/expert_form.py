@@ -264,7 +264,7 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 
 def _out_in(weight: Weight, transposed: bool) -> Weight | None:
-    """A matrix [out, in], of one that is transposed where it is no more than another view of it; None where not."""
+    """A matrix [out, in], or the transposed view of [in, out]; None where it is neither."""
     if isinstance(weight, ScaledWeight) and weight.transposed != transposed:
         return None
     return weight.T if transposed and isinstance(weight, torch.Tensor) else weight

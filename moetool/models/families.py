@@ -69,7 +69,7 @@ class Family:
         refused: why it can be neither captured nor served; empty where it can.
         notes: further facts for people.
         probabilities: whether the router returns probabilities in place of logits.
-        routers: router classes besides those that `_can_record_outputs` names.
+        routers: router classes that `_can_record_outputs` does not name.
         inferred: whether this was found out by trying its router (`moetool.models.family_inference`).
     """
 
@@ -208,7 +208,7 @@ _ALL = (
     Family(name="mixtral", renormalize=True),
     Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR),
     Family(name="olmoe"),
-    Family(name="phimoe", exception="sparsemixer masks the logits anew for each of the two experts"),
+    Family(name="phimoe", exception="sparsemixer masks the logits again for each of the two experts"),
     Family(name="qwen2_moe"),
     Family(name="qwen3_5_moe_text", renormalize=True, own_cache=_LINEAR),
     Family(name="qwen3_moe"),

@@ -17,7 +17,7 @@ def infer_family(model_type: str, router: Any, hidden_size: int) -> Family:
 
     Args:
         router: of one MoE layer, its tensors on the meta device.
-        hidden_size: width of what it routes.
+        hidden_size: width of the hidden states that it routes.
     """
     found = _rule(router, hidden_size)
     if found is None:
@@ -38,7 +38,7 @@ def _rule(router: Any, hidden_size: int) -> tuple[Score, bool] | None:
                 tensor.zero_()
         try:
             outputs = trial(torch.randn(_TOKENS, hidden_size, generator=draw))
-        except Exception:  # a router may want anything else besides; then its rule stays unknown
+        except Exception:  # a router may need other arguments; then its rule stays unknown
             return None
     logits, weights, index = _outputs(outputs)
     if logits is None or weights is None or index is None:

@@ -1,4 +1,4 @@
-"""The headers of GGUF files: what they say of the model, and where each tensor lies.
+"""Headers of GGUF files: facts of the model and the place of each tensor.
 
 A model may be split over files named `NAME-00001-of-00003.gguf`; the first one's header describes the model.
 """
@@ -40,7 +40,7 @@ class GgufHeader(NamedTuple):
     Attributes:
         metadata: by key; of a list of strings its length.
         tensors: by ggml's names.
-        num_bytes: that the header of each file says it has at least.
+        num_bytes: the least size of each file by its header.
     """
 
     files: tuple[Path, ...]
@@ -50,7 +50,7 @@ class GgufHeader(NamedTuple):
     num_bytes: tuple[int, ...]
 
     def require_whole(self) -> None:
-        """Raises: MismatchError where a file is shorter than its header says."""
+        """Check sizes. Raises: MismatchError: a file is shorter than its header says."""
         for file, stamp, expected in zip(self.files, self.stamps, self.num_bytes, strict=True):
             if stamp.num_bytes < expected:
                 raise MismatchError(
@@ -78,7 +78,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             raise MismatchError(f"{file} does not say which of its model's files it is; download the model again")
         if place != (number, len(files)):
             raise MismatchError(
-                f"{file} says that it is file {place[0] + 1} of {place[1]}, expected {number + 1} of {len(files)}; "
+                f"{file} is part {place[0] + 1} of {place[1]} by its header, expected {number + 1} of {len(files)}; "
                 "download the model again"
             )
         if repeated := sorted(mine.keys() & tensors.keys()):
@@ -116,7 +116,7 @@ class _Reader:
     """Reads values from the start of a file on, and never beyond its end.
 
     Raises:
-        MismatchError: the file ends early, or says that something is larger than can be.
+        MismatchError: the file ends early, or a size in it is too large.
     """
 
     def __init__(self, file: Path) -> None:
@@ -141,7 +141,7 @@ class _Reader:
         try:
             return self.take(self.number("<Q")).decode()
         except UnicodeDecodeError:
-            raise self.error("a name in it is no text") from None
+            raise self.error("a name in it is not text") from None
 
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:

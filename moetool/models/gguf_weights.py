@@ -100,7 +100,7 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
     try:
         architecture = find_architecture(meta)
         if meta.num_layers > len(header.tensors):
-            raise ValueError(f"it says {meta.num_layers:,} layers, and has {len(header.tensors)} tensors")
+            raise ValueError(f"the header says {meta.num_layers:,} layers, but has {len(header.tensors)} tensors")
         config = {"model_type": architecture.family, **common_config(meta), **architecture.config(meta)}
         parts = _parts(header, meta, architecture)
     except UsageError as error:

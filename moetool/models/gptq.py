@@ -37,7 +37,7 @@ class GptqCodec:
 
     Attributes:
         bits: of a value.
-        group: inputs that share a scale, unless `g_idx` says which do.
+        group: inputs that share a scale, unless `g_idx` lists them.
         offset: added to the stored zero points.
     """
 

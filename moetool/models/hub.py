@@ -83,7 +83,7 @@ def snapshot_name(path: Path) -> str | None:
 
 
 def download(name: HubName, *, weights: bool) -> Path:
-    """Bring a model into the hub's cache, as far as it is not there.
+    """Download what is missing of a model into the hub's cache.
 
     Args:
         weights: its weights too, not only its config and tokenizer, or the headers of its GGUF files.
@@ -96,7 +96,7 @@ def download(name: HubName, *, weights: bool) -> Path:
         cannot be reached, what the cache holds is used.
 
     Raises:
-        UsageError: there is no such model or revision, it may not be read, or there are no weights that moetool reads.
+        UsageError: no such model or revision, no access to it, or no weights in a format that moetool reads.
         CapacityError: the disk is too small.
         MoetoolError: the hub cannot be reached.
         MismatchError: the downloaded bytes differ from the hub's digest.
@@ -185,7 +185,7 @@ class _Download:
         return commit, files
 
     def _link(self, commit: str, paths: Sequence[str]) -> None:
-        """Have huggingface_hub download what is small and put all in the snapshot of a commit.
+        """Let huggingface_hub download the small files, and place all files in the snapshot of a commit.
 
         A branch may move while its weights are downloaded, so it is resolved only once, by `run`.
         """
@@ -368,7 +368,7 @@ def _parts(file: str, files: Mapping[str, Blob]) -> list[str]:
 def _no_such_gguf(name: HubName, files: dict[str, Blob]) -> str:
     offered = sorted(path for path in files if path.endswith(".gguf"))
     if not offered:
-        return f"{name.model} is no model that moetool reads: it has no config.json and no .gguf file"
+        return f"{name.model} has no config.json and no .gguf file; name a model that has one"
     choices = ", ".join(f"{name.repository}/{path}" for path in offered[:4])
     return f"{name.model} does not name one of its GGUF files; give one of {len(offered)}, such as {choices}"
 
@@ -388,7 +388,7 @@ def _hub_errors(name: HubName) -> Iterator[None]:
     """One line for each way in which the hub refuses.
 
     Raises:
-        _Unreachable: it gave no answer, or one of its own failure.
+        _Unreachable: it did not answer, or reported a failure of its own.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -420,7 +420,7 @@ def _hub_errors(name: HubName) -> Iterator[None]:
             "the name, or log in with 'hf auth login'"
         ) from None
     except HFValidationError as error:
-        raise UsageError(f"{name.model!r} is no name on the hub: {first_line(error)}") from None
+        raise UsageError(f"{name.model!r} is not a valid name on the hub: {first_line(error)}") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):

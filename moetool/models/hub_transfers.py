@@ -111,8 +111,8 @@ class Transfers:
                 if (found := sha256_file(partial)) != file.sha256:
                     stream.truncate(0)
                     raise MismatchError(
-                        f"{self._repository}: {file.path} came with sha256 {found[:12]}, expected {file.sha256[:12]}; "
-                        "run the command again to download it anew"
+                        f"{self._repository}: {file.path} has sha256 {found[:12]}, expected {file.sha256[:12]}; "
+                        "run the command again to download it afresh"
                     )
                 partial.replace(blob)
             else:
@@ -165,8 +165,8 @@ class Transfers:
                 failures = 0 if stream.tell() > before else failures + 1
                 if failures == _TRIES:
                     raise MoetoolError(
-                        f"the download of {file.path} broke off at {tables.count(stream.tell(), 'B')} of "
-                        f"{tables.count(file.num_bytes, 'B')} ({first_line(error)}); run the command again to go on"
+                        f"the download of {file.path} stopped at {tables.count(stream.tell(), 'B')} of "
+                        f"{tables.count(file.num_bytes, 'B')} ({first_line(error)}); run the command again to continue"
                     ) from None
                 time.sleep(failures)
 

@@ -1,4 +1,4 @@
-"""Huge pages for weights: with pages of 4 KiB a processor reads them some 30 % slower, for want of address translations
+"""Huge pages for weights: with pages of 4 KiB a processor reads them more slowly, as address translations are missing
 (`tests/bench/test_row_products.py`)."""
 
 import ctypes

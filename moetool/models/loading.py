@@ -42,7 +42,7 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        checkpoint: where it comes from.
+        checkpoint: its source.
         model: transformers' own model object.
         layers: its MoE layers, in order.
         files: reads its experts; None where the experts are in memory.
@@ -77,7 +77,7 @@ class LoadedModel:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Raises: UsageError for a name that is no supported data type."""
+    """A data type by name. Raises: UsageError: the name is not a supported data type."""
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -95,7 +95,7 @@ def parse_device(name: str) -> torch.device:
         return CPU
     if not torch.cuda.is_available():
         raise UsageError(
-            f"--device cuda: torch {torch.__version__} finds no GPU that it can use; 'moetool doctor' says what this "
+            f"--device cuda: torch {torch.__version__} finds no usable GPU; 'moetool doctor' shows what this "
             "machine has; leave --device out to run on the CPU"
         )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -165,7 +165,7 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
 
 
 def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
-    """Whether transformers loads the quantized weights of a checkpoint, on every machine and to what they stand for.
+    """Whether transformers loads the quantized weights of a checkpoint on every machine and with the right values.
 
     It does with pack-quantized ones: it unpacks stacked experts without zero points, and stacks none that were left as
     they are beside packed weights.
@@ -192,7 +192,7 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
     """A checkpoint of packed weights as plain transformers loads it, unpacked at once instead of at its first forward.
 
     Raises:
-        MismatchError: transformers misses a tensor, has one too many, or would initialise one anew.
+        MismatchError: transformers misses a tensor, has one too many, or would initialise one itself.
     """
     model = _from_pretrained(path, dtype, ("unexpected_keys", *_MISSING))
     if hasattr(model, "hf_quantizer"):

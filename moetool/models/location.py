@@ -11,7 +11,7 @@ REFERENCE = "reference"
 
 
 def shape_names() -> list[str]:
-    """The shapes that come with moetool."""
+    """The model shapes in the package."""
     return sorted(path.parent.name for path in assets.path("recipes", "shapes").glob("*/config.json"))
 
 

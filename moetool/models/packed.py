@@ -140,7 +140,7 @@ def write_dense(
     Args:
         values: gives the values int8 of rows.
         scale, zero: [O, I / group].
-        multiple: how many rows must be asked for together.
+        multiple: how many rows must be requested together.
     """
     # Another device has no such cache as a processor's, and each call costs it a launch.
     rows = max(1, _CHUNK // (out.shape[1] * multiple)) * multiple if out.device.type == "cpu" else max(1, len(out))

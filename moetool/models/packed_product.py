@@ -1,6 +1,6 @@
 """Products with weights of four bits that stay packed, by the kernel that torch has for processors.
 
-The kernel wants the same bytes in an order of its own: tiles of rows, in each of them column after column, and in a
+The kernel reads the same bytes in its own order: tiles of rows, in each of them column after column, and in a
 byte two rows that lie half a tile apart. Weights are put into it once, as they are read, and in place.
 
 It multiplies values with scales in float32 and adds in float32, so that no weight is rounded to bfloat16 on the way, as
@@ -44,7 +44,7 @@ def tile_rows() -> int:
 
 
 def multiplies(rows: int, columns: int, groups: int) -> bool:
-    """Whether the kernel takes a weight [rows, columns] with so many scales a row."""
+    """Whether the kernel supports a weight [rows, columns] with this number of scales per row."""
     tile = tile_rows()
     return tile > 0 and rows % tile == 0 and columns % groups == 0 and columns // groups in _GROUPS
 

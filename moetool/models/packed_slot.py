@@ -34,7 +34,7 @@ class FourBitCodec(Protocol):
 
 
 class _Run(NamedTuple):
-    """Blocks of a part that one product does, where they lie in a slot and what they have.
+    """Blocks of a part that one product computes: their place in a slot and their data.
 
     Attributes:
         blocks: which of the part.
@@ -164,7 +164,7 @@ def packed_slot(layout: StoredLayout) -> PackedSlot | None:
 
 
 def stays_packed(format: WeightFormat, form: ExpertForm, dtype: torch.dtype) -> bool:
-    """Whether slots hold experts of a format packed, as far as the config says, where they are computed in `dtype`."""
+    """Whether slots hold experts of this format packed, by the config, when computed in `dtype`."""
     if isinstance(format, PackQuantized):
         return True
     if dtype != torch.bfloat16 or format.name not in ("gptq", "awq") or getattr(format, "bits", 4) != 4:

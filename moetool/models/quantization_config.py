@@ -114,7 +114,7 @@ class Quantization:
                 raise unclaimed.error(name, tensor, "belongs to a weight whose values are missing")
             if tensor.dtype in _QUANTIZED and name.endswith("weight") and len(tensor.shape) > 1:
                 raise unclaimed.error(
-                    name, tensor, f"is stored as {tensor.dtype} without scales, expected some beside it"
+                    name, tensor, f"is stored as {tensor.dtype} without scales, expected a scale tensor"
                 )
             found[name] = as_dense(name, tensor)
         return found

@@ -1,4 +1,4 @@
-"""The identity of a checkpoint: what tells its weights and config from all others, without reading all of them."""
+"""The identity of a checkpoint: distinguishes its weights and config from all others without reading all of them."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Watching which experts a layer really uses, with what weights, and what its router says, whatever its family."""
+"""Hooks that observe which experts a layer uses, their weights, and its router's output, for any family."""
 
 import contextlib
 import threading
@@ -26,7 +26,7 @@ _BESIDE = _Beside()
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Mark what this thread computes meanwhile as beside the model's own forward: hooks that record pass it over."""
+    """Mark what this thread computes meanwhile as outside the model's own forward: recording hooks skip it."""
     _BESIDE.running = True
     try:
         yield
@@ -35,14 +35,14 @@ def beside() -> Iterator[None]:
 
 
 def is_beside() -> bool:
-    """Whether this thread computes something beside the model's own forward."""
+    """Whether this thread computes something outside the model's own forward."""
     return _BESIDE.running
 
 
 def watch(layer: MoeLayer, on_routes: Routes) -> RemovableHandle:
     """Call `on_routes` whenever the layer has chosen its experts, before they are computed.
 
-    What runs `beside` the model's own forward is passed over.
+    What runs `beside` the model's own forward is skipped.
 
     Most families hand the choice to their experts' module, after grouping, bias and correction; the others return it
     from the router in a form of their own. It is never computed again from the logits.

@@ -69,7 +69,7 @@ def watch_norms(layer: MoeLayer, on_norms: Norms) -> RemovableHandle:
         UsageError: the family does not hand its experts the choice.
     """
     if layer.form.call not in (Call.INTERFACE, Call.EXPERTS):
-        raise UsageError(f"cannot keep norms of {type(layer.experts).__name__}: it is not told which experts it runs")
+        raise UsageError(f"cannot keep norms of {type(layer.experts).__name__}: its arguments do not name the experts")
     pool = getattr(layer.experts, "moetool_binding", None)
     if pool is not None:
         handle: RemovableHandle = pool[0].watch_products(layer, lambda products_TKD: on_norms(_norms(products_TKD)))

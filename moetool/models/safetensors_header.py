@@ -1,4 +1,4 @@
-"""The header of a safetensors file, by the rules of the safetensors library: what it refuses is refused here.
+"""The header of a safetensors file; it refuses what the safetensors library refuses.
 
 Source: https://github.com/huggingface/safetensors, `Metadata::validate` and `SafeTensors::read_metadata`.
 Deviations: a key that stands twice and a tensor that is described by an array are refused, which serde lets
@@ -38,8 +38,8 @@ def read_header(file: Path) -> dict[str, HeaderEntry]:
     """The tensors of a safetensors file, in the order of its bytes.
 
     Raises:
-        MismatchError: it is no safetensors file, cut short, or its tensors overlap, leave holes, or have another size
-            than data type and shape say.
+        MismatchError: it is not a safetensors file, is cut short, or its tensors overlap, leave holes, or have another
+            size than data type and shape say.
     """
     try:
         with open_regular(file) as stream:
@@ -68,7 +68,7 @@ def parse_header(header: dict[str, Any], base: int, size: int) -> dict[str, Head
         metadata = {}
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise ValueError("its __metadata__ is not a table of texts")
-    "".join([*header, *metadata, *metadata.values()]).encode()  # half of a surrogate pair is no text
+    "".join([*header, *metadata, *metadata.values()]).encode()  # half of a surrogate pair is not text
     entries = {name: _entry(name, entry, base) for name, entry in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     at = base

@@ -6,7 +6,7 @@ A weight that would be `X` is stored as
     X_scale       a number for the weight, for each of its rows ([N, 1]), or for each group or block of inputs
     X_zero_point  int8, of the scale's shape: it is subtracted first; absent where symmetric
 
-What is said of activations is read past: nothing but the weights is rounded here.
+Settings of activations are skipped: only the weights are rounded here.
 """
 
 import math

@@ -58,7 +58,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaledSlot:
-    """A slot that holds an expert as stored, and what is not multiplied by a scale unpacked.
+    """A slot that holds an expert as stored; tensors without a scale are unpacked.
 
     Args:
         layout: of the experts as stored.
@@ -142,7 +142,7 @@ def scaled_slot(layout: StoredLayout, shapes: tuple[tuple[int, ...], ...], dtype
 
 
 def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, declared: torch.dtype) -> bool:
-    """Whether slots hold experts of a format as stored, as far as the config says, where they compute in `dtype`.
+    """Whether slots hold experts of this format as stored, by the config, when computed in `dtype`.
 
     Args:
         declared: the model's own data type, which scales have where the format fixes none.
@@ -168,7 +168,7 @@ def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, dec
                 return False
     else:
         return False
-    blocks = (2 if rows[0] == 2 * columns[1] else 1, 1)  # gate and up are matrices of their own
+    blocks = (2 if rows[0] == 2 * columns[1] else 1, 1)  # gate and up are separate matrices
     return all(
         scaled_weight.multiplies(kind, width, group) and height // count % math.lcm(BLOCK_ROWS, shared) == 0
         for height, width, group, count in zip(rows, columns, groups, blocks, strict=True)

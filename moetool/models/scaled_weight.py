@@ -1,4 +1,4 @@
-"""Weights of eight or four bits that stay as they are stored, each number times a scale of its own kind."""
+"""Weights of eight or four bits kept as stored, with scales."""
 
 import threading
 from typing import NamedTuple
@@ -114,7 +114,7 @@ def kernel_of(kind: RowKind) -> RowKernel:
 
 
 def multiplies(kind: RowKind, columns: int, group: int) -> bool:
-    """Whether the kernel takes rows of so many numbers, of which so many share a scale."""
+    """Whether the kernel supports rows of this length with this number of values per scale."""
     if find_kernel(kind) is None:
         return False
     if kind.ggml is not None:

@@ -18,7 +18,7 @@ _KEPT_BYTES = 384 << 20  # of a buffer for later reads: any expert's; an embeddi
 
 
 class WeightsChanged(OSError):
-    """The weights on disk are no longer those that were opened."""
+    """The weights on disk have changed since they were opened."""
 
 
 class Shards:
@@ -66,7 +66,7 @@ class Shards:
             raise
 
     def close(self) -> None:
-        """Close the files and give up the buffers. Reads that come later fail."""
+        """Close the files and free the buffers. Later reads fail."""
         while self._descriptors:
             os.close(self._descriptors.pop())
         self._scratch = threading.local()
@@ -91,7 +91,7 @@ class Shards:
             got = os.preadv(self._descriptors[file], [view[done:span]], start + done)
             reached = done + max(0, got)
             if reached < needed:
-                reached = reached // _BLOCK * _BLOCK  # O_DIRECT goes on at a block
+                reached = reached // _BLOCK * _BLOCK  # O_DIRECT continues at a block
             if reached == done:  # and a file that ends inside one would give the same bytes again, for ever
                 self._require_unchanged(file)
                 end = os.fstat(self._descriptors[file]).st_size
@@ -101,7 +101,7 @@ class Shards:
         return view[offset - start : offset - start + num_bytes]
 
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """One whole weight, in memory of its own.
+        """One whole weight, in its own memory.
 
         Args:
             dtype: of a weight that has to be unpacked; others are as they are stored.
@@ -118,7 +118,7 @@ class Shards:
         return unpack(weight.codec, stored, weight.shape, dtype)
 
     def stored(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors that store a weight by role, in memory of their own."""
+        """The tensors that store a weight, by role, in their own memory."""
         return {role: self._load(name, tensor, STORED_DTYPES) for role, tensor in self.weights[name].tensors.items()}
 
     def _load(self, name: str, tensor: Tensor, dtypes: dict[str, torch.dtype]) -> torch.Tensor:

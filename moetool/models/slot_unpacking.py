@@ -42,7 +42,7 @@ class SlotUnpacking:
     def unpack(self, layer: int, slots: list[int]) -> tuple[torch.Tensor, ...]:
         """The parts [capacity, ...] of experts of a layer, of which the first are those in `slots`.
 
-        Until the next call. What was asked to be computed with the earlier ones comes first, on the same stream.
+        Valid until the next call. Computations queued with the earlier ones run first, on the same stream.
         """
         layout = self._files.stored_layout(self._files.spec.expert_key(layer, 0))
         index_A = torch.tensor(slots, dtype=torch.int64)

@@ -16,7 +16,7 @@ from moetool.models.weight_format import STORED_DTYPES, Codec, Dense, Stored, St
 
 
 class LazyWeight(NamedTuple):
-    """A weight that stays as it is stored until something is computed with it: blocks one under the other."""
+    """A weight kept as stored until something is computed with it: blocks stacked by rows."""
 
     blocks: tuple[Stored, ...]
     codecs: tuple[Codec, ...]
@@ -84,12 +84,12 @@ class StoredLayout:
 
     @cached_property
     def dense(self) -> bool:
-        """Whether every tensor is a weight as it is."""
+        """Whether every tensor is an unpacked weight."""
         return all(isinstance(codec, Dense) for part in self.codecs for codec in part)
 
     @cached_property
     def packed(self) -> bool:
-        """Whether every tensor is a weight as it is, or packed as `moetool.models.packed` has it."""
+        """Whether every tensor is an unpacked weight, or packed as in `moetool.models.packed`."""
         return all(isinstance(codec, Dense | PackCodec) for part in self.codecs for codec in part)
 
     def of_part(self, part: int, role: str) -> list[Field]:

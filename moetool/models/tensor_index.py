@@ -90,7 +90,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """The safetensors files of a model in order, and in which of them its index says that each tensor is."""
+    """The safetensors files of a model in order, and the file of each tensor by its index."""
     index = folder / _INDEX
     if not index.is_file():
         found = tuple(sorted(folder.glob("*.safetensors")))

@@ -10,7 +10,7 @@ from moetool.errors import UsageError, first_line, shortened
 
 
 def stands_alone(config: Any) -> bool:
-    """Whether transformers has a language model of a text config by itself."""
+    """Whether transformers has a language model class for this text config."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -37,7 +37,7 @@ def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
     if not alone and type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UsageError(
             f"{path} is of the model type {whole.model_type!r}, whose text part ({text.model_type}) transformers "
-            "builds only with other parts, not as a language model by itself; 'moetool models' lists what moetool reads"
+            "builds only with other parts, not as a language model alone; 'moetool models' lists what moetool reads"
         )
     kind, config = (AutoModelForCausalLM, text) if alone else (AutoModelForImageTextToText, whole)
     try:

@@ -119,7 +119,7 @@ def write_scaled(
     Args:
         numbers: gives rows of it before they are scaled, as float32 that may be overwritten.
         rounded: the type that the weight is rounded to before it is to the type of `out`.
-        multiple: how many rows must be asked for together.
+        multiple: how many rows must be requested together.
     """
     rows, columns = out.shape
     # Another device has no such cache, and each call costs it a launch.

@@ -1,8 +1,9 @@
 """The contract of the weight formats: which stored tensors make a weight, how many bytes, and how to unpack them.
 
-One format a file beside this one. A format recognises its weights by the names of their tensors, takes its parameters
-from the checkpoint's config and checks the tensors against them. What it makes is a `StoredWeight`, which goes by the
-name and the shape that an unquantized checkpoint would give it, so that the rest of the package need not know more.
+Each format has its own file beside this one. A format recognises its weights by the names of their tensors, takes its
+parameters from the checkpoint's config and checks the tensors against them. What it makes is a `StoredWeight`, which
+goes by the name and the shape that an unquantized checkpoint would give it, so that the rest of the package need not
+know more.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A weight stored as it is."""
+    """A weight stored unpacked."""
 
     transposed: bool = False
 
@@ -216,7 +217,7 @@ class Unclaimed:
         return tuple(int.from_bytes(data[i : i + size], "little", signed=True) for i in range(0, len(data), size))
 
     def error(self, name: str, tensor: Tensor, problem: str) -> MismatchError:
-        """The error for a tensor that is not as it should be: file, name, what is found and what is expected."""
+        """The error for a wrong tensor: file, name, what was found and what was expected."""
         return MismatchError(f"{self._files[tensor.file]}: {name} {problem}; download the model again")
 
     def require_dtype(self, name: str, tensor: Tensor, *dtypes: str) -> None:

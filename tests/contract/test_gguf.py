@@ -99,7 +99,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"m-00003-of-00003\.gguf is missing"):
         Checkpoint.open(files[0])
     shutil.copy(files[1], files[2])
-    with pytest.raises(MismatchError, match="says that it is file 2 of 3, expected 3 of 3"):
+    with pytest.raises(MismatchError, match="is part 2 of 3 by its header, expected 3 of 3"):
         Checkpoint.open(files[0])
 
 

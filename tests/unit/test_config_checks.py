@@ -20,7 +20,7 @@ from tests.tiny_shape import CONFIG, write_shape
         ({"num_experts_per_tok": 0}, "num_experts_per_tok: found 0, expected 1 to 8"),
         ({"num_experts_per_tok": -1}, "num_experts_per_tok: found -1, expected 1 to 8"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok: found 9, expected 1 to 8"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1,000,000, and no model has more"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000, expected at most"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: found 0"),
         ({"hidden_size": -32}, "hidden_size: found -32"),
         ({"hidden_size": 10**12}, "hidden_size"),
@@ -71,7 +71,7 @@ def test_a_config_of_fewer_layers_than_its_weights_is_told(
     (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers - 1}))
     assert Checkpoint(tmp_path / "m").spec.num_layers == layers - 1
     (said,) = _warnings(caplog)
-    assert f"weights of {layers} layers, and its config.json says {layers - 1}" in said
+    assert f"weights of {layers} layers, but its config.json says {layers - 1}" in said
 
 
 def test_a_pipe_in_the_place_of_a_config_is_refused(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_what_an_engine_cannot_take_is_refused_while_planning(trace: Trace) -> N
     problem = Problem(demand=read_demand({"s0": trace}, machines), latency=unit_latency(machines))
     placed_GLE = place("uniform", problem)
     assert (filled(problem, placed_GLE, 9, "uniform").sum(axis=2) == 9).all()
-    with pytest.raises(MismatchError, match="puts 8 experts of MoE layer 0 on GPU 0, and the engine has 7 slots"):
+    with pytest.raises(MismatchError, match="puts 8 experts of MoE layer 0 on GPU 0, but the engine has 7 slots"):
         filled(problem, placed_GLE, 7, "uniform")
 
 

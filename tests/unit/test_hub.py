@@ -159,7 +159,7 @@ def test_a_connection_that_breaks_is_continued_where_it_broke(hub: Hub) -> None:
 
 def test_the_next_command_continues_what_an_earlier_one_left(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.breaks["model-1.safetensors"] = [100_000, *[0] * 40]
-    with pytest.raises(MoetoolError, match=r"model-1.safetensors broke off at 100.0 kB of .* again to go on") as caught:
+    with pytest.raises(MoetoolError, match=r"model-1.safetensors stopped at 100.0 kB of .* to continue") as caught:
         locate(NAME)
     assert "\n" not in str(caught.value)
     hub.breaks.clear()
@@ -177,7 +177,7 @@ def test_the_next_command_continues_what_an_earlier_one_left(hub: Hub, capsys: p
 
 def test_bytes_that_are_not_the_hubs_are_never_used(hub: Hub, tmp_path: Path) -> None:
     hub.spoils.add("model-0.safetensors")
-    with pytest.raises(MismatchError, match=r"model-0.safetensors came with sha256 \w{12}, expected \w{12}"):
+    with pytest.raises(MismatchError, match=r"model-0.safetensors has sha256 \w{12}, expected \w{12}"):
         locate(NAME)
     hub.spoils.clear()
     file = locate(NAME) / "model-0.safetensors"

@@ -21,7 +21,7 @@ def test_slots_are_dealt_evenly_and_no_layer_has_more_than_experts() -> None:
     assert equal_slots(SPEC, 10) == (4, 3, 3)
     assert equal_slots(SPEC, 24) == (8, 8, 8)
     assert equal_slots(SPEC, 10, 0.5) == (2, 2, 1)
-    with pytest.raises(CapacityError, match="2 expert slots leave some of the 3 layers"):
+    with pytest.raises(CapacityError, match="2 expert slots are too few for the 3 layers"):
         equal_slots(SPEC, 2)
 
 
@@ -73,7 +73,7 @@ def test_a_plan_gives_layers_their_own_slots_where_one_pool_hits_nothing(tmp_pat
     trace = write_trace(tmp_path / "t", SPEC, num_requests=6)
     plan = choose_cache(trace, 6_000, policies=["lru"])
     assert len(plan.layer_slots) == 3 and sum(plan.layer_slots) <= plan.slots
-    assert "of its own" in plan.reason
+    assert "own slots" in plan.reason
     budget = [plan.budget_bytes]
     requests = frozenset(plan.requests_held_out)
     (own,) = replay(trace, ["lru"], budget, ReplaySetup(layer_slots=plan.layer_slots, requests=requests))

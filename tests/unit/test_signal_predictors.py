@@ -50,7 +50,7 @@ def test_gates_that_are_not_known_so_far_ahead_are_refused() -> None:
     assert event.ahead_ATE is not None
     predictor.observe(replace(event, ahead_ATE=event.ahead_ATE[:1]))
     predictor.scores(1)
-    with pytest.raises(MismatchError, match="asked for 2 layers ahead, but the gates are known for 1; capture"):
+    with pytest.raises(MismatchError, match="needs gates 2 layers ahead, but 1 are known; capture"):
         predictor.scores(2)
 
 
