@@ -20,6 +20,7 @@ from moetool.bench.paper.experiments import (
     policies,
     predictor_cost,
     routing_drift,
+    score_ranks,
 )
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
 from moetool.bench.paper.found_figure import average, draw
@@ -27,6 +28,7 @@ from moetool.bench.paper.verdict import CannotTestError, Check, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.prompts.gather import Prompt
+from moetool.trace.reader import Trace
 from tests.synthetic_routes import make_spec, write_trace
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
@@ -126,6 +128,19 @@ def test_selection_that_changes_is_told_from_chance(tmp_path: Path, given: dict[
     assert [len(curve[0][0]) for curve in found.curves.values()] == [4, 4, 4]
     with pytest.raises(CannotTestError, match="makes 1 batch"):
         routing_drift.run(_stage(tmp_path, given), routing_drift.Options(batch=8))
+
+
+def test_scores_and_reuse_by_rank(tmp_path: Path) -> None:
+    spec = make_spec(LAYERS, EXPERTS, TOP_K)
+    trace = Trace(write_trace(tmp_path / "scored", spec, num_requests=4, keep=("topk", "logits")))
+    share_E = score_ranks.by_rank(trace, score_ranks.Options())
+    assert share_E[0] == 1 and (np.diff(share_E) <= 0).all() and len(share_E) == EXPERTS
+    # Over all ranks, as many experts are used again as the router chooses within one iteration.
+    assert score_ranks.by_rank(trace, score_ranks.Options(measure="reuse", within=1)).sum() == pytest.approx(TOP_K)
+    found = score_ranks.run(_stage(tmp_path, {"there": trace.path}), score_ranks.Options(measure="reuse", within=1))
+    assert set(found.values) == {"highest active", "lowest active", "highest inactive", "lowest"} and found.traces == 1
+    with pytest.raises(CannotTestError, match="more than 99 new tokens"):
+        score_ranks.by_rank(trace, score_ranks.Options(measure="reuse", within=99))
 
 
 def test_moves_and_planning_cost_what_the_machine_says(tmp_path: Path, given: dict[str, Path]) -> None:
