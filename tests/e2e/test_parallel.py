@@ -165,6 +165,19 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts
     _same_as_alone(head, prompts, alone)
 
 
+def test_a_late_short_request_does_not_wait_for_a_long_one(head: RankHead, prompts: Any) -> None:
+    head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    answers = Answers(head)
+    alone = answers.wait([answers.ask(prompts[0], 100, ignore_eos=True)])[0]
+    calm = answers.wait([answers.ask(prompts[1], 3)])[0]
+    long = answers.ask(prompts[0], 100, ignore_eos=True)
+    answers.wait_for_tokens(len(alone) + len(calm) + 2)
+    short = answers.ask(prompts[1], 3)
+    assert answers.wait([short]) == [calm]
+    assert long not in answers.ends  # and it loses nothing
+    assert answers.wait([long]) == [alone]
+
+
 def test_an_expert_that_never_arrives_costs_a_generation_and_no_rank(head: RankHead, prompts: Any) -> None:
     """A piece of it keeps a compute phase open, and the other ranks are in the all-to-all that follows."""
     head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))

@@ -135,5 +135,7 @@ def test_requests_start_where_the_plan_says() -> None:
     assert drawn.deal(range(5), [0, 1, 2, 3], 2) == dealt[:5]  # whoever comes later changes nothing
     many = [gpu for start in range(0, 4000, 4) for gpu in drawn.deal(range(start, start + 4), [0, 1, 2, 3], 4)]
     assert np.bincount(many).tolist() == pytest.approx([1000] * 4, rel=0.1)
+    assert turns.deal([5, 6, 7], [0, 1], 2, {0: 2, 1: 0}) == [1, 1]  # beside what runs
+    assert turns.deal([5, 6, 7], [0, 1], 2, {0: 1}) == [1, 0, 1]
     with pytest.raises(UsageError, match="did you mean 'first'"):
         Seating(server_G=four, starts="frist")

@@ -113,13 +113,14 @@ def submit(head: RankHead, max_tokens: int = 4) -> list[Output]:
     return outputs
 
 
-def done(generation: int, batch: int) -> dict[str, Any]:
-    """What a rank says at the end of a batch."""
+def done(generation: int, batch: int, left: Sequence[int] = ()) -> dict[str, Any]:
+    """What a rank says at the end of a batch; `left` goes on in the next."""
     tally = {"steps": 1, "rows_SL": [[1]], "tokens_LE": [[1, 0, 0, 0]], "sent": [0, 0], "wire": [0.0] * 5}
     return {
         "kind": "done",
         "generation": generation,
         "batch": batch,
+        "left": list(left),
         **{"seconds": 1.0, "ready_s": 0.0, "waited_s": 0.0, "held": 2, "version": 1},
         "tally": {**tally, "expert_s": 0.0, "dense_s": 0.0, "exchange_s": 0.0},
         "moved": {"experts": 0, "bytes": 0, "during_exchange": 0, "from_disk": 0, "seconds": 0.0},
@@ -165,6 +166,35 @@ def test_requests_start_on_the_ranks_that_the_plan_names() -> None:
     head.loop.advance()
     assert [len(told.sent[-1]["requests"]) for told in channels] == [1, 0]
     assert len(head.loop.requests.pending) == 1  # for a seat of its own
+
+
+def test_a_request_joins_at_a_free_seat_while_another_goes_on() -> None:
+    head, channels = open_head()
+    outputs, late = submit(head), submit(head, max_tokens=1)
+    second = head.loop.requests.pending.pop()
+    head.loop.advance()
+    assert head.loop.batch == 0 and not any(told.sent[-1]["kind"] == "end" for told in channels)
+    head.loop.requests.admit(second)
+    head.loop.advance()
+    head.loop.advance()
+    told = [[message["kind"] for message in channel.sent].count("end") for channel in channels]
+    assert told == [1, 1]  # asked once, though the head has looked twice
+    generation = head.loop.ranks.generation
+    say(head, channels, 0, done(generation, 0, left=[0]))
+    say(head, channels, 1, done(generation, 0))
+    head.loop.advance()
+    shares = [[request["id"] for request in channel.sent[-1]["requests"]] for channel in channels]
+    assert shares == [[], [1]] and set(head.loop.requests.running) == {0, 1}
+    assert not outputs and not late and len(head.batches) == 1
+
+
+def test_a_request_that_its_rank_no_longer_has_fails() -> None:
+    head, channels = open_head()
+    outputs = submit(head)
+    head.loop.advance()
+    for gpu in (0, 1):
+        say(head, channels, gpu, done(head.loop.ranks.generation, 0))
+    assert [(o.finish, o.error) for o in outputs] == [("error", "the request was lost by its rank")]
 
 
 def test_nothing_is_settled_before_all_that_has_happened_is_taken_in() -> None:

@@ -25,7 +25,7 @@ from moetool.types import Cluster, ModelSpec
 _LOG = logging.getLogger(__name__)
 _KEPT = 100
 """Batches that are remembered."""
-_TICK_S = 0.25
+_TICK_S, _LEAST_TICK_S = 0.25, 0.002
 
 
 class BatchLoop:
@@ -45,7 +45,7 @@ class BatchLoop:
         max_context, max_requests: of a request, and of a batch; known once a rank has said hello.
         requests, ranks, placing: which run and wait, who is there, and where experts are.
         records: of the batches that have run since `use`, the last hundred.
-        batch: number of the newest one.
+        batch: number of the newest one, a run of steps in which no request joined (`Lockstep`).
         began: when it began, if it runs.
         forwards, failures, moved_bytes, moved_during_exchange: counted from the start.
     """
@@ -73,6 +73,7 @@ class BatchLoop:
         self._seats = 0  # of a batch on each rank
         self._batch_size = 0
         self._due: float | None = None  # when the next batch could have begun
+        self._ending = False  # the ranks were told to end the batch that runs
         self._decided_s = 0.0
         self._ended = 0.0  # when the last one had
         self._done: dict[int, dict[str, Any]] = {}
@@ -105,7 +106,12 @@ class BatchLoop:
         """Whether nothing runs, waits or is being decided, and all that happened has been taken in."""
         if self.events.unfinished_tasks:  # first, since events make the others true
             return False
-        return self.began is None and not self.requests.pending and self.placing.deciding is None
+        return self._at_rest
+
+    @property
+    def _at_rest(self) -> bool:
+        waits = self.requests.pending or self.requests.running
+        return self.began is None and not waits and self.placing.deciding is None
 
     # -- the head's own thread ---------------------------------------------------------------------------------
 
@@ -113,9 +119,11 @@ class BatchLoop:
         """Take events until one says `close`, or no rank is left; then nobody is left waiting."""
         try:
             while True:
-                waits = self.requests.pending and self.ranks.whole and self.began is None
+                waits = self.requests.pending and self.ranks.whole
                 try:
-                    kind, value = self.events.get(timeout=min(_TICK_S, self.gather_s) if waits else _TICK_S)
+                    kind, value = self.events.get(
+                        timeout=min(_TICK_S, max(_LEAST_TICK_S, self.gather_s)) if waits else _TICK_S
+                    )
                 except queue.Empty:
                     self.step("tick", None)
                     continue
@@ -232,10 +240,13 @@ class BatchLoop:
             known = self._first_token or len(self.requests.pending) >= self.max_requests
             if known and self.placing.control.looks_ahead and self.ranks.whole:
                 self._decide()
+            if self.ranks.whole and (known or not self.placing.control.looks_ahead):
+                self._end_for_joins()
             return
-        if self.ranks.there != self.ranks.members:  # somebody is back, and nothing runs
+        back = self.ranks.there != self.ranks.members
+        if back and not self.requests.running:  # somebody is back, and nothing runs
             self._form()
-        elif self.requests.pending and self._is_due():
+        elif self.requests.running or (self.requests.pending and self._is_due()):
             if not self.placing.control.looks_ahead:
                 self._decide()
             now, asked = time.monotonic(), self.placing.deciding
@@ -243,19 +254,35 @@ class BatchLoop:
             if asked is None or now - max(asked, self._ended) > self.patience_s:
                 self._begin(now - self._due)
 
-    def _is_due(self) -> bool:
-        full = len(self.requests.pending) >= self._seats * len(self._seating.ranks(self.ranks.members))
-        return full or time.monotonic() - self.requests.pending[0].began >= self.gather_s
+    def _end_for_joins(self) -> None:
+        """Have the ranks end the batch that runs, if waiting requests have seats and no decision about them is due."""
+        if self._ending or not self.requests.pending or self.began is None:
+            return
+        if self.ranks.there != self.ranks.members:
+            return  # somebody is back, who is taken in when what runs has ended
+        asked = self.placing.deciding
+        if asked is not None and time.monotonic() - asked <= self.patience_s:
+            return
+        if self._is_due():
+            self._ending = True
+            self.ranks.tell({"kind": "end", "batch": self.batch})
 
-    def _choose(self) -> list[RankRequest]:
-        """The requests of the next batch, each with its GPU."""
-        return self.requests.choose(self._seating, self.ranks.members, self._seats)
+    def _is_due(self) -> bool:
+        """Whether waiting requests fill the free seats, or one has waited long enough for others."""
+        pending, seats = self.requests.pending, self._seats * len(self._seating.ranks(self.ranks.members))
+        free = seats - len(self.requests.running)
+        return free > 0 and (len(pending) >= free or time.monotonic() - pending[0].began >= self.gather_s)
+
+    def _choose(self, beside: bool) -> list[RankRequest]:
+        """The requests that join the next batch, each with its GPU."""
+        return self.requests.choose(self._seating, self.ranks.members, self._seats, beside=beside)
 
     def _decide(self) -> None:
         """Have the control look at the batch that comes, once, if all ranks are there to be placed on."""
         whole = len(self.ranks.members) == len(self._cluster.gpus)
         coming = self.batch + 1
-        if not whole or not self.requests.pending or not self.placing.control.decides:
+        waits = self.requests.pending or (self.requests.running and not self.placing.control.looks_ahead)
+        if not whole or not waits or not self.placing.control.decides:
             return
         if self.placing.asked_for(coming) or self.placing.deciding is not None:
             return
@@ -265,7 +292,7 @@ class BatchLoop:
                 new_tokens=request.params.max_tokens - len(request.made),
                 gpu=request.gpu,
             )
-            for request in self._choose()
+            for request in self._choose(beside=False)
         ]
         began = self.began
         self.placing.ask(coming, waiting, None if began is None else time.monotonic() - began)
@@ -277,9 +304,10 @@ class BatchLoop:
     def _begin(self, decided_s: float) -> None:
         """Begin the next batch, which has waited so long for a decision."""
         self._migrate(self.placing.stages())
-        chosen = self._choose()
+        back = self.ranks.there != self.ranks.members
+        chosen = [] if back else self._choose(beside=True)
         self.batch += 1
-        self.began, self._first_token = time.monotonic(), False
+        self.began, self._first_token, self._ending = time.monotonic(), False, False
         shares = self.requests.begin(chosen)
         for gpu in self.ranks.members:
             self.ranks.send(
@@ -291,8 +319,11 @@ class BatchLoop:
                     "requests": shares.get(gpu, []),
                 },
             )
-        self._batch_size, self._decided_s, self._due = len(chosen), decided_s, None
-        _LOG.debug("batch %d begins: %d requests, placement %d", self.batch, len(chosen), self.placing.version)
+        self._batch_size, self._decided_s, self._due = len(self.requests.running), decided_s, None
+        _LOG.debug(
+            "batch %d begins: %d of %d requests join, placement %d",
+            *(self.batch, len(chosen), self._batch_size, self.placing.version),
+        )
 
     def _finish(self) -> None:
         """The batch has ended on all ranks."""
@@ -307,12 +338,13 @@ class BatchLoop:
         self.moved_bytes += record.moved_bytes
         self.moved_during_exchange += record.moved_during_exchange
         self.placing.note(record, moved_s, len(self.ranks.members))
+        held = {number for done in self._done.values() for number in done["left"]}
         self.began, self._ended, self._done = None, now, {}
         _LOG.debug("batch %d ended after %.3f s, %d B of experts moved", self.batch, record.seconds, record.moved_bytes)
-        self.requests.refuse_running("the request was lost by its rank")  # which said that all had ended
+        self.requests.refuse_lost(held, "the request was lost by its rank")  # which said what it still has
 
     def _use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
-        if self.began is not None or self.requests.pending or self.placing.deciding is not None:
+        if not self._at_rest:
             self.events.put(("use", (control, placed_GLE, migrate, over)))
             time.sleep(0.01)
             return

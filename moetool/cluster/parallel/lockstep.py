@@ -21,14 +21,18 @@ from moetool.types import ModelSpec
 FOREVER = float("inf")
 """Seconds of a compute phase that ends when the next all-to-all comes, whenever that is."""
 _POLL_S = 0.002
+BATCH_STEPS = 128
+"""Steps after which a batch ends, so that costs are measured and placements change under steady load."""
 
 
 class Lockstep:
     """Serves batches together with the other ranks; for the rank's forwarding thread.
 
-    A batch is static: its requests begin together, and the next one begins when all of them, on all ranks, have ended.
-    Each step begins with an agreement: who has work, and up to which version everybody's experts have arrived, so that
-    all switch to a placement in the same step.
+    Batching is continuous. A batch is a run of steps between two changes of the requests: it ends when no rank has
+    work, when the head has requests that join, or after `BATCH_STEPS` steps; requests that have not ended go on in the
+    next one, with their caches. Long prompts arrive in chunks. Each step begins with an agreement, one small message:
+    who has work, up to which version everybody's experts have arrived, so that all switch to a placement in the same
+    step, and whether the batch is to end.
 
     Args:
         gpu: the rank's number in the cluster.
@@ -52,11 +56,16 @@ class Lockstep:
         self._ids: set[int] = set()
         self._stages: deque[MigrationStage] = deque()
         self._version = 0
+        self._ended = -1  # the newest batch that the head has asked to end
         self._moved = asdict(migration.moved)  # when the last batch ended
 
     def cancel(self, request: int) -> None:
         """End a request before the next step; from any thread."""
         self._cancelled.append(request)
+
+    def end(self, batch: int) -> None:
+        """End a batch after the step that runs, since requests are to join; from any thread."""
+        self._ended = batch
 
     def follow(self, stages: Sequence[MigrationStage]) -> None:
         """Go on to these placements as their experts arrive; from any thread."""
@@ -73,10 +82,10 @@ class Lockstep:
         self._cancelled.clear()
         self._stages.clear()
         self._runtime.end_forward()
-        self._version = version
+        self._version, self._ended = version, -1
 
     def serve(self, message: dict[str, Any]) -> None:
-        """Serve one batch, as the head has ordered it. Raises: GroupBroken."""
+        """Serve one batch: requests that join, beside those that go on. Raises: GroupBroken."""
         began = time.perf_counter()
         self._runtime.count_anew()
         waited_s = self._windows.waited_s
@@ -90,9 +99,12 @@ class Lockstep:
         while True:
             self._end_cancelled()
             work = bool(self._scores) or not self._batcher.idle
-            said = self._agree(work)
-            self._switch(min(arrived for _, arrived in said), False)
-            if not any(busy for busy, _ in said):
+            said = self._agree(work, self._ended >= message["batch"])
+            self._switch(min(arrived for _, arrived, _ in said), False)
+            steps = self._runtime.tally.steps
+            if not any(busy for busy, _, _ in said) or (steps and any(ends for _, _, ends in said)):
+                break
+            if steps == BATCH_STEPS:
                 break
             self._runtime.begin_step()
             outputs = self._forward() if work else []
@@ -111,6 +123,7 @@ class Lockstep:
                 "ready_s": ready_s,
                 "waited_s": self._windows.waited_s - waited_s,
                 "held": self._runtime.shelf.most,
+                "left": sorted(self._ids),
                 "version": self._version,
                 "tally": {**asdict(tally), "tokens_LE": tally.tokens_LE.tolist()},
                 "moved": {name: value - moved[name] for name, value in self._moved.items()},
@@ -124,14 +137,14 @@ class Lockstep:
         while self._version < version:
             if self._migration.arrived < version:
                 self._migration.wait(self._version + 1, _POLL_S)
-            arrived = min(arrived for _, arrived in self._agree(False))
+            arrived = min(arrived for _, arrived, _ in self._agree(False, False))
             self._switch(min(arrived, version), True)
         return time.perf_counter() - began
 
-    def _agree(self, work: bool) -> list[list[int]]:
+    def _agree(self, work: bool, ends: bool) -> list[list[int]]:
         assert self._runtime.group is not None
         self._migration.require_well()
-        return self._runtime.group.gather([work, self._migration.arrived])
+        return self._runtime.group.gather([work, self._migration.arrived, ends])
 
     def _switch(self, arrived: int, begins: bool) -> None:
         """Switch to stages that have arrived everywhere.

@@ -106,7 +106,12 @@ class Rank:
                 machine=machine,
             )
             stack.callback(self.runtime.close)
-            self._batcher = open_batcher(loaded.model, max_requests=options.seats, kv_tokens=options.kv_tokens)
+            self._batcher = open_batcher(
+                loaded.model,
+                max_requests=options.seats,
+                kv_tokens=options.kv_tokens,
+                max_prompt_wait_s=options.max_prompt_wait_s,
+            )
             stack.callback(self._batcher.close)
             self._batcher.on_forward = self._on_forward
             self.transfer = ExpertTransfer(
@@ -165,6 +170,9 @@ class Rank:
         match message["kind"]:
             case "cancel":
                 self._lockstep.cancel(message["request"])
+            case "end":
+                if message["generation"] == self._generation:
+                    self._lockstep.end(message["batch"])
             case "migrate":
                 if message["generation"] == self._generation:
                     self._lockstep.follow([MigrationStage.from_json(stage) for stage in message["stages"]])

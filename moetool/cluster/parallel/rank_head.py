@@ -47,10 +47,9 @@ class RankedModel:
 class RankHead:
     """An `EngineLike` over ranks in lockstep.
 
-    Requests wait in one queue. The next batch is its first requests, as many as the ranks have seats, dealt to them as
-    the plan has it (`Seating`). While one batch runs, the control may place for the requests that wait, and their
-    experts move.
-    A batch is static, as DIRECTOR's: later requests wait for its end.
+    Requests wait in one queue, and join as soon as a seat is free, dealt to the ranks as the plan has it (`Seating`).
+    Batching is continuous: a batch is a run of steps between two changes of the requests, and those that have not ended
+    go on in the next. While one batch runs, the control may place for the requests that wait, and their experts move.
 
     When a rank is gone all others drop what they do and form the next generation without it at once, its experts read
     from their own disks; requests under way begin again with the tokens they have as part of their prompt (the same

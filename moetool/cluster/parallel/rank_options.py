@@ -38,7 +38,9 @@ class RankOptions:
         device: `cpu` or `cuda`. With `cuda` rows travel over NCCL, and each rank needs a GPU of its own.
         dtype: of everything but the experts, which stay as the checkpoint has them.
         kv_tokens: tokens that a rank's KV cache holds; the longest context of one request.
-        seats: requests of a batch on each rank.
+        seats: requests that run at once on each rank.
+        max_prompt_wait_s: how long a step with prompt tokens may take while the rank's other requests decode; chunks
+            of prompts become smaller where it takes longer (0: as large as they may be).
         threads: of a rank's own arithmetic (0 chooses).
         timeout_s: a collective that takes longer has failed: longer than the slowest rank's forward may take, and as
             long as a rank that hangs goes unnoticed. One that has ended is noticed at once.
@@ -52,6 +54,7 @@ class RankOptions:
     dtype: str = "float32"
     kv_tokens: int = 4096
     seats: int = 4
+    max_prompt_wait_s: float = 0.25
     threads: int = 0
     timeout_s: float = 5.0
     migrate: str = "overlap"
@@ -63,4 +66,5 @@ class RankOptions:
             raise unknown_name("--set migrate", self.migrate, MIGRATIONS)
         amount, time = Span(0), Span(0, above=True)
         require_within(self, seats=Span(1), kv_tokens=Span(16), threads=amount, timeout_s=time)
+        require_within(self, max_prompt_wait_s=amount)
         require_within(self, link_bytes_s=amount, expert_token_s=amount)

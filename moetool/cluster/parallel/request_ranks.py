@@ -1,6 +1,6 @@
 """Rank that a request's tokens start on, by a placement plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +11,15 @@ from moetool.placement._demand import STARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seating:
-    """Deals the requests of a batch to the ranks.
+    """Deals requests to the ranks.
 
-    A plan is made for requests of each server; here all come to one endpoint, so servers take turns. What does not fit
-    into a batch waits for the next.
+    A plan is made for requests of each server; here all come to one endpoint, so servers take turns. A request that
+    finds no free seat waits for one.
 
     Attributes:
-        starts: `round_robin`: ranks take turns; `random`: a rank with a free seat, drawn by `seed` and the request's
-            number; `first`: the first rank of each server, so that a batch has no more requests than those have seats.
+        starts: `round_robin`: ranks take turns, those with the most free seats first; `random`: a rank with a free
+            seat, drawn by `seed` and the request's number; `first`: the first rank of each server, so that no more
+            requests run than those have seats.
         server_G: the server of each GPU.
 
     Raises:
@@ -42,22 +43,26 @@ class Seating:
             first.setdefault(self.server_G[gpu], gpu)
         return list(first.values())
 
-    def deal(self, requests: Sequence[int], members: Sequence[int], seats: int) -> list[int]:
-        """The GPU of each request, by their numbers in the order of the queue, for as many as a batch has room for.
+    def deal(
+        self, requests: Sequence[int], members: Sequence[int], seats: int, taken: Mapping[int, int] | None = None
+    ) -> list[int]:
+        """The GPU of each request, by their numbers in the order of the queue, for as many as there are free seats.
 
         Args:
             members: the GPUs that are there.
             seats: on each.
+            taken: seats in use, by GPU (default: none).
         """
-        ranks = self.ranks(members)
-        numbers = requests[: seats * len(ranks)]
-        if self.starts != "random":
-            return [ranks[place % len(ranks)] for place in range(len(numbers))]
-        free = dict.fromkeys(ranks, seats)
-        dealt = []
-        for number in numbers:
-            open_to = [gpu for gpu, left in free.items() if left]
-            gpu = open_to[int(np.random.default_rng([self.seed, number]).integers(len(open_to)))]
+        free = {gpu: seats - (taken or {}).get(gpu, 0) for gpu in self.ranks(members)}
+        dealt: list[int] = []
+        for number in requests:
+            open_to = [gpu for gpu, left in free.items() if left > 0]
+            if not open_to:
+                break
+            if self.starts == "random":
+                gpu = open_to[int(np.random.default_rng([self.seed, number]).integers(len(open_to)))]
+            else:
+                gpu = max(open_to, key=lambda gpu: free[gpu])  # the first of those with the most free seats
             free[gpu] -= 1
             dealt.append(gpu)
         return dealt

@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -48,7 +48,7 @@ class Requests:
 
     Attributes:
         pending: in the order in which they will run.
-        running: by number, those of the batch.
+        running: by number, those that have a seat.
         prompt: tokens of prompts that have begun to run; again for each retry.
         generated: tokens that were made.
         retried: how often requests have begun again.
@@ -79,13 +79,15 @@ class Requests:
                 break
         return None
 
-    def choose(self, seating: Seating, members: Sequence[int], seats: int) -> list[RankRequest]:
-        """The requests of the next batch, each with its GPU.
+    def choose(self, seating: Seating, members: Sequence[int], seats: int, *, beside: bool = True) -> list[RankRequest]:
+        """The waiting requests that join next, each with its GPU.
 
         Args:
             seats: on each of the members.
+            beside: whether running requests keep their seats; otherwise all seats are taken to be free.
         """
-        dealt = seating.deal([request.id for request in self.pending], members, seats)
+        taken = Counter(request.gpu for request in self.running.values()) if beside else None
+        dealt = seating.deal([request.id for request in self.pending], members, seats, taken)
         chosen = [request for request, _ in zip(self.pending, dealt, strict=False)]
         for request, gpu in zip(chosen, dealt, strict=True):
             request.gpu = gpu
@@ -149,14 +151,14 @@ class Requests:
         )
         self._give(request, output)
 
-    def refuse_running(self, reason: str) -> None:
-        """End all that run with an error."""
-        for request in list(self.running.values()):
+    def refuse_lost(self, held: Collection[int], reason: str) -> None:
+        """End running requests with an error, except those of these numbers, which ranks hold."""
+        for request in [request for request in self.running.values() if request.id not in held]:
             self._refuse(request, reason)
 
     def refuse_all(self, others: Sequence[RankRequest], reason: str) -> None:
         """End all that run and wait with an error, and others that were not admitted."""
-        self.refuse_running(reason)
+        self.refuse_lost((), reason)
         for request in (*self.pending, *others):
             self._refuse(request, reason)
         self.pending.clear()
