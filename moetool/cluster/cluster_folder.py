@@ -4,10 +4,13 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from moetool.errors import MismatchError, UsageError
 from moetool.json_files import read_json
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+_TOKEN = re.compile(r"[0-9a-f]{64}")
 
 
 class ClusterFolder:
@@ -36,7 +40,8 @@ class ClusterFolder:
     Effects: makes the folder, and holds its lock until `close`.
 
     Raises:
-        UsageError: another head has it, or the name is none for a folder.
+        UsageError: another head has it, it is not this user's alone, or the name is none for a folder.
+        MismatchError: its content is damaged.
     """
 
     def __init__(self, name: str, above: Path | None = None) -> None:
@@ -57,11 +62,16 @@ class ClusterFolder:
                 f"cannot make the cluster's folder {self.path} ({error.strerror}); set XDG_CACHE_HOME to a folder of "
                 "yours"
             ) from None
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self._file = self.path / "cluster.json"
-        if not self._file.exists():
-            self._write({"token": secrets.token_hex(32), "settings": ""})
-        self.token = bytes.fromhex(self._read()["token"])
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            _require_own(self.path)
+            self._file = self.path / "cluster.json"
+            if not self._file.exists():
+                self._write({"token": secrets.token_hex(32), "settings": ""})
+            self.token = bytes.fromhex(self._read()["token"])
+        except BaseException:
+            self._held.close()
+            raise
 
     @property
     def peers_token(self) -> bytes:
@@ -79,14 +89,18 @@ class ClusterFolder:
 
     def living(self) -> dict[str, ProcessRecord]:
         """Processes that an earlier head has started and that serve, by server; the others are ended and forgotten."""
-        found = {}
+        kept = []
         for path in self._records():
             values = read_json(path, advice="remove it")
             try:
-                server, record = str(values.pop("server")), ProcessRecord(**values)
+                kept.append((path, str(values.pop("server")), ProcessRecord(**values)))
             except (KeyError, TypeError):
                 raise MismatchError(f"{path} is no record of a server's process; remove it") from None
-            if serves(record, self.token):
+        found = {}
+        with ThreadPoolExecutor(max(1, len(kept))) as pool:  # those that are slow, at once
+            answers = list(pool.map(lambda one: serves(one[2], self.token), kept))
+        for (path, server, record), is_serving in zip(kept, answers, strict=True):
+            if is_serving:
                 found[server] = record
             else:
                 if not record.machine:
@@ -131,10 +145,28 @@ class ClusterFolder:
     def _records(self) -> list[Path]:
         return sorted(self.path.glob(f"*{RECORD}"))
 
-    def _read(self) -> Any:
-        return read_json(self._file, advice=f"remove {self.path}")
+    def _read(self) -> dict[str, str]:
+        values = read_json(self._file, advice=f"remove {self.path}")
+        token, settings = values.get("token"), values.get("settings")
+        if not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(settings, str)):
+            raise MismatchError(f"{self._file} is damaged (it holds no token and settings); remove {self.path}")
+        return {"token": token, "settings": settings}
 
     def _write(self, values: dict[str, str]) -> None:
         with durable.staged_file(self._file) as partial:
             partial.touch(mode=0o600)
             partial.write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def _require_own(path: Path) -> None:
+    """Raises: UsageError: a folder is another user's, open to others, or none."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"{path} is no folder; remove it")
+    if found.st_uid != os.geteuid():
+        raise UsageError(f"{path} belongs to user {found.st_uid}, expected {os.geteuid()}; set XDG_CACHE_HOME")
+    if found.st_mode & 0o077:
+        raise UsageError(
+            f"{path} has mode {found.st_mode & 0o777:o}, expected 700: others may know its token; remove it, once no "
+            "server of it lives"
+        )

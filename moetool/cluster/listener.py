@@ -13,6 +13,8 @@ from moetool.errors import MoetoolError
 _LOG = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
+_STRANGERS = 64
+"""Connections that have not proved anything yet; the oldest makes room for the next."""
 
 
 class Acceptor:
@@ -22,7 +24,7 @@ class Acceptor:
         sock: bound and listening.
         serve: is given each connection; it ends when this returns or raises `LinkError`.
         limit_bytes: of a message.
-        most: connections at a time; others are closed at once.
+        most: connections at a time, beside those that have not proved anything yet; others are closed at once.
         rest_s: that `close` waits for calls under way, all together.
 
     Effects: owns the socket; starts a thread. `close` ends all of them.
@@ -44,6 +46,7 @@ class Acceptor:
         self.address = (str(host), int(port))
         self._lock = threading.Lock()
         self._open: dict[FrameConnection, threading.Thread] = {}
+        self._strangers: dict[FrameConnection, threading.Thread] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
         self._thread.start()
@@ -56,7 +59,7 @@ class Acceptor:
         self._sock.close()
         self._thread.join()
         with self._lock:
-            left = dict(self._open)
+            left = self._open | self._strangers
         for connection in left:
             connection.close()
         by = time.monotonic() + self._rest_s
@@ -81,24 +84,41 @@ class Acceptor:
     def _take(self, connection: FrameConnection) -> None:
         """Serve a connection on a thread of its own. Raises: RuntimeError: none can be started."""
         with self._lock:
-            if len(self._open) >= self._most or self._closed:
-                _LOG.warning("refused a peer on port %d: %d are connected", self.address[1], len(self._open))
+            if self._closed:
                 connection.close()
                 return
+            if len(self._strangers) >= _STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.close()
             thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
             thread.start()  # it waits for the lock before it takes itself off the list
-            self._open[connection] = thread
+            self._strangers[connection] = thread
 
     def _serve(self, connection: FrameConnection) -> None:
         try:
             connection.demand_proof(self._token, time.monotonic() + HANDSHAKE_S)
-            self._serve_peer(connection)
+            if self._admit(connection):
+                self._serve_peer(connection)
         except LinkError as error:  # the caller has gone, or was none, and knows
             _LOG.debug("a peer on port %d is gone: %s", self.address[1], error)
         finally:
             with self._lock:
                 self._open.pop(connection, None)
+                self._strangers.pop(connection, None)
             connection.close()
+
+    def _admit(self, connection: FrameConnection) -> bool:
+        """Count a connection whose caller knows the token among those that are open, if there is room."""
+        with self._lock:
+            thread = self._strangers.pop(connection, None)
+            if thread is None or self._closed:
+                return False
+            if len(self._open) >= self._most:
+                _LOG.warning("refused a peer on port %d: %d are connected", self.address[1], len(self._open))
+                return False
+            self._open[connection] = thread
+            return True
 
 
 def listen(host: str, port: int = 0) -> socket.socket:

@@ -18,7 +18,8 @@ _LOG = logging.getLogger(__name__)
 
 _NOTICE_S = 1.0
 """In which the end of a process is noticed, after a call of it has failed."""
-_HELLO_S = 2.0
+_HELLO_S = 20.0
+"""For a process to answer the next head: one that is busy or swapped out is not ended for it."""
 _REDIAL_S = 0.2
 
 

@@ -32,7 +32,7 @@ from moetool.errors import MoetoolError, UsageError, first_line
 _LOG = logging.getLogger(__name__)
 
 _FIRST_S = 60.0
-"""For the first head to come, at least."""
+"""For the first head to come."""
 _TICK_S = 0.2
 _END_S = 20.0
 """For a worker to close; then its process ends all the same."""
@@ -95,9 +95,9 @@ class WorkerProcess:
     def __init__(self, sock: Any, order: ProcessOrder) -> None:
         self._order = order
         self._lock = threading.Lock()
-        self._heads = 0
+        self._heads: set[FrameConnection] = set()
+        self._had_head = False
         self._alone_since = time.monotonic()
-        self._patience_s = max(order.orphan_s, _FIRST_S)
         self._worker: Any = None
         self._over = threading.Event()
         self._acceptor = Acceptor(sock, bytes.fromhex(order.token), self._serve, limit_bytes=MOST_BYTES)
@@ -105,9 +105,12 @@ class WorkerProcess:
     def run(self) -> None:
         """Serve until a head says so, or none has been there for too long."""
         while not self._over.wait(_TICK_S):
-            with self._lock:
-                alone_s = 0.0 if self._heads else time.monotonic() - self._alone_since
-            if alone_s > self._patience_s:
+            with self._lock:  # a call that hangs does not stand for a head that has gone
+                now, is_led = time.monotonic(), any(head.is_open for head in self._heads)
+                self._alone_since = now if is_led else self._alone_since
+                alone_s = 0.0 if is_led else now - self._alone_since
+                is_built = self._worker is not None
+            if alone_s > (self._order.orphan_s if is_built else 0.0 if self._had_head else _FIRST_S):
                 _LOG.warning("no head for %.0f s: the worker ends", alone_s)
                 self._close()
                 _forget(self._order.record)
@@ -116,8 +119,8 @@ class WorkerProcess:
 
     def _serve(self, connection: FrameConnection) -> None:
         with self._lock:
-            self._heads += 1
-            self._patience_s = self._order.orphan_s
+            self._heads.add(connection)
+            self._had_head = True
         try:
             while True:
                 message = receive_message(connection)
@@ -127,7 +130,7 @@ class WorkerProcess:
                     self._over.set()
         finally:
             with self._lock:
-                self._heads -= 1
+                self._heads.discard(connection)
                 self._alone_since = time.monotonic()
 
     def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.launch import Detached, Where, Workers
 from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
-from moetool.cluster.worker_process import ProcessRecord, control_token
+from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, control_token, start_process
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from tests.launched import build
 from tests.servers import PATIENCE_S, eventually
@@ -111,16 +111,21 @@ def _head(folder: Path, orphan_s: float, *, detached: bool = True) -> "subproces
         f"made = Workers(Where(count=2), build, [{{'name': 'a'}}, {{'name': 'b'}}], {NAMES}, detached={made}); "
         "[made.call(n, 'say', 'x') for n in range(2)]; print(made.pid(0), made.pid(1), flush=True); time.sleep(600)"
     )
+    return _process(program)
+
+
+def _process(program: str) -> "subprocess.Popen[str]":
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def _killed(head: "subprocess.Popen[str]") -> list[int]:
+def _killed(head: "subprocess.Popen[str]", after_s: float = 0.0) -> list[int]:
     """The workers of a head that has been killed since."""
     assert head.stdout is not None
     pids = [int(pid) for pid in head.stdout.readline().split()]
+    time.sleep(after_s)
     head.kill()
     head.communicate()
     return pids
@@ -190,6 +195,42 @@ def test_a_server_does_not_know_the_tokens_of_others(tmp_path: Path) -> None:
         link.call("say", ("x",), {}, PATIENCE_S)
     made.close()
     folder.close()
+
+
+def test_a_call_that_hangs_keeps_no_orphan_alive(tmp_path: Path) -> None:
+    program = (
+        "import os, threading, time; from pathlib import Path; "
+        "from moetool.cluster.cluster_folder import ClusterFolder; "
+        "from moetool.cluster.launch import Detached, Where, Workers; from tests.launched import build; "
+        f"detached = Detached(folder=ClusterFolder('c', Path({str(tmp_path)!r})), orphan_s=1.0); "
+        "made = Workers(Where(count=1), build, [{'name': 'a'}], ['first'], detached=detached); "
+        "made.call(0, 'say', 'x'); print(made.pid(0), flush=True); made.call(0, 'sleep', 600.0, timeout_s=600.0)"
+    )
+    (pid,) = _killed(_process(program), after_s=1.0)
+    eventually(lambda: not _lives(pid))
+
+
+def test_a_process_without_a_worker_waits_for_no_second_head(tmp_path: Path) -> None:
+    token = b"t" * 32
+    order = ProcessOrder(mark="m", token=control_token(token, "m").hex(), orphan_s=600.0)
+    record, popen = start_process(order)
+    assert not serves(record, token)
+    assert popen.wait(PATIENCE_S) == 0
+
+
+def test_a_folder_that_is_damaged_or_open_to_others_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.mkdir(mode=0o700)
+    for damage in ("{}", "[1]", '{"token": "xyz", "settings": ""}', '{"token": 7, "settings": ""}', '{"token": "'):
+        (path / "cluster.json").write_text(damage)
+        with pytest.raises(MismatchError, match=r"cluster\.json.*remove"):
+            ClusterFolder("c", tmp_path)
+    path.chmod(0o750)
+    with pytest.raises(UsageError, match="has mode 750, expected 700"):
+        ClusterFolder("c", tmp_path)
+    (path / "cluster.json").unlink()
+    path.chmod(0o700)
+    ClusterFolder("c", tmp_path).close()  # the lock is free again after each
 
 
 def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Calls between servers: who may call, what is refused, and that nobody waits for ever."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -93,6 +94,16 @@ def test_a_caller_for_whom_there_is_no_room_costs_only_that_caller(monkeypatch: 
             assert _is_closed(sock) and refused
         with _channel(listener) as channel:
             assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+
+
+def test_connections_that_prove_nothing_keep_no_peer_out() -> None:
+    with _listener() as listener, contextlib.ExitStack() as ends:
+        silent = [ends.enter_context(_raw(listener)) for _ in range(70)]
+        with _channel(listener) as channel:
+            assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+        for sock in silent[:6]:
+            assert len(sock.recv(1000, socket.MSG_WAITALL)) == len(HELLO) + 32  # and the end: it made room
+        assert silent[-1].recv(len(HELLO), socket.MSG_WAITALL) == HELLO
 
 
 def test_bytes_are_counted_each_way() -> None:
