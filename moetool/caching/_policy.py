@@ -142,11 +142,11 @@ class Policy:
         """The resident to give up for a demand load; never one of `locked`. It is given up: `removed` follows."""
         raise NotImplementedError
 
-    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         """The candidate to evict for a demand load, where each layer has its own slots.
 
         Args:
-            candidates: residents that may go; never empty.
+            candidates: residents that may go, layer by layer; never empty.
             residents: all of them.
         """
         return self.evict(set(residents).difference(candidates))
@@ -155,7 +155,7 @@ class Policy:
         """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""
         return self.evict(locked)
 
-    def evict_among_for_prefetch(self, key: int, candidates: Collection[int], residents: Collection[int]) -> int | None:
+    def evict_among_for_prefetch(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
         """Like `evict_for_prefetch`, where each layer has its own slots; arguments as for `evict_among`."""
         return self.evict_for_prefetch(key, set(residents).difference(candidates))
 

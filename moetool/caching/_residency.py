@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from moetool.cache_plan import PrefetchLimits
@@ -51,6 +52,9 @@ class Step(NamedTuple):
     key: int
     slot: int
     evicted: int = -1
+
+
+_step: Callable[[tuple[StepKind, int, int, int]], Step] = partial(tuple.__new__, Step)  # a third of Step()'s time
 
 
 @dataclass(slots=True)
@@ -162,6 +166,7 @@ class Residency:
         self._guaranteed = self._layer_slots = tuple(layer_slots)  # with every slot, and without those that are lent
         self._lent: list[int] = []
         self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without the pinned
+        self._beyond: set[int] = set()  # layers with more residents than their guarantee
         if capacity_bytes is None:
             self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
             places = policy.num_slots
@@ -230,7 +235,8 @@ class Residency:
         slot_of, policy, counts = self.slot_of, self.policy, self._counts
         hits: list[int] = []
         misses: list[int] = []
-        for key in self._own([base + expert for expert in event.needed]):
+        needed: Collection[int] = [base + expert for expert in event.needed]
+        for key in needed if self._devices == 1 else self._own(needed):
             (hits if key in slot_of else misses).append(key)
         for key in hits:
             if key in self._unused:
@@ -252,38 +258,40 @@ class Residency:
         to_compute = deque(hits)
         if self._pinned:
             hits = [key for key in hits if key not in self._pinned]
-        to_load = deque(self._own(policy.gate(event, hits, list(misses))))
-        beside: deque[int] = deque()
-        if len(to_load) != len(misses):
-            missing = set(misses)
-            beside = deque(key for key in to_load if key not in missing)
-            to_load = deque(key for key in to_load if key in missing)
-        if sorted(to_load) != misses:
-            raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
+        answered = self._own(policy.gate(event, hits, list(misses)))
+        to_load, beside = deque(answered), deque[int]()
+        if answered != misses:
+            if len(to_load) != len(misses):
+                missing = set(misses)
+                beside = deque(key for key in to_load if key not in missing)
+                to_load = deque(key for key in to_load if key in missing)
+            if sorted(to_load) != misses:
+                raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
         locked = set(hits)
         prefetches: deque[int] | None = None
         wanted: set[int] = set()
         while to_load or to_compute:
             while to_load and not (policy.in_order and to_compute):
-                if self._full_of(locked, event.layer, size):
-                    break  # of experts that wait to be computed
+                among = self._candidates(locked, event.layer) if self._layer_slots and self._room < size else None
+                if not among if among is not None else (len(locked) + 1) * size > self._capacity:
+                    break  # full of experts that wait to be computed
                 key = to_load.popleft()
                 evicted = -1
                 while self._room < size:
-                    evicted = self._victim(locked, event.layer)
+                    evicted = policy.evict(locked) if among is None else policy.evict_among(among, slot_of.keys())
                     self._give_up(evicted, locked)
                 slot = self._place(key, size, prefetched=False)
-                steps.append(Step(StepKind.LOAD, key, slot, evicted))
+                steps.append(_step((StepKind.LOAD, key, slot, evicted)))
                 locked.add(key)
                 to_compute.append(key)
             if beside and not to_load:
                 self._load_ahead(StepKind.LOAD, beside, locked, wanted, steps)
             key = to_compute.popleft()
-            steps.append(Step(StepKind.COMPUTE, key, slot_of[key]))
+            steps.append(_step((StepKind.COMPUTE, key, slot_of[key], -1)))
             locked.discard(key)
             if prefetches is None:
                 prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
-            if not to_load and not (beside and to_compute):
+            if prefetches and not to_load and not (beside and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         if prefetches is None:  # every expert is on the host or another device's
             prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
@@ -325,6 +333,7 @@ class Residency:
             if layer_slots:
                 self._resident_L[key // self._stride][key] = None
             policy.admit(key, key in self._unused)
+        self._beyond = {layer for layer, slots in enumerate(layer_slots) if len(self._resident_L[layer]) > slots}
 
     @property
     def lent(self) -> int:
@@ -410,24 +419,14 @@ class Residency:
             self._unused.add(key)
             self._counts.prefetch_loads += 1
 
-    def _full_of(self, locked: Collection[int], layer: int, size: int) -> bool:
-        """Whether nothing can go for another expert of the layer."""
-        if not self._layer_slots:
-            return (len(locked) + 1) * size > self._capacity
-        return self._room < size and not self._candidates(locked, layer)
-
-    def _victim(self, locked: Collection[int], layer: int) -> int:
-        if not self._layer_slots:
-            return self.policy.evict(locked)
-        return self.policy.evict_among(self._candidates(locked, layer), self.slot_of.keys())
-
     def _candidates(self, locked: Collection[int], layer: int) -> list[int]:
         """Residents that may go for an expert of `layer`: those of layers beyond their guarantee, or at it, its own."""
-        found: list[int] = []
-        for other, residents in enumerate(self._resident_L):
-            if len(residents) > self._layer_slots[other] - (other == layer):
-                found += [key for key in residents if key not in locked]
-        return found
+        own = self._resident_L[layer]
+        full = len(own) >= self._layer_slots[layer]
+        if not self._beyond:
+            return [key for key in own if key not in locked] if full else []
+        others = sorted(self._beyond | {layer}) if full else sorted(self._beyond)
+        return [key for other in others for key in self._resident_L[other] if key not in locked]
 
     def _renew_limits(self) -> None:
         """A forward begins: renew its bytes, and stop or try again by what became of the last prefetches."""
@@ -448,7 +447,11 @@ class Residency:
         slot = self._free.pop()  # that of the last one given up, if any was
         self.slot_of[key] = slot
         if self._layer_slots:
-            self._resident_L[key // self._stride][key] = None
+            layer = key // self._stride
+            residents = self._resident_L[layer]
+            residents[key] = None
+            if len(residents) > self._layer_slots[layer]:
+                self._beyond.add(layer)
         self.policy.admit(key, prefetched)
         return slot
 
@@ -457,7 +460,11 @@ class Residency:
             raise ValueError(f"{type(self.policy).__module__} evicted expert {key}, which is still needed")
         self._free.append(self.slot_of.pop(key))
         if self._layer_slots:
-            del self._resident_L[key // self._stride][key]
+            layer = key // self._stride
+            residents = self._resident_L[layer]
+            del residents[key]
+            if len(residents) <= self._layer_slots[layer]:
+                self._beyond.discard(layer)
         self._room += self._size_L[key // self._stride]
         if key in self._unused:
             self._unused.discard(key)

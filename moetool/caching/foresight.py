@@ -8,7 +8,7 @@ import numpy as np
 
 from moetool.caching import _policy as policy
 from moetool.errors import UsageError
-from moetool.learning.token_memory import TokenMemory, Walk
+from moetool.learning.token_memory import Batch, TokenMemory, Walk
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 NEARNESS = 0.3
@@ -68,17 +68,18 @@ class Policy(policy.Policy):
         self._resident_A = np.zeros(num, bool)
         self._value_A = np.zeros(num, np.float32)
         self._near_LL = _nearness(spec)
+        self._stride, self._num_layers = spec.num_experts, spec.num_layers
         self._layer = 0
         self._value_age = options.refresh  # events since all experts were valued
-        self._valued_L = [False] * spec.num_layers  # whose `_worth_A` is of this event
         self._worth_A = [0.0] * num  # value times nearness
+        self._valued: set[int] = set()  # layers whose `_worth_A` is of this event
         self._order: list[int] = []  # residents of least value, the next to go last
         self._ranked_M = np.zeros(_RANKED, np.int64)
-        self._unused_E = np.ones(spec.num_experts, np.float32)  # probability that the next layer does not use each
+        self._limit = 1 / (1 + options.waste)
         self._requests: dict[int, Walk] = {}
         self._heirless: dict[int, Walk] = {}  # of requests that are over, by their number
-        self._running: list[tuple[list[int], Walk]] = []  # with the rows of its tokens
-        self._path_TP = np.zeros((0, 0), np.int32)
+        self._rows: list[list[int]] = []  # of the tokens of each request of the forward
+        self._batch: Batch | None = None
         self._seen_layers = 0
 
     @classmethod
@@ -97,37 +98,27 @@ class Policy(policy.Policy):
         rows: dict[int, list[int]] = {}
         for row, request in enumerate(info.request_T):
             rows.setdefault(request, []).append(row)
-        self._running = [(rows_T, self._requests[request]) for request, rows_T in rows.items()]
-        for _, walk in self._running:
-            self.memory.begin(walk)
-        self._path_TP = np.full((len(info.request_T), self.memory.columns[-1]), -1, np.int32)
+        self._rows = list(rows.values())
+        self._batch = self.memory.begin([self._requests[request] for request in rows], self._rows)
         self._seen_layers = 0
         return ()
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        layer = self._layer = event.layer
-        base = layer * self.spec.num_experts
-        first, end = self.memory.columns[layer : layer + 2]
-        route_TK = np.array(event.experts_TK, np.int32)[:, : end - first] + np.int32(base)
-        self._path_TP[:, first : first + route_TK.shape[1]] = route_TK
-        used = route_TK[0] if len(route_TK) == 1 else np.array([base + expert for expert in event.needed], np.int32)
-        self.memory.use(layer, used)
-        for rows, walk in self._running:
-            self.memory.follow(walk, layer, route_TK[rows[-1]], settle=len(rows) == 1)
+        assert self._batch is not None
+        self._layer = event.layer
+        self.memory.observe(self._batch, event.layer, event.experts_TK)
         self._seen_layers += 1
-        self._valued_L = [False] * self.spec.num_layers
+        self._valued.clear()
         self._value_age += 1
         self._order = []
         return misses
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         coming = event.layer + 1
-        if not self.options.prefetch or coming == self.spec.num_layers:
+        if not self.options.prefetch or coming == self._num_layers:
             return ()
-        self._unused_E.fill(1)
-        for _, walk in self._running:
-            self.memory.leave_unused(walk, coming, self._unused_E)
-        return self.memory.likely(self._unused_E, coming, 1 / (1 + self.options.waste), self._resident_A)
+        assert self._batch is not None
+        return self.memory.expect(self._batch, coming, self._limit, self._resident_A)
 
     def admit(self, key: int, prefetched: bool) -> None:
         self._resident_A[key] = True
@@ -145,14 +136,15 @@ class Policy(policy.Policy):
         self._rank(locked)
         return self._order.pop()
 
-    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
-        first, last = min(candidates) // self.spec.num_experts, max(candidates) // self.spec.num_experts
-        if not all(self._valued_L[first : last + 1]):
-            start, stop = first * self.spec.num_experts, (last + 1) * self.spec.num_experts
-            self._value(start, stop)
-            near_A = np.repeat(self._near_LL[self._layer, first : last + 1], self.spec.num_experts)
-            self._worth_A[start:stop] = (self._value_A[start:stop] * near_A).tolist()
-            self._valued_L[first : last + 1] = [True] * (last + 1 - first)
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
+        first, last = candidates[0] // self._stride, candidates[-1] // self._stride
+        if first not in self._valued or not self._valued.issuperset(range(first + 1, last + 1)):
+            assert self._batch is not None
+            start, stop = first * self._stride, (last + 1) * self._stride
+            self.memory.value(self._batch, start, stop, self._value_A)
+            near_L1 = self._near_LL[self._layer, first : last + 1, None]
+            self._worth_A[start:stop] = (self._value_A[start:stop].reshape(-1, self._stride) * near_L1).ravel().tolist()
+            self._valued.update(range(first, last + 1))
         return min(candidates, key=self._worth_A.__getitem__)
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
@@ -162,19 +154,21 @@ class Policy(policy.Policy):
         self._order.append(victim)
         return None
 
-    def evict_among_for_prefetch(self, key: int, candidates: Collection[int], residents: Collection[int]) -> int | None:
+    def evict_among_for_prefetch(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
         victim = self.evict_among(candidates, residents)
         return victim if self._is_worth(key, victim) else None
 
     def end_forward(self, info: ForwardInfo) -> None:
-        for rows, walk in self._running:
-            if self._seen_layers < self.spec.num_layers:
+        assert self._batch is not None
+        path_TP, most = self._batch.path_TP, self.options.memory
+        for rows, walk in zip(self._rows, self._batch.walks, strict=True):
+            if self._seen_layers < self._num_layers:
                 self.memory.clear(walk)
                 continue
-            if len(rows) > self.options.memory:
+            if len(rows) > most:
                 self.memory.break_off(walk)
-            for row in rows[-self.options.memory :]:
-                self.memory.store(walk, self._path_TP[row])
+            for row in rows[-most:]:
+                self.memory.store(walk, path_TP[row])
 
     def state(self) -> dict[str, np.ndarray]:
         return self.memory.state()
@@ -186,21 +180,17 @@ class Policy(policy.Policy):
         self.memory.restore(state)
 
     def _is_worth(self, key: int, victim: int) -> bool:
-        chance = 1 - float(self._unused_E[key % self.spec.num_experts])
-        layer, expert = divmod(victim, self.spec.num_experts)
+        layer, expert = divmod(victim, self._stride)
+        unused = self.memory.unused_E.item(key % self._stride)
         value = float(self._value_A[victim] * self._near_LL[self._layer, layer])
-        needed = 1 - float(self._unused_E[expert]) if layer == self._layer + 1 else 0.0
-        return chance * (1 - needed) > (1 - chance) * (self.options.waste + value)
-
-    def _value(self, start: int, stop: int) -> None:
-        self._value_A[start:stop] = 0
-        for _, walk in self._running:
-            self.memory.raise_values(walk, start, stop, self._value_A)
+        needed = 1 - self.memory.unused_E.item(expert) if layer == self._layer + 1 else 0.0
+        return (1 - unused) * (1 - needed) > unused * (self.options.waste + value)
 
     def _rank(self, locked: Collection[int]) -> None:
         """Find the residents that go next, `locked` ones aside."""
         if self._value_age >= self.options.refresh:
-            self._value(0, len(self._value_A))
+            assert self._batch is not None
+            self.memory.value_all(self._batch, self._value_A)
             self._value_age = 0
         near_L = self._near_LL[self._layer]
         held = list(locked)

@@ -52,6 +52,6 @@ class Policy(policy.Policy):
     def evict(self, locked: Collection[int]) -> int:
         return next(key for key in chain(self._stale, self._fresh) if key not in locked)
 
-    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         among = set(candidates)
         return next(key for key in chain(self._stale, self._fresh) if key in among)

@@ -47,7 +47,7 @@ class Policy(policy.Policy):
         order = np.argsort(self._scores(keys), kind="stable") if locked else [np.argmin(self._scores(keys))]
         return next(int(keys[i]) for i in order if int(keys[i]) not in locked)
 
-    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         keys = np.fromiter(candidates, np.int64, len(candidates))
         return int(keys[np.argmin(self._scores(keys))])
 

@@ -69,7 +69,7 @@ class Policy(policy.Policy):
                     heappush(heap, entry)
                 return key
 
-    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         return min(candidates, key=lambda key: self._uses.get(key, (0, 0)))
 
     def _use(self, key: int) -> None:

@@ -41,5 +41,5 @@ class Policy(policy.Policy):
     def evict(self, locked: Collection[int]) -> int:
         return next(key for key in self._order if key not in locked)
 
-    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         return min(candidates, key=self._order.__getitem__)

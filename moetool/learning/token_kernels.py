@@ -81,29 +81,38 @@ def store(path_P, item, last, path_NP, uses_AN, soon_NA, before_N, after_N):  # 
 
 
 @_compiled
-def nearest(now_N, count, weight_W, item_M, weight_M):  # type: ignore[no-untyped-def]
-    """The most similar stored tokens, at most M; of equals those in later places. Answers their number."""
+def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no-untyped-def]
+    """The most similar stored tokens, at most M; of equals those in later places.
+
+    `bound`: all that are chosen are known to share at least so much. Answers their number, and the least that they
+    share where there are M, else 0.
+    """
     best = 0
     for item in range(count):
         best = max(best, now_N[item])
-    least = max(best - len(weight_W) + 1, 0)
-    number_W = np.zeros(best - least + 1, np.int64)
+    least = max(best - len(weight_D) + 1, bound, 0)
+    number_D = np.zeros(best - least + 1, np.int32)
     for item in range(count):
         if now_N[item] >= least:
-            number_W[best - now_N[item]] += 1
+            number_D[best - now_N[item]] += 1
     cut, room = 0, len(item_M)
-    while cut < len(number_W) and number_W[cut] <= room:
-        room -= number_W[cut]
+    while cut < len(number_D) and number_D[cut] <= room:
+        room -= number_D[cut]
         cut += 1
+    full = cut < len(number_D)
+    last = best - cut if full and room > 0 else best - cut + 1  # the least that some of the chosen share
     found = 0
     for item in range(count - 1, -1, -1):
+        if now_N[item] < last:
+            continue
         less = best - now_N[item]
-        if less < cut or (less == cut and room > 0 and less < len(number_W)):
-            if less == cut:
-                room -= 1
-            item_M[found], weight_M[found] = item, weight_W[less]
-            found += 1
-    return found
+        if less == cut:
+            if room == 0:
+                continue
+            room -= 1
+        item_M[found], weight_M[found] = item, weight_D[less]
+        found += 1
+    return found, best - cut if full else 0
 
 
 @_compiled
@@ -113,10 +122,22 @@ def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore
     sum_A = np.zeros(stop - start, np.float32)
     total = prior
     for number in range(found):
-        weight = weight_M[number]
-        total += weight
-        weight /= np.float32(255)
-        soon_A = soon_NA[item_M[number], start:stop]
+        total += weight_M[number]
+    byte = np.float32(255)
+    number, whole = 0, found - found % 4
+    while number < whole:  # four rows a pass over the sums; each place still adds them one after the other
+        one, two, three, four = weight_M[number : number + 4] / byte
+        one_A, two_A = soon_NA[item_M[number], start:stop], soon_NA[item_M[number + 1], start:stop]
+        three_A, four_A = soon_NA[item_M[number + 2], start:stop], soon_NA[item_M[number + 3], start:stop]
+        for place in range(len(sum_A)):
+            more = sum_A[place] + one * one_A[place]
+            more = more + two * two_A[place]
+            more = more + three * three_A[place]
+            sum_A[place] = more + four * four_A[place]
+        number += 4
+    for rest in range(whole, found):
+        weight = weight_M[rest] / byte
+        soon_A = soon_NA[item_M[rest], start:stop]
         for place in range(len(sum_A)):
             sum_A[place] += weight * soon_A[place]
     for place in range(len(sum_A)):
@@ -160,38 +181,124 @@ def likely(unused_E, resident_A, base, limit, key_E):  # type: ignore[no-untyped
 
 
 @_compiled
-def note_use(keys, start, stop, keep, scale, use_A, mean_A):  # type: ignore[no-untyped-def]
-    """A forward has used `keys` of the layer between `start` and `stop`: let its past use fade, and scale it."""
-    for key in range(start, stop):
-        use_A[key] *= keep
-    for key in keys:
-        use_A[key] += 1 - keep
-    for key in range(start, stop):
-        mean_A[key] = use_A[key] * scale
+def note_use(used_E, start, keep, scale, use_A, mean_A):  # type: ignore[no-untyped-def]
+    """A forward has used the experts `used_E` of the layer from `start` on: let its past use fade, and scale it."""
+    for expert in range(len(used_E)):
+        use = use_A[start + expert] * keep
+        if used_E[expert]:
+            use += 1 - keep
+        use_A[start + expert] = use
+        mean_A[start + expert] = use_A[start + expert] * scale
+
+
+@_compiled
+def observe(route_TK, layer, columns, batch, past, walks, stored, weight_D):  # type: ignore[no-untyped-def]
+    """A layer's router has chosen `route_TK` for the tokens of a forward: all that follows for its requests R.
+
+    Args:
+        columns: first and end of the layer in the paths.
+        batch: for each request the place of its walk, the row of its last token and its place in the memory (-1: not
+            the one after it); the paths of the tokens.
+        past: share of past use that is left, scale, and past use as it is and scaled.
+        walks: `shared_WLN`, `now_WN`, the least that the similar tokens shared after the last layer (0: not known),
+            and the most similar tokens, their weights and number.
+        stored: tokens in the memory, and its arrays as for `follow`.
+        weight_D: weight of a token by what it shares less than the best.
+    """
+    place_R, tail_R, last_R, path_TP = batch
+    keep, scale, use_A, mean_A = past
+    shared_WLN, now_WN, least_W, item_WM, near_WM, found_W = walks
+    count, arrays = stored
+    stride = len(use_A) // shared_WLN.shape[1]
+    base, first = layer * stride, columns[0]
+    width = min(columns[1] - first, route_TK.shape[1])
+    used_E = np.zeros(stride, np.bool_)
+    for token in range(len(route_TK)):
+        for choice in range(width):
+            used_E[route_TK[token, choice]] = True
+            path_TP[token, first + choice] = base + route_TK[token, choice]
+    note_use(used_E, base, keep, scale, use_A, mean_A)
+    for number in range(len(place_R)):
+        walk = place_R[number]
+        keys = path_TP[tail_R[number], first : first + width]
+        follow(keys, shared_WLN[walk, layer], now_WN[walk], count, last_R[number], arrays)
+        bound = least_W[walk] - width  # a layer takes and gives no more
+        found_W[walk], least_W[walk] = nearest(now_WN[walk], count, bound, weight_D, item_WM[walk], near_WM[walk])
+
+
+@_compiled
+def value(place_R, walks, tokens, start, stop, value_A):  # type: ignore[no-untyped-def]
+    """The highest value that a request gives to each expert between `start` and `stop`.
+
+    `walks`: the most similar tokens, their weights and number; `tokens`: `soon_NA`, past use, and its weight.
+    """
+    item_WM, near_WM, found_W = walks
+    soon_NA, mean_A, prior = tokens
+    value_A[start:stop] = 0
+    for walk in place_R:
+        similar = (item_WM[walk], near_WM[walk], found_W[walk])
+        weigh(similar, soon_NA, mean_A, prior, start, stop, value_A)
+
+
+@_compiled
+def merge(place_R, value_WA, value_A):  # type: ignore[no-untyped-def]
+    """The highest of the values that these walks had when they were asked last."""
+    value_A[:] = value_WA[place_R[0]]
+    for walk in place_R[1:]:
+        row_A = value_WA[walk]
+        for key in range(len(value_A)):
+            value_A[key] = max(value_A[key], row_A[key])
+
+
+@_compiled
+def expect(place_R, walks, tokens, columns, base, wanted, unused_E, key_E):  # type: ignore[no-untyped-def]
+    """Probability that no request's token uses each expert of a layer, and the absent ones that are likely to be used.
+
+    Arguments as for `leave_unused`, `value` and `likely`; `wanted`: `resident_A` and `limit`.
+    """
+    item_WM, near_WM, found_W = walks
+    path_NP, mean_A, prior = tokens
+    resident_A, limit = wanted
+    unused_E[:] = 1
+    for walk in place_R:
+        similar = (item_WM[walk], near_WM[walk], found_W[walk])
+        leave_unused(similar, path_NP, columns, mean_A, prior, base, unused_E)
+    return likely(unused_E, resident_A, base, limit, key_E)
 
 
 @_compiled
 def least_valued(value_A, near_L, stride, resident_A, key_M):  # type: ignore[no-untyped-def]
     """The residents of least value times nearness of their layer, the least last, at most M. Answers their number."""
-    worth_M = np.empty(len(key_M), np.float32)
+    worth_E = np.empty(stride, np.float32)
+    order_E = worth_E.view(np.int32)  # of numbers not below 0, these have the same order, and are compared faster
+    worth_M = np.empty(len(key_M), np.int32)
+    never_1 = np.full(1, np.inf, np.float32)
+    never = never_1.view(np.int32)[0]
     found = 0
     for layer in range(len(near_L)):
-        near = near_L[layer]
-        for key in range(layer * stride, (layer + 1) * stride):
-            if not resident_A[key]:
+        near, base = near_L[layer], layer * stride
+        for expert in range(stride):
+            worth = value_A[base + expert] * near
+            worth_E[expert] = worth if resident_A[base + expert] else never_1[0]
+        bound = worth_M[0] if found == len(key_M) else never
+        least = never
+        for expert in range(stride):
+            least = min(least, order_E[expert])
+        if least >= bound:
+            continue
+        for expert in range(stride):
+            worth = order_E[expert]
+            if worth >= bound:
                 continue
-            worth = value_A[key] * near
-            if found == len(key_M):
-                if worth >= worth_M[0]:
-                    continue
-                place = 0
-            else:
+            if found < len(key_M):
                 for other in range(found, 0, -1):
                     key_M[other], worth_M[other] = key_M[other - 1], worth_M[other - 1]
-                place = 0
                 found += 1
+            place = 0
             while place + 1 < found and worth < worth_M[place + 1]:
                 key_M[place], worth_M[place] = key_M[place + 1], worth_M[place + 1]
                 place += 1
-            key_M[place], worth_M[place] = key, worth
+            key_M[place], worth_M[place] = base + expert, worth
+            if found == len(key_M):
+                bound = worth_M[0]
     return found

@@ -7,11 +7,13 @@ mean, by weights that fall with the difference in similarity, is shrunk to past 
 
 Shapes:
     A  experts of the model, L * E, by key     N  stored tokens     P  sum of top-k over the layers     L  layers
+    W  walks     R  requests of a forward     M  most similar tokens that are asked
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -27,27 +29,42 @@ PRIOR = np.float32(3)
 RECALL = 0.9
 """Share of past use that is left after a forward."""
 _LEAST_WEIGHT = 1e-3
+_VALUED = 2
+"""Requests that are asked anew at a valuation of all experts, so that its time does not grow with a batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Walk:
-    """Similarity of one request's window to each stored token.
+    """Place of one request's window among the arrays of a memory.
 
     Attributes:
-        shared_LN: uint8, experts of each layer that its last token there shares with each.
-        now_N, old_N: int32, sums over the window, of this token and of the last one.
+        place: W.
         last, serial: place of its last token in the memory (-1: none), and its number.
-        similar_M, weight_M, found: the most similar tokens with their weights, and how many there are.
+        valued: number of the valuation that asked for its values last (-1: none).
     """
 
-    shared_LN: np.ndarray
-    now_N: np.ndarray
-    old_N: np.ndarray
-    similar_M: np.ndarray
-    weight_M: np.ndarray
+    place: int
     last: int = -1
     serial: int = -1
-    found: int = -1
+    valued: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Tokens of a forward, for the compiled loops.
+
+    Attributes:
+        walks: of its requests, R.
+        place_R, tail_R, last_R: places of their walks, the row of the last token of each, and the place of the stored
+            token that this one follows (-1: none, or several tokens at once). int64.
+        path_TP: int32, keys of the experts chosen so far (-1: not yet).
+    """
+
+    walks: Sequence[Walk]
+    place_R: np.ndarray
+    tail_R: np.ndarray
+    last_R: np.ndarray
+    path_TP: np.ndarray
 
 
 class TokenMemory:
@@ -60,6 +77,9 @@ class TokenMemory:
 
     Attributes:
         use_A: decayed share of the forwards that used each expert.
+        unused_E: probability that no request uses each expert of the layer that `expect` was asked for last.
+        shared_WLN: uint8, experts of each layer that the last token of a walk there shares with each stored token.
+        now_WN, old_WN: int32, sums over the window, of this token and of the last one.
     """
 
     def __init__(
@@ -74,7 +94,7 @@ class TokenMemory:
 
         self._kernels = token_kernels
         self.spec, self._size = spec, size
-        self._neighbours = neighbours
+        self._neighbours, self._stride = neighbours, spec.num_experts
         self.columns = list(itertools.accumulate(spec.top_k_L, initial=0))
         self._fixed = 0 if fixed is None else len(fixed[0])
         num_places, num = self._fixed + size, spec.num_layers * spec.num_experts
@@ -83,69 +103,107 @@ class TokenMemory:
         self._soon_NA = np.zeros((num_places, num), np.uint8)
         self._before_N, self._after_N = (np.full(num_places, -1, np.int32) for _ in range(2))
         self._stored = 0  # beside the fixed ones, overwritten ones included
+        self._count = self._fixed  # tokens that there are
         self._worth_D = np.rint(255 * DISCOUNT ** np.arange(HORIZON)).astype(np.uint8)
+        self._arrays = (self._uses_AN, self._before_N, self._soon_NA, self._worth_D)
         scale = SHARPNESS / self.columns[-1]
         width = int(-np.log(_LEAST_WEIGHT) / scale) + 1
-        self._weight_W = np.exp(-scale * np.arange(width)).astype(np.float32)
+        self._weight_D = np.exp(-scale * np.arange(width)).astype(np.float32)
         self._use_A = np.zeros(num, np.float32)
         self._passed_L = [0] * spec.num_layers  # forwards
         self.use_A = np.zeros(num, np.float32)
         self._key_E = np.zeros(spec.num_experts, np.int64)
+        self.unused_E = np.ones(spec.num_experts, np.float32)
+        self._num_walks = 0
+        self._value_WA = np.zeros((0, num), np.float32)
+        self._valuations = 0
+        self._make_walks(1)
         if fixed is not None:
             for item, (path_P, before) in enumerate(zip(*fixed, strict=True)):
                 self._put(path_P, item, int(before))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
+
     def walk(self) -> Walk:
         """A request without a past."""
-        places = len(self._path_NP)
-        return Walk(
-            shared_LN=np.zeros((self.spec.num_layers, places), np.uint8),
-            now_N=np.zeros(places, np.int32),
-            old_N=np.zeros(places, np.int32),
-            similar_M=np.zeros(self._neighbours, np.int32),
-            weight_M=np.zeros(self._neighbours, np.float32),
+        if self._num_walks == len(self.now_WN):
+            self._make_walks(2 * self._num_walks)
+        self._num_walks += 1
+        return Walk(place=self._num_walks - 1)
+
+    def begin(self, walks: Sequence[Walk], rows: Sequence[Sequence[int]]) -> Batch:
+        """A forward with the next tokens of these requests begins; `rows` are those of each."""
+        places = [walk.place for walk in walks]
+        for place in places:
+            self.old_WN[place, : self._count] = self.now_WN[place, : self._count]
+            self._kernels.begin(self._before_N, self.old_WN[place], self.now_WN[place], self._count)
+            self._least_W[place] = 0
+        lasts = [self._last(walk) if len(mine) == 1 else -1 for walk, mine in zip(walks, rows, strict=True)]
+        return Batch(
+            walks=walks,
+            place_R=np.array(places),
+            tail_R=np.array([mine[-1] for mine in rows]),
+            last_R=np.array(lasts),
+            path_TP=np.full((sum(map(len, rows)), self.columns[-1]), -1, np.int32),
         )
 
-    def begin(self, walk: Walk) -> None:
-        """A token of the request begins."""
-        walk.now_N, walk.old_N = walk.old_N, walk.now_N
-        walk.found = -1
-        self._kernels.begin(self._before_N, walk.old_N, walk.now_N, self._count)
-
-    def use(self, layer: int, keys: np.ndarray) -> None:
-        """A forward has used `keys` of a layer, each named once."""
-        start = layer * self.spec.num_experts
+    def observe(self, batch: Batch, layer: int, experts_TK: Sequence[Sequence[int]]) -> None:
+        """A layer's router has chosen these experts for the tokens of the forward."""
         self._passed_L[layer] += 1
         scale = 1 / (1 - RECALL ** self._passed_L[layer])
-        self._kernels.note_use(keys, start, start + self.spec.num_experts, RECALL, scale, self._use_A, self.use_A)
+        self._kernels.observe(
+            np.array(experts_TK, np.int32),
+            layer,
+            (self.columns[layer], self.columns[layer + 1]),
+            (batch.place_R, batch.tail_R, batch.last_R, batch.path_TP),
+            (RECALL, scale, self._use_A, self.use_A),
+            (self.shared_WLN, self.now_WN, self._least_W, *self._similar),
+            (self._count, self._arrays),
+            self._weight_D,
+        )
 
-    def follow(self, walk: Walk, layer: int, keys: np.ndarray, *, settle: bool) -> None:
-        """The request's token has chosen `keys` in a layer; `settle`: it is the one after the last stored."""
-        walk.found = -1
-        last = self._last(walk) if settle else -1
-        stored = (self._uses_AN, self._before_N, self._soon_NA, self._worth_D)
-        self._kernels.follow(keys, walk.shared_LN[layer], walk.now_N, self._count, last, stored)
+    def value(self, batch: Batch, start: int, stop: int, value_A: np.ndarray) -> None:
+        """Set `value_A` from key `start` to before `stop` to how soon a request needs each expert: 0 to 1."""
+        tokens = (self._soon_NA, self.use_A, PRIOR)
+        self._kernels.value(batch.place_R, self._similar, tokens, start, stop, value_A)
 
-    def raise_values(self, walk: Walk, start: int, stop: int, value_A: np.ndarray) -> None:
-        """Raise `value_A` from key `start` to before `stop` to how soon the request needs each expert: 0 to 1."""
-        similar = self._similar(walk)
-        self._kernels.weigh(similar, self._soon_NA, self.use_A, PRIOR, start, stop, value_A)
+    def value_all(self, batch: Batch, value_A: np.ndarray) -> None:
+        """As `value` for all experts; of many requests, those that were asked longest ago are asked anew."""
+        if len(batch.walks) == 1:
+            self.value(batch, 0, len(value_A), value_A)
+            return
+        if len(self._value_WA) < len(self.now_WN):
+            self._value_WA = np.zeros((len(self.now_WN), len(value_A)), np.float32)
+            for walk in batch.walks:
+                walk.valued = -1
+        self._valuations += 1
+        tokens = (self._soon_NA, self.use_A, PRIOR)
+        for walk in sorted(batch.walks, key=attrgetter("valued"))[:_VALUED]:
+            walk.valued = self._valuations
+            place_1 = np.array([walk.place])
+            self._kernels.value(place_1, self._similar, tokens, 0, len(value_A), self._value_WA[walk.place])
+        self._kernels.merge(batch.place_R, self._value_WA, value_A)
 
     def least_valued(self, value_A: np.ndarray, near_L: np.ndarray, resident_A: np.ndarray, key_M: np.ndarray) -> int:
         """Put the keys of the residents of least value times nearness into `key_M`, the least last; their number."""
-        found: int = self._kernels.least_valued(value_A, near_L, self.spec.num_experts, resident_A, key_M)
+        found: int = self._kernels.least_valued(value_A, near_L, self._stride, resident_A, key_M)
         return found
 
-    def leave_unused(self, walk: Walk, layer: int, unused_E: np.ndarray) -> None:
-        """Multiply `unused_E` by the probability that the request's token does not use each expert of a layer."""
-        columns = (self.columns[layer], self.columns[layer + 1])
-        base = layer * self.spec.num_experts
-        self._kernels.leave_unused(self._similar(walk), self._path_NP, columns, self.use_A, PRIOR, base, unused_E)
-
-    def likely(self, unused_E: np.ndarray, layer: int, limit: float, resident_A: np.ndarray) -> list[int]:
-        """Keys of the absent experts of a layer that stay unused with less than `limit`, the likeliest first."""
-        base = layer * self.spec.num_experts
-        found: int = self._kernels.likely(unused_E, resident_A, base, np.float32(limit), self._key_E)
+    def expect(self, batch: Batch, layer: int, limit: float, resident_A: np.ndarray) -> list[int]:
+        """Set `unused_E`; answers the layer's absent experts that it gives less than `limit`, the likeliest first."""
+        found: int = self._kernels.expect(
+            batch.place_R,
+            self._similar,
+            (self._path_NP, self.use_A, PRIOR),
+            (self.columns[layer], self.columns[layer + 1]),
+            layer * self._stride,
+            (resident_A, np.float32(limit)),
+            self.unused_E,
+            self._key_E,
+        )
         keys: list[int] = self._key_E[:found].tolist()
         return keys
 
@@ -155,6 +213,7 @@ class TokenMemory:
         walk.last, walk.serial = self._fixed + self._stored % self._size, self._stored
         self._put(path_P, walk.last, -1 if last == walk.last else last)
         self._stored += 1
+        self._count = self._fixed + min(self._stored, self._size)
 
     def break_off(self, walk: Walk) -> None:
         """The next token that is stored follows none."""
@@ -163,9 +222,8 @@ class TokenMemory:
     def clear(self, walk: Walk) -> None:
         """Begin the request's window anew: its last token has routes in some layers only."""
         self.break_off(walk)
-        walk.found = -1
-        for array in (walk.shared_LN, walk.now_N, walk.old_N):
-            array[:] = 0
+        for array in (self.shared_WLN, self.now_WN, self.old_WN):
+            array[walk.place] = 0
 
     def state(self) -> dict[str, np.ndarray]:
         """The stored tokens in order, the row of the one before each, and past use."""
@@ -213,21 +271,25 @@ class TokenMemory:
                 path_RP[row].astype(np.int32), self._fixed + row - start, self._fixed + before if before >= 0 else -1
             )
         self._stored = len(rows) - start
+        self._count = self._fixed + self._stored
         self._use_A[:] = state["past_use_A"]
         self._passed_L = state["passed_L"].tolist()
         scale_L = 1 - RECALL ** np.maximum(state["passed_L"], 1)
         self.use_A[:] = self._use_A / np.repeat(scale_L, self.spec.num_experts)
 
-    @property
-    def _count(self) -> int:
-        return self._fixed + min(self._stored, self._size)
-
-    def _similar(self, walk: Walk) -> tuple[np.ndarray, np.ndarray, int]:
-        """Places and weights of the most similar tokens, and their number."""
-        if walk.found < 0:
-            arrays = (self._weight_W, walk.similar_M, walk.weight_M)
-            walk.found = self._kernels.nearest(walk.now_N, self._count, *arrays)
-        return walk.similar_M, walk.weight_M, walk.found
+    def _make_walks(self, number: int) -> None:
+        """Room for so many walks; those that there are stay."""
+        places, rows = len(self._path_NP), self._num_walks
+        old = None if not rows else (self.shared_WLN, self.now_WN, self.old_WN)
+        self.shared_WLN = np.zeros((number, self.spec.num_layers, places), np.uint8)
+        self.now_WN, self.old_WN = (np.zeros((number, places), np.int32) for _ in range(2))
+        if old is not None:
+            for mine, given in zip((self.shared_WLN, self.now_WN, self.old_WN), old, strict=True):
+                mine[:rows] = given
+        item_WM = np.zeros((number, self._neighbours), np.int32)
+        weight_WM = np.zeros((number, self._neighbours), np.float32)
+        self._similar = (item_WM, weight_WM, np.zeros(number, np.int64))
+        self._least_W = np.zeros(number, np.int64)
 
     def _last(self, walk: Walk) -> int:
         """Place of the request's last token, or -1 where another has taken it."""

@@ -13,7 +13,7 @@ from moetool.caching.foresight import Policy
 from moetool.errors import UsageError
 from moetool.learning import token_memory
 from moetool.learning.predictor import Predictor, build
-from moetool.learning.token_memory import TokenMemory
+from moetool.learning.token_memory import Batch, TokenMemory
 from moetool.learning.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec
@@ -132,19 +132,19 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_a_forward_that_breaks_off_leaves_a_window_that_adds_up() -> None:
     memory = TokenMemory(SPEC, 40, 8)
-    columns, window = memory.columns, memory.walk()
-    routes_TLK = walk(60) + np.arange(SPEC.num_layers)[:, None] * SPEC.num_experts
-    for number, route_LK in enumerate(routes_TLK.astype(np.int32)):
+    window = memory.walk()
+    for number, route_LK in enumerate(walk(60)):
         broken = number % 11 == 10
-        memory.begin(window)
+        batch = memory.begin([window], [[0]])
         for layer in range(2 if broken else SPEC.num_layers):
-            memory.follow(window, layer, route_LK[layer], settle=True)
+            memory.observe(batch, layer, [route_LK[layer].tolist()])
         if broken:
             memory.clear(window)
             continue
         stored = min(number - number // 11, 40)
-        assert (window.now_N == window.shared_LN.sum(0, dtype=np.int32))[:stored].all()
-        memory.store(window, route_LK.reshape(columns[-1]))
+        now_N, shared_LN = memory.now_WN[window.place], memory.shared_WLN[window.place]
+        assert (now_N == shared_LN.sum(0, dtype=np.int32))[:stored].all()
+        memory.store(window, batch.path_TP[0])
 
 
 def test_requests_share_forwards_and_forwards_may_break_off() -> None:
@@ -177,13 +177,12 @@ def test_values_are_those_of_the_formula(size: int) -> None:
     sets = [[set(keys) for keys in token] for token in key_TLK.tolist()]
     use_A = np.zeros(64)
     for t, key_LK in enumerate(key_TLK.astype(np.int32)):
-        memory.begin(window)
+        batch = memory.begin([window], [[0]])
         for layer, keys in enumerate(key_LK):
             span = slice(16 * layer, 16 * layer + 16)
             use_A[span] *= token_memory.RECALL
             use_A[keys] += 1 - token_memory.RECALL
-            memory.use(layer, keys)
-            memory.follow(window, layer, keys, settle=True)
+            memory.observe(batch, layer, [(keys - span.start).tolist()])
             first = max(0, t - size)
             shared = {
                 i: sum(len(sets[t][x] & sets[i][x]) for x in range(layer + 1))
@@ -199,8 +198,7 @@ def test_values_are_those_of_the_formula(size: int) -> None:
                     distance = next(passed, token_memory.HORIZON)
                     if distance < token_memory.HORIZON:
                         expected_E[expert] += weight * round(255 * token_memory.DISCOUNT**distance) / 255
-            value_A[span] = 0
-            memory.raise_values(window, span.start, span.stop, value_A)
+            memory.value(batch, span.start, span.stop, value_A)
             kept = [weight for weight in weights if weight >= 1e-3]
             np.testing.assert_allclose(value_A[span], expected_E / (sum(kept) + token_memory.PRIOR), atol=2e-3)
         memory.store(window, key_LK.ravel())
@@ -268,3 +266,69 @@ def test_the_order_in_which_requests_end_decides_nothing() -> None:
             residency.end_forward(info)
         kept.append(residency.counts)
     assert kept[0] == kept[1]
+
+
+def test_requests_of_a_batch_are_followed_as_if_each_were_alone() -> None:
+    """Windows, similar tokens and values of four requests side by side, and the highest value of each expert."""
+    routes_BTLK = np.stack([walk(30, seed=seed) for seed in range(4)])
+    together = TokenMemory(SPEC, 200, 8)
+    alone = together.walk()
+    for token_LK in walk(60, seed=9):  # a past that all share
+        batch = together.begin([alone], [[0]])
+        for layer in range(SPEC.num_layers):
+            together.observe(batch, layer, [token_LK[layer].tolist()])
+        together.store(alone, batch.path_TP[0])
+    walks = [together.walk() for _ in range(4)]
+    all_A, one_A = np.zeros(64, np.float32), np.zeros(64, np.float32)
+    for token in range(5):
+        batch = together.begin(walks, [[0], [1], [2], [3]])
+        for layer in range(SPEC.num_layers):
+            together.observe(batch, layer, routes_BTLK[:, token, layer].tolist())
+            together.value(batch, 0, 64, all_A)
+            expected_A = np.zeros(64, np.float32)
+            for number, window in enumerate(walks):
+                single = Batch(
+                    walks=[window],
+                    place_R=batch.place_R[number : number + 1],
+                    tail_R=batch.tail_R[number : number + 1],
+                    last_R=batch.last_R[number : number + 1],
+                    path_TP=batch.path_TP,
+                )
+                together.value(single, 0, 64, one_A)
+                expected_A = np.maximum(expected_A, one_A)
+                shared_N = together.now_WN[window.place][: 60 + 4 * token]
+                mine = {SPEC.expert_key(x, e) for x in range(layer + 1) for e in routes_BTLK[number, token, x].tolist()}
+                past_LK = routes_BTLK[number, token - 1]
+                before = {SPEC.expert_key(x, e) for x in range(layer + 1, 4) for e in past_LK[x].tolist()}
+                if not token:
+                    assert shared_N.tolist() == [
+                        len(mine & set(path_P.tolist())) for path_P in together.state()["path_RP"]
+                    ]
+                else:
+                    state = together.state()
+                    previous = [state["path_RP"][row] if row >= 0 else [] for row in state["before_R"].tolist()]
+                    assert shared_N.tolist() == [
+                        len(mine & set(now.tolist())) + len(before & set(map(int, last)))
+                        for now, last in zip(state["path_RP"], previous, strict=True)
+                    ]
+            np.testing.assert_array_equal(all_A, expected_A)
+        for number, window in enumerate(walks):
+            together.store(window, batch.path_TP[number])
+
+
+def test_values_of_a_batch_are_asked_in_turns() -> None:
+    """Each valuation asks a few requests anew; after enough of them, the values are those of all."""
+    memory = TokenMemory(SPEC, 200, 8)
+    walks = [memory.walk() for _ in range(5)]
+    for token_LK in walk(20):
+        batch = memory.begin(walks, [[row] for row in range(5)])
+        for layer in range(SPEC.num_layers):
+            memory.observe(batch, layer, [((token_LK[layer] + row) % 16).tolist() for row in range(5)])
+        for row, window in enumerate(walks):
+            memory.store(window, batch.path_TP[row])
+    all_A, turns_A = np.zeros(64, np.float32), np.zeros(64, np.float32)
+    memory.value(batch, 0, 64, all_A)
+    for _ in range(3):
+        memory.value_all(batch, turns_A)
+    np.testing.assert_array_equal(turns_A, all_A)
+    assert memory.num_bytes > 200 * 2 * 64
