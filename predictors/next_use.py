@@ -78,22 +78,30 @@ class Predictor(moetool.learning.predictor.Predictor):
 
     def validate(self) -> None:
         super().validate()
-        row_F = torch.arange(len(self.before_F))
+        kept, num_rows = self._kept, len(self.before_F)
+        path_FLK, before_F = self.path_FLK, self.before_F
         if not (
-            -1 <= self.path_FLK.min() <= self.path_FLK.max() < self.num_experts
-            and bool(((self.before_F >= -1) & (self.before_F < row_F)).all())
+            bool(((path_FLK[:kept] >= 0) & (path_FLK[:kept] < self.num_experts)).all())
+            and bool((path_FLK[kept:] == -1).all())
+            and bool(((before_F >= -1) & (before_F < torch.arange(num_rows))).all())
+            and bool((before_F[kept:] == -1).all())
         ):
-            raise ValueError("path_FLK or before_F has values out of range")
+            raise ValueError("path_FLK or before_F has values out of range, or rows without a token before the last")
+
+    @property
+    def _kept(self) -> int:
+        """Tokens; the rows after them are -1."""
+        return int((self.path_FLK[:, 0, 0] >= 0).sum())
 
     def routes(self) -> tuple[np.ndarray, np.ndarray]:
         """Return keys [F, L * K] of the stored tokens, and the row of the previous token, for a `TokenMemory`."""
-        kept = int((self.path_FLK[:, 0, 0] >= 0).sum())
+        kept = self._kept
         key_FLK = self.path_FLK[:kept].numpy() + np.arange(self.num_layers, dtype=np.int32)[:, None] * self.num_experts
         return key_FLK.reshape(kept, self.num_layers * self.top_k), self.before_F[:kept].numpy()
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         if self._uses_LFE is None:
-            kept = int((self.path_FLK[:, 0, 0] >= 0).sum())
+            kept = self._kept
             path_LFK = self.path_FLK[:kept].transpose(0, 1).long()
             self._uses_LFE = torch.zeros(*path_LFK.shape[:2], self.num_experts, dtype=torch.uint8).scatter_(
                 2, path_LFK, 1

@@ -333,7 +333,10 @@ class Residency:
             if layer_slots:
                 self._resident_L[key // self._stride][key] = None
             policy.admit(key, key in self._unused)
-        self._beyond = {layer for layer, slots in enumerate(layer_slots) if len(self._resident_L[layer]) > slots}
+        self._find_beyond()
+
+    def _find_beyond(self) -> None:
+        self._beyond = {layer for layer, slots in enumerate(self._layer_slots) if len(self._resident_L[layer]) > slots}
 
     @property
     def lent(self) -> int:
@@ -355,8 +358,11 @@ class Residency:
         self._room -= change
         if self._guaranteed:
             self._layer_slots = scaled_down(self.policy.spec, self._guaranteed, self._capacity)
+            self._find_beyond()
         while self._room < 0:
-            self._give_up(self._victim((), -1), ())
+            among = [key for layer in sorted(self._beyond) for key in self._resident_L[layer]]
+            policy, residents = self.policy, self.slot_of.keys()
+            self._give_up(policy.evict_among(among, residents) if self._guaranteed else policy.evict(()), ())
         for _ in range(-change):
             self._free.append(self._lent.pop())
         newly = [self._free.pop() for _ in range(change)]

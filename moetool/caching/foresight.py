@@ -8,7 +8,7 @@ import numpy as np
 
 from moetool.caching import _policy as policy
 from moetool.errors import UsageError
-from moetool.learning.token_memory import Batch, TokenMemory, Walk
+from moetool.learning.token_memory import TokenMemory, Walk, compile_loops
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 NEARNESS = 0.3
@@ -63,6 +63,7 @@ class Policy(policy.Policy):
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         fixed = predictor.routes() if predictor is not None and self.uses(predictor) else None
+        compile_loops()
         self.memory = TokenMemory(spec, options.memory, options.neighbours, fixed)
         num = spec.num_layers * spec.num_experts
         self._resident_A = np.zeros(num, bool)
@@ -79,7 +80,7 @@ class Policy(policy.Policy):
         self._requests: dict[int, Walk] = {}
         self._heirless: dict[int, Walk] = {}  # of requests that are over, by their number
         self._rows: list[list[int]] = []  # of the tokens of each request of the forward
-        self._batch: Batch | None = None
+        self._batch = self.memory.begin([], [])
         self._seen_layers = 0
 
     @classmethod
@@ -104,7 +105,6 @@ class Policy(policy.Policy):
         return ()
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        assert self._batch is not None
         self._layer = event.layer
         self.memory.observe(self._batch, event.layer, event.experts_TK)
         self._seen_layers += 1
@@ -117,7 +117,6 @@ class Policy(policy.Policy):
         coming = event.layer + 1
         if not self.options.prefetch or coming == self._num_layers:
             return ()
-        assert self._batch is not None
         return self.memory.expect(self._batch, coming, self._limit, self._resident_A)
 
     def admit(self, key: int, prefetched: bool) -> None:
@@ -139,7 +138,6 @@ class Policy(policy.Policy):
     def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         first, last = candidates[0] // self._stride, candidates[-1] // self._stride
         if first not in self._valued or not self._valued.issuperset(range(first + 1, last + 1)):
-            assert self._batch is not None
             start, stop = first * self._stride, (last + 1) * self._stride
             self.memory.value(self._batch, start, stop, self._value_A)
             near_L1 = self._near_LL[self._layer, first : last + 1, None]
@@ -159,7 +157,6 @@ class Policy(policy.Policy):
         return victim if self._is_worth(key, victim) else None
 
     def end_forward(self, info: ForwardInfo) -> None:
-        assert self._batch is not None
         path_TP, most = self._batch.path_TP, self.options.memory
         for rows, walk in zip(self._rows, self._batch.walks, strict=True):
             if self._seen_layers < self._num_layers:
@@ -189,7 +186,6 @@ class Policy(policy.Policy):
     def _rank(self, locked: Collection[int]) -> None:
         """Find the residents that go next, `locked` ones aside."""
         if self._value_age >= self.options.refresh:
-            assert self._batch is not None
             self.memory.value_all(self._batch, self._value_A)
             self._value_age = 0
         near_L = self._near_LL[self._layer]

@@ -13,10 +13,12 @@ Shapes:
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 
 import numpy as np
 
+from moetool.errors import MoetoolError, first_line
 from moetool.types import ModelSpec
 
 DISCOUNT = 0.85
@@ -50,7 +52,7 @@ class Walk:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class WalkBatch:
     """Tokens of a forward, for the compiled loops.
 
     Attributes:
@@ -117,6 +119,8 @@ class TokenMemory:
         self._num_walks = 0
         self._value_WA = np.zeros((0, num), np.float32)
         self._valuations = 0
+        self.shared_WLN = np.zeros((0, spec.num_layers, num_places), np.uint8)
+        self.now_WN, self.old_WN = np.zeros((0, num_places), np.int32), np.zeros((0, num_places), np.int32)
         self._make_walks(1)
         if fixed is not None:
             for item, (path_P, before) in enumerate(zip(*fixed, strict=True)):
@@ -134,7 +138,7 @@ class TokenMemory:
         self._num_walks += 1
         return Walk(place=self._num_walks - 1)
 
-    def begin(self, walks: Sequence[Walk], rows: Sequence[Sequence[int]]) -> Batch:
+    def begin(self, walks: Sequence[Walk], rows: Sequence[Sequence[int]]) -> WalkBatch:
         """A forward with the next tokens of these requests begins; `rows` are those of each."""
         places = [walk.place for walk in walks]
         for place in places:
@@ -142,15 +146,15 @@ class TokenMemory:
             self._kernels.begin(self._before_N, self.old_WN[place], self.now_WN[place], self._count)
             self._least_W[place] = 0
         lasts = [self._last(walk) if len(mine) == 1 else -1 for walk, mine in zip(walks, rows, strict=True)]
-        return Batch(
+        return WalkBatch(
             walks=walks,
-            place_R=np.array(places),
-            tail_R=np.array([mine[-1] for mine in rows]),
-            last_R=np.array(lasts),
+            place_R=np.array(places, np.int64),
+            tail_R=np.array([mine[-1] for mine in rows], np.int64),
+            last_R=np.array(lasts, np.int64),
             path_TP=np.full((sum(map(len, rows)), self.columns[-1]), -1, np.int32),
         )
 
-    def observe(self, batch: Batch, layer: int, experts_TK: Sequence[Sequence[int]]) -> None:
+    def observe(self, batch: WalkBatch, layer: int, experts_TK: Sequence[Sequence[int]]) -> None:
         """A layer's router has chosen these experts for the tokens of the forward."""
         self._passed_L[layer] += 1
         scale = 1 / (1 - RECALL ** self._passed_L[layer])
@@ -165,14 +169,14 @@ class TokenMemory:
             self._weight_D,
         )
 
-    def value(self, batch: Batch, start: int, stop: int, value_A: np.ndarray) -> None:
+    def value(self, batch: WalkBatch, start: int, stop: int, value_A: np.ndarray) -> None:
         """Set `value_A` from key `start` to before `stop` to how soon a request needs each expert: 0 to 1."""
         tokens = (self._soon_NA, self.use_A, PRIOR)
         self._kernels.value(batch.place_R, self._similar, tokens, start, stop, value_A)
 
-    def value_all(self, batch: Batch, value_A: np.ndarray) -> None:
+    def value_all(self, batch: WalkBatch, value_A: np.ndarray) -> None:
         """As `value` for all experts; of many requests, those that were asked longest ago are asked anew."""
-        if len(batch.walks) == 1:
+        if len(batch.walks) <= 1:
             self.value(batch, 0, len(value_A), value_A)
             return
         if len(self._value_WA) < len(self.now_WN):
@@ -192,7 +196,7 @@ class TokenMemory:
         found: int = self._kernels.least_valued(value_A, near_L, self._stride, resident_A, key_M)
         return found
 
-    def expect(self, batch: Batch, layer: int, limit: float, resident_A: np.ndarray) -> list[int]:
+    def expect(self, batch: WalkBatch, layer: int, limit: float, resident_A: np.ndarray) -> list[int]:
         """Set `unused_E`; answers the layer's absent experts that it gives less than `limit`, the likeliest first."""
         found: int = self._kernels.expect(
             batch.place_R,
@@ -280,12 +284,11 @@ class TokenMemory:
     def _make_walks(self, number: int) -> None:
         """Room for so many walks; those that there are stay."""
         places, rows = len(self._path_NP), self._num_walks
-        old = None if not rows else (self.shared_WLN, self.now_WN, self.old_WN)
+        shared_WLN, now_WN, old_WN = self.shared_WLN, self.now_WN, self.old_WN
         self.shared_WLN = np.zeros((number, self.spec.num_layers, places), np.uint8)
-        self.now_WN, self.old_WN = (np.zeros((number, places), np.int32) for _ in range(2))
-        if old is not None:
-            for mine, given in zip((self.shared_WLN, self.now_WN, self.old_WN), old, strict=True):
-                mine[:rows] = given
+        self.now_WN = np.zeros((number, places), np.int32)
+        self.old_WN = np.zeros((number, places), np.int32)
+        self.shared_WLN[:rows], self.now_WN[:rows], self.old_WN[:rows] = shared_WLN[:rows], now_WN[:rows], old_WN[:rows]
         item_WM = np.zeros((number, self._neighbours), np.int32)
         weight_WM = np.zeros((number, self._neighbours), np.float32)
         self._similar = (item_WM, weight_WM, np.zeros(number, np.int64))
@@ -301,3 +304,41 @@ class TokenMemory:
         self._kernels.store(
             path_P, item, last, self._path_NP, self._uses_AN, self._soon_NA, self._before_N, self._after_N
         )
+
+
+@cache
+def compile_loops() -> None:
+    """Have numba compile the loops of a memory, once in a process, so that no request waits for it.
+
+    Raises:
+        MoetoolError: numba is missing or fails.
+    """
+    spec = ModelSpec(
+        name="",
+        revision="",
+        layer_ids_L=(0, 1),
+        num_experts_L=(2, 2),
+        top_k_L=(1, 1),
+        has_logits_L=(False, False),
+        num_shared_experts=0,
+        num_groups=1,
+        hidden_size=1,
+        expert_bytes_L=(1, 1),
+        score_function="softmax",
+        renormalize=False,
+    )
+    try:
+        memory = TokenMemory(spec, 4, 2)
+        walks = [memory.walk(), memory.walk()]
+        near_L, resident_A, value_A = np.ones(2, np.float32), np.ones(4, bool), np.zeros(4, np.float32)
+        for _ in range(2):
+            batch = memory.begin(walks, [[0], [1]])
+            for layer in range(2):
+                memory.observe(batch, layer, [[0], [1]])
+                memory.value_all(batch, value_A)
+                memory.expect(batch, layer, 0.5, resident_A)
+                memory.least_valued(value_A, near_L, resident_A, np.zeros(1, np.int64))
+            for row, walk in enumerate(walks):
+                memory.store(walk, batch.path_TP[row])
+    except Exception as error:  # numba raises many kinds
+        raise MoetoolError(f"policy foresight needs numba, which fails here: {first_line(error)}") from error

@@ -92,7 +92,7 @@ class ServeOptions:
             it slots hold experts as stored, which are unpacked for each product.
         policy: options of the cache policy.
         pool: `one` for all layers, `layer` (each layer has as many slots as the others) or `mixed` (half of the slots
-            so); a plan's own where it has one and this is `one`.
+            so). None: the plan's form, else `one`.
         prefetch: limits of its prefetching; the plan's, or none, if not said.
         warm_start: keep residents and statistics in the user's cache folder and begin with them next
             time (`moetool cache`); not while a gate log is written, so that its replay begins as the server did.
@@ -123,7 +123,7 @@ class ServeOptions:
     threads: int = 0
     products: bool = True
     policy: dict[str, Any] = field(default_factory=dict)
-    pool: str = "one"
+    pool: str | None = None
     prefetch: PrefetchLimits | None = None
     warm_start: bool = False
     oracle_s: float = 60.0
@@ -133,7 +133,8 @@ class ServeOptions:
     log_segment_s: float = 10.0
 
     def __post_init__(self) -> None:
-        require_pool_form("pool", self.pool)
+        if self.pool is not None:
+            require_pool_form("pool", self.pool)
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
         require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
 
@@ -217,7 +218,9 @@ def build_engine(
         state = Path(options.state) if options.state else None
         if state is not None:
             durable.require_writable(state)
-        layer_slots = scaled_down(loaded.spec, plan.layer_slots, built.num_slots) if plan and from_plan else ()
+        layer_slots: tuple[int, ...] = ()
+        if plan and from_plan and options.pool is None:
+            layer_slots = scaled_down(loaded.spec, plan.layer_slots, built.num_slots)
         if options.pool in SHARES:
             layer_slots = equal_slots(loaded.spec, built.num_slots, SHARES[options.pool])
         facts = {
@@ -243,7 +246,7 @@ def build_engine(
         changes: PolicyChanges | None = None
         plain = not pinned and predicts is None and kind.lossless and built.columns <= {"experts"}
         if options.change_policy and isinstance(residency, Residency) and plain and not built.computes_on_host:
-            learned = changes = PolicyChanges(residency, PolicyChoice(name, options.pool), policy_options)
+            learned = changes = PolicyChanges(residency, PolicyChoice(name, options.pool or "one"), policy_options)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
         if isinstance(store, ExpertStore) and store.copies.staged and options.host_memory_bytes:
@@ -278,7 +281,7 @@ def build_engine(
             ),
             save=save,
         )
-        serving = PolicyChoice(name, options.pool).name
+        serving = PolicyChoice(name, options.pool or "one").name
         others = OraclePolicies(serving=serving, candidates=CANDIDATES if changes is not None else ())
         if plan is not None:
             others = replace(others, plan=plan.policy, plan_options=plan.options)

@@ -1,5 +1,6 @@
 """Choose how a model is served from what the checkpoint, the machine and its free memory are."""
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from moetool.caching._layer_slots import POOL_FORMS
 from moetool.caching._policy import MIN_SLOTS
 from moetool.config import parse
-from moetool.errors import CapacityError, UsageError
+from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.learning.token_memory import compile_loops
 from moetool.machine import memory_bytes, resident_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import DTYPES, parse_device, parse_dtype
@@ -22,6 +24,7 @@ from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, MemorySp
 from moetool.runtime.warm_start import policy_in_force
 from moetool.tables import count
 
+_LOG = logging.getLogger(__name__)
 AUTO = "auto"
 _RESERVE_BYTES = 640_000_000
 """Uncounted memory of a process: late libraries, tokenizer, HTTP, compiled products, allocators.
@@ -121,7 +124,7 @@ def choose(
             begins = chosen["warm_start"] and chosen["change_policy"] and chosen["remember_policy"]
             if begins and values.keys().isdisjoint(("policy", "pool", "state")):
                 kept = policy_in_force(checkpoint.spec, split.slots)
-                if kept is not None:
+                if kept is not None and (kept.policy != "foresight" or policy == "foresight"):
                     policy, chosen["pool"] = kept.policy, kept.pool
                     why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
@@ -144,7 +147,7 @@ def choose(
         ("KV cache", f"{split.kv_tokens:,} tokens", kv_why),
         ("prefill chunk", f"{split.chunk_tokens:,} tokens", chunk_why),
     ]
-    form = chosen.get("pool", "one")
+    form = chosen.get("pool") or "one"
     shape = "" if form == "one" else f", {POOL_FORMS.get(form, form)}"
     choices.append(("policy", policy + shape, why.get("policy", "as set")))
     if chosen.get("host_memory_bytes"):
@@ -202,6 +205,15 @@ def _attends_fully(config: Any) -> bool:
     return not sliding and not own_cache(config)
 
 
+def _compiles() -> bool:
+    try:
+        compile_loops()
+    except MoetoolError as error:
+        _LOG.warning("%s; lfru serves instead", error)
+        return False
+    return True
+
+
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """`foresight` loads 21 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
     them in slots, for about 2 ms of a processor a forward (tests/bench/test_foresight.py). Equal slots per layer keep
@@ -209,6 +221,8 @@ def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"
+    if not _compiles():
+        return "lfru", "numba, which foresight needs, fails"
     return "foresight", "expects what followed similar tokens"
 
 

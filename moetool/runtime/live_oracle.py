@@ -14,7 +14,7 @@ from typing import Any
 from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._policy import build_policy, policy_class
 from moetool.caching._residency import Counts, Residency
-from moetool.errors import CapacityError, MoetoolError
+from moetool.errors import MoetoolError
 from moetool.runtime.event_window import EventWindow, WindowForward
 from moetool.types import ModelSpec
 
@@ -26,6 +26,7 @@ CANDIDATES = (
     PolicyChoice("lru", "layer"),
     PolicyChoice("lfu", "layer"),
     PolicyChoice("foresight", "layer"),
+    PolicyChoice("foresight"),
     PolicyChoice("lfru", "layer"),
     PolicyChoice("lfu"),
 )
@@ -159,7 +160,7 @@ class LiveOracle:
                 continue
             try:
                 counts = self._replay_choice(choice, forwards, skipped)
-            except CapacityError:  # it needs more slots
+            except MoetoolError:  # it needs more slots, or numba, which is missing
                 continue
             if counts is not None:
                 tried[choice] = _rates(counts)

@@ -11,9 +11,9 @@ from moetool.caching._policy import build_policy
 from moetool.caching._residency import Counts, Residency
 from moetool.caching.foresight import Policy
 from moetool.errors import UsageError
-from moetool.learning import token_memory
+from moetool.learning import token_kernels, token_memory
 from moetool.learning.predictor import Predictor, build
-from moetool.learning.token_memory import Batch, TokenMemory
+from moetool.learning.token_memory import TokenMemory, WalkBatch, compile_loops
 from moetool.learning.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec
@@ -287,7 +287,7 @@ def test_requests_of_a_batch_are_followed_as_if_each_were_alone() -> None:
             together.value(batch, 0, 64, all_A)
             expected_A = np.zeros(64, np.float32)
             for number, window in enumerate(walks):
-                single = Batch(
+                single = WalkBatch(
                     walks=[window],
                     place_R=batch.place_R[number : number + 1],
                     tail_R=batch.tail_R[number : number + 1],
@@ -332,3 +332,30 @@ def test_values_of_a_batch_are_asked_in_turns() -> None:
         memory.value_all(batch, turns_A)
     np.testing.assert_array_equal(turns_A, all_A)
     assert memory.num_bytes > 200 * 2 * 64
+
+
+def test_all_loops_are_compiled_before_the_first_event() -> None:
+    compile_loops()
+    kernels = [kernel for kernel in vars(token_kernels).values() if hasattr(kernel, "signatures")]
+    before = [len(kernel.signatures) for kernel in kernels]
+    assert len(kernels) > 10
+    for name in ("prefetch", "waste"):
+        drive(made(**{name: 1}), walk(40))
+    requests = made()
+    for row in range(30):
+        forward, events = make_forward(SPEC, walk(40)[row : row + 3], forward_id=row)
+        info = replace(forward, request_T=(0, 1, 2))
+        requests.begin_forward(info)
+        for event in events:
+            requests.event(replace(event, forward=info))
+        requests.end_forward(info)
+    assert [len(kernel.signatures) for kernel in kernels] == before
+
+
+@pytest.mark.parametrize("row, value", [(0, -1), (99, 0), (3, 16)])
+def test_stored_routes_are_whole_rows_and_then_none(row: int, value: int) -> None:
+    predictor = counted(60, tokens=100)
+    predictor.validate()
+    predictor.path_FLK[row, -1, -1] = value
+    with pytest.raises(ValueError, match="out of range"):
+        predictor.validate()
