@@ -33,7 +33,7 @@ def written(
     """A GGUF file of a tiny model by the gguf package's own writer and quantizers, and its twin in safetensors.
 
     Args:
-        types: of the experts' blocks; of several, layers take turns.
+        types: of the experts' blocks, of several, layers take turns; and of what is `dense`.
         width: of the model, twice that of its experts.
         changed: further values of its config.
     """
@@ -67,7 +67,11 @@ def written(
             layer, leaf = name.split(".")[2], name.split(".")[6].removesuffix("_proj")
             stacks.setdefault(f"blk.{layer}.ffn_{leaf}_exps.weight", [])
             continue
-        kind = "Q8_0" if tensor.dim() == 2 and "norm" not in name and ".gate." not in name else "F32"
+        kind = (
+            str(types.get("dense", "Q8_0"))
+            if tensor.dim() == 2 and "norm" not in name and ".gate." not in name
+            else "F32"
+        )
         meant[name] = _add(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), tensor, kind)
     for stacked in stacks:
         layer, leaf = stacked.split(".")[1], stacked.split("_")[1]

@@ -22,15 +22,18 @@ from moetool.models.expert_files import ExpertFiles, ExpertWeights, bytes_of_slo
 from moetool.models.gguf_weights import read_gguf
 from moetool.models.hub import snapshot_name
 from moetool.models.location import locate, locate_config
+from moetool.models.packed_linear import find_packed_linears, form_of_linear
 from moetool.models.packed_slot import stays_packed
 from moetool.models.quantization_config import Quantization, quantization_of
 from moetool.models.revision import config_revision, revision_of
 from moetool.models.scaled_slot import stays_scaled
+from moetool.models.scaled_weight import unpacked_at_once
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
 from moetool.models.stored_embedding import embedding_to_store, is_readable
 from moetool.models.tensor_index import DTYPES, TensorIndex, has_weights, read_index
 from moetool.models.text_part import build_empty, stands_alone
+from moetool.models.weight_format import StoredWeight
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.types import ModelSpec
 
@@ -170,16 +173,35 @@ class Checkpoint:
         source = self.sources.get(f"{name}.weight")
         return name if source is not None and is_readable(source, self.weight_index.weights) else None
 
-    def dense_bytes(self, dtype: torch.dtype, device: str = "cpu") -> int:
+    def packed_linears(self, dtype: torch.dtype) -> dict[str, StoredWeight]:
+        """Linear layers outside the routed experts whose weights a CPU keeps packed, by name (`PackedLinear`)."""
+        if self.quantization is None or dtype != torch.bfloat16 or not self.sizes_by_headers:
+            return {}
+        return self._packed_linears
+
+    @cached_property
+    def _packed_linears(self) -> dict[str, StoredWeight]:
+        return find_packed_linears(self.skeleton, self.sources, self.weight_index.weights)
+
+    def dense_bytes(self, dtype: torch.dtype, device: str = "cpu", products: bool = True) -> int:
         """Bytes of everything but the routed experts, in the memory of a type of device as `dtype`.
 
-        Where experts are packed, this includes what one takes while it is computed: unpacked, and once more on the way.
+        Where weights are packed, this includes what one takes while it is computed: unpacked, and once more on the way.
         An embedding that stays in its file does not count.
+
+        Args:
+            products: whether a CPU keeps weights packed that it multiplies packed.
         """
         scratch = self.layers[0].form.num_elements * (dtype.itemsize + 4) if self.weights and self.quantization else 0
         name = self.stored_embedding(dtype) if device == "cpu" else None
-        stored = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
-        return (self._dense_numbers - stored) * dtype.itemsize + scratch
+        apart = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
+        packed = 0
+        for stored in self.packed_linears(dtype).values() if device == "cpu" and products else ():
+            form, numbers = form_of_linear(stored), torch.Size(stored.shape).numel()
+            assert form is not None
+            packed, apart = packed + form.num_bytes, apart + numbers
+            scratch = max(scratch, unpacked_at_once(numbers) * dtype.itemsize)
+        return (self._dense_numbers - apart) * dtype.itemsize + packed + scratch
 
     @cached_property
     def _dense_numbers(self) -> int:

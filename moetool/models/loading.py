@@ -19,6 +19,7 @@ from moetool.models.conversion import TensorSource
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import PACKED
+from moetool.models.packed_linear import PackedLinear
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded
 from moetool.models.stored_embedding import StoredEmbedding
@@ -274,6 +275,7 @@ def load_lazy(
     dtype: torch.dtype,
     device: torch.device = CPU,
     products: bool = False,
+    packed_linears: bool | None = None,
     whole_embedding: bool = False,
 ) -> LoadedModel:
     """The model with everything but its routed experts in the memory of a device.
@@ -284,6 +286,8 @@ def load_lazy(
     Args:
         products: have slots hold quantized experts in the form that is the fastest to compute with on a CPU
             (`ExpertFiles`). What a slot holds is then of use to this processor alone.
+        packed_linears: keep weights of linear layers packed where a CPU multiplies them packed (`PackedLinear`;
+            default: as `products`).
         whole_embedding: bring the input embedding into memory even where a CPU would read its rows from the file.
 
     Effects: keeps files open until `LoadedModel.close` or `Checkpoint.close`. On a CPU, linear layers with bfloat16
@@ -300,6 +304,8 @@ def load_lazy(
         layers = moe_layers(model)
         if device.type == "cpu" and not whole_embedding:
             _leave_embedding(model, checkpoint, dtype)
+        if device.type == "cpu" and (products if packed_linears is None else packed_linears):
+            _keep_packed(model, checkpoint, files.shards, dtype)
         _fill(model, checkpoint, files.shards, dtype, device)
         if device.type == "cpu":
             row_products.adopt(model)
@@ -326,6 +332,13 @@ def _leave_embedding(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> 
         model.set_submodule(name, StoredEmbedding(checkpoint.weight_index, stored, dtype))
 
 
+def _keep_packed(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:
+    """Put linear layers that keep their weights packed in the place of those that they can replace."""
+    for name, stored in checkpoint.packed_linears(dtype).items():
+        with contextlib.suppress(ValueError):  # groups of act-order that no known writer makes
+            model.set_submodule(name, PackedLinear(stored, shards, model.get_submodule(name).bias))
+
+
 def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
     """Bring all but the experts from the meta device into memory.
 
@@ -333,7 +346,8 @@ def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype
         MismatchError: a tensor is missing or has another shape than the config says.
     """
     experts = offloaded(checkpoint.layers)
-    stored = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, StoredEmbedding)}
+    kinds = StoredEmbedding | PackedLinear
+    stored = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, kinds)}
     wanted = [source for source in checkpoint.sources.values() if source.parameter not in experts | stored]
     fill(model, wanted, shards.load, dtype, device)
     complete(model, experts)

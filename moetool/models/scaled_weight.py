@@ -1,6 +1,8 @@
 """Weights of eight or four bits kept as stored, with scales."""
 
+import math
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +11,11 @@ from torch.nn import functional
 
 from moetool.models.llvm_vectors import LANES
 from moetool.models.row_dots import SCALE_BYTES, RowJob
-from moetool.models.row_kernels import RowKernel, find_kernel
+from moetool.models.row_kernels import BLOCK_ROWS, RowKernel, find_kernel
 from moetool.models.row_kinds import FP8, INT8, RowKind
 
+MOST_UNPACKED = 2**24
+"""Numbers of a weight that lie unpacked in memory at a time, about; experts have fewer."""
 _room = threading.local()
 
 
@@ -83,6 +87,11 @@ class ScaledWeight(NamedTuple):
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, I] times the transpose of [O, I], in the type of `x`; unpacked into memory that is used again."""
+        size = unpacked_at_once(self.values.shape[0] * self.columns)
+        shared = math.lcm(BLOCK_ROWS, self.scale_rows if self.scale_rows < len(self.values) else 1)
+        step = max(1, size // self.columns // shared) * shared
+        if step < len(self.values):
+            return torch.cat([part.times(x) for part in self._parts(step)], dim=1)
         size = self.values.shape[0] * self.columns
         room: torch.Tensor | None = getattr(_room, "memory", None)
         if room is None or room.numel() < size:
@@ -90,6 +99,13 @@ class ScaledWeight(NamedTuple):
                 room = _room.memory = torch.empty(size, dtype=torch.bfloat16)
         dense = self._unpacked(room[:size].view(self.shape))
         return functional.linear(x, dense.to(x.dtype))
+
+    def _parts(self, step: int) -> "Iterator[ScaledWeight]":
+        """So many rows at a time, which begin with a row of scales, or all share one."""
+        for first in range(0, len(self.values), step):
+            skipped = first // self.scale_rows * scale_bytes(self.kind, self.columns, self.group)
+            scale = self.scale.view(-1)[skipped // self.scale.itemsize :]
+            yield self._replace(values=self.values[first : first + step], scale=scale)
 
     def _unpacked(self, out: torch.Tensor) -> torch.Tensor:
         kernel = kernel_of(self.kind)
@@ -104,6 +120,11 @@ def scale_bytes(kind: RowKind, columns: int, group: int) -> int:
     if not kind.scales_a_block:
         return 4 * (columns // group)
     return columns // group + (SCALE_BYTES if kind.scale == "float8" else 0)
+
+
+def unpacked_at_once(numbers: int) -> int:
+    """About how many numbers of a weight of so many lie unpacked in memory while it is multiplied."""
+    return min(numbers, MOST_UNPACKED)
 
 
 def kernel_of(kind: RowKind) -> RowKernel:

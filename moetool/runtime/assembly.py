@@ -142,7 +142,8 @@ class ServeOptions:
 def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
     """Bytes of a model's dense weights and of its KV cache."""
     dtype = parse_dtype(options.dtype)
-    return checkpoint.dense_bytes(dtype, options.device), kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
+    dense = checkpoint.dense_bytes(dtype, options.device, options.products)
+    return dense, kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
 
 
 def slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
@@ -188,7 +189,8 @@ def build_engine(
     from_plan = plan is not None and plan.policy == name
     # Another runtime may send what its slots hold to other machines.
     with contextlib.ExitStack() as undo:
-        loaded = load_lazy(checkpoint, dtype, device, products=options.products and open_runtime is ExpertRuntime)
+        products = options.products and open_runtime is ExpertRuntime
+        loaded = load_lazy(checkpoint, dtype, device, products=products, packed_linears=options.products)
         undo.callback(loaded.close)
         use_threads(checkpoint.config, options.threads)
         assert loaded.files is not None

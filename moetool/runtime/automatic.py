@@ -165,7 +165,7 @@ def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: in
     spec, config, dtype = checkpoint.spec, checkpoint.config, parse_dtype(options.dtype)
     empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
     return Footprint(
-        dense_bytes=checkpoint.dense_bytes(dtype, options.device) + predictor_bytes + empty,
+        dense_bytes=checkpoint.dense_bytes(dtype, options.device, options.products) + predictor_bytes + empty,
         slot_bytes=stride_of(slot_bytes(checkpoint, options)),
         num_experts=spec.total_experts,
         min_slots=MIN_SLOTS,

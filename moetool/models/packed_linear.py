@@ -1,0 +1,106 @@
+"""Linear layers outside the routed experts whose weights stay as they are stored, on a CPU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from moetool.models.conversion import TensorSource
+from moetool.models.huge_pages import ask_for_huge_pages
+from moetool.models.packed_product import KernelWeight
+from moetool.models.packed_slot import PackedSlot, packed_slot
+from moetool.models.row_products import MAX_SCALED_ROWS, MIN_ELEMENTS, RowsOf, scattered_products
+from moetool.models.scaled_slot import ScaledSlot, scaled_slot
+from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.shards import Shards
+from moetool.models.stored_expert import layout_of
+from moetool.models.weight_format import StoredWeight
+
+
+class PackedLinear(nn.Module):
+    """A linear layer [O, I] that multiplies its weight packed for few rows, and unpacks it first for more.
+
+    Args:
+        stored: its weight; `form_of_linear` must know a form.
+        shards: to read it from, once.
+        bias: of the layer that it replaces.
+
+    Raises:
+        OSError: the disk failed.
+        ValueError: the groups of the weight are not all of one size.
+    """
+
+    def __init__(self, stored: StoredWeight, shards: Shards, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        form, layout = form_of_linear(stored), layout_of([[stored]])
+        assert form is not None
+        self.out_features, self.in_features = stored.shape
+        memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        for field in layout.fields:
+            tensor = stored.tensors[field.role]
+            data = shards.read(tensor.file, tensor.offset, tensor.num_bytes)
+            memory[field.offset :][: field.num_bytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        slot = torch.empty(form.num_bytes, dtype=torch.uint8)
+        ask_for_huge_pages(slot)
+        form.fill(layout, memory, slot)
+        (self._weight,) = form.views(slot)
+        self.packed = nn.Parameter(slot, requires_grad=False)
+        self.bias = bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight, unpacked for this call."""
+        assert isinstance(self._weight, ScaledWeight | KernelWeight)
+        return self._weight.to(torch.bfloat16)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, x = self._weight, input.reshape(-1, self.in_features)
+        assert isinstance(weight, ScaledWeight | KernelWeight)
+        if isinstance(weight, ScaledWeight) and 0 < len(x) <= MAX_SCALED_ROWS:
+            output = scattered_products(x, [RowsOf(weight, range(len(x)), range(len(x)))], len(x))
+        else:
+            output = weight.times(x)
+        output = output.view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def form_of_linear(stored: StoredWeight) -> PackedSlot | ScaledSlot | None:
+    """The form in which a layer that computes in bfloat16 holds a weight packed; None if it is unpacked."""
+    if len(stored.shape) != 2 or torch.Size(stored.shape).numel() < MIN_ELEMENTS:
+        return None
+    layout = layout_of([[stored]])
+    scaled = scaled_slot(layout, (stored.shape,), torch.bfloat16)
+    if scaled is not None:
+        return None if layout.codecs[0][0].transposed else scaled
+    return packed_slot(layout)
+
+
+def find_packed_linears(
+    model: Any, sources: Mapping[str, TensorSource], weights: Mapping[str, StoredWeight]
+) -> dict[str, StoredWeight]:
+    """Names of the linear layers that can be `PackedLinear`, and their weights.
+
+    Args:
+        model: in which each parameter has its name.
+        sources: of its parameters.
+        weights: of the checkpoint.
+    """
+    found = {}
+    tied = model.config.get_text_config().tie_word_embeddings
+    for name, module in model.named_modules():
+        source = sources.get(f"{name}.weight")
+        if type(module) is not nn.Linear or source is None or source.converter is not None:
+            continue
+        if tied and module is model.get_output_embeddings():
+            continue
+        names = [stored for some in source.names.values() for stored in some]
+        if len(names) != 1:
+            continue
+        stored = weights[names[0]]
+        if stored.shape == tuple(module.weight.shape) and form_of_linear(stored) is not None:
+            found[name] = stored
+    return found

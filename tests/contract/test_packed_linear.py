@@ -1,0 +1,109 @@
+"""Linear layers outside the experts that stay packed on a CPU: their weights, products and bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from moetool.models import scaled_weight
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_lazy
+from moetool.models.packed_linear import PackedLinear
+from moetool.models.packed_product import tile_rows
+from moetool.models.row_kernels import find_kernel
+from tests import families
+from tests.quantized import awq, compressed, compressed_config, fp8_block, gptq, quantize
+
+pytest.importorskip("gguf")
+from tests.gguf_models import written  # needs the package
+
+pytestmark = [
+    pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor"),
+    pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here"),
+]
+_SIZE = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+_TINY = {"num_hidden_layers": 1, "num_experts": 2, "moe_intermediate_size": 512, "vocab_size": 512}
+_INT8 = {"num_bits": 8, "symmetric": True, "type": "int", "strategy": "channel"}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def _quantized(config: dict[str, Any], writer: Any) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        families.save("qwen3_moe", folder / "dense", **_SIZE, **_TINY)
+        quantize(folder / "dense", folder / "m", config, lambda name: None if "lm_head" in name else writer)
+        return folder / "m"
+
+    return make
+
+
+def _blocks(kind: str) -> Callable[[Path], Path]:
+    types = dict.fromkeys(("gate", "up", "down", "dense"), kind)
+    return lambda folder: written("qwen3_moe", folder, types, 512, **{**_SIZE, **_TINY})[0]
+
+
+FORMATS = {
+    "fp8_block": (_quantized(_BLOCK, fp8_block(128)), 4),
+    "int8": (_quantized(compressed_config("int-quantized", _INT8), compressed("int-quantized", _INT8)), 4),
+    "int4": (_quantized(compressed_config("pack-quantized", _INT4), compressed("pack-quantized", _INT4)), 4),
+    "nvfp4": (
+        _quantized(compressed_config("nvfp4-pack-quantized", _NVFP4), compressed("nvfp4-pack-quantized", _NVFP4)),
+        4,
+    ),
+    "gptq": (_quantized(_GPTQ, gptq(act_order=False, group=32)), 4),
+    "awq": (_quantized(_AWQ, awq(32)), 4),
+    "q8_0": (_blocks("Q8_0"), 5),
+    "q4_k": (_blocks("Q4_K"), 5),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_they_hold_and_multiply_the_weights_of_the_format(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No further off than a weight rounded to bfloat16, with the bytes that the checkpoint counts."""
+    make, expected_count = FORMATS[name]
+    path = make(tmp_path)
+    with Checkpoint.open(path) as checkpoint:
+        packed = load_lazy(checkpoint, torch.bfloat16, products=True).model
+        exact, plain = (load_lazy(checkpoint, dtype).model for dtype in (torch.float32, torch.bfloat16))
+        whole = load_lazy(checkpoint, torch.float32, products=True).model
+        assert not any(isinstance(module, PackedLinear) for module in whole.modules())
+        resident, unpacked = (
+            sum(weight.nbytes for weight in model.parameters() if not weight.is_meta) for model in (packed, plain)
+        )
+        saved = checkpoint.dense_bytes(torch.bfloat16, products=False) - checkpoint.dense_bytes(torch.bfloat16)
+        assert 0 < saved == unpacked - resident
+    found = {key: module for key, module in packed.named_modules() if isinstance(module, PackedLinear)}
+    assert len(found) == expected_count
+    x = torch.randn(40, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for key, module in found.items():
+        weight = exact.get_submodule(key).weight
+        assert torch.equal(module.weight, weight.bfloat16())
+        expected = x.double() @ weight.double().T
+        for rows in (1, 5, 40):
+            monkeypatch.setattr(scaled_weight, "MOST_UNPACKED", 2**24 if rows < 40 else 2**16)
+            with torch.inference_mode():
+                made = module(x[None, :rows])[0].double()
+            theirs = functional.linear(x[:rows], weight.bfloat16()).double()
+            errors = [float((product - expected[:rows]).norm()) for product in (made, theirs)]
+            if (
+                name != "nvfp4"
+            ):  # its library rounds to bfloat16, its kernel does not (tests/unit/test_scaled_weight.py)
+                assert errors[0] <= errors[1] * (1.5 if name in ("int4", "gptq", "awq") else 1.01)
+        assert torch.equal(module(x[3:4])[0], module(x[:5])[3])
+
+
+def test_what_is_tied_or_small_is_unpacked(tmp_path: Path) -> None:
+    types = dict.fromkeys(("gate", "up", "down", "dense"), "Q8_0")
+    path, _ = written("qwen3_moe", tmp_path, types, 64)
+    with Checkpoint.open(path) as checkpoint:
+        assert checkpoint.packed_linears(torch.bfloat16) == {}
+        loaded = load_lazy(checkpoint, torch.bfloat16, products=True)
+        assert not any(isinstance(module, PackedLinear) for module in loaded.model.modules())
