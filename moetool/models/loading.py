@@ -307,6 +307,7 @@ def load_lazy(
         if device.type == "cpu" and (products if packed_linears is None else packed_linears):
             _keep_packed(model, checkpoint, files.shards, dtype)
         _fill(model, checkpoint, files.shards, dtype, device)
+        files.shards.drop_buffer()  # as large as an output head
         if device.type == "cpu":
             row_products.adopt(model)
         if (checkpoint.path / "generation_config.json").is_file():

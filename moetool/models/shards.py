@@ -100,6 +100,10 @@ class Shards:
         self._require_unchanged(file)
         return view[offset - start : offset - start + num_bytes]
 
+    def drop_buffer(self) -> None:
+        """Give up this thread's buffer for reads; the next read makes another."""
+        self._scratch.__dict__.pop("buffer", None)
+
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """One whole weight, in its own memory.
 

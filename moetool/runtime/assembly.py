@@ -34,6 +34,7 @@ from moetool.runtime.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
 from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import Learned, restore_state, save_state
+from moetool.runtime.returned_memory import return_freed_memory
 from moetool.runtime.warm_start import WarmStart
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
@@ -174,7 +175,8 @@ def build_engine(
         open_runtime: opens the runtime that computes the experts (default: on this machine).
 
     Effects: allocates all of that. The engine is not started. It reads the checkpoint's files until it is closed.
-        Where something fails, nothing stays open.
+        Where something fails, nothing stays open. On a CPU that does not hold every expert, the C library returns
+        large blocks of memory as soon as they are freed, for the life of the process.
 
     Raises:
         UsageError: unknown model, policy or option, or a policy without the predictor that it needs.
@@ -209,6 +211,8 @@ def build_engine(
             dense, kv = fixed_bytes(checkpoint, options)
             extra = predicts.num_bytes if predicts else 0
             slots = min(slots, _slots(loaded, device_memory_bytes, dense, kv, extra))
+        if device.type == "cpu" and slots < loaded.spec.total_experts:
+            return_freed_memory()
         policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
         pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
         shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)

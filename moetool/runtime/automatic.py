@@ -26,7 +26,7 @@ from moetool.tables import count
 
 _LOG = logging.getLogger(__name__)
 AUTO = "auto"
-_RESERVE_BYTES = 640_000_000
+_RESERVE_BYTES = 800_000_000
 """Uncounted memory of a process: late libraries, tokenizer, HTTP, compiled products, allocators.
 
 Shapes of DeepSeek-V2-Lite with 2 and 5 MoE layers took up to 560 MB (tests/soak/test_memory_limit.py).

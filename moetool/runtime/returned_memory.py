@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 _DONTNEED = 4  # of <linux/mman.h>
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_LARGE = 2 << 20
 
 
 def give_back(memory: torch.Tensor) -> None:
@@ -17,6 +19,17 @@ def give_back(memory: torch.Tensor) -> None:
     length = (memory.data_ptr() + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if memory.device.type == "cpu" and length > 0 and (library := _library()) is not None:
         library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONTNEED)
+
+
+def return_freed_memory() -> None:
+    """Have the C library return blocks of `_LARGE` bytes and more as soon as they are freed, from now on.
+
+    By default it keeps freed activations of up to 32 MB for later, which a bound on resident memory does not allow.
+    """
+    library = _library()
+    if library is not None and hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, _LARGE)
+        library.mallopt(_TRIM_THRESHOLD, _LARGE)
 
 
 def trim_heap() -> None:
