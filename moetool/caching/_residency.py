@@ -323,8 +323,8 @@ class Residency:
         It hears of a running request when that is forwarded again.
         """
         assert policy.num_slots == self.policy.num_slots and len(layer_slots) in (0, policy.spec.num_layers)
-        self.policy, self._guaranteed = policy, tuple(layer_slots)
-        self._layer_slots = scaled_down(policy.spec, self._guaranteed, self._capacity) if layer_slots else ()
+        scaled = scaled_down(policy.spec, layer_slots, self._capacity) if layer_slots else ()  # may refuse
+        self.policy, self._guaranteed, self._layer_slots = policy, tuple(layer_slots), scaled
         self._requests.clear()
         self._fates.clear()
         self._pause = 0

@@ -303,7 +303,7 @@ def load_lazy(
         model = checkpoint.empty_model(dtype)
         layers = moe_layers(model)
         if device.type == "cpu" and not whole_embedding:
-            _leave_embedding(model, checkpoint, dtype)
+            _leave_embedding(model, checkpoint, files.shards, dtype)
         if device.type == "cpu" and (products if packed_linears is None else packed_linears):
             _keep_packed(model, checkpoint, files.shards, dtype)
         _fill(model, checkpoint, files.shards, dtype, device)
@@ -324,13 +324,13 @@ def load_lazy(
     )
 
 
-def _leave_embedding(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def _leave_embedding(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:
     """Put an embedding that reads its rows from the weight files in the place of one that it can replace."""
     name = checkpoint.stored_embedding(dtype)
     if name is not None:
         source = checkpoint.sources[f"{name}.weight"]
         (stored,) = (stored for names in source.names.values() for stored in names)
-        model.set_submodule(name, StoredEmbedding(checkpoint.weight_index, stored, dtype))
+        model.set_submodule(name, StoredEmbedding(checkpoint.weight_index, stored, dtype, shards.stop))
 
 
 def _keep_packed(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:

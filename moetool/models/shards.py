@@ -100,6 +100,10 @@ class Shards:
         self._require_unchanged(file)
         return view[offset - start : offset - start + num_bytes]
 
+    def stop(self, why: str) -> None:
+        """Fail all further reads, because a file has changed."""
+        self.changed = self.changed or why
+
     def drop_buffer(self) -> None:
         """Give up this thread's buffer for reads; the next read makes another."""
         self._scratch.__dict__.pop("buffer", None)

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class StoredEmbedding(nn.Module):
         weights: index of the checkpoint.
         name: the embedding's weight in it; `is_readable` must hold.
         dtype: of the rows that `forward` returns. Each number is converted as it would be in memory.
+        on_change: is told when a forward finds that the file has been written to, before that raises.
 
     Effects: keeps one file open as long as the module lives.
 
@@ -35,7 +37,9 @@ class StoredEmbedding(nn.Module):
         MismatchError: it has changed since its header was read.
     """
 
-    def __init__(self, weights: WeightIndex, name: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: WeightIndex, name: str, dtype: torch.dtype, on_change: Callable[[str], None] = lambda why: None
+    ) -> None:
         super().__init__()
         self._stored = weights.weights[name]
         (self._tensor,) = self._stored.tensors.values()
@@ -44,6 +48,7 @@ class StoredEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, dtype=dtype), requires_grad=False)
         self._row_bytes = self._tensor.num_bytes // self.num_embeddings
         self._path, self._stamp = weights.files[self._tensor.file], weights.stamps[self._tensor.file]
+        self._on_change = on_change
         self._file = os.open(self._path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         try:
@@ -92,7 +97,9 @@ class StoredEmbedding(nn.Module):
 
     def _require_unchanged(self) -> None:
         if FileStamp.of(os.fstat(self._file)) != self._stamp:
-            raise OSError(f"{self._path.name} has been written to since the model was opened")
+            why = f"{self._path.name} has been written to since the model was opened"
+            self._on_change(why)
+            raise OSError(why)
 
 
 def embedding_to_store(model: Any, dtype: torch.dtype) -> str | None:

@@ -175,8 +175,8 @@ def build_engine(
         open_runtime: opens the runtime that computes the experts (default: on this machine).
 
     Effects: allocates all of that. The engine is not started. It reads the checkpoint's files until it is closed.
-        Where something fails, nothing stays open. On a CPU that does not hold every expert, the C library returns
-        large blocks of memory as soon as they are freed, for the life of the process.
+        Where something fails, nothing stays open. On a CPU with bounded memory, the C library returns large
+        blocks as soon as they are freed, for the life of the process.
 
     Raises:
         UsageError: unknown model, policy or option, or a policy without the predictor that it needs.
@@ -211,8 +211,8 @@ def build_engine(
             dense, kv = fixed_bytes(checkpoint, options)
             extra = predicts.num_bytes if predicts else 0
             slots = min(slots, _slots(loaded, device_memory_bytes, dense, kv, extra))
-        if device.type == "cpu" and slots < loaded.spec.total_experts:
-            return_freed_memory()
+            if device.type == "cpu":
+                return_freed_memory()
         policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
         pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
         shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
@@ -246,7 +246,7 @@ def build_engine(
         batcher = _batcher(
             loaded,
             options if lends else replace(options, first_kv_tokens=0),
-            resident=slots >= loaded.spec.total_experts,
+            resident=slots - options.borrowed_slots - options.kv_slots >= loaded.spec.total_experts,
         )
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
         changes: PolicyChanges | None = None

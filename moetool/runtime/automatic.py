@@ -115,6 +115,10 @@ def choose(
         chosen["host_memory_bytes"] = min(everything, room) if split.slots < model.num_experts else 0
         why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
     automatic = policy == AUTO
+    shares: dict[str, int] = {}
+    if automatic and device.type == "cpu" and chosen.get("devices", 1) == 1 and device_memory_bytes is None:
+        shares = _shared(checkpoint, model, split, values)
+    lent = sum(shares.get(name, 0) for name in ("borrowed_slots", "kv_slots"))
     if automatic:
         for name in ("warm_start", "change_policy", "remember_policy"):
             chosen.setdefault(name, True)
@@ -123,15 +127,13 @@ def choose(
         if not shared and split.slots >= MIN_SLOTS * checkpoint.spec.num_layers:
             begins = chosen["warm_start"] and chosen["change_policy"] and chosen["remember_policy"]
             if begins and values.keys().isdisjoint(("policy", "pool", "state")):
-                kept = policy_in_force(checkpoint.spec, split.slots)
+                kept = policy_in_force(checkpoint.spec, split.slots + lent)
                 if kept is not None and (kept.policy != "foresight" or policy == "foresight"):
                     policy, chosen["pool"] = kept.policy, kept.pool
                     why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
     slots_why, kv_why = split.why["slots"], why.get("kv_tokens", split.why["kv_tokens"])
-    if automatic and device.type == "cpu" and chosen.get("devices", 1) == 1 and device_memory_bytes is None:
-        chosen = _shared(checkpoint, model, split, values) | chosen
-    lent = sum(chosen.get(name, 0) for name in ("borrowed_slots", "kv_slots") if name not in values)
+    chosen = shares | chosen
     slots = split.slots + lent
     if lent:
         slots_why = f"{split.slots} beside a long prompt and a full KV cache"

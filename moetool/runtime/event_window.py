@@ -19,11 +19,13 @@ class WindowForward:
     Attributes:
         events: of each layer, without the columns that some policies look at.
         counts: hits, late hits and misses of the experts that it needed.
+        lent: expert slots that were lent while it ran.
     """
 
     info: ForwardInfo
     events: tuple[GateEvent, ...]
     counts: Counts
+    lent: int = 0
 
 
 class EventWindow:
@@ -50,13 +52,13 @@ class EventWindow:
         """One of its events."""
         self._current.append(event)
 
-    def end(self, info: ForwardInfo, counts: Counts) -> None:
-        """The forward is over, whole or not."""
+    def end(self, info: ForwardInfo, counts: Counts, lent: int = 0) -> None:
+        """The forward is over, whole or not; `lent` slots were lent."""
         bare = replace(info, embedding_TD=None)
         events = tuple(GateEvent(forward=bare, layer=e.layer, experts_TK=e.experts_TK) for e in self._current)
         self._current = []
         with self._lock:
-            self._forwards.append(WindowForward(bare, events, counts - self._before))
+            self._forwards.append(WindowForward(bare, events, counts - self._before, lent))
             self._events += len(events)
             self._rows += len(events) * len(info.request_T)
             self.passed += 1

@@ -154,7 +154,8 @@ class ExpertRuntime:
         finally:
             self._info = None
             self.residency.end_forward(info)
-            self.window.end(info, self.residency.counts)
+            lent = self.residency.lent if isinstance(self.residency, Residency) else 0
+            self.window.end(info, self.residency.counts, lent)
 
     @property
     def defers_events(self) -> bool:

@@ -230,6 +230,8 @@ class LiveOracle:
         for number, forward in enumerate(forwards):
             if number == skipped:
                 before = residency.counts
+            if forward.lent != residency.lent:
+                residency.lend(forward.lent)
             residency.begin_forward(forward.info)
             for i, event in enumerate(forward.events):
                 residency.event(event)

@@ -83,3 +83,13 @@ def test_a_file_that_changes_gives_no_rows(tmp_path: Path) -> None:
     os.truncate(tmp_path / "model.safetensors", 64)
     with pytest.raises(OSError, match=r"model\.safetensors ends at byte"):
         rows(torch.tensor([[0]]))
+
+
+def test_a_change_stops_all_reads_of_the_model(tmp_path: Path) -> None:
+    families.save("qwen3_moe", tmp_path, tie_word_embeddings=False)
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
+    assert loaded.files is not None
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    with pytest.raises(OSError, match="has been written to"):
+        loaded.model.get_input_embeddings()(torch.tensor([[0]]))
+    assert "model.safetensors has been written to" in loaded.files.shards.changed

@@ -284,3 +284,20 @@ def test_a_kept_state_that_does_not_fit_costs_no_other_policy_its_own(caplog: py
     changes.restore_states({"foresight": {"odd": np.zeros(3)}, "lfu": {"uses_N3": uses}})
     assert "foresight starts without its kept state" in caplog.text
     assert changes.learned("foresight") == {} and np.array_equal(changes.learned("lfu")["uses_N3"], uses)
+
+
+def test_replays_lend_the_slots_that_the_server_lent() -> None:
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    window, residency = EventWindow(), Residency(build_policy("lru", spec, {}, SLOTS))
+    stream = random_stream(spec, num_requests=3, prompt_tokens=4, new_tokens=30, seed=2)
+    for number, (info, events) in enumerate(stream):
+        residency.lend(4 if number % 3 == 0 else 0)
+        window.begin(residency.counts)
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+            window.add(event)
+        residency.end_forward(info)
+        window.end(info, residency.counts, residency.lent)
+    found = _oracle(spec, window, "lru").compare()
+    assert found is not None and found["lru"]["loads"] == found["serving"]["loads"]
