@@ -178,7 +178,10 @@ def _open(
         assert stage.forced is not None and stage.part is not None
         stage.forced.attach(other.layers)
         other = replace(other, spec=bench_spec(other.spec, stage.part))
-        forms = [_form(stage.name, stage.loaded), _form(f"itself rounded to nearest, groups of {scheme.group}", other)]
+        forms = [
+            _form(stage.name, stage.loaded, options.products),
+            _form(f"itself rounded to nearest, groups of {scheme.group}", other, options.products),
+        ]
         return forms, stage.workload, stage.forced
     assert subject.model is not None
     pair = [Checkpoint.open(subject.model), Checkpoint.open(beside)]
@@ -188,17 +191,17 @@ def _open(
     for checkpoint in pair:
         loaded = load_lazy(checkpoint, parse_dtype(options.dtype or "float32"), products=options.products)
         stack.callback(loaded.close)
-        forms.append(_form(checkpoint.name, loaded))
+        forms.append(_form(checkpoint.name, loaded, options.products))
     use_threads(pair[0].config, options.threads)
     return forms, workload, None
 
 
-def _form(title: str, loaded: LoadedModel) -> _Form:
+def _form(title: str, loaded: LoadedModel, products: bool) -> _Form:
     checkpoint, quantization = loaded.checkpoint, loaded.checkpoint.quantization
     name = str(checkpoint.expert_dtype).removeprefix("torch.")
     if quantization is not None:
         name = "+".join(dict.fromkeys(format.name for format in quantization.formats))
-    dense = checkpoint.dense_bytes(loaded.model.dtype)
+    dense = checkpoint.dense_bytes(loaded.model.dtype, loaded.device.type, products)
     return _Form(name=name, title=title, loaded=loaded, dense_bytes=dense)
 
 

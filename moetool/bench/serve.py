@@ -126,7 +126,7 @@ def bench_serve(
         if not entries:
             why = "; ".join(notes) or "policies that need future requests are replayed only"
             raise CapacityError(f"there is nothing to serve: {why}; give larger budgets or other policies")
-        dense = _require_memory(stage, entries)
+        dense = _require_memory(stage, entries, chosen.products)
         others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)
         found = measure_rounds(entries, others, stage.workload, stage.forced, chosen, on_progress)
         base, rates = found.runs[0] if chosen.resident else None, found.rates()
@@ -239,10 +239,10 @@ def _builder(name: str, stage: ServingSetup, values: Mapping[str, Any], slots: i
     return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
 
 
-def _require_memory(stage: ServingSetup, entries: Sequence[LineToServe]) -> int:
+def _require_memory(stage: ServingSetup, entries: Sequence[LineToServe], products: bool) -> int:
     """The bytes that the model takes without experts. Raises: CapacityError where the largest pool does not fit."""
     loaded, kv_tokens = stage.loaded, stage.workload.kv_tokens
-    dense = loaded.checkpoint.dense_bytes(loaded.model.dtype)
+    dense = loaded.checkpoint.dense_bytes(loaded.model.dtype, loaded.device.type, products)
     kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
     largest = max(entry.slots for entry in entries) * _files(loaded).slot_bytes
     if largest + kv > (free := memory_bytes()[1]):

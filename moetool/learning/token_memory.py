@@ -126,11 +126,6 @@ class TokenMemory:
             for item, (path_P, before) in enumerate(zip(*fixed, strict=True)):
                 self._put(path_P, item, int(before))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
-
     def walk(self) -> Walk:
         """A request without a past."""
         if self._num_walks == len(self.now_WN):
@@ -180,16 +175,16 @@ class TokenMemory:
             self.value(batch, 0, len(value_A), value_A)
             return
         if len(self._value_WA) < len(self.now_WN):
-            self._value_WA = np.zeros((len(self.now_WN), len(value_A)), np.float32)
-            for walk in batch.walks:
-                walk.valued = -1
+            before_WA, self._value_WA = self._value_WA, np.zeros((len(self.now_WN), len(value_A)), np.float32)
+            self._value_WA[: len(before_WA)] = before_WA
         self._valuations += 1
         tokens = (self._soon_NA, self.use_A, PRIOR)
         for walk in sorted(batch.walks, key=attrgetter("valued"))[:_VALUED]:
             walk.valued = self._valuations
             place_1 = np.array([walk.place])
             self._kernels.value(place_1, self._similar, tokens, 0, len(value_A), self._value_WA[walk.place])
-        self._kernels.merge(batch.place_R, self._value_WA, value_A)
+        place_R = np.array([walk.place for walk in batch.walks if walk.valued >= 0], np.int64)
+        self._kernels.merge(place_R, self._value_WA, value_A)
 
     def least_valued(self, value_A: np.ndarray, near_L: np.ndarray, resident_A: np.ndarray, key_M: np.ndarray) -> int:
         """Put the keys of the residents of least value times nearness into `key_M`, the least last; their number."""

@@ -22,7 +22,7 @@ from moetool.models.weight_format import FLOATS, STORED_DTYPES, DenseTransposed,
 from moetool.types import ModelSpec
 
 SlotForm = DenseSlot | PackedSlot | ScaledSlot
-"""What a slot holds in the place of an expert as stored."""
+"""Forms of an expert in a slot, other than its stored one."""
 
 
 class ByteRun(NamedTuple):

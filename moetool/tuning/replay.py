@@ -434,13 +434,14 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         pinned=tuple(pinned),
         limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
         changes=tuple(changes),
-        lent=_lent_slots(made.get("lent", [])),
+        lent=_lent_slots(made.get("lent", []), pinned),
     )
 
 
-def _lent_slots(found: Any) -> tuple[tuple[int, int], ...]:
+def _lent_slots(found: Any, pinned: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Slots that a server lent to prompts, each number from a forward on. Raises: MismatchError: the log is damaged."""
     check.require(isinstance(found, list), "manifest.provenance.lent", found, "a list")
+    check.require(not (found and pinned), "manifest.provenance.lent", found, "none beside pinned experts")
     made: list[tuple[int, int]] = []
     for i, row in enumerate(found):
         at = f"manifest.provenance.lent.{i}"

@@ -6,6 +6,7 @@ python -m pytest tests/soak/test_memory_limit.py -s
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shape")
     reference = Checkpoint.open("reference")
     own = ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
-    shape = json.loads(Path(locate_config("deepseek-v2-lite")).read_text())
+    shape = json.loads((Path(locate_config("deepseek-v2-lite")) / "config.json").read_text())
     shape |= {name: reference.raw[name] for name in own if name in reference.raw}
     (folder / "config.json").write_text(json.dumps(shape))
     path = random_checkpoint(str(folder), LAYERS, folder / "made")
@@ -52,6 +53,10 @@ def test_a_third_of_the_checkpoint_is_enough(checkpoint: Path) -> None:
                 ask = {"model": str(checkpoint), "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
                 status, answer = post(server.url, "/v1/completions", ask)
                 assert status == 200 and answer["usage"]["completion_tokens"] == 8, answer
+            with ThreadPoolExecutor(4) as together:
+                asked = [{**ask, "prompt": [(i * 31 + k) % 4000 + 5 for i in range(250)]} for k in range(4)]
+                answers = list(together.map(lambda one: post(server.url, "/v1/completions", one), asked))
+            assert [status for status, _ in answers] == [200] * 4, answers
             memory = json.loads(get(server.url, "/stats")[2])["engine"]["memory_bytes"]
             status_lines = Path(f"/proc/{server.popen.pid}/status").read_text().splitlines()
             peak = next(int(line.split()[1]) * 1024 for line in status_lines if line.startswith("VmHWM"))

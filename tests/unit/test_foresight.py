@@ -331,7 +331,24 @@ def test_values_of_a_batch_are_asked_in_turns() -> None:
     for _ in range(3):
         memory.value_all(batch, turns_A)
     np.testing.assert_array_equal(turns_A, all_A)
-    assert memory.num_bytes > 200 * 2 * 64
+
+
+def test_values_survive_requests_that_need_more_room() -> None:
+    """Room for their values grows between two valuations; those asked before keep what they had."""
+    memory = TokenMemory(SPEC, 200, 8)
+    walks = [memory.walk() for _ in range(2)]
+    value_A, later_A = np.zeros(64, np.float32), np.zeros(64, np.float32)
+    for token_LK in walk(20):
+        batch = memory.begin(walks, [[0], [1]])
+        for layer in range(SPEC.num_layers):
+            memory.observe(batch, layer, [((token_LK[layer] + row) % 16).tolist() for row in range(2)])
+        for row, window in enumerate(walks):
+            memory.store(window, batch.path_TP[row])
+    memory.value_all(batch, value_A)
+    new = [memory.walk() for _ in range(6)]
+    everyone = memory.begin([*walks, *new], [[row] for row in range(8)])
+    memory.value_all(everyone, later_A)  # asks new requests first
+    assert value_A.max() > 0 and (later_A >= value_A).all()
 
 
 def test_all_loops_are_compiled_before_the_first_event() -> None:

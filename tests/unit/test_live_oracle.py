@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,20 @@ def _served(spec: ModelSpec, policy: str, window: EventWindow) -> list[tuple[For
 
 
 def _drive(
-    residency: Residency, window: EventWindow, stream: Sequence[tuple[ForwardInfo, Sequence[GateEvent]]]
+    residency: Residency,
+    window: EventWindow,
+    stream: Sequence[tuple[ForwardInfo, Sequence[GateEvent]]],
+    lend: Callable[[int], int] = lambda number: 0,
 ) -> None:
-    for info, events in stream:
+    for number, (info, events) in enumerate(stream):
+        residency.lend(lend(number))
         window.begin(residency.counts)
         residency.begin_forward(info)
         for event in events:
             residency.event(event)
             window.add(event)
         residency.end_forward(info)
-        window.end(info, residency.counts)
+        window.end(info, residency.counts, residency.lent)
 
 
 def _oracle(spec: ModelSpec, window: EventWindow, serving: str, every_s: float = 0.0, **plan: Any) -> LiveOracle:
@@ -289,15 +293,7 @@ def test_a_kept_state_that_does_not_fit_costs_no_other_policy_its_own(caplog: py
 def test_replays_lend_the_slots_that_the_server_lent() -> None:
     spec = make_spec(layers=3, experts=8, top_k=2)
     window, residency = EventWindow(), Residency(build_policy("lru", spec, {}, SLOTS))
-    stream = random_stream(spec, num_requests=3, prompt_tokens=4, new_tokens=30, seed=2)
-    for number, (info, events) in enumerate(stream):
-        residency.lend(4 if number % 3 == 0 else 0)
-        window.begin(residency.counts)
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-            window.add(event)
-        residency.end_forward(info)
-        window.end(info, residency.counts, residency.lent)
+    stream = list(random_stream(spec, num_requests=3, prompt_tokens=4, new_tokens=30, seed=2))
+    _drive(residency, window, stream, lambda number: 4 if number % 3 == 0 else 0)
     found = _oracle(spec, window, "lru").compare()
     assert found is not None and found["lru"]["loads"] == found["serving"]["loads"]

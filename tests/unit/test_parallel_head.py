@@ -114,7 +114,7 @@ def submit(head: RankHead, max_tokens: int = 4) -> list[Output]:
 
 
 def done(generation: int, batch: int, left: Sequence[int] = ()) -> dict[str, Any]:
-    """What a rank says at the end of a batch; `left` goes on in the next."""
+    """A rank's message at the end of a batch; requests in `left` go on in the next batch."""
     tally = {"steps": 1, "rows_SL": [[1]], "tokens_LE": [[1, 0, 0, 0]], "sent": [0, 0], "wire": [0.0] * 5}
     return {
         "kind": "done",

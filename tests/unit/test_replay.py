@@ -155,11 +155,19 @@ def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
         ("changes", [[-1, "lru", "one"]], r"changes\.0\.0: found -1"),
         ("changes", [[4, "lru", "one"], [3, "lfu", "one"]], r"changes\.1\.0: found 3, expected 4 or more"),
         ("changes", [[4, "hybrimoe", "one"]], r"changes\.0\.1: .*needs only experts"),
+        ("lent", [[3]], r"lent\.0: .*a forward and a number of slots"),
+        ("lent", [[3, -1]], r"lent\.0\.1: found -1"),
+        ("lent", [[4, 1], [3, 0]], r"lent\.1\.0: found 3, expected 4 or more"),
     ],
 )
 def test_a_damaged_log_is_refused(tmp_path: Path, field: str, value: Any, said: str) -> None:
     with pytest.raises(MismatchError, match=said):
         replay(_log(tmp_path / "log", **{field: value}), ["served"], [9000])
+
+
+def test_a_log_that_lends_slots_beside_pinned_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"lent: .*none beside pinned experts"):
+        replay(_log(tmp_path / "log", pinned=[3], lent=[[4, 1]]), ["served"], [9000])
 
 
 def test_a_profile_adds_times_and_changes_no_decision(trace: Trace) -> None:
