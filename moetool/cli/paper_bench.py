@@ -46,6 +46,10 @@ def paper(
         typer.Option(help="Directory that keeps traces and predictors for later runs (default: temporary)."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Papers to run in parallel with NAME all, one core each.")] = 1,
+    links: Annotated[
+        list[float],
+        typer.Option(help="Judge claims again with links this many times as fast, e.g. 0.5. Repeatable."),
+    ] = [],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing output directory.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -59,21 +63,24 @@ def paper(
     recipes = {one: read_paper(one) for one in (names() if name == "all" else (name,))}
     for chosen in recipes.values():
         choose(chosen.claim, only)
+    tasks = _tasks(recipes, links, only)
     given = _given(trace)
     if work is not None:
         _require_own(work)
     if out is None:
-        found = _run(recipes, only, quick, given, None, work, jobs)
+        made = _run(tasks, only, quick, given, None, work, jobs)
     else:
         with durable.staged_directory(out, overwrite, "verdicts.json") as folder:
-            found = _run(recipes, only, quick, given, folder, work, jobs)
-            text = json.dumps(_documents(recipes, quick, found), indent=1) + "\n"
+            made = _run(tasks, only, quick, given, folder, work, jobs)
+            text = json.dumps(_documents(recipes, quick, made), indent=1) + "\n"
             durable.write_text(folder / "verdicts.json", text)
     if as_json:
-        tables.print_json(_documents(recipes, quick, found))
+        tables.print_json(_documents(recipes, quick, made))
         return
+    found = {one: made[one, 1.0] for one in recipes}
     for one, tested in found.items():
         _print(recipes[one], tested, quick)
+        _print_links(tested, _by_links(one, made))
     if len(found) > 1:
         _print_counts(found)
     if out is not None:
@@ -101,51 +108,82 @@ def _given(traces: Sequence[str]) -> dict[str, Path]:
     return given
 
 
+def _tasks(
+    recipes: "Mapping[str, Paper]", links: Sequence[float], only: Sequence[str]
+) -> "dict[tuple[str, float], Paper]":
+    """Return what to run by paper and rate of links: each paper as it is, then its claims that links can change."""
+    from moetool.bench.paper.paper_run import with_links
+
+    tasks = {(name, 1.0): chosen for name, chosen in recipes.items()}
+    for rate in links:
+        if not 0 < rate < float("inf"):
+            raise UsageError(f"--links is {rate:g}, expected a number above 0")
+        varied = {(name, rate): with_links(chosen, rate, only) for name, chosen in recipes.items()}
+        tasks |= {task: chosen for task, chosen in varied.items() if chosen.claim and task not in tasks}
+    return tasks
+
+
 def _run(
-    recipes: "Mapping[str, Paper]",
+    tasks: "Mapping[tuple[str, float], Paper]",
     only: Sequence[str],
     quick: bool,
     given: dict[str, Path],
     out: Path | None,
     work: Path | None,
     jobs: int,
-) -> "dict[str, list[Tested]]":
-    """Return the judged claims of each paper; with several papers, each has its own folder of figures."""
+) -> "dict[tuple[str, float], list[Tested]]":
+    """Return the judged claims of each task; with several papers, each has its own folder of figures."""
     from functools import partial
 
     from moetool.bench.paper.claims import choose
     from moetool.bench.paper.paper_run import run_paper
 
     scratch = Path(tempfile.mkdtemp(prefix="moetool-paper-")) if work is None else work
-    run = partial(run_paper, work=scratch, only=only, quick=quick, given=given)
+    run = partial(run_paper, work=scratch, quick=quick, given=given)
     try:
-        if len(recipes) == 1:
-            ((name, chosen),) = recipes.items()
+        if len(tasks) == 1:
+            ((task, chosen),) = tasks.items()
             with tables.progress(chosen.paper.title[:40], len(choose(chosen.claim, only))) as on_progress:
-                return {name: run(chosen, out=out, on_progress=on_progress)}
+                return {task: run(chosen, only=only, out=out, on_progress=on_progress)}
+        several = len({name for name, _ in tasks}) > 1
         with (
-            tables.progress("all papers", len(recipes)) as on_progress,
+            tables.progress("all papers" if several else "all rates of links", len(tasks)) as on_progress,
             ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
         ):
             coming = {}
-            for name, chosen in recipes.items():
-                if out is not None:
-                    (out / name).mkdir()
-                coming[name] = pool.submit(run, chosen, out=None if out is None else out / name)
+            for (name, rate), chosen in tasks.items():
+                folder = None if out is None or rate != 1.0 else out / name if several else out
+                if folder is not None:
+                    folder.mkdir(exist_ok=True)
+                named = only if rate == 1.0 else ()  # the others hold only what was named
+                coming[name, rate] = pool.submit(run, chosen, only=named, out=folder)
             for done, _ in enumerate(as_completed(coming.values())):
                 on_progress(done + 1)
-            return {name: one.result() for name, one in coming.items()}
+            return {task: one.result() for task, one in coming.items()}
     finally:
         if work is None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _documents(recipes: "Mapping[str, Paper]", quick: bool, found: "Mapping[str, list[Tested]]") -> dict[str, Any]:
-    made = [_document(name, recipes[name], quick, tested) for name, tested in found.items()]
-    return made[0] if len(made) == 1 else {"papers": made}
+def _by_links(name: str, made: "Mapping[tuple[str, float], list[Tested]]") -> "dict[float, list[Tested]]":
+    """Return a paper's claims at other rates of links, by rate."""
+    return {rate: made[one, rate] for one, rate in sorted(made) if one == name and rate != 1.0}
 
 
-def _document(name: str, chosen: "Paper", quick: bool, tested: Sequence["Tested"]) -> dict[str, Any]:
+def _documents(
+    recipes: "Mapping[str, Paper]", quick: bool, made: "Mapping[tuple[str, float], list[Tested]]"
+) -> dict[str, Any]:
+    documents = [_document(one, recipes[one], quick, made[one, 1.0], _by_links(one, made)) for one in recipes]
+    return documents[0] if len(documents) == 1 else {"papers": documents}
+
+
+def _document(
+    name: str,
+    chosen: "Paper",
+    quick: bool,
+    tested: Sequence["Tested"],
+    varied: "Mapping[float, Sequence[Tested]]",
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     from moetool.machine import load_average, read_machine
@@ -160,6 +198,8 @@ def _document(name: str, chosen: "Paper", quick: bool, tested: Sequence["Tested"
         "machine": asdict(read_machine()),
         "load_average": load_average(),
         "claims": [one.to_json() for one in tested],
+        "links": [{"links": rate, "claims": [one.to_json() for one in again]} for rate, again in varied.items()],
+        "left_out": [asdict(one) for one in chosen.left_out],
     }
 
 
@@ -184,12 +224,36 @@ def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
     for one in tested:
         if one.claim.here:
             print(f"{one.claim.id}, here: {one.claim.here}")
+    for left in chosen.left_out:
+        print(f"not repeated: {', '.join(left.ids)}: {left.why}")
     for on in dict.fromkeys(one.found.on for one in tested if one.found is not None):
         print(f"measured on {on}")
     count = {answer: sum(one.verdict.answer == answer for one in tested) for answer in ANSWERS}
     print(", ".join(f"{number} {answer}" for answer, number in count.items() if number) + f" of {len(tested)}")
     if quick:
         print("sizes of --quick: too small for meaningful verdicts")
+
+
+def _print_links(tested: Sequence["Tested"], varied: "Mapping[float, Sequence[Tested]]") -> None:
+    """Print the verdicts at each rate of links, of the claims that it can change."""
+    if not varied:
+        return
+    rates = {1.0: tested, **varied}
+    answers: dict[tuple[str, str], dict[float, str]] = {}
+    for rate, again in rates.items():
+        for one in again:
+            answers.setdefault((one.claim.id, one.claim.says), {})[rate] = one.verdict.answer
+    rows = [
+        [*claim, *(by_rate[rate] for rate in sorted(rates))]
+        for claim, by_rate in answers.items()
+        if len(by_rate) == len(rates)
+    ]
+    title = "verdicts by the rate of all links, x the machine's"
+    tables.print_table(
+        title, ["", "the paper says", *(f"{rate:g} x" for rate in sorted(rates))], rows, num_text=len(rates) + 2
+    )
+    same = sum(len(set(by_rate.values())) == 1 for by_rate in answers.values() if len(by_rate) == len(rates))
+    print(f"{same} of {len(rows)} claims have the same verdict at every rate; links change no other claim")
 
 
 def _print_counts(found: "Mapping[str, Sequence[Tested]]") -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,7 +101,7 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
         MismatchError: the traces are of different models.
         CapacityError: the experts do not fit.
     """
-    spec = one_model(traces, cluster)
+    spec = sized(one_model(traces, cluster), options)
     planner.require_room(spec, cluster)
     uses = planned_share(options.split)
     drawn = held_out(uses) if options.split < 1 else uses
@@ -141,6 +141,11 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
         history=Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE),
         history_sources=history_sources,
     )
+
+
+def sized(spec: ModelSpec, options: SimulationOptions) -> ModelSpec:
+    """Return the model whose experts the options size (`expert_bytes`), or the traces' own."""
+    return replace(spec, expert_bytes_L=(options.expert_bytes,) * spec.num_layers) if options.expert_bytes else spec
 
 
 def _served(spec: ModelSpec, num_gpus: int, source: RequestSource) -> np.ndarray:

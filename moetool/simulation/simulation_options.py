@@ -48,6 +48,7 @@ class SimulationOptions:
         window_s: seconds per window of the local compute share over time.
         value_bytes: bytes of one number of a hidden state.
         token_bytes: bytes of a hidden state, if the trace lacks the hidden size.
+        expert_bytes: bytes of an expert that moves, for a larger model than the trace's (0: the trace's).
 
     Raises:
         UsageError: a value is invalid.
@@ -74,6 +75,7 @@ class SimulationOptions:
     window_s: float = 60.0
     value_bytes: int = 2
     token_bytes: int = 0
+    expert_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -88,6 +90,7 @@ class SimulationOptions:
             if getattr(self, name) not in known:
                 raise unknown_name(f"--set {name}", getattr(self, name), known)
         zero, one, more = Span(0), Span(1), Span(0, above=True)
-        require_within(self, "--set ", seed=zero, prompt_tokens=zero, replan_s=zero, token_bytes=zero, decay=Span(0, 1))
+        require_within(self, "--set ", seed=zero, prompt_tokens=zero, replan_s=zero, decay=Span(0, 1))
         require_within(self, "--set ", decode_tokens=one, seats=one, piece_bytes=one, value_bytes=one)
         require_within(self, "--set ", pace=more, window_s=more, plan_s=zero, predict_share=zero)
+        require_within(self, "--set ", token_bytes=zero, expert_bytes=zero)

@@ -51,6 +51,20 @@ def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: 
     assert all((tmp_path / "out" / name).stat().st_size > 1000 for name in claim["pictures"])
 
 
+def test_claims_are_judged_again_with_other_links(run: Run, captured: Path, tmp_path: Path) -> None:
+    given = (f"--trace={name}={captured}" for name in "abc")
+    only = ("--only", "Figure 5", "--links", "0.5")
+    code, out, _ = run("prism", "--quick", *only, "--out", tmp_path / "out", *given)
+    assert code == 0 and "verdicts by the rate of all links" in out and "0.5 x" in out
+    assert "not repeated: Figure 1, Figure 4: drawings" in out
+    found = json.loads((tmp_path / "out" / "verdicts.json").read_text())
+    (again,) = found["links"]
+    assert again["links"] == 0.5 and [claim["id"] for claim in again["claims"]] == ["Figure 5"]
+    assert again["claims"][0]["values"]["100% remote"] > found["claims"][0]["values"]["100% remote"]
+    assert found["left_out"][0]["ids"] == ["Figure 1", "Figure 4"]
+    assert run("prism", "--links", "0")[0] == 2
+
+
 def test_all_papers_share_a_folder_that_later_runs_go_on_with(run: Run, captured: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     assert run("prism", "--quick", "--only", "Figure 5", "--work", work)[0] == 0

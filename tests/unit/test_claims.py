@@ -1,6 +1,7 @@
 """Verdicts on papers' claims, the recipes that state them, and queues whose waits are known by hand."""
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from moetool import plugins
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_paper
-from moetool.bench.paper.paper_run import run_paper
+from moetool.bench.paper.paper_run import run_paper, with_links
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import Check, Found, Verdict, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, requests_of
@@ -21,6 +22,14 @@ from moetool.learning.tokens import Tokens
 from moetool.trace.reader import Trace
 from tests.synthetic_routes import make_spec, write_trace
 
+PRINTED = {
+    "director": (11, ("I", "II")),
+    "duoserve": (6, ("1", "2", "3")),
+    "finemoe": (18, ("1",)),
+    "prism": (8, ("I", "II")),
+    "smoe": (18, ("I", "II", "III", "IV")),
+}
+"""Figures of each paper, numbered from 1, and its tables."""
 PAPERS = ("director", "duoserve", "finemoe", "prism", "smoe")
 RECIPE = """
 [paper]
@@ -158,6 +167,47 @@ def test_every_claim_has_a_known_experiment_and_every_experiment_a_claim() -> No
     assert used == set(plugins.names("experiment"))
 
 
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_table_and_figure_has_a_claim_or_a_reason_why_not(name: str) -> None:
+    paper = read_paper(name)
+    named = [claim.id for claim in paper.claim] + [one for left in paper.left_out for one in left.ids]
+    covered = {match[0] for one in named if (match := re.match(r"(Figure|Table) \w+", one))}
+    figures, printed_tables = PRINTED[name]
+    assert covered == {f"Figure {n + 1}" for n in range(figures)} | {f"Table {n}" for n in printed_tables}
+    whole = {one for left in paper.left_out for one in left.ids}
+    assert not whole & {claim.id for claim in paper.claim}  # a figure is repeated or it is not
+
+
+def test_links_are_varied_for_claims_that_they_can_change(tmp_path: Path) -> None:
+    paper = read_paper("finemoe")
+    slow = with_links(paper, 0.5)
+    assert slow.machine.assumed().load_s == 2 * paper.machine.assumed().load_s
+    assert {claim.experiment for claim in slow.claim} == {"policies", "online"}
+    assert with_links(paper, 0.5, ["Figure 18"]).claim == ()
+    trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
+    values = []
+    for one in (parse_paper(RECIPE, "test"), with_links(parse_paper(RECIPE, "test"), 0.5)):
+        (tested,) = run_paper(one, tmp_path, given=trace)
+        assert tested.found is not None
+        values.append(tested.found.values)
+    assert values[1]["0% remote"] == values[0]["0% remote"]
+    assert values[1]["100% remote"][0] > values[0]["100% remote"][0]
+
+
+def test_a_ceiling_falls_with_the_rate_of_links(tmp_path: Path) -> None:
+    """1.5 on the machine itself leaves room for 1.4; with links half as fast 1.25 does not."""
+    text = RECIPE.replace(
+        'check = { order = ["0% remote", "100% remote"] }',
+        """derive = { x = { times = ["0% remote", "100% remote"] } }
+check = { at_least = { x = 1.4 } }
+ceiling = { x = 1.5 }""",
+    )
+    trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
+    paper = parse_paper(text, "test")
+    whys = [run_paper(one, tmp_path, given=trace)[0].verdict.why for one in (paper, with_links(paper, 0.5))]
+    assert "cannot be more" not in whys[0] and "x cannot be more than 1.25" in whys[1]
+
+
 def test_a_recipe_that_is_wrong_is_refused() -> None:
     for change, message in (
         (("remote_share", "remote_shre"), "did you mean 'remote_share'"),
@@ -165,6 +215,7 @@ def test_a_recipe_that_is_wrong_is_refused() -> None:
         (("order =", "ordr ="), "check"),
         (("seeds = 1", "seeds = 0"), "seeds"),
         (("[paper]", "[paper"), "not valid TOML"),
+        (("[[claim]]", "[[left_out]]\nids = []\nwhy = 'none'\n[[claim]]"), "ids and why"),
     ):
         with pytest.raises(UsageError, match=message):
             parse_paper(RECIPE.replace(*change), "test")

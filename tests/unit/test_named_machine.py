@@ -14,6 +14,7 @@ from moetool.bench.paper.named_machine import (
     model_names,
     read_named_machine,
     read_named_model,
+    simulated_costs,
 )
 from moetool.errors import UsageError
 
@@ -68,6 +69,32 @@ def test_a_given_cost_replaces_a_derived_one() -> None:
         MachineChoice(machine="rtx-a5000")
     with pytest.raises(UsageError, match="did you mean 'rtx-a5000'"):
         MachineChoice(machine="rtx-a500", model="mixtral-8x7b").assumed()
+
+
+def test_slower_links_slow_loads_and_moves_alone() -> None:
+    one, half = (
+        MachineChoice(machine="h200-node", model="deepseek-v2-lite", links=rate).assumed() for rate in (1.0, 0.5)
+    )
+    assert half.load_s == pytest.approx(2 * one.load_s)
+    assert (half.expert_s, half.dense_s, half.links) == (one.expert_s, one.dense_s, 0.5)
+    other = {"machine": "rtx-a6000", "model": "mixtral-8x7b-int4"}
+    assert changed(half, other).load_s == pytest.approx(2 * changed(one, other).load_s)
+    node = read_named_machine("h200-node").linked(0.5)
+    assert (node.gpu_link_bytes_s, node.node_link_bytes_s, node.host_bytes_s) == (225e9, 200e9, 31.5e9)
+    with pytest.raises(UsageError, match="links"):
+        MachineChoice(links=0.0)
+
+
+def test_costs_of_a_token_that_stands_for_several() -> None:
+    machine = AssumedMachine(expert_s=5.0, expert_token_s=1.0, dense_s=7.0, dense_token_s=2.0)
+    costs = simulated_costs(machine, 3)
+    assert (costs.expert_s, costs.expert_token_s, costs.dense_s, costs.dense_token_s) == (7.0, 3.0, 11.0, 6.0)
+
+
+def test_prism_simulates_experts_of_the_models_size() -> None:
+    sizes = {read_named_model(name).expert_bytes for name in ("deepseek-v2-lite", "mixtral-8x7b")}
+    options = [claim.options["simulation"] for claim in read_paper("prism").claim if "simulation" in claim.options]
+    assert {one["expert_bytes"] for one in options if "expert_bytes" in one} == sizes
 
 
 def test_every_paper_names_its_machine() -> None:

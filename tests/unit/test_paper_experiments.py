@@ -14,7 +14,9 @@ from moetool.bench.paper.claims import Claim, Sizes
 from moetool.bench.paper.experiments import (
     activation_patterns,
     edge_servers,
+    expert_affinity,
     expert_parallel,
+    map_quality,
     memory,
     offload_or_call,
     policies,
@@ -80,6 +82,57 @@ def test_both_sides_of_a_token_and_lines_with_machines_of_their_own(tmp_path: Pa
     assert found.axes == ("seconds of a load", "time per output token, ms")
     with pytest.raises(UsageError, match="did you mean 'slow'"):
         policies.run(stage, replace(drawn, along={"slwo": 1}))
+
+
+def test_sizes_of_memory_and_batches_and_several_series_are_curves(tmp_path: Path, given: dict[str, Path]) -> None:
+    lines = {"a, 1 ahead": policies.PolicyLine(policy="lru"), "b, 1 ahead": policies.PolicyLine(policy="lfu")}
+    stage = _stage(tmp_path, given)
+    options = policies.Options(lines=lines, memory=(0.25, 0.5, 1.0), measure="tpot")
+    found = policies.run(stage, options)
+    assert [curve[0] for curves in found.curves.values() for curve in curves] == [(25.0, 50.0, 100.0)] * 2
+    assert found.curves["a, 1 ahead"][0][1][2] == found.values["a, 1 ahead, 1"][0]
+    assert found.axes[0] == "experts that memory holds, %"
+    many = policies.run(stage, replace(options, memory=(0.5,), batch=(1, 2, 3)))
+    assert many.curves["b, 1 ahead"][0][0] == (1, 2, 3) and many.axes[0] == "requests of a batch"
+    named = {**lines, "a, 3 ahead": policies.PolicyLine(policy="lru"), "b, 3 ahead": policies.PolicyLine(policy="lfu")}
+    along = {name: int(name[3]) for name in named}
+    found = policies.run(stage, policies.Options(lines=named, along=along, axis="distance"))
+    assert {name: curves[0][0] for name, curves in found.curves.items()} == {"a": (1, 3), "b": (1, 3)}
+    assert found.curves["a"][0][1][0] == 100 * found.values["a, 1 ahead"][0]
+
+
+def test_a_grid_of_edge_servers_and_capacities_of_a_store_are_curves(tmp_path: Path, given: dict[str, Path]) -> None:
+    stage = replace(_stage(tmp_path, given), sizes=Sizes(seeds=1, requests=2))
+    options = edge_servers.Options(
+        servers={"there": 1},
+        memory=1.0,
+        modes=("uniform",),
+        arrivals="every:1s",
+        sweep={"gpus": ("2", "3"), "bandwidth": ("100Mbps", "200Mbps", "300Mbps")},
+        simulation={"token_bytes": 8},
+    )
+    found = edge_servers.run(stage, options)
+    assert {name: curves[0][0] for name, curves in found.curves.items()} == dict.fromkeys(
+        ("2 GPUs", "3 GPUs"), (100.0, 200.0, 300.0)
+    )
+    assert found.curves["3 GPUs"][0][1][1] == found.values["3 GPUs, 200Mbps"][0]
+    assert found.axes == ("link, Mbit/s", "mean latency of a request, s")
+    spec = make_spec(LAYERS, EXPERTS, TOP_K)
+    kept = ("topk", "logits", "embeddings")
+    scored = write_trace(tmp_path / "scored", spec, num_requests=8, keep=kept)
+    store = map_quality.Options(capacities=(4, 8), measure="bytes")
+    found = map_quality.run(replace(stage, given={"there": scored}), store)
+    assert found.curves["all maps"][0][0] == (4.0, 8.0)
+    assert found.axes == ("maps in the store", "size of the store, MB")
+
+
+def test_affinity_names_more_than_popularity_only_where_layers_are_tied(tmp_path: Path, given: dict[str, Path]) -> None:
+    found = expert_affinity.run(_stage(tmp_path, given), expert_affinity.Options())
+    assert found.values["by chance"] == [TOP_K / EXPERTS]
+    assert {len(curves[0][0]) for curves in found.curves.values()} == {LAYERS - 1}
+    alone = Trace(write_trace(tmp_path / "alone", make_spec(1, EXPERTS, TOP_K), num_requests=4))
+    with pytest.raises(CannotTestError, match="1 layers and 4 requests"):
+        expert_affinity.run(_stage(tmp_path, {"alone": alone.path}), expert_affinity.Options())
 
 
 def test_what_a_predictor_costs_at_a_shape(tmp_path: Path) -> None:

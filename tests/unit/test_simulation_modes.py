@@ -19,7 +19,7 @@ from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.sweep import parse_sweeps, resize, sweep
 from moetool.simulation.workload import RequestSource
 from moetool.trace.reader import Trace
-from moetool.types import Cluster
+from moetool.types import Cluster, Gpu
 from tests.clusters import make_cluster
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -66,6 +66,20 @@ def test_the_second_half_of_the_requests_may_come_from_other_data(world: World) 
     assert [one.prompt_tokens for one in found.served] == [7] * 4 + [5] * 5
     steady = simulate(world, "prism", "poisson:3s", 9, OPTIONS)
     assert [one.arrived_s for one in found.served] == [one.arrived_s for one in steady.served]
+
+
+def test_larger_experts_cost_eq_4_as_much_more(traces: dict[str, Trace], cluster: Cluster) -> None:
+    """Four times the bytes in four times the memory: the same placements, and moves that take four times as long."""
+    gpus = [
+        replace(server, gpus=tuple(Gpu(memory_bytes=4 * g.memory_bytes) for g in server.gpus))
+        for server in cluster.servers
+    ]
+    costs = []
+    for size, machines in ((0, cluster), (4096, replace(cluster, servers=tuple(gpus)))):
+        options = replace(OPTIONS, expert_bytes=size, migrate="free", decide="always")
+        found = simulate(read_world(traces, machines, options), "prism", "poisson:3s", 12, options)
+        costs.append([one.cost_s for one in found.migrations])
+    assert costs[0] and costs[1] == pytest.approx([4 * cost_s for cost_s in costs[0]])
 
 
 def test_progress_is_told_by_what_is_done(world: World) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moetool.config import Span, require_within
+from moetool.config import POSITIVE, Span, require_within
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
 from moetool.costing.pricing import TimelineOptions
 from moetool.machine import read_machine
@@ -27,6 +27,7 @@ class AssumedMachine:
         host_s: an expert for one token on the host; 0: the host computes none.
         host_token_s: for each further token.
         prediction_s: one prediction.
+        links: rate of links between GPUs and between servers, as a multiple of the experiment's.
 
     Raises:
         UsageError: one is below 0.
@@ -40,9 +41,11 @@ class AssumedMachine:
     host_s: float = 0.0
     host_token_s: float = 0.0
     prediction_s: float = 0.0
+    links: float = 1.0
 
     def __post_init__(self) -> None:
         require_within(self, "machine: ", **dict.fromkeys(self.__slots__, Span(0)))
+        require_within(self, "machine: ", links=POSITIVE)
 
     def profile(self, spec: ModelSpec) -> tuple[CostProfile, TimelineOptions]:
         """The costs as a profile of a model, and which of its machines is meant."""

@@ -83,6 +83,22 @@ class ClaimSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Tables and figures of a paper that no claim is from, and why.
+
+    Raises:
+        UsageError: no table or figure, or no reason.
+    """
+
+    ids: tuple[str, ...]
+    why: str
+
+    def __post_init__(self) -> None:
+        if not (self.ids and self.why):
+            raise UsageError("left_out needs ids and why")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PaperFacts:
     """Title and reference of a paper."""
 
@@ -99,6 +115,7 @@ class Paper:
         machine: the machine and model whose costs replays are timed by.
         setup: experiments that claims share, by name.
         claim: the claims, in the order of the paper.
+        left_out: tables and figures that are not repeated.
     """
 
     paper: PaperFacts
@@ -107,6 +124,7 @@ class Paper:
     machine: MachineChoice = field(default_factory=MachineChoice)
     setup: Mapping[str, ClaimSetup] = field(default_factory=dict)
     claim: tuple[Claim, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def names() -> list[str]:

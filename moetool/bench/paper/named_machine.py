@@ -1,7 +1,7 @@
 """Machines and models by name: vendors' figures and published configs, and the costs that follow from the two."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bounded_read import parse_toml
 from moetool.config import POSITIVE, SHARE, Span, require_within
 from moetool.errors import UsageError, unknown_name
+from moetool.simulation.simulated_costs import AssumedCosts
 
 _MATRICES = 3  # of an expert: gate, up and down
 
@@ -45,6 +46,11 @@ class NamedMachine:
         require_within(self, f"machine {self.name}: ", **dict.fromkeys(positive, POSITIVE))
         require_within(self, f"machine {self.name}: ", gpus=Span(1))
         require_within(self, f"machine {self.name}: ", gpu_link_bytes_s=Span(0), node_link_bytes_s=Span(0))
+
+    def linked(self, links: float) -> "NamedMachine":
+        """This machine with all links so many times as fast."""
+        rates = ("host_bytes_s", "gpu_link_bytes_s", "node_link_bytes_s")
+        return replace(self, **{name: links * getattr(self, name) for name in rates})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +109,7 @@ class MachineChoice:
         machine, model: names in `recipes/machines` and `recipes/models`, both or neither.
         link_share, memory_share, compute_share: of the printed rates, what copies, one-token products and products of
             many tokens reach. The link's is 25 of 31.5 GB/s of PCIe 4.0 from pinned memory.
+        links: rate of all links, those of loads, of GPUs and of servers, as a multiple of what else would follow.
 
     The other attributes are those of `AssumedMachine`.
 
@@ -115,6 +122,7 @@ class MachineChoice:
     link_share: float = 0.8
     memory_share: float = 1.0
     compute_share: float = 0.5
+    links: float = 1.0
     expert_s: float | None = None
     expert_token_s: float | None = None
     dense_s: float | None = None
@@ -130,6 +138,7 @@ class MachineChoice:
                 f"machine {self.machine!r} with model {self.model!r}: costs follow from the two; name both"
             )
         require_within(self, "machine: ", link_share=SHARE, memory_share=SHARE, compute_share=SHARE)
+        require_within(self, "machine: ", links=POSITIVE)
 
     def assumed(self) -> AssumedMachine:
         """The costs: derived where machine and model are named, else `AssumedMachine`'s own.
@@ -150,7 +159,8 @@ class MachineChoice:
                 "dense_token_s": model.dense_parameters * token_s,
             }
         given = {name: getattr(self, name) for name in AssumedMachine.__dataclass_fields__}
-        return AssumedMachine(**{**values, **{name: value for name, value in given.items() if value is not None}})
+        costs = AssumedMachine(**{**values, **{name: value for name, value in given.items() if value is not None}})
+        return replace(costs, load_s=costs.load_s / self.links)
 
     def read(self) -> tuple[NamedMachine, NamedModel]:
         """The two. Raises: UsageError for an unknown name."""
@@ -169,11 +179,25 @@ class MachineChoice:
 
 
 def changed(machine: AssumedMachine, by: Mapping[str, Any]) -> AssumedMachine:
-    """A machine with some costs changed, or another one where `by` names it. Raises: UsageError."""
+    """A machine with some costs changed, or another one where `by` names it, with links as much faster as this one's.
+
+    Raises:
+        UsageError: an unknown name, or a cost that no machine has.
+    """
     if "machine" in by:
-        return config.parse(MachineChoice, by, "machine").assumed()
+        return config.parse(MachineChoice, {"links": machine.links, **by}, "machine").assumed()
     costs = {name: getattr(machine, name) for name in AssumedMachine.__dataclass_fields__}
     return config.parse(AssumedMachine, {**costs, **by}, "machine")
+
+
+def simulated_costs(machine: AssumedMachine, batch: int = 1) -> AssumedCosts:
+    """The simulator's costs of a machine, for tokens that each stand for `batch` of them; weights are read once."""
+    return AssumedCosts(
+        dense_s=machine.dense_s + (batch - 1) * machine.dense_token_s,
+        dense_token_s=batch * machine.dense_token_s,
+        expert_s=machine.expert_s + (batch - 1) * machine.expert_token_s,
+        expert_token_s=batch * machine.expert_token_s,
+    )
 
 
 def machine_names() -> list[str]:

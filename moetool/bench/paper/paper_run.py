@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,6 @@ def run_paper(
     given: Mapping[str, Path] | None = None,
     out: Path | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
-    on_note: Callable[[str], None] = lambda note: None,
 ) -> list[Tested]:
     """Run the experiments of a paper and judge its claims.
 
@@ -85,12 +84,22 @@ def run_paper(
         machine=paper.machine.assumed(),
         work=work,
         given=given or {},
-        on_note=on_note,
     )
     try:
-        return _judged(stage, claims, out, on_progress, on_note)
+        return _judged(stage, claims, out, on_progress)
     finally:
         shutil.rmtree(stage.scratch, ignore_errors=True)
+
+
+def with_links(paper: Paper, links: float, only: Sequence[str] = ()) -> Paper:
+    """The paper on a machine whose links are so many times as fast, with the claims that links can change.
+
+    Costs of computing would have to be as many times higher for the same ratios.
+    """
+    claims = [
+        one for one in choose(paper.claim, only) if getattr(plugins.load("experiment", one.experiment), "LINKS", False)
+    ]
+    return replace(paper, claim=tuple(claims), machine=replace(paper.machine, links=links * paper.machine.links))
 
 
 def _judged(
@@ -98,7 +107,6 @@ def _judged(
     claims: Sequence[Claim],
     out: Path | None,
     on_progress: Callable[[int], None],
-    on_note: Callable[[str], None],
 ) -> list[Tested]:
     known: dict[str, Found | Verdict] = {}
     drawn: dict[str, tuple[str, ...]] = {}
@@ -108,7 +116,6 @@ def _judged(
         began = time.perf_counter()
         fresh = key not in known
         if fresh:
-            on_note(f"{claim.id}: {claim.experiment}")
             known[key] = _measure(stage, claim)
         found = known[key]
         if isinstance(found, Verdict):
@@ -117,7 +124,9 @@ def _judged(
             if out is not None and fresh:
                 drawn[key] = _draw(out, claim, found)
             seconds = time.perf_counter() - began if fresh else 0.0
-            verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=claim.ceiling)
+            # A ceiling is 1 + what can be hidden behind loading, and as much less as links are slower.
+            ceiling = {name: 1 + (most - 1) * stage.machine.links for name, most in claim.ceiling.items()}
+            verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling)
             pictures = drawn.get(key, ())
             tested.append(Tested(claim=claim, verdict=verdict, found=found, seconds=seconds, pictures=pictures))
         on_progress(number + 1)

@@ -1,20 +1,26 @@
 """Servers of an edge cluster, each with its own requests, under ways to place experts: Prism's testbed, simulated."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 from moetool import config
+from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
-from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulate import sized
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.simulation.sweep import sweep as run_grid
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+LINKS = True
+"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +40,7 @@ class Options:
             given traces the first.
         requests: as a multiple of those of the sizes.
         simulation: options of the simulator.
-        costs: of its computing.
+        costs: of its computing, unlike those of the recipe's machine, or another machine and model by name.
     """
 
     servers: Mapping[str, int]
@@ -52,6 +58,7 @@ class Options:
 
 Measure = Literal["latency", "local", "phases", "migrations"]
 _SWEPT = {"gpus": "{} GPUs", "bandwidth": "{}", "gap": "gap {}"}
+_AXES = {"gpus": "GPUs", "bandwidth": "link, Mbit/s", "gap": "gap between a server's requests, ms"}
 _WHAT = {
     "latency": "mean latency of a request",
     "local": "expert calls computed on the request's own server",
@@ -67,15 +74,15 @@ def run(stage: Workbench, options: Options) -> Found:
     Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.simulate.simulate`).
     """
     simulation = config.parse(SimulationOptions, options.simulation, "simulation")
-    costs = config.parse(AssumedCosts, options.costs, "costs")
+    costs = simulated_costs(changed(stage.machine, options.costs))
     runs: list[tuple[dict[str, str], Simulated]] = []
     used: dict[str, Trace] = {}
     for seed in stage.seeds:
         traces = stage.by_server(tuple(options.servers), seed)
         used |= {str(trace.path): trace for trace in traces.values()}
-        cluster = edge_cluster(
-            next(iter(traces.values())).spec, list(traces), options.servers, options.memory, options.mbps
-        )
+        spec = sized(next(iter(traces.values())).spec, simulation)
+        mbps = stage.machine.links * options.mbps
+        cluster = edge_cluster(spec, list(traces), options.servers, options.memory, mbps)
         make = partial(
             run_grid,
             traces,
@@ -100,9 +107,37 @@ def run(stage: Workbench, options: Options) -> Found:
             values.setdefault(name, []).append(found.mean_s if options.measure == "latency" else found.local)
         if not options.sweep:
             curves.setdefault(name, []).append(over_time(found))
+    drawn = bool(options.sweep) and options.measure != "phases"
+    if drawn:
+        curves = _swept(values, options)
     asked = [found.seconds // simulation.replan_s if simulation.replan_s else 0.0 for _, found in runs]
     on = f"{stage.on(list(used.values()))}; Eq. 4 asked {min(asked):.0f} to {max(asked):.0f} times a run"
-    return simulated(options.measure, values, curves, on, parts=stage.parts(used))
+    made = simulated(options.measure, values, curves, on, parts=stage.parts(used))
+    return replace(made, axes=(_AXES[_along(options)], f"{made.what}, {made.unit}")) if drawn else made
+
+
+def _along(options: Options) -> str:
+    """What of the grid has the most values, which is the abscissa."""
+    return max(options.sweep, key=lambda name: len(options.sweep[name]))
+
+
+def _swept(values: Mapping[str, Sequence[float]], options: Options) -> dict[str, list[Curve]]:
+    """Curves over what of the grid has the most values, one for each of the other points, a line for each seed."""
+    along = _along(options)
+    others = [name for name in ("mode", *options.sweep) if name != along]
+    grid = {"mode": options.modes, **options.sweep}
+    scale = 100 if options.measure == "local" else 1
+    curves = {}
+    for chosen in product(*(grid[name] for name in others)):
+        at = dict(zip(others, chosen, strict=True))
+        rows = [values[label({**at, along: value}, options)] for value in grid[along]]
+        x = tuple(float(re.sub(r"[^0-9.]", "", value)) for value in grid[along])
+        words = [at["mode"]] if len(options.modes) > 1 else []
+        words += [_SWEPT[one].format(at[one]) for one in others if one in _SWEPT]
+        curves[", ".join(words) or at["mode"]] = [
+            (x, tuple(scale * value for value in column)) for column in zip(*rows, strict=True)
+        ]
+    return curves
 
 
 def around(found: Simulated, tick_s: float) -> tuple[float, float]:

@@ -8,13 +8,12 @@ from typing import Any, Literal
 import numpy as np
 
 from moetool import config
-from moetool.bench.paper.named_machine import MachineChoice, NamedMachine, NamedModel
+from moetool.bench.paper.named_machine import MachineChoice, NamedMachine, NamedModel, simulated_costs
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.placement._planner import quick_options
 from moetool.simulation.simulate import ModeInputs, World, read_world, simulate
-from moetool.simulation.simulated_costs import AssumedCosts
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.trace.reader import Trace
@@ -27,6 +26,9 @@ _WHAT = {
     "planning": "time of one planning",
 }
 _LATENCY_S = 5e-6  # of a link between nodes
+
+LINKS = True
+"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +103,12 @@ def run(stage: Workbench, options: Options) -> Found:
     """
     choice = MachineChoice(machine=options.machine, model=options.model)
     machine, model = choice.read()
-    costs = _costs(choice, options.batch)
+    machine = machine.linked(stage.machine.links)
+    costs = simulated_costs(choice.assumed(), options.batch)
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {}
     traces: dict[str, Trace] = {}
-    cases = list(_cases(options, model))
+    cases = list(_cases(options, model, stage.machine.links))
     swept = len(cases) > 1
     for seed in stage.seeds:
         trace, learned = stage.apart(options.data, seed)
@@ -113,7 +116,8 @@ def run(stage: Workbench, options: Options) -> Found:
         lines: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
             base = _simulation(options, model, case, seed)
-            world = _world(trace, learned, _cluster(trace, machine, model, options, case), base, model)
+            cluster = _cluster(trace, machine, model, options, case)
+            world = _world(trace, learned, cluster, base)
             count = options.rounds * case.gpus or max(case.gpus, stage.sizes.requests // case.gpus * case.gpus)
             for label, one in options.runs.items():
                 chosen = replace(base, lookahead=one.lookahead, migrate=one.migrate, planning=one.planning)
@@ -156,19 +160,24 @@ def run(stage: Workbench, options: Options) -> Found:
     )
 
 
-def _cases(options: Options, model: NamedModel) -> Iterator[_Case]:
-    """All sizes, ways and plannings; the abscissa is what of them varies, the first that does."""
+def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]:
+    """All sizes, ways and plannings; the abscissa is what of them varies, the first that does.
+
+    Args:
+        links: rates of links, as a multiple of the machine's.
+    """
+    choice = MachineChoice(machine=options.machine, model=options.model)
     for gpus in options.gpus:
         for way, rate in options.ways.items():
             for plan_s in options.plan_s:
                 words = f", {gpus} GPUs" if len(options.gpus) > 1 else ""
                 words += f", {way}" if len(options.ways) > 1 else ""
                 words += f", {1e3 * plan_s:g} ms" if len(options.plan_s) > 1 else ""
-                link = rate or MachineChoice(machine=options.machine, model=options.model).gpu_link_bytes_s()
+                link = links * (rate or choice.gpu_link_bytes_s())
                 x = 1e6 * model.expert_bytes / link if len(options.ways) > 1 else 1e3 * plan_s
                 yield _Case(
                     gpus=gpus,
-                    way_bytes_s=rate,
+                    way_bytes_s=links * rate,
                     plan_s=plan_s,
                     words=words,
                     x=float(gpus) if len(options.gpus) > 1 else x,
@@ -185,22 +194,12 @@ def _shown(value: float, measure: str) -> float:
     return value if measure == "throughput" else 1e3 * value
 
 
-def _costs(choice: MachineChoice, batch: int) -> AssumedCosts:
-    """Costs of a token that stands for `batch` of them; weights are read once for all."""
-    costs = choice.assumed()
-    return AssumedCosts(
-        dense_s=costs.dense_s + (batch - 1) * costs.dense_token_s,
-        dense_token_s=batch * costs.dense_token_s,
-        expert_s=costs.expert_s + (batch - 1) * costs.expert_token_s,
-        expert_token_s=batch * costs.expert_token_s,
-    )
-
-
 def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> SimulationOptions:
     return config.parse(
         SimulationOptions,
         {
             "token_bytes": round(2 * model.hidden * options.batch),
+            "expert_bytes": model.expert_bytes,
             "piece_bytes": 1 << 20,
             **options.simulation,
             "copies": "host" if case.way_bytes_s else "links",
@@ -213,18 +212,14 @@ def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> 
     )
 
 
-def _world(trace: Trace, learned: Trace | None, cluster: Cluster, base: SimulationOptions, model: NamedModel) -> World:
-    """Requests of one trace, placements from another, or from every other request where there is none; experts as
-    large as the model's."""
+def _world(trace: Trace, learned: Trace | None, cluster: Cluster, base: SimulationOptions) -> World:
+    """Requests of one trace, placements from another, or from every other request where there is none."""
     names = [server.name for server in cluster.servers]
     if learned is None:
-        world = read_world(dict.fromkeys(names, trace), cluster, replace(base, split=0.5))
-    else:
-        past = read_world(dict.fromkeys(names, learned), cluster, base)
-        world = read_world(dict.fromkeys(names, trace), cluster, base)
-        world = replace(world, history=past.history, history_sources=past.history_sources)
-    spec = replace(world.spec, expert_bytes_L=(model.expert_bytes,) * world.spec.num_layers)
-    return replace(world, spec=spec, history=replace(world.history, spec=spec))
+        return read_world(dict.fromkeys(names, trace), cluster, replace(base, split=0.5))
+    past = read_world(dict.fromkeys(names, learned), cluster, base)
+    world = read_world(dict.fromkeys(names, trace), cluster, base)
+    return replace(world, history=past.history, history_sources=past.history_sources)
 
 
 def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Options, case: _Case) -> Cluster:

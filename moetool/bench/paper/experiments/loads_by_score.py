@@ -12,6 +12,9 @@ from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions
 from moetool.types import ForwardInfo, GateEvent
 
+LINKS = True
+"""Rates of links change what is measured."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:

@@ -1,5 +1,6 @@
 """Quality of stored expert maps: likeness, hit rates, sizes. FineMoE's Figures 8, 9, 16(a) and 18."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +62,12 @@ def run(stage: Workbench, options: Options) -> Found:
                     line = tuple(each[0] for each in filled), tuple(100 * each[2] for each in filled)
                     curves.setdefault(kind, []).append(line)
     unit = {"pearson": "", "rise": "%", "best": "", "bytes": "MB"}[options.measure]
+    axes = ("similarity of the iterations, from", "hit rate, %")
+    if len(options.capacities) > 1:
+        curves, axes = (
+            _by_capacity(values, options.capacities),
+            ("maps in the store", f"{_WHAT[options.measure]} {unit}"),
+        )
     return Found(
         values=values,
         what=_WHAT[options.measure],
@@ -69,8 +76,19 @@ def run(stage: Workbench, options: Options) -> Found:
         on=f"{stage.on(list(traces.values()))}; maps of the training requests, iterations of held-out ones",
         traces=len(traces),
         curves=curves,
-        axes=("similarity of the iterations, from", "hit rate, %"),
+        axes=axes,
     )
+
+
+def _by_capacity(values: Mapping[str, Sequence[float]], capacities: Sequence[int]) -> dict[str, list[Curve]]:
+    """Curves over the capacity, one for each kind of similarity, or for all, with a line for each seed."""
+    x = tuple(map(float, capacities))
+    curves = {}
+    for kind in ("", *(f"{kind}, " for kind in KINDS)):
+        rows = [values[label] for capacity in capacities if (label := f"{kind}{capacity} maps") in values]
+        if rows:
+            curves[kind.removesuffix(", ") or "all maps"] = [(x, column) for column in zip(*rows, strict=True)]
+    return curves
 
 
 def _report(stage: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:

@@ -7,16 +7,19 @@ from typing import Any, Literal
 
 from moetool import config
 from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time, simulated
+from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.verdict import Curve, Found
 from moetool.bench.paper.workbench import ALL, Workbench
-from moetool.simulation.simulate import read_world, simulate
-from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulate import read_world, simulate, sized
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.trace.reader import Trace
 
 WAYS = ("with migration", "without")
 BEFORE, AFTER = "before the change", "after it"
+
+LINKS = True
+"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ def run(stage: Workbench, options: Options) -> Found:
     made from other data.
     """
     base = config.parse(SimulationOptions, options.simulation, "simulation")
-    costs = config.parse(AssumedCosts, options.costs, "costs")
+    costs = simulated_costs(changed(stage.machine, options.costs))
     count = max(2, round(options.requests * stage.sizes.requests))
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
@@ -68,7 +71,8 @@ def run(stage: Workbench, options: Options) -> Found:
             first = dict(zip(names, stage.by_server(options.before, seed).values(), strict=True))
         used |= {str(trace.path): trace for trace in (*first.values(), *later.values())}
         initial = dict.fromkeys(names, stage.trace(options.initial, fold=seed))
-        cluster = edge_cluster(later[names[0]].spec, names, options.servers, options.memory, options.mbps)
+        spec, mbps = sized(later[names[0]].spec, base), stage.machine.links * options.mbps
+        cluster = edge_cluster(spec, names, options.servers, options.memory, mbps)
         for way, replan_s in zip(WAYS, (options.replan_s, 0.0), strict=True):
             chosen = replace(base, seed=seed, replan_s=replan_s)
             world = replace(

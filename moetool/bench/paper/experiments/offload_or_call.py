@@ -12,17 +12,20 @@ import numpy as np
 
 from moetool import config
 from moetool.bench.paper.experiments.edge_servers import edge_cluster
+from moetool.bench.paper.named_machine import simulated_costs
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import Workbench, requests_of
 from moetool.placement._demand import held_out, planned_share
 from moetool.simulation.arrivals import read_arrivals
-from moetool.simulation.simulate import read_world, simulate
-from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulate import read_world, simulate, sized
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.trace.reader import Trace
 
 ALONE, BALANCED, TOGETHER = "offloading", "offloading, redirected", "calling each other"
+
+LINKS = True
+"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +62,8 @@ def run(stage: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: a server's trace has no request after those that warm its pool.
     """
-    machine = stage.machine
-    costs = AssumedCosts(
-        dense_s=machine.dense_s,
-        dense_token_s=machine.dense_token_s,
-        expert_s=machine.expert_s,
-        expert_token_s=machine.expert_token_s,
-    )
+    costs = simulated_costs(stage.machine)
+    mbps = stage.machine.links * options.mbps
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     values: dict[str, list[float]] = {ALONE: [], BALANCED: [], TOGETHER: []}
     used: dict[str, Trace] = {}
@@ -74,7 +72,7 @@ def run(stage: Workbench, options: Options) -> Found:
         traces = stage.by_server(tuple(options.servers), seed)
         used |= {str(trace.path): trace for trace in traces.values()}
         names = list(traces)
-        cluster = edge_cluster(traces[names[0]].spec, names, options.servers, options.memory, options.mbps)
+        cluster = edge_cluster(sized(traces[names[0]].spec, base), names, options.servers, options.memory, mbps)
         seconds = [
             _offloaded(stage, traces[server.name], options, min(1.0, options.memory * len(server.gpus)), base.split)
             for server in cluster.servers

@@ -11,6 +11,9 @@ from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.simulation.arrivals import read_arrivals
 
+LINKS = True
+"""Rates of links change what is measured."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:

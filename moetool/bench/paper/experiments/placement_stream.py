@@ -10,10 +10,13 @@ import numpy as np
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.placement._demand import Demand, held_out, planned_share, read_batches
-from moetool.placement._latency import unit_latency
+from moetool.placement._latency import Latency, linear_latency, unit_latency
 from moetool.placement._modes import Batch, modes
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, Server
+
+LINKS = True
+"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class Options:
 def run(stage: Workbench, options: Options) -> Found:
     """T_comp + T_comm of every mode (`moetool.placement._modes`), under every planner; another trace for each seed.
 
-    Source: DIRECTOR § III and § VIII-D. Computing a token and sending one each count 1 here.
+    Source: DIRECTOR § III and § VIII-D. Computing a token counts 1 here, and so does sending one
+    over links at their usual rate.
     """
     values: dict[str, list[float]] = {}
     traces: dict[str, Trace] = {}
@@ -55,7 +59,7 @@ def run(stage: Workbench, options: Options) -> Found:
         trace, learned = stage.apart(options.data, seed)
         traces[str(trace.path)] = trace
         history, coming = _batches(trace, learned, options, seed)
-        latency = unit_latency(coming[0][0].cluster)
+        latency = _latency(coming[0][0].cluster, stage.machine.links)
         for name, given in options.planners.items():
             own = {option: value for option, value in given.items() if option != "planner"}
             for mode in modes(coming, history, given.get("planner", name), own, latency, seed=seed):
@@ -69,6 +73,12 @@ def run(stage: Workbench, options: Options) -> Found:
         on=f"{stage.on(list(traces.values()))}; {options.gpus} GPUs of one node, T_comp + T_comm a layer",
         traces=len(traces),
     )
+
+
+def _latency(cluster: Cluster, links: float) -> Latency:
+    unit = unit_latency(cluster)
+    made = linear_latency(cluster, 1.0, 1.0 / links, unit.token_bytes, unit.name)
+    return replace(made, unit=unit.unit, sides=unit.sides)
 
 
 def _batches(trace: Trace, learned: Trace | None, options: Options, seed: int) -> tuple[list[Demand], list[Batch]]:

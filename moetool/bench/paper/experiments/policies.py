@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,9 @@ from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.caching._residency import Counts
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplayRow
+
+LINKS = True
+"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,8 @@ class Options:
         measure: `hits`, the share of the experts needed in decode that were resident; `ttft`, seconds of a prompt;
             `tpot`, of a later token; `sides`, of a later token those that the link carries experts, and that the host
             computes them; `latency`, of a request; `speed`, its later tokens a second.
-        along: numbers of lines by name, such as a distance, along which their values are drawn as a curve.
+        along: numbers of lines by name, such as a distance, along which their values are drawn as curves: one for all
+            lines, or one for each name before a comma. Three or more sizes of memory or of batches make curves too.
         axis: what these are.
         new_tokens: of each request (0: as the sizes say).
         machine: costs that are unlike those of the recipe's machine, or another machine and model by name.
@@ -140,7 +145,7 @@ def run(stage: Workbench, options: Options) -> Found:
                     if options.measure in ("latency", "speed"):
                         each.setdefault(label, []).extend(_by_request(measured, options.measure))
     measured_on = "all" if apart else "30 % of the requests"
-    if options.along:
+    if _sweeps(options):
         curves, axes = _along(values, options)
     else:
         curves = {label: [distribution(values)] for label, values in each.items()}
@@ -159,18 +164,43 @@ def run(stage: Workbench, options: Options) -> Found:
     )
 
 
+_LEAST_POINTS = 3  # of a curve over memory or batches
+
+
+def _sweeps(options: Options) -> bool:
+    return bool(options.along) or max(len(options.memory), len(options.batch)) >= _LEAST_POINTS
+
+
 def _along(values: Mapping[str, Sequence[float]], options: Options) -> tuple[dict[str, list[Curve]], tuple[str, str]]:
-    """One curve over the lines that have a number, a line of it for each seed.
+    """Curves over memory, batches or numbered lines, each with a line for each seed.
 
     Raises:
-        UsageError: one of them was not measured.
+        UsageError: a numbered line was not measured.
     """
-    rows = [require(values, name) for name in options.along]
-    scale = 100 if options.measure == "hits" else 1
-    x = tuple(options.along.values())
-    lines = [(x, tuple(scale * value for value in each)) for each in zip(*rows, strict=True)]
     what, unit = _WHAT[options.measure], UNITS[options.measure]
-    return {what: lines}, (options.axis, f"{what}, {unit}")
+    points: dict[str, list[tuple[float, Sequence[float]]]] = {}
+    if len(options.memory) >= _LEAST_POINTS:
+        axis = "experts that memory holds, %"
+        for name, memory in product(options.lines, options.memory):
+            found = require(values, _label(name, memory, options.batch[0], options))
+            points.setdefault(name, []).append((100 * memory, found))
+    elif len(options.batch) >= _LEAST_POINTS:
+        axis = "requests of a batch"
+        for name, batch in product(options.lines, options.batch):
+            found = require(values, _label(name, options.memory[0], batch, options))
+            points.setdefault(name, []).append((batch, found))
+    else:
+        axis = options.axis
+        for name, number in options.along.items():
+            series = name.partition(", ")[0] if ", " in name else what
+            points.setdefault(series, []).append((number, require(values, name)))
+    scale = 100 if options.measure == "hits" else 1
+    curves: dict[str, list[Curve]] = {}
+    for series, row in points.items():
+        x = tuple(number for number, _ in row)
+        columns = zip(*(found for _, found in row), strict=True)
+        curves[series] = [(x, tuple(scale * value for value in column)) for column in columns]
+    return curves, (axis, f"{what}, {unit}")
 
 
 def look_through(lines: Mapping[str, PolicyLine]) -> bool:

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 
 from moetool import config
+from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.verdict import Curve, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.placement._placement_plan import PlacementPlan, bare_plan
 from moetool.simulation.simulate import ModeInputs, read_world, simulate
-from moetool.simulation.simulated_costs import AssumedCosts
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+LINKS = True
+"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +46,9 @@ def run(stage: Workbench, options: Options) -> Found:
     spec = stage.trace(ALL).spec
     gpu = Gpu(memory_bytes=spec.total_experts * spec.slot_bytes)
     servers = tuple(Server(name=name, gpus=(gpu,)) for name in ("here", "there"))
-    cluster = Cluster(servers=servers, link_bytes_s=options.mbps * 1e6 / 8, link_latency_s=0.0005)
+    cluster = Cluster(servers=servers, link_bytes_s=stage.machine.links * options.mbps * 1e6 / 8, link_latency_s=0.0005)
     base = config.parse(SimulationOptions, options.simulation, "simulation")
-    costs = config.parse(AssumedCosts, options.costs, "costs")
+    costs = simulated_costs(changed(stage.machine, options.costs))
     values: dict[str, list[float]] = {}
     curves: list[Curve] = []
     used: dict[str, Trace] = {}
