@@ -13,6 +13,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ BUDGET = int(
 )  # passes over every layer of every token, for every predictor
 SEEDS = int(os.environ.get("MOETOOL_BENCH_SEEDS", "3"))
 SEEDED = ("affinity", "path_mlp", "promoe", "fused", "expert_mlp")
+ROUTED = ("popularity", "affinity", "activation_matrix", "expert_map", "next_use", "path_mlp", "fused")
 SEED_PROMPTS = 6  # of each set: three times as many fits take as long as one of twice as many
 EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "promoe, hidden 402": ("promoe", {"hidden": 402}),  # as many parameters as fused
@@ -142,22 +144,61 @@ def test_embedded_model(work: Path) -> None:
 
 
 def _print_seeds(found: Mapping[str, Sequence[Evaluation]], others: Mapping[str, Sequence[Evaluation]]) -> None:
-    """Means over the seeds so far, on known tasks and on the unseen one."""
+    """Means over the seeds so far, on known tasks and on the unseen one, by the phases that were scored."""
 
     def shown(values: Sequence[float]) -> str:
         mean, half = interval(values)
         return f"{mean:.3f}" + (f" ± {half:.3f}" if half is not None else "")
 
-    print("| predictor | prompts | new tokens | code, prompts | code, new tokens | exact | parameters | epochs |")
+    def matches(rows: Sequence[Evaluation]) -> list[str]:
+        phases = [phase for phase in ("prefill", "decode") if 1 in rows[0].overall(phase)]
+        near = [shown([row.overall(phase)[1].match for row in rows]) for phase in phases]
+        farther = [n for n in (3, 6) if n in rows[0].overall()]
+        return near + [f"{n} ahead {shown([row.overall()[n].match for row in rows])}" for n in farther]
+
+    print("| predictor | known tasks | unseen task | exact | in 2k | parameters | epochs |")
     for label, rows in found.items():
-        matches = [
-            shown([row.overall(phase)[1].match for row in part])
-            for part in (rows, others[label])
-            for phase in ("prefill", "decode")
-        ]
+        unseen = " / ".join(matches(others[label])) if others.get(label) else "-"
         exact = shown([row.overall()[1].exact for row in rows])
+        twice = shown([row.overall()[1].recall[-1] for row in rows])
         epochs = ", ".join(str(row.epochs) for row in rows)
-        print(f"| {label} | {' | '.join(matches)} | {exact} | {rows[0].parameters:,} | {epochs} |", flush=True)
+        told = f"{' / '.join(matches(rows))} | {unseen} | {exact} | {twice} | {rows[0].parameters:,} | {epochs}"
+        print(f"| {label} | {told} |", flush=True)
+
+
+def _over_seeds(
+    here: Path,
+    wanted: Mapping[str, tuple[str, Mapping[str, Any]]],
+    learned: Path,
+    scored: Path,
+    unseen: Path | None,
+    **fit: Any,
+) -> dict[str, list[Evaluation]]:
+    """Evaluations of predictors by label, trained and scored under each seed: another split, other weights and order.
+
+    `awq_replica` is made on the prompts of `_replica`, drawn by the seed.
+    """
+    found: dict[str, list[Evaluation]] = {}
+    others: dict[str, list[Evaluation]] = {}
+    for seed in range(SEEDS):
+        paths = {}
+        for label, (name, options) in wanted.items():
+            folder = here / f"seed-{seed}" / label.partition(",")[0] / ("equal" if label in EQUAL else "own")
+            if name == "awq_replica":
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                _once(folder, partial(_replica, seed=seed))
+            elif not folder.exists():
+                train(name, learned, folder, options=options, fit=FitOptions(max_epochs=BUDGET, **fit), seed=seed)
+            paths[label] = folder
+            print(f"{label}, seed {seed}: {load_predictor(folder).card.get('fit', {}).get('stopped_by')}", flush=True)
+        judged = evaluate(list(paths.values()), scored, unseen)
+        rows = {(row.path, row.unseen_task): row for row in judged if row.baseline is None}
+        for label, path in paths.items():
+            found.setdefault(label, []).append(rows[str(path), False])
+            if unseen is not None:
+                others.setdefault(label, []).append(rows[str(path), True])
+        _print_seeds(found, others)
+    return found
 
 
 def test_embedded_model_over_seeds(work: Path) -> None:
@@ -165,24 +206,17 @@ def test_embedded_model_over_seeds(work: Path) -> None:
     here = work / "seeds"
     trace, unseen, _ = embedded(here, ("popularity",), SEED_PROMPTS)
     wanted: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in SEEDED}, **EQUAL}
-    found: dict[str, list[Evaluation]] = {}
-    others: dict[str, list[Evaluation]] = {}
-    for seed in range(SEEDS):
-        paths = {}
-        for label, (name, options) in wanted.items():
-            folder = here / f"seed-{seed}" / label.partition(",")[0] / ("equal" if label in EQUAL else "own")
-            if not folder.exists():
-                train(name, trace, folder, options=options, fit=FitOptions(max_epochs=BUDGET), seed=seed)
-            paths[label] = folder
-            print(f"{label}, seed {seed}: {load_predictor(folder).card['fit'].get('stopped_by')}", flush=True)
-        judged = evaluate(list(paths.values()), trace, unseen)
-        rows = {(row.path, row.unseen_task): row for row in judged if row.baseline is None}
-        for label, path in paths.items():
-            found.setdefault(label, []).append(rows[str(path), False])
-            others.setdefault(label, []).append(rows[str(path), True])
-        _print_seeds(found, others)
+    found = _over_seeds(here, wanted, trace, trace, unseen)
     best = {label: sum(row.overall()[1].match for row in rows) / len(rows) for label, rows in found.items()}
     assert best["affinity"] < min(best[name] for name in ("expert_mlp", "path_mlp", "promoe", "fused"))
+
+
+def test_replica_over_seeds(work: Path) -> None:
+    """Three 4-bit replicas, their scales chosen on the same prompts in another order."""
+    here = work / "seeds"
+    trace, unseen, _ = embedded(here, ("popularity",), SEED_PROMPTS)
+    (rows,) = _over_seeds(here, {"awq_replica": ("awq_replica", {})}, trace, trace, unseen).values()
+    assert min(row.overall()[1].match for row in rows) > 0.9
 
 
 BUDGETS = (0.25, 0.5)
@@ -230,23 +264,20 @@ def test_policies_with_predictors(work: Path) -> None:
         assert all(0 <= row.decode.hit_rate <= 1 for row in rows)
 
 
-def _replica(out: Path) -> None:
+def _replica(out: Path, seed: int = 0) -> None:
     """Its scales are chosen on prompts that the traces do not hold."""
     known = [name for name in prompt_sets.names() if name != UNSEEN]
     others = [p for name in known for p in prompt_sets.load([name])[PROMPTS:]]
     text = out.parent / "others.jsonl"
     text.write_text("".join(json.dumps({"id": p.prompt_id, "prompt": p.text, "task": p.task}) + "\n" for p in others))
-    plugins.load("predictor", "awq_replica").make("reference", [str(text)], out, {})
+    plugins.load("predictor", "awq_replica").make("reference", [str(text)], out, {}, seed=seed)
 
 
 @pytest.mark.skipif(not DEEPSEEK.is_dir(), reason="shared/data/routes is not here")
 def test_deepseek_routes(work: Path) -> None:
     """Every other sequence of intent and law to train; of the others, and of translation, every fourth to score."""
     here = work / "deepseek"
-    known, every = ("intent", "law"), SCORED_EVERY
-    learned = _once(here / "train", lambda out: _import(out, known, slice(0, None, 2)))
-    scored = _once(here / "score", lambda out: _import(out, known, slice(1, None, 2 * every)))
-    unseen = _once(here / "unseen", lambda out: _import(out, ("translation",), slice(0, None, every)))
+    learned, scored, unseen = _deepseek(here)
     costs = _once(
         here / "profile.json",
         lambda out: profile(
@@ -259,6 +290,34 @@ def test_deepseek_routes(work: Path) -> None:
     for name, inside, outside in (("popularity", 0.19, 0.12), ("affinity", 0.57, 0.33)):
         assert found[name, False].overall()[1].match == pytest.approx(inside, abs=0.04)
         assert found[name, True].overall()[1].match == pytest.approx(outside, abs=0.04)
+
+
+def _deepseek(here: Path) -> tuple[Path, Path, Path]:
+    """Traces to train on, to score, and of the task that is not trained on."""
+    known, every = ("intent", "law"), SCORED_EVERY
+    return (
+        _once(here / "train", lambda out: _import(out, known, slice(0, None, 2))),
+        _once(here / "score", lambda out: _import(out, known, slice(1, None, 2 * every))),
+        _once(here / "unseen", lambda out: _import(out, ("translation",), slice(0, None, every))),
+    )
+
+
+@pytest.mark.skipif(not DEEPSEEK.is_dir(), reason="shared/data/routes is not here")
+def test_deepseek_routes_over_seeds(work: Path) -> None:
+    """Mean and 95 % interval over the seeds of what can be trained on routes alone."""
+    here = work / "deepseek"
+    wanted = {name: (name, ROUTE_OPTIONS.get(name, {})) for name in ROUTED}
+    found = _over_seeds(here, wanted, *_deepseek(here), held_out=0.05)
+    assert all(row.overall()[1].match > 0.8 for name in ("path_mlp", "fused") for row in found[name])
+
+
+@pytest.mark.skipif(not QWEN.is_file(), reason="shared/data/routes is not here")
+def test_qwen_conversation_over_seeds(work: Path) -> None:
+    """Mean and 95 % interval over other weights and orders; the one conversation is split in time under every seed."""
+    here = work / "qwen"
+    trace = _once(here / "trace", lambda out: import_trace([QWEN], "route_csv", out))
+    wanted = {name: (name, ROUTE_OPTIONS.get(name, {})) for name in ROUTED}
+    assert len(_over_seeds(here, wanted, trace, trace, None)["fused"]) == SEEDS
 
 
 def _import(out: Path, tasks: Sequence[str], chosen: slice) -> None:
