@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -146,23 +146,35 @@ def _run(
             with tables.progress(chosen.paper.title[:40], len(choose(chosen.claim, only))) as on_progress:
                 return {task: run(chosen, only=only, out=out, on_progress=on_progress)}
         several = len({name for name, _ in tasks}) > 1
-        with (
-            tables.progress("all papers" if several else "all rates of links", len(tasks)) as on_progress,
-            ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
-        ):
-            coming = {}
+        with tables.progress("all papers" if several else "all rates of links", len(tasks)) as on_progress:
+            calls = {}
             for (name, rate), chosen in tasks.items():
                 folder = None if out is None or rate != 1.0 else out / name if several else out
                 if folder is not None:
                     folder.mkdir(exist_ok=True)
                 named = only if rate == 1.0 else ()  # the others hold only what was named
-                coming[name, rate] = pool.submit(run, chosen, only=named, out=folder)
-            for done, _ in enumerate(as_completed(coming.values())):
-                on_progress(done + 1)
-            return {task: one.result() for task, one in coming.items()}
+                calls[name, rate] = partial(run, chosen, only=named, out=folder)
+            return _called(calls, jobs, on_progress)
     finally:
         if work is None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _called(
+    calls: "Mapping[tuple[str, float], Callable[[], list[Tested]]]", jobs: int, on_progress: Callable[[int], None]
+) -> "dict[tuple[str, float], list[Tested]]":
+    """Return the results of calls, made in turn or by as many processes as there are jobs."""
+    found = {}
+    if jobs == 1:
+        for task, call in calls.items():
+            found[task] = call()
+            on_progress(len(found))
+        return found
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        coming = {task: pool.submit(call) for task, call in calls.items()}
+        for done, _ in enumerate(as_completed(coming.values())):
+            on_progress(done + 1)
+        return {task: one.result() for task, one in coming.items()}
 
 
 def _by_links(name: str, made: "Mapping[tuple[str, float], list[Tested]]") -> "dict[float, list[Tested]]":

@@ -87,10 +87,10 @@ def test_both_sides_of_a_token_and_lines_with_machines_of_their_own(tmp_path: Pa
 def test_sizes_of_memory_and_batches_and_several_series_are_curves(tmp_path: Path, given: dict[str, Path]) -> None:
     lines = {"a, 1 ahead": policies.PolicyLine(policy="lru"), "b, 1 ahead": policies.PolicyLine(policy="lfu")}
     stage = _stage(tmp_path, given)
-    options = policies.Options(lines=lines, memory=(0.25, 0.5, 1.0), measure="tpot")
+    options = policies.Options(lines=lines, memory=(0.25, 0.5, 0.75), measure="tpot")
     found = policies.run(stage, options)
-    assert [curve[0] for curves in found.curves.values() for curve in curves] == [(25.0, 50.0, 100.0)] * 2
-    assert found.curves["a, 1 ahead"][0][1][2] == found.values["a, 1 ahead, 1"][0]
+    assert [curve[0] for curves in found.curves.values() for curve in curves] == [(25.0, 50.0, 75.0)] * 2
+    assert found.curves["a, 1 ahead"][0][1][2] == found.values["a, 1 ahead, 0.75"][0]
     assert found.axes[0] == "experts that memory holds, %"
     many = policies.run(stage, replace(options, memory=(0.5,), batch=(1, 2, 3)))
     assert many.curves["b, 1 ahead"][0][0] == (1, 2, 3) and many.axes[0] == "requests of a batch"
@@ -121,7 +121,7 @@ def test_a_grid_of_edge_servers_and_capacities_of_a_store_are_curves(tmp_path: P
     kept = ("topk", "logits", "embeddings")
     scored = write_trace(tmp_path / "scored", spec, num_requests=8, keep=kept)
     store = map_quality.Options(capacities=(4, 8), measure="bytes")
-    found = map_quality.run(replace(stage, given={"there": scored}), store)
+    found = map_quality.run(replace(stage, given={"scored": scored}), store)
     assert found.curves["all maps"][0][0] == (4.0, 8.0)
     assert found.axes == ("maps in the store", "size of the store, MB")
 

@@ -19,7 +19,7 @@ from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.sweep import parse_sweeps, resize, sweep
 from moetool.simulation.workload import RequestSource
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Gpu
+from moetool.types import Cluster
 from tests.clusters import make_cluster
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -69,15 +69,19 @@ def test_the_second_half_of_the_requests_may_come_from_other_data(world: World) 
 
 
 def test_larger_experts_cost_eq_4_as_much_more(traces: dict[str, Trace], cluster: Cluster) -> None:
-    """Four times the bytes in four times the memory: the same placements, and moves that take four times as long."""
-    gpus = [
-        replace(server, gpus=tuple(Gpu(memory_bytes=4 * g.memory_bytes) for g in server.gpus))
+    """Four times the bytes in four times the memory: the same moves, and Eq. 3 asks four times as many seconds."""
+    larger = [
+        replace(server, gpus=tuple(replace(gpu, memory_bytes=4 * gpu.memory_bytes) for gpu in server.gpus))
         for server in cluster.servers
     ]
+    placed_GLE = np.zeros((3, 3, 8), bool)
+    placed_GLE[0, :, :4] = placed_GLE[1, :, 4:6] = placed_GLE[2, :, 6:] = True
     costs = []
-    for size, machines in ((0, cluster), (4096, replace(cluster, servers=tuple(gpus)))):
+    for size, machines in ((0, cluster), (4096, replace(cluster, servers=tuple(larger)))):
         options = replace(OPTIONS, expert_bytes=size, migrate="free", decide="always")
-        found = simulate(read_world(traces, machines, options), "prism", "poisson:3s", 12, options)
+        world = read_world(traces, machines, options)
+        inputs = ModeInputs(plan=bare_plan(world.spec, machines, placed_GLE, "by hand"))
+        found = simulate(world, "prism_exact", "poisson:1s", 60, options, inputs=inputs)
         costs.append([one.cost_s for one in found.migrations])
     assert costs[0] and costs[1] == pytest.approx([4 * cost_s for cost_s in costs[0]])
 

@@ -64,10 +64,8 @@ def run(stage: Workbench, options: Options) -> Found:
     unit = {"pearson": "", "rise": "%", "best": "", "bytes": "MB"}[options.measure]
     axes = ("similarity of the iterations, from", "hit rate, %")
     if len(options.capacities) > 1:
-        curves, axes = (
-            _by_capacity(values, options.capacities),
-            ("maps in the store", f"{_WHAT[options.measure]} {unit}"),
-        )
+        curves = _by_capacity(values, options.capacities)
+        axes = ("maps in the store", f"{_WHAT[options.measure]}, {unit}".removesuffix(", "))
     return Found(
         values=values,
         what=_WHAT[options.measure],
