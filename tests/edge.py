@@ -23,8 +23,8 @@ from moetool.models.loading import load_lazy
 from moetool.runtime.batching import Batcher
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_store import open_store
+from tests.identities import identity
 
-TOKEN = b"t" * 32
 PATIENT = ClusterOptions(hedge_s=0.0)
 """Nobody is asked besides who is slow on a busy machine, so that counts are what they have to be."""
 
@@ -53,7 +53,7 @@ class Node:
         loaded = load_lazy(Checkpoint.open(path), torch.float32)
         self.links = Links()
         self.meter = Meter(server, loaded.spec, self.links)
-        self.peers = Peers(server, TOKEN, distance, links=self.links)
+        self.peers = Peers(server, identity(f"server-{server}"), distance, links=self.links)
 
         residency = Residency(build_policy("lru", loaded.spec, {}, slots))
         self.runtime = PlacedRuntime(
@@ -69,12 +69,12 @@ class Node:
         batcher = Batcher(loaded.model, max_requests=8, kv_tokens=1024)
         self.engine = Engine(loaded, tokenizer, self.runtime, batcher, model_name="reference")
         self.engine.state = "ready"
-        self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=self.links)
+        self.listener = Listener(listen("127.0.0.1"), identity(f"server-{self.server}"), self._handle, links=self.links)
 
     def listen_again(self) -> None:
         """Another listener, at another address."""
         self.listener.close()
-        self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=self.links)
+        self.listener = Listener(listen("127.0.0.1"), identity(f"server-{self.server}"), self._handle, links=self.links)
 
     def close(self) -> None:
         self.listener.close()

@@ -41,7 +41,7 @@ def require_no_placement(plan: Path) -> None:
 def _edge(command: ClusterCommand) -> None:
     """Serve by edge servers that call each other's experts; each has its own endpoint."""
     from moetool.cluster.cluster_folder import ClusterFolder
-    from moetool.cluster.cluster_options import ClusterOptions, read_token
+    from moetool.cluster.cluster_options import ClusterOptions
     from moetool.cluster.edge.edge_head import EdgeHead
     from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.edge.worker import Worker
@@ -86,7 +86,7 @@ def _edge(command: ClusterCommand) -> None:
         settings = worker_settings(
             checkpoint,
             plan,
-            token=read_token(own, os.environ, folder.peers_token),
+            identify=folder.identity,
             endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=toward),
             options=options,
             limits=limits,

@@ -2,20 +2,19 @@
 
 import contextlib
 import hashlib
-import hmac
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from moetool import __version__, assets, durable
+from moetool.cluster.certificates import Authority, Identity
 from moetool.cluster.control_messages import to_plain
 from moetool.cluster.worker_link import serves
 from moetool.cluster.worker_process import RECORD, ProcessRecord, end_process
@@ -23,11 +22,11 @@ from moetool.errors import MismatchError, UsageError
 from moetool.json_files import read_json
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
-_TOKEN = re.compile(r"[0-9a-f]{64}")
+_PEM = "-----BEGIN "
 
 
 class ClusterFolder:
-    """Folder with the addresses of a cluster's servers and their token. One head holds it at a time.
+    """Folder with the addresses of a cluster's servers and their certificates. One head holds it at a time.
 
     Args:
         name: of the cluster.
@@ -35,7 +34,6 @@ class ClusterFolder:
 
     Attributes:
         path: the folder, this user's alone.
-        token: of the cluster, as the first head has drawn it; heads alone know it.
 
     Effects: makes the folder, and holds its lock until `close`.
 
@@ -67,16 +65,19 @@ class ClusterFolder:
             _require_own(self.path)
             self._file = self.path / "cluster.json"
             if not self._file.exists():
-                self._write({"token": secrets.token_hex(32), "settings": ""})
-            self.token = bytes.fromhex(self._read()["token"])
+                self._write({"authority": asdict(Authority.new()), "identities": {}, "settings": ""})
+            self._read()
         except BaseException:
             self._held.close()
             raise
 
-    @property
-    def peers_token(self) -> bytes:
-        """The token by which servers know each other, unless another is given."""
-        return hmac.digest(self.token, b"peers", "sha256")
+    def identity(self, name: str) -> Identity:
+        """Key and certificate of a process, the same each time. Raises: MoetoolError: none can be made."""
+        values = self._read()
+        if name not in values["identities"]:
+            values["identities"][name] = asdict(Authority(**values["authority"]).issue(name))
+            self._write(values)
+        return Identity(**values["identities"][name])
 
     @property
     def scheduler_state(self) -> Path:
@@ -96,9 +97,9 @@ class ClusterFolder:
                 kept.append((path, str(values.pop("server")), ProcessRecord(**values)))
             except (KeyError, TypeError):
                 raise MismatchError(f"{path} is no record of a server's process; remove it") from None
-        found = {}
+        found, head = {}, self.identity("head")
         with ThreadPoolExecutor(max(1, len(kept))) as pool:  # those that are slow, at once
-            answers = list(pool.map(lambda one: serves(one[2], self.token), kept))
+            answers = list(pool.map(lambda one: serves(one[2], head), kept))
         for (path, server, record), is_serving in zip(kept, answers, strict=True):
             if is_serving:
                 found[server] = record
@@ -145,17 +146,25 @@ class ClusterFolder:
     def _records(self) -> list[Path]:
         return sorted(self.path.glob(f"*{RECORD}"))
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> dict[str, Any]:
         values = read_json(self._file, advice=f"remove {self.path}")
-        token, settings = values.get("token"), values.get("settings")
-        if not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(settings, str)):
-            raise MismatchError(f"{self._file} is damaged (it holds no token and settings); remove {self.path}")
-        return {"token": token, "settings": settings}
+        authority, identities, settings = (values.get(name) for name in ("authority", "identities", "settings"))
+        whole = isinstance(settings, str) and _holds(authority, Authority) and isinstance(identities, dict)
+        if not whole or not all(_holds(one, Identity) for one in dict(identities or {}).values()):
+            raise MismatchError(f"{self._file} is damaged (it holds no certificates and settings); remove {self.path}")
+        return {"authority": authority, "identities": identities, "settings": settings}
 
-    def _write(self, values: dict[str, str]) -> None:
+    def _write(self, values: dict[str, Any]) -> None:
         with durable.staged_file(self._file) as partial:
             partial.touch(mode=0o600)
             partial.write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def _holds(values: Any, kind: type[Authority] | type[Identity]) -> bool:
+    """Whether values from a file are those of a class: PEM each, and perhaps a name."""
+    if not isinstance(values, dict) or set(values) != {one.name for one in fields(kind)}:
+        return False
+    return all(isinstance(one, str) and (name == "name" or one.startswith(_PEM)) for name, one in values.items())
 
 
 def _require_own(path: Path) -> None:
@@ -167,6 +176,6 @@ def _require_own(path: Path) -> None:
         raise UsageError(f"{path} belongs to user {found.st_uid}, expected {os.geteuid()}; set XDG_CACHE_HOME")
     if found.st_mode & 0o077:
         raise UsageError(
-            f"{path} has mode {found.st_mode & 0o777:o}, expected 700: others may know its token; remove it, once no "
+            f"{path} has mode {found.st_mode & 0o777:o}, expected 700: others may know its keys; remove it, once no "
             "server of it lives"
         )

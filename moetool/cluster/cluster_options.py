@@ -1,11 +1,8 @@
-"""Options of a cluster, and its token."""
+"""Options of a cluster."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from moetool.config import Span, require_within
-from moetool.errors import UsageError, first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,6 @@ class ClusterOptions:
         control_port: where the first server listens for the head; the next has the next one (0: any free ones).
         name: of the cluster, by which the next head finds the servers of one that has gone (default: by `--port`).
         orphan_s: a server that no head has called for so long ends by itself.
-        token_file: whose content is the cluster's token (empty: $MOETOOL_CLUSTER_TOKEN, or one made for the cluster).
     """
 
     emulate_links: bool = False
@@ -45,7 +41,6 @@ class ClusterOptions:
     control_port: int = 0
     name: str = ""
     orphan_s: float = 600.0
-    token_file: str = ""
 
     def __post_init__(self) -> None:
         time, amount = Span(0, above=True), Span(0, below=True)
@@ -53,24 +48,3 @@ class ClusterOptions:
         require_within(self, "cluster.", start_timeout_s=time, hedge_s=amount, slots=amount)
         port = Span(0, 2**16 - 1)
         require_within(self, "cluster.", peer_port=port, control_port=port, orphan_s=amount)
-
-
-def read_token(options: ClusterOptions, environment: Mapping[str, str], otherwise: bytes) -> bytes:
-    """The cluster's token: of the file that the options name, or of $MOETOOL_CLUSTER_TOKEN, or `otherwise`.
-
-    Raises:
-        UsageError: the file cannot be read, or the token is too short to keep anybody out.
-    """
-    where, text = "$MOETOOL_CLUSTER_TOKEN", environment.get("MOETOOL_CLUSTER_TOKEN", "")
-    if options.token_file:
-        where = options.token_file
-        try:
-            text = Path(options.token_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read the cluster's token from {where}: {first_line(error)}") from None
-    elif not text:
-        return otherwise
-    token = text.strip().encode()
-    if len(token) < 16:
-        raise UsageError(f"the cluster's token in {where} has {len(token)} characters, expected at least 16")
-    return token

@@ -1,4 +1,4 @@
-"""Messages over one TCP connection, and how both ends of it prove that they know the cluster's token.
+"""Messages over one TCP connection, encrypted by TLS, whose both ends have certificates of the cluster.
 
 A message is a short JSON head and raw bytes after it. Nothing is ever unpickled, and no size is believed before it is
 checked.
@@ -6,29 +6,31 @@ checked.
 
 import contextlib
 import errno
-import hmac
 import json
-import secrets
 import select
 import socket
+import ssl
 import struct
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from moetool.cluster.certificates import role_of
 from moetool.errors import MoetoolError
 
+_Done = TypeVar("_Done")
 _FRAME = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of all parts
 _MAGIC = b"moe1"
-HELLO = b"moetool-peer-1\n\0"
-_NONCE_BYTES = 32
+HELLO = b"moetool-peer-2\n"
+"""First bytes from the called side, once it has accepted the caller."""
 _HEAD_BYTES = 2**20  # at most
-_JOINED_BYTES = 2**18  # messages up to here are sent by one call
+_JOINED_BYTES = 2**18  # messages up to here are sent by one call; larger ones by calls of that size
 
 
 class LinkError(MoetoolError):
-    """A peer cannot be reached, does not know the token, broke off or did not answer in time."""
+    """A peer cannot be reached, is not of the cluster, broke off or did not answer in time."""
 
 
 class Lost(LinkError):
@@ -51,6 +53,8 @@ class Frame:
 class FrameConnection:
     """One end of a connection; at a time one thread may send and one receive.
 
+    TLS keeps one state for both directions, so a lock is held around each operation of the socket, none of which waits.
+
     Args:
         limit_bytes: larger messages are refused before memory is taken for them.
 
@@ -60,6 +64,7 @@ class FrameConnection:
     def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
         self._sock = sock
         self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # an idle peer whose machine has gone is noticed
@@ -83,15 +88,12 @@ class FrameConnection:
             for piece in (data, *parts):
                 view = memoryview(piece).cast("B")
                 while view:
-                    _left(by)
-                    try:
-                        view = view[self._sock.send(view) :]
-                    except BlockingIOError:
-                        self._wait(select.POLLOUT, by)
+                    piece = view[:_JOINED_BYTES]
+                    view = view[self._do(select.POLLOUT, by, self._sock.send, piece) :]
         except TimeoutError:
             raise LinkError("the peer did not take a message in time") from None
         except OSError as error:
-            raise Lost(f"the connection broke ({error.strerror or error})") from None
+            raise Lost(f"the connection broke ({_reason(error)})") from None
 
     def receive(self, by: float | None, rest_s: float = 10.0) -> Frame:
         """The next message; its parts are slices of one buffer.
@@ -122,9 +124,10 @@ class FrameConnection:
 
     def close(self) -> None:
         """End the connection; a thread that waits on it gets `Lost`."""
-        with contextlib.suppress(OSError):  # it has ended by itself
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        with self._lock:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.close()
 
     @property
     def is_open(self) -> bool:
@@ -135,75 +138,120 @@ class FrameConnection:
         poll.register(number, getattr(select, "POLLRDHUP", 0))
         return not poll.poll(0)
 
-    def prove(self, token: bytes, by: float) -> None:
-        """Authenticate both sides by the token, as the caller.
+    def call(self, context: ssl.SSLContext, name: str, by: float) -> None:
+        """Encrypt and authenticate the connection, as the caller.
 
-        Both sides give a random number that nobody has seen before, so that nothing that was overheard helps later,
-        and the two proofs differ, so that neither can be sent back as the other.
+        Args:
+            context: of `Identity.calling`.
+            name: of the process that is meant to answer.
 
         Raises:
-            LinkError: the peer does not know the token, or not in time.
+            LinkError: another answers, it does not accept this process's certificate, or not in time.
         """
-        theirs = bytes(self._take(len(HELLO) + _NONCE_BYTES, by))
-        if not theirs.startswith(HELLO):
-            raise LinkError("there is no moetool server at this address")
-        nonces = theirs[len(HELLO) :] + secrets.token_bytes(_NONCE_BYTES)
-        self.send(nonces[_NONCE_BYTES:] + proof_of(token, b"caller", nonces), (), by)
         try:
-            answer = bytes(self._take(_NONCE_BYTES, by))
-        except Lost:
-            raise LinkError("the peer does not accept this cluster's token") from None
-        if not hmac.compare_digest(answer, proof_of(token, b"called", nonces)):
-            raise LinkError("the peer does not know this cluster's token")
+            self._shake_hands(context, by, name)
+            hello = bytearray(len(HELLO))
+            try:
+                self._fill(memoryview(hello), by)
+            except Lost as error:  # in TLS 1.3 the caller hears of it only after the handshake
+                raise LinkError(f"the peer does not accept this process ({error})") from None
+        except ssl.SSLCertVerificationError as error:
+            raise LinkError(f"the peer is not {name} of this cluster ({_reason(error)})") from None
+        except TimeoutError:
+            raise LinkError("the peer did not answer in time") from None
+        except OSError as error:
+            raise LinkError(f"no TLS connection with the peer ({_reason(error)})") from None
+        if hello != HELLO:
+            raise LinkError("the peer runs another version of moetool")
 
-    def demand_proof(self, token: bytes, by: float) -> None:
-        """Authenticate both sides by the token, as the called side of `prove`. Raises: LinkError."""
-        mine = secrets.token_bytes(_NONCE_BYTES)
-        self.send(HELLO + mine, (), by)
-        answer = bytes(self._take(2 * _NONCE_BYTES, by))
-        nonces = mine + answer[:_NONCE_BYTES]
-        if not hmac.compare_digest(answer[_NONCE_BYTES:], proof_of(token, b"caller", nonces)):
-            raise LinkError("a caller did not know this cluster's token")
-        self.send(proof_of(token, b"called", nonces), (), by)
+    def answer(self, context: ssl.SSLContext, roles: Collection[str], by: float) -> str:
+        """Encrypt and authenticate the connection, as the called side; `welcome` is to follow.
 
-    def _take(self, num_bytes: int, by: float) -> bytearray:
-        data = bytearray(num_bytes)
-        self._fill(memoryview(data), by)
-        return data
+        Args:
+            context: of `Identity.answering`.
+            roles: of processes that may call (`role_of`).
+
+        Returns:
+            The caller's name.
+
+        Raises:
+            LinkError: it has no certificate of the cluster, or another role; not in time.
+        """
+        try:
+            certificate = self._shake_hands(context, by)
+        except TimeoutError:
+            raise LinkError("the caller did not finish its handshake in time") from None
+        except OSError as error:
+            raise LinkError(_reason(error)) from None
+        name = next((str(one) for kind, one in certificate.get("subjectAltName", ()) if kind == "DNS"), "")
+        if role_of(name) not in roles:
+            raise LinkError(f"{name or 'a caller without a name'} may not call here, expected {' or '.join(roles)}")
+        return name
+
+    def welcome(self, by: float) -> None:
+        """Tell a caller that it is accepted. Raises: as `send`."""
+        self.send(HELLO, (), by)
+
+    def _shake_hands(self, context: ssl.SSLContext, by: float, name: str = "") -> Mapping[str, Any]:
+        """The other end's certificate. Raises: OSError; TimeoutError."""
+        with self._lock:
+            self._require_open()
+            self._sock = secured = context.wrap_socket(
+                self._sock, server_side=not name, do_handshake_on_connect=False, server_hostname=name or None
+            )
+        self._do(select.POLLIN, by, secured.do_handshake)
+        return self._do(select.POLLIN, by, secured.getpeercert) or {}
 
     def _fill(self, view: memoryview, by: float | None) -> None:
         try:
             while view:
-                if by is not None:
-                    _left(by)
-                try:
-                    count = self._sock.recv_into(view)
-                except BlockingIOError:
-                    self._wait(select.POLLIN, by)
-                    continue
+                count = self._do(select.POLLIN, by, self._sock.recv_into, view)
                 if not count:
                     raise Lost("the peer ended the connection")
                 view = view[count:]
         except TimeoutError:
             raise LinkError("the peer did not answer in time") from None
         except OSError as error:
-            raise Lost(f"the connection broke ({error.strerror or error})") from None
+            raise Lost(f"the connection broke ({_reason(error)})") from None
+
+    def _do(self, event: int, by: float | None, operation: Callable[..., _Done], *args: Any) -> _Done:
+        """Do something with the socket as soon as it can be done. Raises: TimeoutError, OSError."""
+        while True:
+            if by is not None:
+                _left(by)
+            try:
+                with self._lock:
+                    self._require_open()  # a TLS socket that was closed would fail in other ways
+                    return operation(*args)
+            except BlockingIOError:
+                self._wait(event, by)
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN, by)
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT, by)
+
+    def _require_open(self) -> int:
+        """The socket's number. Raises: OSError: it was closed."""
+        if (number := self._sock.fileno()) < 0:
+            raise OSError(errno.EBADF, "closed")
+        return number
 
     def _wait(self, event: int, by: float | None) -> None:
         """Wait until the socket is ready. Raises: TimeoutError; OSError where it was closed meanwhile."""
-        if (number := self._sock.fileno()) < 0:
-            raise OSError(errno.EBADF, "closed")
         poll = select.poll()
-        poll.register(number, event)
+        poll.register(self._require_open(), event)
         if not poll.poll(None if by is None else 1e3 * _left(by)):
             raise TimeoutError
 
 
-def dial(address: tuple[str, int], token: bytes, by: float, limit_bytes: int) -> FrameConnection:
-    """A connection to who listens at an address and knows the token, as the caller.
+def dial(address: tuple[str, int], context: ssl.SSLContext, name: str, by: float, limit_bytes: int) -> FrameConnection:
+    """A connection to a process of the cluster, as the caller.
+
+    Args:
+        context, name: as of `FrameConnection.call`.
 
     Raises:
-        LinkError: nobody does, or not in time.
+        LinkError: it does not answer at that address, or not in time.
     """
     try:
         sock = socket.create_connection(address, timeout=_left(by))
@@ -211,7 +259,7 @@ def dial(address: tuple[str, int], token: bytes, by: float, limit_bytes: int) ->
         raise LinkError(f"no answer from {address[0]}:{address[1]} ({error})") from None
     connection = FrameConnection(sock, limit_bytes)
     try:
-        connection.prove(token, by)
+        connection.call(context, name, by)
     except BaseException:
         connection.close()
         raise
@@ -242,8 +290,13 @@ def _unpack(head: bytearray, body: memoryview) -> Frame:
     return Frame(head=values, parts=parts)
 
 
-def proof_of(token: bytes, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token, role + nonces, "sha256")
+def _reason(error: OSError) -> str:
+    """OpenSSL's words without the place in its source."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error.verify_message)
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return str(error.reason).replace("_", " ").lower()
+    return str(error.strerror or error)
 
 
 def _left(by: float) -> float:

@@ -8,7 +8,6 @@ no part in what they do, and they outlive it. The head calls them over connectio
 import contextlib
 import logging
 import os
-import secrets
 import subprocess
 import threading
 import time
@@ -17,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from moetool.cluster.certificates import Authority
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.worker_link import WorkerDied, WorkerLink
 from moetool.cluster.worker_process import (
     ProcessOrder,
     ProcessRecord,
-    control_token,
     end_process,
     new_mark,
     start_process,
@@ -177,7 +176,7 @@ class Workers:
         self._build, self._arguments = f"{build.__module__}:{build.__qualname__}", [dict(one) for one in arguments]
         self._names, self._detached = tuple(names), detached or Detached()
         folder, living = self._detached.folder, self._detached.living
-        self._token = secrets.token_bytes(32) if folder is None else folder.token
+        self._head = Authority.new().issue("head") if folder is None else folder.identity("head")
         self._lock = threading.Lock()
         self._closing = False
         self._links: list[WorkerLink | None] = [None] * len(names)
@@ -194,7 +193,7 @@ class Workers:
         try:
             for n in self.taken_over:
                 self._machines.took(n, living[names[n]])
-                self._links[n] = WorkerLink(names[n], living[names[n]], self._token, None)
+                self._links[n] = WorkerLink(names[n], living[names[n]], self._head, None)
             for n in range(len(names)):
                 try:
                     if self._links[n] is None:
@@ -288,7 +287,7 @@ class Workers:
         mark = new_mark()
         order = ProcessOrder(
             mark=mark,
-            token=control_token(self._token, mark).hex(),
+            authority=self._head.authority,
             toward=self._toward,
             port=port + n if port else 0,
             orphan_s=self._detached.orphan_s,
@@ -300,7 +299,7 @@ class Workers:
                 if folder is not None:
                     folder.keep(n, self._names[n], record)
                 build = {"do": "build", "build": self._build, "arguments": self._arguments[n]}
-                self._links[n] = WorkerLink(self._names[n], record, self._token, build)
+                self._links[n] = WorkerLink(self._names[n], record, self._head, build)
                 _LOG.info("started a process for %s at %s:%d", self._names[n], record.host, record.port)
                 return
         self._machines.end(n, record)

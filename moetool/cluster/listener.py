@@ -5,8 +5,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.errors import MoetoolError
 
@@ -14,17 +15,21 @@ _LOG = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 _STRANGERS = 64
-"""Connections that have not proved anything yet; the oldest makes room for the next."""
+"""Connections whose handshake has not ended; the oldest makes room for the next."""
+_REFUSAL_S = 1.0
+"""At most one refused connection is logged in so long."""
 
 
 class Acceptor:
-    """Takes connections from peers that know the token, each served on a thread of its own.
+    """Takes connections from processes of the cluster, each served on a thread of its own.
 
     Args:
         sock: bound and listening.
+        identity: of this process.
+        roles: of processes that may call.
         serve: is given each connection; it ends when this returns or raises `LinkError`.
         limit_bytes: of a message.
-        most: connections at a time, beside those that have not proved anything yet; others are closed at once.
+        most: connections at a time, beside those whose handshake has not ended; others are closed at once.
         rest_s: that `close` waits for calls under way, all together.
 
     Effects: owns the socket; starts a thread. `close` ends all of them.
@@ -33,14 +38,15 @@ class Acceptor:
     def __init__(
         self,
         sock: socket.socket,
-        token: bytes,
+        identity: Identity,
+        roles: Collection[str],
         serve: Callable[[FrameConnection], None],
         *,
         limit_bytes: int,
         most: int = 256,
         rest_s: float = 10.0,
     ) -> None:
-        self._sock, self._token, self._serve_peer = sock, token, serve
+        self._sock, self._context, self._roles, self._serve_peer = sock, identity.answering(), roles, serve
         self._limit_bytes, self._most, self._rest_s = limit_bytes, most, rest_s
         host, port = sock.getsockname()[:2]
         self.address = (str(host), int(port))
@@ -48,6 +54,7 @@ class Acceptor:
         self._open: dict[FrameConnection, threading.Thread] = {}
         self._strangers: dict[FrameConnection, threading.Thread] = {}
         self._closed = False
+        self._told_at = -_REFUSAL_S
         self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
         self._thread.start()
 
@@ -69,7 +76,7 @@ class Acceptor:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                sock, _ = self._sock.accept()
+                sock, caller = self._sock.accept()
             except OSError as error:
                 if self._closed:
                     return
@@ -77,11 +84,11 @@ class Acceptor:
                 time.sleep(0.05)  # no file descriptor is free, say
                 continue
             try:
-                self._take(FrameConnection(sock, self._limit_bytes))
+                self._take(FrameConnection(sock, self._limit_bytes), str(caller[0]))
             except (OSError, RuntimeError):  # it has gone already, or there is no room for a thread: others will come
                 sock.close()
 
-    def _take(self, connection: FrameConnection) -> None:
+    def _take(self, connection: FrameConnection, caller: str) -> None:
         """Serve a connection on a thread of its own. Raises: RuntimeError: none can be started."""
         with self._lock:
             if self._closed:
@@ -91,14 +98,20 @@ class Acceptor:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 oldest.close()
-            thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
+            thread = threading.Thread(target=self._serve, args=(connection, caller), name="peer-call", daemon=True)
             thread.start()  # it waits for the lock before it takes itself off the list
             self._strangers[connection] = thread
 
-    def _serve(self, connection: FrameConnection) -> None:
+    def _serve(self, connection: FrameConnection, caller: str) -> None:
+        by = time.monotonic() + HANDSHAKE_S
         try:
-            connection.demand_proof(self._token, time.monotonic() + HANDSHAKE_S)
+            try:
+                connection.answer(self._context, self._roles, by)
+            except LinkError as error:
+                self._tell(caller, error)
+                return
             if self._admit(connection):
+                connection.welcome(by)
                 self._serve_peer(connection)
         except LinkError as error:  # the caller has gone, or was none, and knows
             _LOG.debug("a peer on port %d is gone: %s", self.address[1], error)
@@ -109,7 +122,7 @@ class Acceptor:
             connection.close()
 
     def _admit(self, connection: FrameConnection) -> bool:
-        """Count a connection whose caller knows the token among those that are open, if there is room."""
+        """Count a connection from the cluster among those that are open, if there is room."""
         with self._lock:
             thread = self._strangers.pop(connection, None)
             if thread is None or self._closed:
@@ -119,6 +132,14 @@ class Acceptor:
                 return False
             self._open[connection] = thread
             return True
+
+    def _tell(self, caller: str, error: LinkError) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._closed or now - self._told_at < _REFUSAL_S:
+                return
+            self._told_at = now
+        _LOG.warning("refused a connection from %s on port %d: %s", caller, self.address[1], error)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:

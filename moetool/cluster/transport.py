@@ -1,9 +1,7 @@
 """Point-to-point calls between the servers of a cluster.
 
-Who calls and who is called prove to each other that they know the cluster's token (HMAC-SHA256 over fresh random
-numbers of both, `FrameConnection.prove`), so a stranger can neither ask a server for anything nor pose as one. What
-follows is neither encrypted nor signed message by message: somebody on the way can read and change it. So let the
-servers' addresses be on a private network, or behind a tunnel such as WireGuard.
+Connections are TLS 1.3. Both ends show certificates of the cluster's authority (`moetool.cluster.certificates`), so a
+stranger can neither ask a server for anything, nor pose as one, nor read or change what others say.
 
 Every call has a deadline. Calls may be repeated: they ask for results and change nothing.
 """
@@ -17,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import Frame, FrameConnection, LinkError, Lost, dial, pack
 from moetool.cluster.links import Links
 from moetool.cluster.listener import HANDSHAKE_S, Acceptor
@@ -34,6 +33,7 @@ class Listener:
 
     Args:
         sock: bound and listening.
+        identity: of this server.
         handle: gives the answer to a message. An error that it raises is told to the caller.
         links: of this server: answers go over them.
         limit_bytes: of a message.
@@ -45,7 +45,7 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        token: bytes,
+        identity: Identity,
         handle: Callable[[Frame], Frame],
         *,
         links: Links | None = None,
@@ -53,7 +53,7 @@ class Listener:
         rest_s: float = 10.0,
     ) -> None:
         self._handle, self._links, self._rest_s = handle, links or Links(), rest_s
-        self._acceptor = Acceptor(sock, token, self._serve, limit_bytes=limit_bytes, rest_s=rest_s)
+        self._acceptor = Acceptor(sock, identity, ("server",), self._serve, limit_bytes=limit_bytes, rest_s=rest_s)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -91,6 +91,7 @@ class Channel:
         server: number of the called one, and
         caller: of this one.
         address: its `Listener.address`.
+        identity: of the caller.
         links: of the caller: calls go over them.
 
     Effects: connects at the first call, and again after a failure. Starts a thread; `close` ends it.
@@ -100,14 +101,14 @@ class Channel:
         self,
         server: int,
         address: tuple[str, int],
-        token: bytes,
+        identity: Identity,
         *,
         caller: int,
         links: Links | None = None,
         limit_bytes: int = 2**30,
     ) -> None:
         self.address = address
-        self._server, self._caller, self._token = server, caller, token
+        self._server, self._caller, self._context = server, caller, identity.calling()
         self._links = links or Links()
         self._limit_bytes = limit_bytes
         self._connection: FrameConnection | None = None
@@ -187,7 +188,7 @@ class Channel:
         if by <= time.monotonic():
             raise LinkError("no time was left to connect")
         by = min(by, time.monotonic() + HANDSHAKE_S)
-        self._connection = dial(self.address, self._token, by, self._limit_bytes)
+        self._connection = dial(self.address, self._context, f"server-{self._server}", by, self._limit_bytes)
         _LOG.debug("connected to server %d at %s:%d", self._server, *self.address)
         return self._connection
 

@@ -1,6 +1,7 @@
 """A worker's process as its head sees it: whether it lives, and calls of its methods."""
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -8,10 +9,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from moetool import errors
+from moetool.cluster.certificates import Identity
 from moetool.cluster.control_messages import MOST_BYTES, receive_message, send_message
 from moetool.cluster.frames import FrameConnection, LinkError, dial
 from moetool.cluster.listener import HANDSHAKE_S
-from moetool.cluster.worker_process import ProcessRecord, control_token
+from moetool.cluster.worker_process import ProcessRecord
 from moetool.errors import MoetoolError, first_line
 
 _LOG = logging.getLogger(__name__)
@@ -35,16 +37,15 @@ class WorkerLink:
 
     Args:
         name: of the worker, for messages.
-        token: of the cluster.
+        head: this process, as workers know it.
         order: to build it; None: an earlier head has had it built.
 
     Effects: a thread; `close` ends it.
     """
 
-    def __init__(self, name: str, record: ProcessRecord, token: bytes, order: Mapping[str, Any] | None) -> None:
+    def __init__(self, name: str, record: ProcessRecord, head: Identity, order: Mapping[str, Any] | None) -> None:
         self.name, self.record = name, record
-        self._address, self._order = (record.host, record.port), order
-        self._token = control_token(token, record.mark)
+        self._order, self._context = order, head.calling(record.certificate)
         self._lock = threading.Lock()
         self._built: Future[None] = Future()
         self._ended = threading.Event()
@@ -65,7 +66,7 @@ class WorkerLink:
             raise self._died()
         message = {"do": "call", "method": method, "args": args, "kwargs": dict(kwargs)}
         try:
-            return _ask(self._address, self._token, message, by)
+            return _ask(self.record, self._context, message, by)
         except LinkError as error:
             if time.monotonic() >= by and not self._ended.is_set():
                 raise self._late(method, timeout_s) from None
@@ -76,7 +77,7 @@ class WorkerLink:
     def end(self, timeout_s: float) -> None:
         """Have the worker close and its process end. Raises: MoetoolError: it does not say that it has."""
         self._forget_ends()
-        _ask(self._address, self._token, {"do": "end"}, time.monotonic() + timeout_s)
+        _ask(self.record, self._context, {"do": "end"}, time.monotonic() + timeout_s)
 
     def when_ended(self, told: Callable[[], None]) -> None:
         """Call this once when the process ends by itself, on a thread of this class."""
@@ -105,7 +106,7 @@ class WorkerLink:
         """Be connected until the process has gone."""
         while not self._ended.is_set():
             try:
-                connection = dial(self._address, self._token, time.monotonic() + HANDSHAKE_S, MOST_BYTES)
+                connection = _dial(self.record, self._context, time.monotonic() + HANDSHAKE_S)
             except MoetoolError as error:
                 self._gone(f"its process has ended: {error}")
                 return
@@ -160,19 +161,22 @@ class WorkerLink:
         return MoetoolError(f"server {self.name} did not answer {method} in {timeout_s:g} s")
 
 
-def serves(record: ProcessRecord, token: bytes) -> bool:
+def serves(record: ProcessRecord, head: Identity) -> bool:
     """Whether a process answers, and has its worker. Args: as of `WorkerLink`."""
-    own, by = control_token(token, record.mark), time.monotonic() + _HELLO_S
     try:
-        found = _ask((record.host, record.port), own, {"do": "hello"}, by)
+        found = _ask(record, head.calling(record.certificate), {"do": "hello"}, time.monotonic() + _HELLO_S)
     except MoetoolError:
         return False
     return bool(found)
 
 
-def _ask(address: tuple[str, int], token: bytes, message: Mapping[str, Any], by: float) -> Any:
+def _dial(record: ProcessRecord, context: ssl.SSLContext, by: float) -> FrameConnection:
+    return dial((record.host, record.port), context, record.mark, by, MOST_BYTES)
+
+
+def _ask(record: ProcessRecord, context: ssl.SSLContext, message: Mapping[str, Any], by: float) -> Any:
     """Call a process. Raises: LinkError; what it has raised."""
-    connection = dial(address, token, by, MOST_BYTES)
+    connection = _dial(record, context, by)
     try:
         send_message(connection, message, by)
         return _value(receive_message(connection, by))

@@ -4,7 +4,6 @@ It is in a session of its own and needs nothing of who started it: it outlives i
 """
 
 import contextlib
-import hmac
 import importlib
 import json
 import logging
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from moetool import durable, garbage, logs
+from moetool.cluster.certificates import Identity, self_signed
 from moetool.cluster.control_messages import MOST_BYTES, receive_message, send_message
 from moetool.cluster.frames import FrameConnection
 from moetool.cluster.listener import Acceptor, listen
@@ -49,7 +49,7 @@ class ProcessOrder:
 
     Attributes:
         mark: in its command line.
-        token: of control, in hex.
+        authority: certificate that signs those of heads, PEM.
         toward: an address on the network that the head is on; empty: on this machine.
         port: that it listens on for heads; 0: any free one.
         orphan_s: seconds without a head after which it ends.
@@ -58,7 +58,7 @@ class ProcessOrder:
     """
 
     mark: str
-    token: str
+    authority: str
     toward: str = ""
     port: int = 0
     orphan_s: float = 0.0
@@ -73,6 +73,7 @@ class ProcessRecord:
         host, port: where it listens for heads.
         pid: on its own machine.
         mark: in its command line: another process of that number lacks it.
+        certificate: by which heads know it, PEM; it has made the key itself.
         machine: that it is on, by its number at Ray; empty: on the head's own.
     """
 
@@ -80,6 +81,7 @@ class ProcessRecord:
     port: int
     pid: int
     mark: str
+    certificate: str
     machine: str = ""
 
 
@@ -88,11 +90,12 @@ class WorkerProcess:
 
     Args:
         sock: bound and listening.
+        identity: of this process.
 
     Effects: owns the socket; starts a thread for each connection.
     """
 
-    def __init__(self, sock: Any, order: ProcessOrder) -> None:
+    def __init__(self, sock: Any, identity: Identity, order: ProcessOrder) -> None:
         self._order = order
         self._lock = threading.Lock()
         self._heads: set[FrameConnection] = set()
@@ -100,7 +103,7 @@ class WorkerProcess:
         self._alone_since = time.monotonic()
         self._worker: Any = None
         self._over = threading.Event()
-        self._acceptor = Acceptor(sock, bytes.fromhex(order.token), self._serve, limit_bytes=MOST_BYTES)
+        self._acceptor = Acceptor(sock, identity, ("head",), self._serve, limit_bytes=MOST_BYTES)
 
     def run(self) -> None:
         """Serve until a head says so, or none has been there for too long."""
@@ -168,11 +171,6 @@ class WorkerProcess:
 def new_mark() -> str:
     """A mark that no other process has."""
     return f"moetool-worker-{secrets.token_hex(8)}"
-
-
-def control_token(token: bytes, mark: str) -> bytes:
-    """The token by which one process knows its head; it tells nothing of other processes' tokens."""
-    return hmac.digest(token, b"control " + mark.encode(), "sha256")
 
 
 def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | None = None, detach: bool = False) -> Any:
@@ -254,17 +252,19 @@ def _main() -> None:
     order = ProcessOrder(**json.loads(sys.stdin.buffer.read()))
     try:
         sock = listen(own_address(order.toward) if order.toward else "127.0.0.1", order.port)
+        identity = self_signed(order.mark, order.authority)
     except MoetoolError as error:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return
     host, port = sock.getsockname()[:2]
-    sys.stdout.write(json.dumps({"host": host, "port": port, "pid": os.getpid()}) + "\n")
+    said = {"host": host, "port": port, "pid": os.getpid(), "certificate": identity.certificate}
+    sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
     silence = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
         os.dup2(silence, number)
     garbage.rarely()
-    WorkerProcess(sock, order).run()
+    WorkerProcess(sock, identity, order).run()
     logging.shutdown()
     os._exit(0)  # whatever threads a worker has left
 

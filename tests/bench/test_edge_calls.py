@@ -6,17 +6,18 @@ import statistics
 import time
 from typing import Any
 
+from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import Frame
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import Channel, Listener
+from tests.identities import identity
 
-TOKEN = b"t" * 32
 SIZES = {"a hidden state, 768 bytes": 768, "an expert, 73,728 bytes": 73_728, "16 MiB": 2**24}
 ROUNDS = {num_bytes: 300 if num_bytes < 2**20 else 20 for num_bytes in SIZES.values()}
 
 
-def _serve(pipe: Any) -> None:
-    listener = Listener(listen("127.0.0.1"), TOKEN, lambda message: Frame(head={}, parts=message.parts))
+def _serve(pipe: Any, own: Identity) -> None:
+    listener = Listener(listen("127.0.0.1"), own, lambda message: Frame(head={}, parts=message.parts))
     echo = socket.create_server(("127.0.0.1", 0))
     pipe.send((listener.address, echo.getsockname()))
     sock, _ = echo.accept()
@@ -38,13 +39,13 @@ def _receive(sock: socket.socket, view: memoryview) -> None:
 def test_calls_on_loopback() -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, identity("server-1")), daemon=True)
     process.start()
     address, echo = pipe.recv()
     plain = socket.create_connection(echo)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     began = time.perf_counter()
-    channel = Channel(1, address, TOKEN, caller=0)
+    channel = Channel(1, address, identity("server-0"), caller=0)
     channel.call({}, timeout_s=10).result()
     print(f"\nfirst call, with connection and handshake: {1e3 * (time.perf_counter() - began):.2f} ms")
     buffer = bytearray(max(SIZES.values()))

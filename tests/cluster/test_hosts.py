@@ -23,10 +23,11 @@ from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
 from tests.edge_process import PROMPTS
 from tests.engines import engine, generate
+from tests.identities import identity
 from tests.servers import PATIENCE_S, eventually, post
 
 pytestmark = pytest.mark.ray
-TOKEN, KEY = b"t" * 16, "sesame"
+KEY = "sesame"
 BYTES_S = 2e6
 
 
@@ -65,12 +66,12 @@ def hosts() -> Iterator[Hosts]:
 def test_links_are_as_slow_as_they_are_said_to_be_and_can_be_cut(hosts: Hosts) -> None:
     with hosts.inside(1):
         sock = listen(hosts.address(1))
-    listener = Listener(sock, TOKEN, lambda message: Frame(head={}, parts=[b"x" * message.head["want"]]))
+    listener = Listener(sock, identity("server-1"), lambda message: Frame(head={}, parts=[b"x" * message.head["want"]]))
 
     def ask(sends: int, wants: int, timeout_s: float = PATIENCE_S) -> float:
         began = time.monotonic()
         with hosts.inside(0):  # its thread is made here, and connects from there
-            channel = Channel(1, listener.address, TOKEN, caller=0)
+            channel = Channel(1, listener.address, identity("server-0"), caller=0)
             try:
                 answer = channel.call({"want": wants}, [b"y" * sends], timeout_s=timeout_s).result()
             finally:

@@ -7,17 +7,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from moetool.cluster.certificates import Authority, self_signed
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.launch import Detached, Where, Workers
 from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
-from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, control_token, start_process
+from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, start_process
 from moetool.errors import MismatchError, MoetoolError, UsageError
+from tests.identities import identity
 from tests.launched import build
 from tests.servers import PATIENCE_S, eventually
 
@@ -180,15 +183,19 @@ def test_a_worker_that_does_not_start_ends_none_that_was_taken_over(tmp_path: Pa
     folder.close()
 
 
-def test_a_server_does_not_know_the_tokens_of_others(tmp_path: Path) -> None:
+def test_only_a_head_of_the_cluster_calls_a_process(tmp_path: Path) -> None:
     folder = ClusterFolder("c", tmp_path)
-    tokens = {folder.token, folder.peers_token, *(control_token(folder.token, mark) for mark in ("a", "b"))}
-    assert len(tokens) == 4
+    head = folder.identity("head")
+    assert head == folder.identity("head") and head.name == "head"
     made = Workers(Where(count=1), build, [{"name": "a"}], ["first"], detached=Detached(folder=folder))
     assert made.call(0, "say", "x") == "a: x"
     (record,) = folder.living().values()
-    assert serves(record, folder.token) and not serves(record, folder.peers_token)
-    link = WorkerLink("first", record, folder.token, None)
+    assert serves(record, head)
+    for stranger in (folder.identity("server-0"), Authority.new().issue("head")):
+        assert not serves(record, stranger)
+    other = self_signed(record.mark, head.authority)
+    assert not serves(replace(record, certificate=other.certificate), head)  # another process at the same address
+    link = WorkerLink("first", record, head, None)
     assert link.call("say", ("x",), {}, PATIENCE_S) == "a: x"
     link.close("it was killed")  # whether or not its machine could be reached
     with pytest.raises(WorkerDied, match="it was killed"):
@@ -211,17 +218,18 @@ def test_a_call_that_hangs_keeps_no_orphan_alive(tmp_path: Path) -> None:
 
 
 def test_a_process_without_a_worker_waits_for_no_second_head(tmp_path: Path) -> None:
-    token = b"t" * 32
-    order = ProcessOrder(mark="m", token=control_token(token, "m").hex(), orphan_s=600.0)
-    record, popen = start_process(order)
-    assert not serves(record, token)
+    head = identity("head")
+    record, popen = start_process(ProcessOrder(mark="m", authority=head.authority, orphan_s=600.0))
+    assert not serves(record, head)
     assert popen.wait(PATIENCE_S) == 0
 
 
 def test_a_folder_that_is_damaged_or_open_to_others_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "c"
     path.mkdir(mode=0o700)
-    for damage in ("{}", "[1]", '{"token": "xyz", "settings": ""}', '{"token": 7, "settings": ""}', '{"token": "'):
+    damaged = ('{"certificate": "xyz", "key": "xyz"}', '{"certificate": 7, "key": 7}', "[]")
+    whole = [f'{{"authority": {one}, "identities": {{}}, "settings": ""}}' for one in damaged]
+    for damage in ("{}", "[1]", '{"authority": "', *whole):
         (path / "cluster.json").write_text(damage)
         with pytest.raises(MismatchError, match=r"cluster\.json.*remove"):
             ClusterFolder("c", tmp_path)
@@ -247,4 +255,4 @@ def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:
 
 
 def _living() -> Any:
-    return {"first": ProcessRecord(host="127.0.0.1", port=1, pid=7, mark="m")}
+    return {"first": ProcessRecord(host="127.0.0.1", port=1, pid=7, mark="m", certificate="")}

@@ -32,8 +32,9 @@ from moetool.request import Output, SamplingParams
 from moetool.runtime.expert_store import open_store
 from moetool.types import ForwardInfo, Phase
 from tests import families
-from tests.edge import PATIENT, TOKEN, Nodes, cluster
+from tests.edge import PATIENT, Nodes, cluster
 from tests.engines import engine, every_read_fails_once, generate
+from tests.identities import identity
 from tests.servers import eventually
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
@@ -123,7 +124,10 @@ def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
     with ends:
         for shares in ([[0, 1]], [[0], [1]]):  # of every two experts; one server, and two
             runtimes = [_bare(tmp_path, n, share, finished, ends) for n, share in enumerate(shares)]
-            listeners = [Listener(listen("127.0.0.1"), TOKEN, runtime.handle) for runtime in runtimes]
+            listeners = [
+                Listener(listen("127.0.0.1"), identity(f"server-{n}"), runtime.handle)
+                for n, runtime in enumerate(runtimes)
+            ]
             for listener in listeners:
                 ends.callback(listener.close)
             holders = Holders(
@@ -164,7 +168,7 @@ def _bare(path: Path, server: int, share: list[int], finished: bool, ends: conte
             if expert % 2 in share
         ],
         capacity=total,
-        peers=Peers(server, TOKEN, (0.0, 0.0)),
+        peers=Peers(server, identity(f"server-{server}"), (0.0, 0.0)),
         meter=Meter(server, loaded.spec, Links()),
     )
     runtime.model = loaded.model  # type: ignore[attr-defined]

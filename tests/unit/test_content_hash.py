@@ -12,6 +12,7 @@ from moetool.errors import MismatchError
 from moetool.models import content_hash
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.content_hash import content_hashes, differing_file
+from tests.identities import NOBODY
 
 FILE = "model.safetensors"
 
@@ -48,7 +49,7 @@ def test_a_server_of_a_cluster_with_another_byte_is_refused(reference: Path, twi
         content=head.content,
         held=(),
         capacity=2,
-        token=b"",
+        identity=NOBODY,
         distance=(),
     )
     with pytest.raises(MismatchError) as caught:

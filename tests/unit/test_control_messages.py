@@ -12,6 +12,7 @@ from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange,
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.frames import FrameConnection, LinkError, pack
 from moetool.runtime.assembly import ServeOptions
+from tests.identities import NOBODY
 
 
 def _sent(value: Any) -> Any:
@@ -26,7 +27,7 @@ def test_values_arrive_as_they_were() -> None:
         content={"a": "b"},
         held=((0, 1), (2, 3)),
         capacity=4,
-        token=b"\x00\xff",
+        identity=NOBODY,
         distance=(0.0, float("inf")),
         links={0: (1e6, 0.5)},
         options=ServeOptions(policy={"alpha": 0.5}),

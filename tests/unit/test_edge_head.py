@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster.cluster_options import ClusterOptions, read_token
+from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge import edge_head as edge
 from moetool.cluster.edge.edge_head import EdgeHead
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo
@@ -26,6 +26,7 @@ from moetool.placement._placement_plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions
 from moetool.serving.server_options import ServerOptions
 from tests.clusters import make_cluster, make_plan
+from tests.identities import NOBODY, identity
 from tests.servers import eventually
 from tests.synthetic import make_spec
 
@@ -161,7 +162,7 @@ class _Cluster:
         self.lines: list[str] = []
         settings = [
             WorkerSettings(
-                server=n, model="m", revision="r", held=tuple(sorted(own)), capacity=slots, token=b"", distance=()
+                server=n, model="m", revision="r", held=tuple(sorted(own)), capacity=slots, identity=NOBODY, distance=()
             )
             for n, own in enumerate(held)
         ]
@@ -439,7 +440,7 @@ def _settings(reference: Path, *, slots: int = 128, options: Any = None, port: i
     return worker_settings(
         Checkpoint.open("reference"),
         make_plan(spec, machines, placed_GLE),
-        token=b"t" * 16,
+        identify=lambda name: replace(NOBODY, name=name, key="tttt"),
         endpoints=Endpoints(port=port),
         options=options or ServeOptions(),
         limits=ServerOptions(),
@@ -453,7 +454,7 @@ def test_settings_of_each_server(reference: Path) -> None:
     assert first.links == {1: (1e6, 0.5)} and second.links == {0: (1e6, 0.5)}
     assert first.distance[1] == pytest.approx(2 * (0.5 + 4 * 192 / 1e6)) and first.cluster.call_timeout_s == 3.0
     assert _settings(reference)[0].links == {}
-    assert "tttt" not in repr(first)  # a token is not for logs
+    assert "tttt" not in repr(first)  # a key is not for logs
     with pytest.raises(UsageError, match="devices is 2, expected 1"):
         _settings(reference, options=ServeOptions(devices=2))
     with pytest.raises(UsageError, match="state is for policies that learn"):
@@ -466,7 +467,7 @@ def test_settings_of_each_server(reference: Path) -> None:
         worker_settings(
             Checkpoint.open("reference"),
             _other_plan(make_spec()),
-            token=b"",
+            identify=identity,
             endpoints=Endpoints(),
             options=ServeOptions(),
             limits=ServerOptions(),
@@ -477,19 +478,6 @@ def test_settings_of_each_server(reference: Path) -> None:
 def _other_plan(spec: Any) -> PlacementPlan:
     placed_GLE = np.ones((1, spec.num_layers, spec.num_experts), bool)
     return make_plan(spec, make_cluster([[spec.total_experts]], slot_bytes=spec.slot_bytes), placed_GLE)
-
-
-def test_tokens(tmp_path: Path) -> None:
-    made = b"x" * 32
-    assert read_token(ClusterOptions(), {}, made) == made
-    assert read_token(ClusterOptions(), {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop\n"}, made) == b"abcdefghijklmnop"
-    file = tmp_path / "token"
-    options = ClusterOptions(token_file=str(file))
-    with pytest.raises(UsageError, match="cannot read the cluster's token from"):
-        read_token(options, {}, made)
-    file.write_text("short")
-    with pytest.raises(UsageError, match="has 5 characters, expected at least 16"):
-        read_token(options, {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop"}, made)
 
 
 def test_options_that_make_no_sense() -> None:

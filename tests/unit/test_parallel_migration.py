@@ -14,6 +14,7 @@ from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
+from tests.identities import identity
 from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
@@ -71,7 +72,7 @@ class Device:
 @contextmanager
 def opened(shelf: Any) -> Iterator[ExpertTransfer]:
     made = ExpertTransfer(
-        SPEC, shelf, 0, host="127.0.0.1", token=b"secret", windows=Windows(), machine=EmulatedMachine()
+        SPEC, shelf, 0, host="127.0.0.1", identity=identity("rank-0"), windows=Windows(), machine=EmulatedMachine()
     )
     made.begin(1, [None, None])
     try:

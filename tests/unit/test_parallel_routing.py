@@ -18,6 +18,7 @@ from moetool.cluster.parallel.staged_migration import MigrationStage, plan_stage
 from moetool.errors import MoetoolError, UsageError
 from moetool.placement._latency import flows
 from tests.clusters import make_cluster
+from tests.identities import identity
 
 
 def random_placement(rng: np.random.Generator, gpus: int, layers: int, experts: int, slots: int) -> np.ndarray:
@@ -163,29 +164,29 @@ def test_an_emulated_link_queues() -> None:
     assert time.perf_counter() - began >= 0.06
 
 
-def test_channels_carry_frames_between_those_who_know_the_token() -> None:
+def test_channels_carry_frames_between_ranks_only() -> None:
     def echo(channel: RankChannel) -> None:
         while True:
             message, data = channel.receive()
             channel.send(message, data)
 
-    listener = open_listener("127.0.0.1", b"secret", echo)
+    listener = open_listener("127.0.0.1", identity("rank-1"), echo)
     try:
-        channel = connect(listener.address, b"secret")
+        channel = connect(listener.address, identity("rank-0"), "rank-1")
         channel.send({"a": [1, "x"]}, b"bytes")
         assert channel.receive() == ({"a": [1, "x"]}, b"bytes")
         room = bytearray(5)
         channel.send({}, memoryview(b"12345"))
         assert channel.receive(memoryview(room)) == ({}, b"") and room == b"12345"
-        with pytest.raises(LinkError):
-            stranger = connect(listener.address, b"guess")
-            stranger.send({})
-            stranger.receive()
+        with pytest.raises(LinkError, match=r"head-x may not call|does not accept this process"):
+            connect(listener.address, identity("head-x"), "rank-1")
+        with pytest.raises(LinkError, match="not rank-2 of this cluster"):
+            connect(listener.address, identity("rank-0"), "rank-2")
         with socket.create_connection(listener.address, timeout=10.0) as raw:
-            raw.sendall(b"\0" * 64)  # the right length, and no proof
-            greeting = raw.recv(1000)
+            raw.sendall(b"\0" * 64)
             with contextlib.suppress(ConnectionResetError):
-                assert greeting and not raw.recv(1000)
+                while raw.recv(1000):  # an alert, then the end
+                    pass
         channel.send({"still": "there"})
         assert channel.receive()[0] == {"still": "there"}
     finally:
@@ -206,8 +207,8 @@ def test_both_ends_may_send_at_once_more_than_either_takes_in() -> None:
         channel.send({"done": True})
         channel.receive()
 
-    listener = open_listener("127.0.0.1", b"secret", take)
-    channel = connect(listener.address, b"secret")
+    listener = open_listener("127.0.0.1", identity("rank-1"), take)
+    channel = connect(listener.address, identity("rank-0"), "rank-1")
     sender = threading.Thread(target=channel.send, args=({}, bytes(8 * 2**20)), daemon=True)
     sender.start()
     assert len(channel.receive(timeout_s=30.0)[1]) == 8 * 2**20

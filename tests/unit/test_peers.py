@@ -7,6 +7,7 @@ import pytest
 from moetool.cluster.edge.peers import Peers
 from moetool.cluster.frames import Frame, LinkError
 from tests.clusters import make_cluster
+from tests.identities import identity
 
 ADDRESSES = [None, ("127.0.0.1", 1), ("127.0.0.1", 2), ("127.0.0.1", 3)]
 
@@ -17,7 +18,7 @@ class _Clock:
 
 def _peers(distance: tuple[float, ...] = (0.0, 1.0, 1.0, 2.0)) -> tuple[Peers, _Clock]:
     clock = _Clock()
-    peers = Peers(0, b"t", distance, clock=lambda: clock.now)
+    peers = Peers(0, identity("server-0"), distance, clock=lambda: clock.now)
     peers.update(ADDRESSES)
     return peers, clock
 

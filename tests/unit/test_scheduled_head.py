@@ -10,6 +10,7 @@ from moetool.cluster.edge.edge_head import ClusterOptions, EdgeHead
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.cluster.edge.worker import WorkerSettings
 from tests.edge_workers import DrawnWorker, odds
+from tests.identities import NOBODY
 from tests.unit.test_scheduler import CLUSTER, SLOTS, SPEC, planned
 
 ODDS_NLE = odds(SPEC, 3)
@@ -42,7 +43,7 @@ def head(workers: dict[int, DrawnWorker]) -> Iterator[EdgeHead]:
             revision=SPEC.revision,
             held=tuple(sorted(held[n])),
             capacity=SLOTS[n],
-            token=b"t" * 32,
+            identity=NOBODY,
             distance=(1.0,) * 3,
         )
         for n in range(3)

@@ -49,7 +49,7 @@ def test_no_field_that_is_named_for_a_secret_is_shown() -> None:
         (kind.__name__, field)
         for kind in kinds
         for field in fields(kind)
-        if field.name in ("api_key", "password", "secret") or (field.name == "token" and field.type is bytes)
+        if field.name in ("api_key", "key", "password", "secret") or (field.name == "token" and field.type is bytes)
     ]
-    assert {name for name, _ in secrets} >= {"ClusterCommand", "Conversation", "Endpoints", "WorkerSettings"}
+    assert {name for name, _ in secrets} >= {"ClusterCommand", "Conversation", "Endpoints", "Identity", "Authority"}
     assert not [f"{name}.{field.name}" for name, field in secrets if field.repr]

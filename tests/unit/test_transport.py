@@ -2,22 +2,29 @@
 
 import contextlib
 import json
+import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from moetool.cluster.frames import HELLO, Frame, LinkError, pack, proof_of
+from moetool.cluster.certificates import Authority, Identity
+from moetool.cluster.frames import HELLO, Frame, LinkError, pack
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import CallRefused, Channel, Listener
 from moetool.errors import MoetoolError
+from tests.identities import authority, identity
+from tests.servers import eventually
 
-TOKEN = b"t" * 32
+CALLER, CALLED = "server-0", "server-1"
 
 
 def _echo(message: Frame) -> Frame:
@@ -32,14 +39,14 @@ def _echo(message: Frame) -> Frame:
 
 @contextmanager
 def _listener(handle: Callable[[Frame], Frame] = _echo, **options: Any) -> Iterator[Listener]:
-    listener = Listener(listen("127.0.0.1"), TOKEN, handle, **options)
+    listener = Listener(listen("127.0.0.1"), identity(CALLED), handle, **options)
     yield listener
     listener.close()
 
 
 @contextmanager
-def _channel(listener: Listener, token: bytes = TOKEN, **options: Any) -> Iterator[Channel]:
-    channel = Channel(1, listener.address, token, caller=0, **options)
+def _channel(listener: Listener, caller: Identity | None = None, **options: Any) -> Iterator[Channel]:
+    channel = Channel(1, listener.address, caller or identity(CALLER), caller=0, **options)
     yield channel
     channel.close()
 
@@ -48,13 +55,10 @@ def _raw(listener: Listener) -> socket.socket:
     return socket.create_connection(listener.address, timeout=5)
 
 
-def _admitted(listener: Listener) -> socket.socket:
-    """A caller that knows the token, as a plain socket."""
-    sock = _raw(listener)
-    hello = sock.recv(len(HELLO) + 32, socket.MSG_WAITALL)
-    nonces = hello[len(HELLO) :] + b"n" * 32
-    sock.sendall(nonces[32:] + proof_of(TOKEN, b"caller", nonces))
-    assert sock.recv(32, socket.MSG_WAITALL) == proof_of(TOKEN, b"called", nonces)
+def _admitted(listener: Listener) -> ssl.SSLSocket:
+    """A caller that has a certificate, as a plain TLS socket."""
+    sock = identity(CALLER).calling().wrap_socket(_raw(listener), server_hostname=CALLED)
+    assert sock.recv(len(HELLO)) == HELLO
     return sock
 
 
@@ -62,7 +66,7 @@ def _is_closed(sock: socket.socket) -> bool:
     sock.settimeout(5)
     try:
         return sock.recv(1) == b""
-    except ConnectionResetError:
+    except (ConnectionResetError, ssl.SSLError):
         return True
 
 
@@ -96,14 +100,15 @@ def test_a_caller_for_whom_there_is_no_room_costs_only_that_caller(monkeypatch: 
             assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
 
 
-def test_connections_that_prove_nothing_keep_no_peer_out() -> None:
+def test_connections_without_a_handshake_keep_no_peer_out() -> None:
     with _listener() as listener, contextlib.ExitStack() as ends:
         silent = [ends.enter_context(_raw(listener)) for _ in range(70)]
         with _channel(listener) as channel:
             assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
-        for sock in silent[:6]:
-            assert len(sock.recv(1000, socket.MSG_WAITALL)) == len(HELLO) + 32  # and the end: it made room
-        assert silent[-1].recv(len(HELLO), socket.MSG_WAITALL) == HELLO
+        assert all(map(_is_closed, silent[:6]))  # they made room
+        silent[-1].settimeout(0.01)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
 
 
 def test_bytes_are_counted_each_way() -> None:
@@ -114,47 +119,124 @@ def test_bytes_are_counted_each_way() -> None:
     assert there.bytes_out == {1: len(asked) + 1000} and back.bytes_out == {0: len(answered) + 1000}
 
 
-def test_a_wrong_token_is_accepted_by_neither_side() -> None:
+def _of_another_cluster() -> Identity:
+    return Authority.new().issue(CALLER)
+
+
+def _valid(starts_days: int, ends_days: int) -> Identity:
+    now = datetime.now(UTC)
+    return authority().issue(CALLER, starts=now + timedelta(starts_days), ends=now + timedelta(ends_days))
+
+
+@pytest.mark.parametrize(
+    ("stranger", "reason"),
+    [
+        (lambda: replace(_of_another_cluster(), authority=authority().certificate), "unable to get local issuer"),
+        (lambda: _valid(-9, -8), "certificate has expired"),
+        (lambda: _valid(8, 9), "certificate is not yet valid"),
+        (lambda: identity("rank-0"), "rank-0 may not call here, expected server"),
+        (lambda: identity("head"), "head may not call here, expected server"),
+    ],
+    ids=["another cluster", "expired", "not yet valid", "rank", "head"],
+)
+def test_a_stranger_is_refused_in_one_line_and_peers_are_served(
+    stranger: Callable[[], Identity], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     called: list[Frame] = []
-    with _listener(lambda m: called.append(m) or m) as listener, _channel(listener, b"w" * 32) as channel:
-        answer = channel.call({}, timeout_s=5)
-        with pytest.raises(LinkError, match="does not accept this cluster's token"):
-            answer.result(5)
+    with _listener(lambda m: called.append(m) or _echo(m)) as listener, caplog.at_level(logging.WARNING):
+        with _channel(listener, stranger()) as channel, pytest.raises(LinkError, match="does not accept this process"):
+            channel.call({}, timeout_s=5).result(5)
+        eventually(lambda: caplog.messages)
+        (line,) = caplog.messages
+        assert line.startswith("refused a connection from 127.0.0.1 on port") and reason in line
+        assert not called
+        with _channel(listener) as channel:
+            assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+
+
+def test_callers_without_certificate_or_tls_1_3_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    bare.load_verify_locations(cadata=authority().certificate)
+    old = identity(CALLER).calling()
+    old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
+    for context, reason in ((bare, "peer did not return a certificate"), (old, "unsupported protocol")):
+        caplog.clear()
+        with _listener() as listener, caplog.at_level(logging.WARNING), _raw(listener) as raw:
+            with contextlib.suppress(ssl.SSLError):
+                assert _is_closed(context.wrap_socket(raw, server_hostname=CALLED))
+            with _channel(listener) as channel:
+                assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+        eventually(lambda: caplog.messages)
+        (line,) = caplog.messages
+        assert reason in line
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, pack({}, []) * 10, b"\x16\x03\x01\xff\xff" * 20]
+)
+def test_plain_bytes_are_refused_in_one_line(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with _listener() as listener, caplog.at_level(logging.WARNING):
+        with _raw(listener) as sock:
+            sock.sendall(data)
+            while not _is_closed(sock):  # an alert comes before the end
+                pass
+        eventually(lambda: caplog.messages)
+        (line,) = caplog.messages
+        assert line.startswith("refused a connection from 127.0.0.1")
+        with _channel(listener) as channel:
+            assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+
+
+@pytest.mark.parametrize(
+    ("poser", "reason"),
+    [
+        (lambda: replace(_of_another_cluster(), name=CALLED), "server-1 of this cluster"),
+        (lambda: identity("server-2"), "not server-1 of this cluster .*server-1"),
+    ],
+    ids=["another cluster", "another server"],
+)
+def test_nobody_poses_as_a_server(poser: Callable[[], Identity], reason: str) -> None:
+    called: list[Frame] = []
+    listener = Listener(listen("127.0.0.1"), poser(), lambda m: called.append(m) or m)
+    with _channel(listener) as channel, pytest.raises(LinkError, match=reason):
+        channel.call({"secret": 1}, timeout_s=5).result(5)
+    listener.close()
     assert not called
-    with socket.create_server(("127.0.0.1", 0)) as false:  # greets as a listener does, and knows no token
 
-        def pose() -> None:
-            sock, _ = false.accept()
-            sock.sendall(HELLO + b"n" * 32)
-            sock.recv(64, socket.MSG_WAITALL)
-            sock.sendall(b"p" * 32)
-            sock.recv(1)
-            sock.close()
 
-        thread = threading.Thread(target=pose)
-        thread.start()
-        channel = Channel(1, false.getsockname(), TOKEN, caller=0)
-        with pytest.raises(LinkError, match="the peer does not know this cluster's token"):
-            channel.call({"secret": 1}, timeout_s=5).result(5)
+def test_bytes_changed_on_the_way_end_the_connection() -> None:
+    seen, changes = bytearray(), [0]
+
+    def forward(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(2**16)):
+                seen.extend(data)
+                if changes[0] and len(data) > 2000:
+                    changes[0] -= 1
+                    data[len(data) // 2] ^= 1
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    with _listener() as listener, socket.create_server(("127.0.0.1", 0)) as between:
+
+        def meet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = between.accept()
+                    for ends in ((near, far := _raw(listener)), (far, near)):
+                        threading.Thread(target=forward, args=ends, daemon=True).start()
+
+        threading.Thread(target=meet, daemon=True).start()
+        channel = Channel(1, between.getsockname(), identity(CALLER), caller=0)
+        secret = b"which nobody on the way reads" * 100
+        assert bytes(channel.call({}, [secret], timeout_s=5).result(5).parts[0]) == secret[::-1]
+        changes[0] = 2  # also of the call that is tried again
+        with pytest.raises(LinkError, match=r"ended the connection|connection broke|alert"):
+            channel.call({}, [secret], timeout_s=5).result(5)
+        assert bytes(channel.call({}, [secret], timeout_s=5).result(5).parts[0]) == secret[::-1]
+        assert secret[:20] not in seen and secret[::-1][:20] not in seen
         channel.close()
-        thread.join(5)
-
-
-def test_an_overheard_handshake_helps_nobody() -> None:
-    with _listener() as listener:
-        sock = _raw(listener)
-        hello = sock.recv(len(HELLO) + 32, socket.MSG_WAITALL)
-        nonces = hello[len(HELLO) :] + b"n" * 32
-        heard = nonces[32:] + proof_of(TOKEN, b"caller", nonces)
-        sock.sendall(heard)
-        proof = sock.recv(32, socket.MSG_WAITALL)
-        sock.close()
-        for answer in (heard, nonces[32:] + proof):  # played again; the called one's proof sent as the caller's
-            again = _raw(listener)
-            again.recv(len(HELLO) + 32, socket.MSG_WAITALL)
-            again.sendall(answer)
-            assert _is_closed(again)
-            again.close()
 
 
 @pytest.mark.parametrize(
@@ -200,23 +282,23 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
 def test_a_peer_that_started_anew_is_found_by_the_next_call() -> None:
     sock = listen("127.0.0.1")
     port = sock.getsockname()[1]
-    first = Listener(sock, TOKEN, _echo)
+    first = Listener(sock, identity(CALLED), _echo)
     with _channel(first) as channel:
         channel.call({}, timeout_s=5).result(5)
         first.close()
         with pytest.raises(LinkError, match="no answer from 127"):
             channel.call({}, timeout_s=5).result(5)
-        second = Listener(listen("127.0.0.1", port), TOKEN, _echo)
+        second = Listener(listen("127.0.0.1", port), identity(CALLED), _echo)
         channel.call({}, timeout_s=5).result(5)
         second.close()
-        third = Listener(listen("127.0.0.1", port), TOKEN, _echo)  # nothing was asked in between
+        third = Listener(listen("127.0.0.1", port), identity(CALLED), _echo)  # nothing was asked in between
         channel.call({}, timeout_s=5).result(5)
         third.close()
 
 
 def test_a_peer_that_says_nothing_and_a_closed_channel_let_nobody_wait() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        channel = Channel(1, silent.getsockname(), TOKEN, caller=0)
+        channel = Channel(1, silent.getsockname(), identity(CALLER), caller=0)
         with pytest.raises(LinkError, match="did not answer in time"):
             channel.call({}, timeout_s=0.1).result(5)
         first, second = channel.call({}, timeout_s=60), channel.call({}, timeout_s=60)
@@ -247,8 +329,8 @@ def test_calls_that_do_not_end_keep_a_listener_from_closing_only_once() -> None:
         over.wait(20)
         return message
 
-    listener = Listener(listen("127.0.0.1"), TOKEN, wait, rest_s=0.3)
-    channels = [Channel(1, listener.address, TOKEN, caller=0) for _ in range(5)]
+    listener = Listener(listen("127.0.0.1"), identity(CALLED), wait, rest_s=0.3)
+    channels = [Channel(1, listener.address, identity(CALLER), caller=0) for _ in range(5)]
     for channel in channels:
         channel.call({}, timeout_s=5)
     time.sleep(0.2)

@@ -1,13 +1,13 @@
 """The servers of a cluster bench: those that call each other, and those that are by themselves."""
 
 import contextlib
-import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from moetool.bench.live_cluster.sites import Site
 from moetool.caching._policy import MIN_SLOTS
+from moetool.cluster.certificates import Authority
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.edge_head import EdgeHead, Processes
 from moetool.cluster.edge.replacement import pooled, steps_to
@@ -150,7 +150,7 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
     settings = worker_settings(
         Checkpoint.open(model),
         spare,
-        token=secrets.token_bytes(32),
+        identify=Authority.new().issue,
         endpoints=site.endpoints,
         options=serve,
         limits=ServerOptions(),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
 from moetool.cluster.transport import CallRefused, Channel
@@ -25,6 +26,7 @@ class Peers:
 
     Args:
         server: the number of this one.
+        identity: of this server.
         distance: by server what a call costs before anything is computed; only its order matters.
         links: of this server.
         clock: by which a server that failed is left alone for a while.
@@ -35,7 +37,7 @@ class Peers:
     def __init__(
         self,
         server: int,
-        token: bytes,
+        identity: Identity,
         distance: Sequence[float],
         *,
         links: Links | None = None,
@@ -43,7 +45,7 @@ class Peers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.server = server
-        self._token, self._limit_bytes = token, limit_bytes
+        self._identity, self._limit_bytes = identity, limit_bytes
         self._links = links or Links()
         self.distance = tuple(distance)
         self._clock = clock
@@ -115,7 +117,7 @@ class Peers:
                 channel = self._channels[server, lane] = Channel(
                     server,
                     self._addresses[server],
-                    self._token,
+                    self._identity,
                     caller=self.server,
                     links=self._links,
                     limit_bytes=self._limit_bytes,

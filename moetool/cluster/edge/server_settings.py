@@ -1,8 +1,10 @@
 """Settings of each server of a cluster, from a placement plan."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from moetool.cluster.certificates import Identity
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.errors import CapacityError, UsageError
@@ -33,13 +35,16 @@ def worker_settings(
     checkpoint: Checkpoint,
     plan: PlacementPlan,
     *,
-    token: bytes,
+    identify: Callable[[str], Identity],
     endpoints: Endpoints,
     options: ServeOptions,
     limits: ServerOptions,
     cluster: ClusterOptions,
 ) -> list[WorkerSettings]:
     """One for each server of the plan's cluster; its GPUs are one pool.
+
+    Args:
+        identify: gives the process of a name its key and certificate.
 
     Raises:
         MismatchError: the plan is not of this model.
@@ -83,7 +88,7 @@ def worker_settings(
                 port=endpoints.port + n if endpoints.port else 0,
                 toward=endpoints.toward,
                 peer_port=cluster.peer_port + n if cluster.peer_port else 0,
-                token=token,
+                identity=identify(f"server-{n}"),
                 distance=tuple(plan.cluster.round_trip_s(n, m, 4 * spec.hidden_size) for m in servers),
                 links=links if cluster.emulate_links else {},
                 options=options,

@@ -9,6 +9,7 @@ from typing import Any
 
 from moetool.caching._devices import Pool
 from moetool.caching._policy import MIN_SLOTS
+from moetool.cluster.certificates import Identity
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
@@ -51,7 +52,7 @@ class WorkerSettings:
         port: 0 takes any free one.
         toward: an address of the cluster's head, on whose network the peers are; empty: they are all on this machine.
         peer_port: where it listens for peers; 0 takes any free one.
-        token: of the cluster.
+        identity: of the server, among its peers.
         distance: as for `Peers`.
         links: by server (bytes/s, seconds), where links are emulated.
         options, cluster, limits: of the engine, of pool and calls to others, and of the endpoint.
@@ -68,7 +69,7 @@ class WorkerSettings:
     port: int = 0
     toward: str = ""
     peer_port: int = 0
-    token: bytes = field(repr=False)
+    identity: Identity
     distance: tuple[float, ...]
     links: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     options: ServeOptions = field(default_factory=ServeOptions)
@@ -99,7 +100,7 @@ class Worker:
         spec = checkpoint.spec
         limit_bytes = message_bytes(spec, settings.options.kv_tokens)
         self._meter = Meter(settings.server, spec, links)
-        peers = Peers(settings.server, settings.token, settings.distance, links=links, limit_bytes=limit_bytes)
+        peers = Peers(settings.server, settings.identity, settings.distance, links=links, limit_bytes=limit_bytes)
         with contextlib.ExitStack() as undo:
             users = bind(settings.host, settings.port)
             undo.callback(users.close)
@@ -128,7 +129,7 @@ class Worker:
             self.adopt, self.adopt_all = runtime.adopt, runtime.adopt_all
             self.drop, self.drop_all = runtime.drop, runtime.drop_all
             self._listener = Listener(
-                for_peers, settings.token, self._runtime.handle, links=links, limit_bytes=limit_bytes
+                for_peers, settings.identity, self._runtime.handle, links=links, limit_bytes=limit_bytes
             )
             undo.callback(self._listener.close)
             self._engine.start()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import FrameConnection, LinkError, dial, pack
 from moetool.cluster.listener import HANDSHAKE_S, Acceptor, listen
 
@@ -18,8 +19,7 @@ TAKEN_S, LEAST_BYTES_S = 5.0, 1e6
 class RankChannel:
     """One end of a connection. `send` from any thread, `receive` from one.
 
-    Both ends have proved that they know the token (`moetool.cluster.frames`). What follows is neither encrypted nor
-    authenticated message by message: for trusted networks.
+    TLS with certificates of both ends (`moetool.cluster.frames`).
     """
 
     def __init__(self, connection: FrameConnection) -> None:
@@ -63,15 +63,15 @@ class RankChannel:
         self._connection.close()
 
 
-def connect(address: tuple[str, int], token: bytes) -> RankChannel:
-    """Raises: LinkError where no head listens, or it knows another token."""
-    return RankChannel(dial(address, token, time.monotonic() + HANDSHAKE_S, _MOST_BYTES))
+def connect(address: tuple[str, int], identity: Identity, name: str) -> RankChannel:
+    """Raises: LinkError: the process of that name does not answer there, or not with a certificate of the cluster."""
+    return RankChannel(dial(address, identity.calling(), name, time.monotonic() + HANDSHAKE_S, _MOST_BYTES))
 
 
-def open_listener(host: str, token: bytes, on_channel: Callable[[RankChannel], None]) -> Acceptor:
-    """Take connections on a free port, and have `on_channel` called with each, on a thread of its own."""
+def open_listener(host: str, identity: Identity, on_channel: Callable[[RankChannel], None]) -> Acceptor:
+    """Take connections of ranks on a free port, and have `on_channel` called with each, on a thread of its own."""
 
     def serve(connection: FrameConnection) -> None:
         on_channel(RankChannel(connection))
 
-    return Acceptor(listen(host), token, serve, limit_bytes=_MOST_BYTES, most=_MOST_PEERS)
+    return Acceptor(listen(host), identity, ("rank",), serve, limit_bytes=_MOST_BYTES, most=_MOST_PEERS)

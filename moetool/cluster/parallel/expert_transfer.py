@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
@@ -75,11 +76,11 @@ class ExpertTransfer:
         gpu: int,
         *,
         host: str,
-        token: bytes,
+        identity: Identity,
         windows: Windows,
         machine: EmulatedMachine,
     ) -> None:
-        self._spec, self._shelf, self._gpu, self._token = spec, shelf, gpu, token
+        self._spec, self._shelf, self._gpu, self._identity = spec, shelf, gpu, identity
         self._windows, self._machine = windows, machine
         self._peers: list[tuple[str, int] | None] = []
         self._channels: dict[int, RankChannel] = {}
@@ -94,7 +95,7 @@ class ExpertTransfer:
         self.arrived = 0
         self.moved = TransferReport()
         self._closed = False
-        self._listener = open_listener(host, token, self._serve)
+        self._listener = open_listener(host, identity, self._serve)
         self.address = self._listener.address
         self._thread = threading.Thread(target=self._run, name=f"migration-{gpu}", daemon=True)
         self._thread.start()
@@ -243,7 +244,7 @@ class ExpertTransfer:
             address = self._peers[source] if source < len(self._peers) else None
             if address is None:
                 raise LinkError(f"GPU {source} is not there")
-            self._channels[source] = connect(address, self._token)
+            self._channels[source] = connect(address, self._identity, f"rank-{source}")
         return self._channels[source]
 
     def _hang_up(self) -> None:

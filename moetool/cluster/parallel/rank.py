@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moetool.caching._policy import MIN_SLOTS, build_policy
 from moetool.caching._residency import Residency
+from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import connect
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
@@ -50,7 +51,7 @@ class Rank:
         server_G: the server of each GPU.
         head: where the head listens.
         store: where the head's store of process groups is.
-        token: of the cluster.
+        identity: of this rank.
 
     Attributes:
         loaded: the model.
@@ -71,7 +72,7 @@ class Rank:
         *,
         head: tuple[str, int],
         store: tuple[str, int],
-        token: bytes,
+        identity: Identity,
         options: RankOptions,
     ) -> None:
         self.gpu, self._options = gpu, options
@@ -115,14 +116,14 @@ class Rank:
             stack.callback(self._batcher.close)
             self._batcher.on_forward = self._on_forward
             self.transfer = ExpertTransfer(
-                loaded.spec, self.shelf, gpu, host=self._host, token=token, windows=self.windows, machine=machine
+                loaded.spec, self.shelf, gpu, host=self._host, identity=identity, windows=self.windows, machine=machine
             )
             stack.callback(self.transfer.close)
             self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
             self._lockstep = Lockstep(
                 loaded.spec, gpu, self.runtime, self._batcher, self.transfer, self.windows, self._say
             )
-            self._head = connect(head, token)
+            self._head = connect(head, identity, "head")
             stack.callback(self._head.close)
             self._head.send(
                 {

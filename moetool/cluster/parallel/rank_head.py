@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from moetool.cluster.certificates import Authority
 from moetool.cluster.listener import Acceptor
 from moetool.cluster.parallel.batch_loop import BatchLoop
 from moetool.cluster.parallel.batch_placement import BatchReplacement
@@ -168,8 +169,8 @@ class RankHead:
 
         import torch.distributed as dist
 
-        token = secrets.token_bytes(32)
-        self._listener = open_listener(self._host, token, self._hear)
+        authority = Authority.new()
+        self._listener = open_listener(self._host, authority.issue("head"), self._hear)
         with socket.create_server((self._host, 0)) as sock:  # left to itself, the store would listen on every address
             port = sock.getsockname()[1]
             self._store = dist.TCPStore(
@@ -186,7 +187,7 @@ class RankHead:
                 "server_G": list(self.cluster.server_G),
                 "head": tuple(self._listener.address),
                 "store": (self._host, self._store.port),
-                "token": token,
+                "identity": authority.issue(f"rank-{gpu}"),
                 "options": self._rank_options,
             }
             for gpu in range(len(self.cluster.gpus))
