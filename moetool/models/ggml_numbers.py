@@ -18,10 +18,10 @@ def block_numbers(vectors: Vectors, kind: int, address: Any) -> list[Any]:
     Args:
         kind: ggml's type.
     """
-    return _READ[kind](_Block(vectors, address))
+    return _READ[kind](BlockReader(vectors, address))
 
 
-class _Block:
+class BlockReader:
     """A block in memory."""
 
     def __init__(self, vectors: Vectors, address: Any) -> None:
@@ -55,16 +55,29 @@ class _Block:
 
     def nibbles(self, offset: int, upper: int) -> Any:
         """The lower or upper half of `LANES` bytes, as int32 whose bits above it are no number."""
-        words = self.bytes(offset)
-        return self.builder.lshr(words, self.vectors.all(self.vectors.int32, 4)) if upper else words
+        return self.moved(self.bytes(offset), -4 * upper)
 
     def low(self, words: Any, mask: int, moved: int = 0) -> Any:
         """Some of the bits of each word, moved up or down."""
-        constant = self.vectors.all
-        if moved:
-            shift = self.builder.shl if moved > 0 else self.builder.lshr
-            words = shift(words, constant(self.vectors.int32, abs(moved)))
-        return self.builder.and_(words, constant(self.vectors.int32, mask))
+        return self.builder.and_(self.moved(words, moved), self.vectors.all(self.vectors.int32, mask))
+
+    def moved(self, words: Any, places: int) -> Any:
+        """The bits of each int32 moved up, or down if negative."""
+        return self.moved_by(words, [places] * LANES) if places else words
+
+    def moved_by(self, words: Any, places: list[int]) -> Any:
+        """The bits of each int32 moved by a number of its own, all up or all down."""
+        shift = self.builder.shl if max(places) > 0 else self.builder.lshr
+        return shift(words, self.vectors.ir.Constant(words.type, [abs(each) for each in places]))
+
+    def words_of(self, offset: int, second: int | None = None) -> Any:
+        """64 bytes as int32, or 32 from each of two offsets."""
+        if second is None:
+            return self.vectors.load(self.at(offset), self.vectors.words, 1)
+        half = self.vectors.of(self.vectors.int32, LANES // 2)
+        parts = [self.vectors.load(self.at(each), half, 1) for each in (offset, second)]
+        every = self.vectors.ir.Constant(self.vectors.words, [*range(LANES)])
+        return self.builder.shuffle_vector(*parts, every)
 
     def floats(self, words: Any, less: int = 0) -> Any:
         """Small int32 as float32, less a constant."""
@@ -73,13 +86,13 @@ class _Block:
         return self.builder.sitofp(words, self.vectors.floats)
 
 
-def _q4_0(block: _Block) -> list[Any]:
+def _q4_0(block: BlockReader) -> list[Any]:
     scale = block.vectors.broadcast(block.scale(0))
     numbers = [block.floats(block.low(block.nibbles(2, upper), 15), less=8) for upper in (0, 1)]
     return [block.builder.fmul(each, scale) for each in numbers]
 
 
-def _q5_0(block: _Block) -> list[Any]:
+def _q5_0(block: BlockReader) -> list[Any]:
     """Four bytes hold the fifth bits of 32 numbers."""
     vectors, builder = block.vectors, block.builder
     scale = vectors.broadcast(block.scale(0))
@@ -94,13 +107,13 @@ def _q5_0(block: _Block) -> list[Any]:
     return made
 
 
-def _q8_0(block: _Block) -> list[Any]:
+def _q8_0(block: BlockReader) -> list[Any]:
     scale = block.vectors.broadcast(block.scale(0))
     return [block.builder.fmul(block.signed(2 + first), scale) for first in (0, LANES)]
 
 
-def _q4_k(block: _Block) -> list[Any]:
-    scales, made = _six_bits(block), []
+def _q4_k(block: BlockReader) -> list[Any]:
+    scales, made = six_bits(block), []
     for part in range(8):
         for first in (0, LANES):
             number = block.vectors.nibbles(block.nibbles(16 + part // 2 * 32 + first, part % 2))
@@ -108,8 +121,8 @@ def _q4_k(block: _Block) -> list[Any]:
     return made
 
 
-def _q5_k(block: _Block) -> list[Any]:
-    scales, made = _six_bits(block), []
+def _q5_k(block: BlockReader) -> list[Any]:
+    scales, made = six_bits(block), []
     for part in range(8):
         for first in (0, LANES):
             low = block.low(block.nibbles(48 + part // 2 * 32 + first, part % 2), 15)
@@ -118,8 +131,8 @@ def _q5_k(block: _Block) -> list[Any]:
     return made
 
 
-def _six_bits(block: _Block) -> Any:
-    """The scales of eight parts of a block, and their minima, negative."""
+def six_bits(block: BlockReader) -> Any:
+    """Of Q4_K and Q5_K the scales of eight parts of a block, and their minima, negative."""
     vectors, builder = block.vectors, block.builder
 
     def bits(word: Any, mask: int, moved: int = 0) -> Any:
@@ -146,13 +159,13 @@ def _six_bits(block: _Block) -> Any:
     return builder.fmul(builder.sitofp(numbers, vectors.floats), both)
 
 
-def _scaled(block: _Block, number: Any, scales: Any, part: int) -> Any:
+def _scaled(block: BlockReader, number: Any, scales: Any, part: int) -> Any:
     vectors = block.vectors
     scale, least = (vectors.chosen(scales, [place] * LANES) for place in (part, 8 + part))
     return vectors.multiply_add(number, scale, least)
 
 
-def _q6_k(block: _Block) -> list[Any]:
+def _q6_k(block: BlockReader) -> list[Any]:
     vectors, builder = block.vectors, block.builder
     scales = builder.fmul(block.signed(192), vectors.broadcast(block.scale(208)))
     made = []
@@ -165,7 +178,7 @@ def _q6_k(block: _Block) -> list[Any]:
     return made
 
 
-def _mxfp4(block: _Block) -> list[Any]:
+def _mxfp4(block: BlockReader) -> list[Any]:
     """A byte is the exponent of 32 numbers, less one for the gguf package, which doubles the numbers."""
     vectors, builder = block.vectors, block.builder
 
@@ -181,7 +194,7 @@ def _mxfp4(block: _Block) -> list[Any]:
     return [builder.fmul(builder.fadd(each, each), half) for each in numbers]
 
 
-_READ: dict[int, Callable[[_Block], list[Any]]] = {
+_READ: dict[int, Callable[[BlockReader], list[Any]]] = {
     _Q4_0: _q4_0,
     _Q5_0: _q5_0,
     _Q8_0: _q8_0,

@@ -111,6 +111,16 @@ class Vectors:
         nearest = self.builder.add(self.builder.add(bits, self.all(self.int32, 0x7FFF)), odd)
         return self.builder.trunc(self.builder.lshr(nearest, self.all(self.int32, 16)), self.of(self.int16))
 
+    def bfloat16(self, number: Any) -> Any:
+        """A float32 rounded to the nearest bfloat16, ties to even, as int16; NaN stays NaN."""
+        builder, word = self.builder, self.int32
+        bits = builder.bitcast(number, word)
+        odd = builder.and_(builder.lshr(bits, self.ir.Constant(word, 16)), self.ir.Constant(word, 1))
+        nearest = builder.add(builder.add(bits, self.ir.Constant(word, 0x7FFF)), odd)
+        short = builder.trunc(builder.lshr(nearest, self.ir.Constant(word, 16)), self.int16)
+        is_nan = builder.fcmp_unordered("uno", number, number)
+        return builder.select(is_nan, self.ir.Constant(self.int16, 0x7FC0), short)
+
     def powers(self, exponents: Any) -> Any:
         """2 to the power of bytes with a bias of 127, as float32; infinity for 255."""
         builder, count = self.builder, exponents.type.count

@@ -8,27 +8,22 @@ threads, or the rows and weights computed together. So a row has the same result
 from typing import Any, NamedTuple
 
 from moetool.models.llvm_vectors import LANES, Vectors, pairwise_sum
+from moetool.models.row_blocks import RowGroup, row_block, row_order
 from moetool.models.row_kinds import VECTOR_BYTES, RowKind
-from moetool.models.row_numbers import byte_scales, planes, run, run_length
+from moetool.models.row_numbers import byte_scales, run, run_length
 
 
 class RowJob(NamedTuple):
-    """The numbers of a call of a kernel, in this order, before its lists.
+    """The first numbers of a call of a kernel; those of `RowShape` and the lists follow.
 
     The lists: for each weight the address of its numbers and of its scales, and the first of its pairs, with the end
     of the last one's; then for each pair the row of x and the row of the output that it makes.
 
     Attributes:
         next_task: 0; counted up by the threads.
-        x: address, float32 [T, V, W, K]: V vectors of W ways of K words.
-        output: address, float32 [R, O]; of unpacked weights bfloat16 [O, I].
-        outputs: O.
-        x_bytes: of a row of x.
-        row_bytes: of a row of a weight.
-        groups: of columns that have a scale each, or 1.
-        vectors: in such a group.
-        scale_rows: rows of the weight that share a row of scales.
-        scale_bytes: of a row of scales.
+        x: address of rows as `moetool.models.row_inputs` orders them.
+        output: address, [R, O] of float32 or bfloat16; of unpacked weights bfloat16 [O, I].
+        narrow: 1 if the output is in bfloat16, else 0.
         ahead: bytes.
         weights: their number.
     """
@@ -36,6 +31,24 @@ class RowJob(NamedTuple):
     next_task: int
     x: int
     output: int
+    narrow: int
+    ahead: int
+    weights: int
+
+
+class RowShape(NamedTuple):
+    """What weights of one call have in common.
+
+    Attributes:
+        outputs: O.
+        x_bytes: of a row of x.
+        row_bytes: of a row of a weight.
+        groups: of columns that have a scale each, or 1.
+        vectors: in such a group.
+        scale_rows: rows of the weight that share a row of scales.
+        scale_bytes: of a row of scales.
+    """
+
     outputs: int
     x_bytes: int
     row_bytes: int
@@ -43,13 +56,11 @@ class RowJob(NamedTuple):
     vectors: int
     scale_rows: int
     scale_bytes: int
-    ahead: int
-    weights: int
 
 
 SCALE_BYTES = 4
 """Of the scale of a whole row, before those of its groups."""
-PLACES = {name: place for place, name in enumerate(RowJob._fields)}
+PLACES = {name: place for place, name in enumerate(RowJob._fields + RowShape._fields)}
 
 
 def dot_of(kind: RowKind, count: int) -> Any:
@@ -87,14 +98,33 @@ def dot_of(kind: RowKind, count: int) -> Any:
                 for line in range(0, kind.block_bytes, VECTOR_BYTES):
                     ahead = builder.add(builder.add(weight, field("ahead")), vectors.number(line))
                     vectors.ask_for(builder.add(ahead, offset))
-                x_offset = vectors.times(vector, 4 * kind.numbers)
-                for plane in planes(vectors, kind, builder.add(weight, offset)):
-                    for x, chains in zip(rows, sums, strict=True):
-                        value = vectors.load(builder.add(x, x_offset), vectors.floats)
+                x_offset = vectors.times(vector, 4 * row_order(kind).floats)
+                block = row_block(vectors, kind, builder.add(weight, offset))
+                for group in block.groups:
+                    for row_x, chains in zip(rows, sums, strict=True):
+                        add_group(group, builder.add(row_x, x_offset), chains, chain)
+                    x_offset = builder.add(x_offset, vectors.number(4 * LANES * len(group.planes)))
+                    chain += 1 if group.scale is not None else len(group.planes)
+                if block.of_sums is not None:
+                    for row_x, chains in zip(rows, sums, strict=True):
+                        value = vectors.load(builder.add(row_x, x_offset), vectors.floats)
                         place = chains[chain % kind.chains]
-                        builder.store(vectors.multiply_add(plane, value, builder.load(place)), place)
-                    x_offset = builder.add(x_offset, vectors.number(4 * LANES))
+                        builder.store(vectors.multiply_add(block.of_sums, value, builder.load(place)), place)
                     chain += 1
+
+        def add_group(group: RowGroup, x: Any, chains: list[Any], first: int) -> None:
+            """The products of a group with a row: each to a chain in turn, or their sum, scaled, to one."""
+            total = vectors.all(vectors.float32, 0.0)
+            for number, plane in enumerate(group.planes):
+                value = vectors.load(builder.add(x, vectors.number(4 * LANES * number)), vectors.floats)
+                if group.scale is not None:
+                    total = vectors.multiply_add(plane, value, total)
+                    continue
+                place = chains[(first + number) % kind.chains]
+                builder.store(vectors.multiply_add(plane, value, builder.load(place)), place)
+            if group.scale is not None:
+                place = chains[first % kind.chains]
+                builder.store(vectors.multiply_add(group.scale, total, builder.load(place)), place)
 
         rows = []
         for each in range(count):
@@ -134,7 +164,11 @@ def dot_of(kind: RowKind, count: int) -> Any:
                 made = builder.fdiv(made, whole) if kind.divides else builder.fmul(made, whole)
             target = number(builder.add(pair, vectors.number(2 * each + 1)))
             at = builder.add(builder.mul(target, field("outputs")), row)
-            vectors.store(made, builder.add(field("output"), vectors.times(at, 4)))
+            with builder.if_else(builder.icmp_signed("!=", field("narrow"), vectors.number(0))) as (narrow, wide):
+                with narrow:
+                    vectors.store(vectors.bfloat16(made), builder.add(field("output"), vectors.times(at, 2)), 2)
+                with wide:
+                    vectors.store(made, builder.add(field("output"), vectors.times(at, 4)))
         return context.get_dummy_value()
 
     @intrinsic

@@ -6,17 +6,17 @@ numba compiles a kernel for each kind of weight (`moetool.models.row_kinds`) whe
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_dots import PLACES, SCALE_BYTES, RowJob, dot_of, unpacking_of
+from moetool.models.row_dots import PLACES, SCALE_BYTES, RowJob, RowShape, dot_of, unpacking_of
+from moetool.models.row_inputs import ordered_rows
 from moetool.models.row_kinds import BFLOAT16, VECTOR_BYTES, RowKind
 from moetool.models.row_numbers import run_length
-from moetool.models.row_threads import next_task_of, on_pool
+from moetool.models.row_threads import PoolCall, next_task_of, on_pool
 
 BLOCK_ROWS = 32
 """Rows of a weight that one thread takes at a time."""
@@ -37,11 +37,11 @@ class RowKernel(NamedTuple):
             result.
     """
 
-    multiply: Callable[[np.ndarray, int], None]
-    unpack: Callable[[np.ndarray, int], None] | None
+    multiply: PoolCall
+    unpack: PoolCall | None
     prefetch_bytes: int
 
-    def __call__(self, job: np.ndarray) -> None:
+    def __call__(self, job: Sequence[int]) -> None:
         self.multiply(job, torch.get_num_threads())
 
 
@@ -58,51 +58,48 @@ def find_kernel(kind: RowKind = BFLOAT16) -> RowKernel | None:
         return None
 
 
-def _require_sound(kind: RowKind, call: Callable[[np.ndarray, int], None]) -> None:
+def _require_sound(kind: RowKind, call: PoolCall) -> None:
     """Raises: RuntimeError where the kernel multiplies ones otherwise than it should."""
     rows, blocks = 7, 2 * kind.unroll
     row_bytes = blocks * kind.block_bytes
     ones = kind.one * (BLOCK_ROWS * row_bytes // len(kind.one))
     weight = torch.frombuffer(bytearray(ones), dtype=torch.uint8).view(BLOCK_ROWS, row_bytes)
-    x, output = torch.ones(rows, blocks * kind.numbers), torch.zeros(rows, BLOCK_ROWS)
+    x, output = ordered_rows(torch.ones(rows, blocks * kind.numbers), kind), torch.zeros(rows, BLOCK_ROWS)
     scale = torch.full((1 + 2 * blocks,), kind.factor)
     if kind.scales_a_block:
         start = SCALE_BYTES if kind.scale == "float8" else 0
         scale.view(torch.uint8)[start:] = 127 if kind.scale == "exponent" else _ONE_IN_FP8
     pairs = [number for row in range(rows) for number in (row, row)]
     job = [*_trial(kind, weight, x, output, 0), weight.data_ptr(), scale.data_ptr(), 0, rows, *pairs]
-    call(np.array(job), torch.get_num_threads())
-    if not (output == x.shape[1]).all():
+    call(job, torch.get_num_threads())
+    if not (output == blocks * kind.numbers).all():
         raise RuntimeError("it computes something else")
 
 
-def _fastest_prefetch(kind: RowKind, call: Callable[[np.ndarray, int], None], rounds: int = 4) -> int:
+def _fastest_prefetch(kind: RowKind, call: PoolCall, rounds: int = 4) -> int:
     """Which of `_PREFETCH_BYTES` is the fastest here: the least processor time of one thread, of some tries in turn."""
     blocks = 4096 // kind.block_bytes
     row_bytes = blocks * kind.block_bytes
     weight = torch.empty(_TRIAL_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS, row_bytes, dtype=torch.uint8)
     ask_for_huge_pages(weight)
     weight.zero_()
-    x, output = torch.zeros(1, blocks * kind.numbers), torch.empty(1, len(weight))
+    x, output = ordered_rows(torch.zeros(1, blocks * kind.numbers), kind), torch.empty(1, len(weight))
     scale = torch.ones(4 * blocks)
     least = dict.fromkeys(_PREFETCH_BYTES, float("inf"))
     for ahead in _PREFETCH_BYTES * rounds:
         head = _trial(kind, weight, x, output, ahead)
-        job = np.array([*head, weight.data_ptr(), scale.data_ptr(), 0, 1, 0, 0])
+        job = [*head, weight.data_ptr(), scale.data_ptr(), 0, 1, 0, 0]
         began = time.thread_time()
         call(job, 1)
         least[ahead] = min(least[ahead], time.thread_time() - began)
     return min(least, key=least.__getitem__)
 
 
-def _trial(kind: RowKind, weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor, ahead: int) -> RowJob:
+def _trial(kind: RowKind, weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor, ahead: int) -> tuple[int, ...]:
     """A call for one weight whose rows share their scales."""
     blocks = weight.shape[1] // kind.block_bytes
     groups = blocks if kind.scales_a_block else 1
-    return RowJob(
-        next_task=0,
-        x=x.data_ptr(),
-        output=output.data_ptr(),
+    shape = RowShape(
         outputs=len(weight),
         x_bytes=x[0].nbytes,
         row_bytes=weight.shape[1],
@@ -110,12 +107,11 @@ def _trial(kind: RowKind, weight: torch.Tensor, x: torch.Tensor, output: torch.T
         vectors=blocks // groups,
         scale_rows=len(weight),
         scale_bytes=0,
-        ahead=ahead,
-        weights=1,
     )
+    return RowJob(0, x.data_ptr(), output.data_ptr(), narrow=0, ahead=ahead, weights=1) + shape
 
 
-def _compile(kind: RowKind) -> Callable[[np.ndarray, int], None]:
+def _compile(kind: RowKind) -> PoolCall:
     import numba
     from numba import types
 
@@ -155,7 +151,7 @@ def _compile(kind: RowKind) -> Callable[[np.ndarray, int], None]:
     return on_pool(work)
 
 
-def _compile_unpacking(kind: RowKind) -> Callable[[np.ndarray, int], None]:
+def _compile_unpacking(kind: RowKind) -> PoolCall:
     import numba
     from numba import types
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 VECTOR_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowKind:
     """A kind of weight.
 

@@ -7,15 +7,16 @@ layer in one call. A row has the same result, to the bit, in any batch that a ke
 product in rounding only.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_dots import RowJob
+from moetool.models.row_dots import RowJob, RowShape
+from moetool.models.row_inputs import ordered_rows
 from moetool.models.row_kernels import BLOCK_ROWS, find_kernel
 from moetool.models.row_kinds import BFLOAT16
 from moetool.models.scaled_weight import ScaledWeight, kernel_of
@@ -95,36 +96,28 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
     first = jobs[0].weight
     kind = first.kind if isinstance(first, ScaledWeight) else BFLOAT16
     kernel = kernel_of(kind)
-    num_outputs, num_inputs = first.shape
-    num_vectors = -(-num_inputs // kind.numbers)
-    wide_TI = torch.empty(len(x_TI), num_vectors, kind.ways, kind.words)  # as the kernel splits a weight's numbers
-    if num_inputs < num_vectors * kind.numbers:
-        x_TI = torch.nn.functional.pad(x_TI, (0, num_vectors * kind.numbers - num_inputs))
-    wide_TI.copy_(x_TI.reshape(len(x_TI), -1, kind.words, kind.ways).transpose(2, 3))
-    output_RO = torch.empty(num_targets, num_outputs, dtype=torch.float32)
-    x, output, ahead = wide_TI.data_ptr(), output_RO.data_ptr(), kernel.prefetch_bytes
+    ordered, narrow = ordered_rows(x_TI, kind), x_TI.dtype == torch.bfloat16
+    output_RO = x_TI.new_empty(num_targets, first.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
+    head = RowJob(0, ordered.data_ptr(), output_RO.data_ptr(), narrow, kernel.prefetch_bytes, len(jobs))
     if isinstance(first, ScaledWeight):
-        job = [*first.job(x, output, len(jobs), ahead)]
+        job = [*head, *first.row_shape]
         job += [each.weight.values.data_ptr() for each in jobs]  # type: ignore[union-attr]
         job += [each.weight.scale.data_ptr() for each in jobs]  # type: ignore[union-attr]
     else:
-        job = [*_plain_job(x, output, (num_outputs, num_inputs), len(jobs), ahead)]
+        job = [*head, *_row_shape(*first.shape)]
         job += [each.weight.data_ptr() for each in jobs]  # type: ignore[union-attr]
         job += [0] * len(jobs)
     job += accumulate((len(each.sources) for each in jobs), initial=0)
     for each in jobs:
         for source, target in zip(each.sources, each.targets, strict=True):
             job += (source, target)
-    kernel(np.array(job, dtype=np.int64))
+    kernel(job)
     return output_RO.to(x_TI.dtype)
 
 
-def _plain_job(x: int, output: int, shape: tuple[int, int], weights: int, ahead: int) -> RowJob:
-    num_outputs, num_inputs = shape
-    return RowJob(
-        next_task=0,
-        x=x,
-        output=output,
+@functools.cache
+def _row_shape(num_outputs: int, num_inputs: int) -> RowShape:
+    return RowShape(
         outputs=num_outputs,
         x_bytes=4 * num_inputs,
         row_bytes=2 * num_inputs,
@@ -132,8 +125,6 @@ def _plain_job(x: int, output: int, shape: tuple[int, int], weights: int, ahead:
         vectors=num_inputs // BFLOAT16.numbers,
         scale_rows=num_outputs,
         scale_bytes=0,
-        ahead=ahead,
-        weights=weights,
     )
 
 

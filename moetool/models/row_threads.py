@@ -4,25 +4,30 @@ A second pool would take the cores from the first at every change from one to th
 """
 
 import ctypes
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+PoolCall = Callable[[Sequence[int], int], None]
+"""A call with a job's numbers on so many threads."""
 
-def on_pool(work: Any) -> Callable[[np.ndarray, int], None]:
-    """A call of a compiled function on so many threads of torch's pool."""
+
+def on_pool(work: Any) -> PoolCall:
+    """A call of a compiled function on threads of torch's pool."""
     on_threads = _thread_pool()
     address = work.address
     single = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
-    def call(job: np.ndarray, threads: int) -> None:
+    def call(job: Sequence[int], threads: int) -> None:
+        numbers = array("q", job)
+        at, _ = numbers.buffer_info()
         if on_threads is None or threads == 1:
-            single(job.ctypes.data)
+            single(at)
         else:
-            on_threads(address, job.ctypes.data, threads, 0)
+            on_threads(address, at, threads, 0)
 
     call.work = work  # type: ignore[attr-defined]  # keeps the machine code
     return call

@@ -1,16 +1,17 @@
 """Weights of eight or four bits kept as stored, with scales."""
 
+import functools
 import math
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
 
 from moetool.models.llvm_vectors import LANES
-from moetool.models.row_dots import SCALE_BYTES, RowJob
+from moetool.models.row_blocks import row_order
+from moetool.models.row_dots import SCALE_BYTES, RowJob, RowShape
 from moetool.models.row_kernels import BLOCK_ROWS, RowKernel, find_kernel
 from moetool.models.row_kinds import FP8, INT8, RowKind
 
@@ -55,30 +56,11 @@ class ScaledWeight(NamedTuple):
         """Bytes that it takes."""
         return self.values.nbytes + self.scale.nbytes
 
-    def job(self, x: int, output: int, weights: int, ahead: int) -> RowJob:
-        """A call of its kernel, for weights of this shape.
-
-        Args:
-            x, output: addresses.
-        """
-        vectors = -(-self.columns // self.kind.numbers)
-        groups = 1
-        if self.kind.has_scales:
-            groups = vectors if self.kind.scales_a_block else -(-self.columns // self.group)
-        return RowJob(
-            next_task=0,
-            x=x,
-            output=output,
-            outputs=len(self.values),
-            x_bytes=4 * vectors * self.kind.numbers,
-            row_bytes=self.values.shape[1],
-            groups=groups,
-            vectors=vectors // groups,
-            scale_rows=self.scale_rows,
-            scale_bytes=scale_bytes(self.kind, self.columns, self.group) if self.kind.has_scales else 0,
-            ahead=ahead,
-            weights=weights,
-        )
+    @property
+    def row_shape(self) -> RowShape:
+        """What its kernel needs to know of it."""
+        outputs, row_bytes = self.values.shape
+        return _row_shape(self.kind, outputs, self.columns, self.group, self.scale_rows, row_bytes)
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, rounded to bfloat16."""
@@ -110,9 +92,26 @@ class ScaledWeight(NamedTuple):
     def _unpacked(self, out: torch.Tensor) -> torch.Tensor:
         kernel = kernel_of(self.kind)
         assert kernel.unpack is not None
-        head = self.job(0, out.data_ptr(), 1, 0)
-        kernel.unpack(np.array([*head, self.values.data_ptr(), self.scale.data_ptr()]), torch.get_num_threads())
+        head = RowJob(next_task=0, x=0, output=out.data_ptr(), narrow=1, ahead=0, weights=1) + self.row_shape
+        kernel.unpack([*head, self.values.data_ptr(), self.scale.data_ptr()], torch.get_num_threads())
         return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_shape(kind: RowKind, outputs: int, columns: int, group: int, scale_rows: int, row_bytes: int) -> RowShape:
+    vectors = -(-columns // kind.numbers)
+    groups = 1
+    if kind.has_scales:
+        groups = vectors if kind.scales_a_block else -(-columns // group)
+    return RowShape(
+        outputs=outputs,
+        x_bytes=4 * vectors * row_order(kind).floats,
+        row_bytes=row_bytes,
+        groups=groups,
+        vectors=vectors // groups,
+        scale_rows=scale_rows,
+        scale_bytes=scale_bytes(kind, columns, group) if kind.has_scales else 0,
+    )
 
 
 def scale_bytes(kind: RowKind, columns: int, group: int) -> int:

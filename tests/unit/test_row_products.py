@@ -39,6 +39,16 @@ def test_products_are_those_of_float64_but_for_one_rounding(num_rows: int) -> No
     assert torch.allclose(narrow.double(), x.bfloat16().double() @ weight.double().T, rtol=2**-8, atol=1e-5)
 
 
+def test_rows_in_bfloat16_give_what_their_float32_gives_rounded_once() -> None:
+    (weight,) = _weights(1)
+    x = _rows(MAX_ROWS)
+    x[0, 3], weight[5, 3], weight[6] = float("inf"), 0.0, 1e38  # infinite, not a number, and beyond bfloat16
+    (narrow,), (wide,) = products([x], [weight]), products([x.float()], [weight])
+    assert wide[0].isnan().any()
+    assert wide[0].isinf().any()
+    assert torch.equal(narrow.nan_to_num(7.0), wide.bfloat16().nan_to_num(7.0))
+
+
 def test_a_row_has_the_same_bits_in_any_company_and_with_any_number_of_threads() -> None:
     weights = _weights(5)
     xs = [_rows(count, seed=count) for count in (1, 8, 3, 5, 2)]
