@@ -132,13 +132,13 @@ def bench_rivals(
         import torch
 
         dtype = getattr(torch, options.dtype)
-        dense, tied = checkpoint.dense_bytes(dtype, "cuda"), checkpoint.config.get_text_config().tie_word_embeddings
-        # The dense bytes of a GPU include the embedding, which a CPU reads by rows.
-        looked_up = 0 if tied else checkpoint.skeleton.get_input_embeddings().weight.numel() * dtype.itemsize
+        dense, dense_read = checkpoint.dense_bytes(dtype), checkpoint.dense_token_bytes(dtype)
+        embedding = checkpoint.stored_embedding(dtype)
+        in_file = 0 if embedding is None else checkpoint.skeleton.get_submodule(embedding).weight.numel()
         spec, path = checkpoint.spec, checkpoint.path
         vocabulary = int(checkpoint.config.get_text_config().vocab_size)
     used = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
-    model_bytes = dense + spec.all_experts_bytes
+    model_bytes = dense + in_file * dtype.itemsize + spec.all_experts_bytes
     prompts = _prompts(vocabulary, options)
     server = llama_server or shutil.which("llama-server")
     cells: list[Cell] = []
@@ -163,7 +163,7 @@ def bench_rivals(
     return RivalBench(
         model=str(path),
         model_bytes=model_bytes,
-        token_bytes=dense - looked_up + used,
+        token_bytes=dense_read + used,
         memory_bytes_s=memory_bandwidth(options.threads),
         options=options,
         cells=tuple(cells),

@@ -192,16 +192,29 @@ class Checkpoint:
         Args:
             products: whether a CPU keeps weights packed that it multiplies packed.
         """
+        packed, numbers, unpacked = self._dense_parts(dtype, device, products)
         scratch = self.layers[0].form.num_elements * (dtype.itemsize + 4) if self.weights and self.quantization else 0
+        return packed + numbers * dtype.itemsize + max(scratch, unpacked * dtype.itemsize)
+
+    def dense_token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of `dense_bytes` on a CPU that decoding a token reads: all but the rows of other tokens' embeddings."""
+        packed, numbers, _ = self._dense_parts(dtype, "cpu", True)
+        tied = self.config.get_text_config().tie_word_embeddings
+        in_memory = not tied and self.stored_embedding(dtype) is None
+        rows = self.skeleton.get_input_embeddings().weight.numel() if in_memory else 0
+        return packed + (numbers - rows) * dtype.itemsize
+
+    def _dense_parts(self, dtype: torch.dtype, device: str, products: bool) -> tuple[int, int, int]:
+        """Bytes of packed weights, numbers of the others, and numbers of a packed one that are unpacked at once."""
         name = self.stored_embedding(dtype) if device == "cpu" else None
         apart = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
-        packed = 0
+        packed = unpacked = 0
         for stored in self.packed_linears(dtype).values() if device == "cpu" and products else ():
             form, numbers = form_of_linear(stored), torch.Size(stored.shape).numel()
             assert form is not None
             packed, apart = packed + form.num_bytes, apart + numbers
-            scratch = max(scratch, unpacked_at_once(numbers) * dtype.itemsize)
-        return (self._dense_numbers - apart) * dtype.itemsize + packed + scratch
+            unpacked = max(unpacked, unpacked_at_once(numbers))
+        return packed, self._dense_numbers - apart, unpacked
 
     @cached_property
     def _dense_numbers(self) -> int:

@@ -24,7 +24,7 @@ from moetool.models.scaled_weight import ScaledWeight, kernel_of
 MAX_ROWS = 2
 """Rows of a product with bfloat16 up to which the kernel is faster than torch's (`tests/bench/test_row_products.py`):
 beyond them arithmetic bounds both, and torch's multiplies bfloat16 in pairs where the processor can."""
-MAX_SCALED_ROWS = 8
+MAX_SCALED_ROWS = 16
 """The same for weights that would have to be unpacked for torch."""
 MIN_ELEMENTS = 2**18
 """Numbers in a weight below which calling the kernel costs more than it saves, and so compiling it."""
