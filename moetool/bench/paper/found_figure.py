@@ -20,6 +20,7 @@ _MARKED = 12  # points of a line, as many as are marked
 _FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
 _FAR = 50  # times the least abscissa, from which an axis is logarithmic
 _TITLE = 150  # characters of a line
+_ABSCISSA = 50  # characters of a line below half of the width
 _ORDINATE = 24  # characters of a line beside the least height
 _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
 
@@ -59,9 +60,9 @@ def _values(axes: "Axes", found: Found) -> None:
     errors = [scale * (half or 0.0) for half in halves]
     places = range(len(names))
     series = {name: STYLES[number % len(STYLES)][0] for number, name in enumerate(found.curves)}
-    # A sweep's values are named by their curve and the point: "director, 4 GPUs".
+    # A sweep's values are named by their curve and the point, in any order: "director, 4 GPUs".
     colours = [
-        next((colour for curve, colour in series.items() if f"{name}, ".startswith(f"{curve}, ")), STYLES[0][0])
+        next((colour for curve, colour in series.items() if f", {curve}, " in f", {name}, "), STYLES[0][0])
         for name in names
     ]
     if min(values) > 0 and max(values) > _UNEVEN * min(values):
@@ -72,19 +73,24 @@ def _values(axes: "Axes", found: Found) -> None:
         _logarithmic(axes)
     else:
         axes.barh(places, values, xerr=errors, height=0.7, color=colours, ecolor="#222222")
+        if min(values) >= 0:  # what cannot be negative, such as seconds, whatever its interval
+            axes.set_xlim(left=0)
     axes.set_yticks(places, names)
     beside = 0.6 + (max(0, _FEW - len(names)) / 2 if found.curves else 0)
     axes.set_ylim(len(names) - 1 + beside, -beside)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"{found.what}, {unit}" if unit else found.what)
+    axes.set_xlabel(fill(f"{found.what}, {unit}" if unit else found.what, _ABSCISSA if found.curves else _TITLE))
 
 
 def _curves(axes: "Axes", found: Found) -> None:
     from matplotlib.ticker import MaxNLocator
 
     series = [curves for curves in found.curves.values() if curves]
+    ordinate, scale = found.axes[1], 1
+    if ordinate.endswith(", s") and max((y for curves in series for _, ys in curves for y in ys), default=1) < 1:
+        ordinate, scale = ordinate.removesuffix("s") + "ms", 1000
     for number, (name, curves) in enumerate(found.curves.items()):
-        x, means, halves = average(curves)
+        x, means, halves = average([(x, tuple(scale * y for y in ys)) for x, ys in curves])
         line(axes, x, means, number, name, **({"marker": ""} if len(x) > _MARKED else {}))
         if halves is not None:
             low, high = np.subtract(means, halves), np.add(means, halves)
@@ -95,9 +101,11 @@ def _curves(axes: "Axes", found: Found) -> None:
     elif all(x == round(x) for x in abscissae):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(found.axes[0])
-    axes.set_ylabel(fill(found.axes[1], _ORDINATE))
-    if found.axes[1].endswith("%"):
+    axes.set_ylabel(fill(ordinate, _ORDINATE))
+    if ordinate.endswith("%"):
         axes.set_ylim(0, 103)
+    elif abscissae and axes.get_ylim()[0] < 0 <= min(y for curves in series for _, ys in curves for y in ys):
+        axes.set_ylim(bottom=0)  # an interval that reaches below 0 ends at the axis
     if len(found.curves) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
