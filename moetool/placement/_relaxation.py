@@ -9,6 +9,9 @@ from moetool.placement._latency import along, hull, knots
 from moetool.placement._local_search import Layer
 from moetool.placement._programme import minimise
 
+Row = tuple[np.ndarray, np.ndarray, float, float]
+"""A row of the programme: columns, their values, lower and upper bound."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxed:
@@ -35,6 +38,7 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
         - Sum of x = 1 (6e has >= 1, under which a copy would double an expert's work).
         - tau_comp >= the time of the hottest expert together with the coldest of those that must be with it on its GPU:
           at least E less the room of the other GPUs. Without it the relaxation splits the hottest expert.
+        - Times in seconds are solved as multiples of a GPU's mean time: HiGHS takes differences below 1e-7 as none.
         - With `sides="both"` receiving binds tau_comm too, and tau_comm counts twice. There tau_comm >= what the GPU of
           an expert receives for it and its coldest company, wherever the expert is put: the same repair for Eq. 6d.
     """
@@ -43,7 +47,7 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
     total_E, total_G = tokens_GE.sum(axis=0), tokens_GE.sum(axis=1)
     whole = float(total_E.sum())
     comp, comm = num_experts * num_gpus, num_experts * num_gpus + 1
-    rows: list[tuple[np.ndarray, np.ndarray, float, float]] = []  # columns, values, lower, upper
+    rows: list[Row] = []
     x = np.arange(num_experts * num_gpus).reshape(num_experts, num_gpus)
     ones_G, ones_E = np.ones(num_gpus), np.ones(num_experts)
     rows += [(x[i], ones_G, 1.0, 1.0) for i in range(num_experts)]
@@ -103,6 +107,9 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
         for (j, k), pieces in lines.items():
             first_GG[j, k] = max(0.0, pieces[0][0])
         lower[comm] = most_received(layer, tokens_GE.T @ first_GG)
+    unit = _unit(layer, whole)
+    rows = [_in_units(row, comp, unit) for row in rows]
+    lower[comp:] /= unit
     starts = np.concatenate([[0], np.cumsum([len(row[0]) for row in rows])])
     matrix = csc_matrix(
         (
@@ -115,8 +122,24 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
     solution = minimise(cost, matrix, row_lower, row_upper, lower, upper)
     if solution is None:
         return None
-    value = solution.x[comp] + latency.ways * solution.x[comm]
+    value = unit * (solution.x[comp] + latency.ways * solution.x[comm])
     return Relaxed(bound=float(value), x_EG=np.clip(solution.x[:comp], 0.0, 1.0).reshape(num_experts, num_gpus))
+
+
+def _unit(layer: Layer, whole: float) -> float:
+    """Return the unit of the programme's times: 1 token, or the seconds that a GPU takes for the mean load."""
+    if layer.latency.unit != "s":
+        return 1.0
+    mean = np.array([whole / len(layer.room_G)])
+    return float(along(layer.latency.comp, mean)[0]) or 1.0
+
+
+def _in_units(row: Row, first_time: int, unit: float) -> Row:
+    """Return a row whose times, in columns from `first_time` on, count in units; rows without times stay."""
+    columns, values, low, high = row
+    if columns.max() < first_time:
+        return row
+    return columns, np.where(columns < first_time, values / unit, values), low / unit, high / unit
 
 
 def hottest(layer: Layer) -> float:

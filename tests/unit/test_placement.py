@@ -17,6 +17,7 @@ from moetool.placement._latency import (
     flows,
     hull,
     layers_s,
+    linear_latency,
     profiled_latency,
     unit_latency,
 )
@@ -206,6 +207,20 @@ def test_the_printed_binary_search_ends_at_the_same_bound() -> None:
     direct, searched = (place("director", problem, {"binary_search": b, "c_max": 4}) for b in (False, True))
     costs = [score(problem, placed, bounds=False).latency for placed in (direct, searched)]
     assert costs[1] == pytest.approx(costs[0], rel=0.02)
+
+
+def test_the_bound_is_the_same_in_any_unit_of_time() -> None:
+    """A token's expert takes tens of nanoseconds, far below what HiGHS tells from nothing."""
+    cluster = make_cluster([[4] * 4])
+    problem = make_problem(make_spec(1, 12), cluster, seed=1)
+    bounds = []
+    for token_s in (1.0, 1e-8, 1e-11):
+        latency = linear_latency(cluster, token_s, token_s, 1.0, "straight lines")
+        layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.full(4, 4), latency=latency)
+        relaxed = relax(layer)
+        assert relaxed is not None and relax(layer, relaxed.bound * 0.99) is None
+        bounds.append(relaxed.bound / token_s)
+    assert bounds[1:] == pytest.approx([bounds[0]] * 2, rel=1e-5)
 
 
 def test_the_hottest_expert_bounds_its_gpu_together_with_what_must_be_with_it() -> None:
