@@ -123,14 +123,14 @@ def _inline(key: str, svg: str, alt: str) -> str:
 
 
 def heat(axes: "Axes", values_YX: np.ndarray, *, low: float, high: float, label: str = "", **extent: Any) -> None:
-    """Draw a heat map with its scale; NaN is grey, values above `high` have the lightest colour.
+    """Draw a heat map with its scale; NaN shows the page, values above `high` have the lightest colour.
 
     Args:
         label: label of the scale; without it no scale is drawn.
     """
     import matplotlib
 
-    colours = matplotlib.colormaps["cividis"].with_extremes(bad="#dddddd")
+    colours = matplotlib.colormaps["cividis"].with_extremes(bad=(0, 0, 0, 0))
     image = axes.imshow(
         values_YX, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="none", rasterized=True, **extent
     )

@@ -212,6 +212,13 @@ def test_moves_and_planning_cost_what_the_machine_says(tmp_path: Path, given: di
     assert "DeepSeek-V2-Lite on 8 x H200" in found.on
     with pytest.raises(UsageError, match="no link"):
         expert_parallel.run(stage, expert_parallel.Options(**common, machine="rtx-3080"))
+    stages = {
+        "rounding": expert_parallel.ModeRun(mode="director_rounding-proactive"),
+        "search": expert_parallel.ModeRun(mode="director-proactive", options={"replicas": False}),
+        "copies": expert_parallel.ModeRun(mode="director-proactive"),
+    }
+    by_stage = expert_parallel.run(stage, expert_parallel.Options(**{**common, "runs": stages}, machine="h200-node"))
+    assert len({values[0] for values in by_stage.values.values()}) == 3
 
 
 def test_bytes_of_a_model_that_is_not_at_hand(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def affinity_maps(made: TraceMeasures) -> Picture | None:
         title=f"Expert affinity, as lift over popularity: layers {', '.join(names)}",
         svg=draw("affinity-maps", 3.0 * -(-len(layers) // per_row), f"Heat maps of {', '.join(names)}.", paint),
         caption="For tokens that used the expert on the left: how many times likelier each expert of the next layer is "
-        "than over all tokens. 1 everywhere: the next layer does not depend on this one. Grey: experts with fewer than "
-        "20 tokens. By default the pairs with the strongest, median and weakest held-out match.",
+        "than over all tokens. 1 everywhere: the next layer does not depend on this one. Blank: experts with fewer "
+        "than 20 tokens. By default the pairs with the strongest, median and weakest held-out match.",
     )
 
 

@@ -82,7 +82,7 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
     return Sketch(
         key=f"holders-{placed.name.replace(' ', '-')}",
         title=f"Expert placement: {placed.name} ({plan.planner})",
-        caption=f"Colour: {colour}; grey: not placed there. Above each map: its number of experts in all layers.",
+        caption=f"Colour: {colour}; blank: not placed there. Above each map: its number of experts in all layers.",
         alt=f"Experts held: {says}.",
         height=0.4 + rows * min(3.0, 1.3 + 0.05 * spec.num_layers),
         paint=paint,

@@ -13,6 +13,7 @@ from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.placement._planner import quick_options
+from moetool.simulation.placement_control import find_mode
 from moetool.simulation.simulate import ModeInputs, World, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
@@ -37,10 +38,12 @@ class ModeRun:
 
     Attributes:
         mode: of placement.
+        options: of the mode's planner, besides those that it has between rounds.
         lookahead, migrate, planning: as of `moetool simulate`.
     """
 
     mode: str
+    options: Mapping[str, Any] = field(default_factory=dict)
     lookahead: str = "true"
     migrate: str = "overlap"
     planning: str = "free"
@@ -129,7 +132,7 @@ def run(stage: Workbench, options: Options) -> Found:
                     count,
                     chosen,
                     costs=costs,
-                    inputs=ModeInputs(options=quick_options("director") if one.mode.startswith("director") else {}),
+                    inputs=ModeInputs(options={**quick_options(find_mode(one.mode).planner), **one.options}),
                 )
                 same = replace(options, measure="latency", runs={}, gpus=(), ways={}, plan_s=())
                 found = stage.once(
