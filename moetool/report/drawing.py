@@ -160,3 +160,13 @@ def line(axes: "Axes", x: Sequence[float] | np.ndarray, y: Any, series: int, lab
     colour, dashes, marker = STYLES[series % len(STYLES)]
     given = {"color": colour, "linestyle": dashes, "marker": marker if len(x) <= 32 else "", "label": label, **more}
     axes.plot(x, y, **given)
+
+
+def logarithmic(axes: "Axes") -> None:
+    """Set a logarithmic x axis with ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())

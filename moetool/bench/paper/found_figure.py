@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.bench.paper.verdict import Curve, Found, interval
-from moetool.report.drawing import STYLES, line, save
+from moetool.report.drawing import STYLES, line, logarithmic, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ def _values(axes: "Axes", found: Found) -> None:
         below = [min(error, 0.9 * value) for value, error in zip(values, errors, strict=True)]
         axes.errorbar(values, places, xerr=[below, errors], fmt="none", ecolor="#222222")
         axes.scatter(values, places, c=colours, zorder=3)
-        _logarithmic(axes)
+        logarithmic(axes)
     else:
         axes.barh(places, values, xerr=errors, height=0.7, color=colours, ecolor="#222222")
         if min(values) >= 0:  # what cannot be negative, such as seconds, whatever its interval
@@ -97,7 +97,7 @@ def _curves(axes: "Axes", found: Found) -> None:
             axes.fill_between(x, low, high, color=STYLES[number % len(STYLES)][0], alpha=0.15, linewidth=0)
     abscissae = [x for curves in series for xs, _ in curves for x in xs]
     if abscissae and min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
-        _logarithmic(axes)
+        logarithmic(axes)
     elif all(x == round(x) for x in abscissae):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(found.axes[0])
@@ -108,16 +108,6 @@ def _curves(axes: "Axes", found: Found) -> None:
         axes.set_ylim(bottom=0)  # an interval that reaches below 0 ends at the axis
     if len(found.curves) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _logarithmic(axes: "Axes") -> None:
-    """Abscissae by their logarithms, with ticks at 1, 2 and 5 that read as plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def average(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float] | None]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.report.drawing import GREY, STYLES, heat, line
+from moetool.report.drawing import GREY, STYLES, heat, line, logarithmic
 from moetool.report.figures.figure import Sketch
 from moetool.simulation.simulation_results import Simulated, interval
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Run = tuple[dict[str, str], Simulated]
 _AXES = {"gpus": "GPUs", "bandwidth": "bandwidth of a link", "gap": "mean gap between a server's requests"}
 _MOST_LINES, _MOST_SERVERS = 6, 40
+_WIDEST = 0.2  # bar, of the distance between groups
 
 
 def sketches(runs: Sequence[Run]) -> list[Sketch]:
@@ -101,8 +102,9 @@ def over_time(runs: Sequence[Run]) -> Sketch:
             line(panels[1], found.latencies_s, shares, number, _series(at, "seed"), marker="")
         panels[0].set(xlabel="simulated seconds", ylabel="computed locally, %")
         panels[0].set_ylim(bottom=0)
+        panels[0].set_xlim(0, 1.05 * max((one.until_s for _, found in drawn for one in found.windows), default=1.0))
         panels[1].set(xlabel="latency of a request, s", ylabel="requests, %")
-        panels[1].set_xscale("log")
+        logarithmic(panels[1])
         panels[0].legend()
 
     return Sketch(
@@ -162,17 +164,19 @@ def by_mode(runs: Sequence[Run]) -> Sketch | None:
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
-        width = 0.8 / len(names)
+        width = min(0.8 / len(names), _WIDEST)
+        spread = any(half for found in means.values() for _, half in found)
         for number, (name, found) in enumerate(means.items()):
             at = np.arange(len(ratios)) + (number - (len(names) - 1) / 2) * width
             colour = STYLES[number % len(STYLES)][0]
             bars = axes.bar(at, [mean for mean, _ in found], width * 0.92, color=colour, label=name)
             if len(names) * len(ratios) <= 12:
-                axes.bar_label(bars, fmt="%.3f", label_type="center", color="white", fontsize=8)
-            if any(half for _, half in found):
+                axes.bar_label(bars, fmt="%.3f", label_type="center" if spread else "edge", padding=2, fontsize=8)
+            if spread:
                 mean, half = [m for m, _ in found], [h or 0.0 for _, h in found]
                 axes.errorbar(at, mean, yerr=half, fmt="none", ecolor="#222222", capsize=3, elinewidth=1)
         axes.axhline(1.0, color=GREY, linewidth=0.8)
+        axes.set_xlim(-0.5, len(ratios) - 0.5)
         axes.set_xticks(range(len(ratios)), list(ratios))
         axes.set_ylabel(f"latency / {names[0]}")
         axes.grid(visible=False, axis="x")
