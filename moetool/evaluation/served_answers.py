@@ -144,7 +144,7 @@ def _forward(engine: Engine, request: int, tokens: list[int], first: int) -> Com
     made = Computed(torch.empty(0))
     try:
         with routes_of(model, layers, made.routes), _hidden_states(model, layers, made):
-            made.logits = engine.batcher.score(request, tokens)[first:].clone()
+            made.logits = torch.cat(list(engine.batcher.score(request, tokens)))[first:].clone()
     finally:
         engine.runtime.end_forward()
         engine.residency.end_request(request)

@@ -66,6 +66,7 @@ class Family:
         exception: why the weights do not follow from the recorded logits by that rule; empty where they do.
         fixed: why experts cannot be substituted although the rule holds; empty where they can.
         own_cache: why transformers' paged cache cannot hold it, so that each request keeps its own; empty where it can.
+        goes_on: whether such a cache takes several tokens at once after the first forward, as the next turn of a chat.
         refused: why it can be neither captured nor served; empty where it can.
         notes: further facts for people.
         probabilities: whether the router returns probabilities in place of logits.
@@ -79,6 +80,7 @@ class Family:
     exception: str = ""
     fixed: str = ""
     own_cache: str = ""
+    goes_on: bool = False
     refused: str = ""
     notes: str = ""
     probabilities: bool = False
@@ -151,6 +153,7 @@ _ALL = (
         score="sqrtsoftplus",
         renormalize=True,
         own_cache=_EAGER,
+        goes_on=True,
         routers=("DeepseekV4HashRouter",),
         notes="the first layers choose experts by token id (a hash table), whatever their logits",
     ),
@@ -159,21 +162,22 @@ _ALL = (
     Family(name="ernie4_5_moe", renormalize=True),
     Family(name="exaone_moe", score="sigmoid"),
     Family(name="flex_olmo"),
-    Family(name="flint", score="sigmoid", own_cache=_EAGER),
+    Family(name="flint", score="sigmoid", own_cache=_EAGER, goes_on=True),
     Family(
         name="gemma4_text",
         renormalize=True,
         probabilities=True,
         own_cache="its layers' caches have different widths, and the paged cache has one",
+        goes_on=True,
         exception="each expert's weight is also multiplied by a learned scale",
         notes="logits are recorded as logarithms of the router's probabilities",
     ),
     Family(name="glm4_moe", score="sigmoid"),
     Family(name="glm4_moe_lite", score="sigmoid"),
     Family(name="glm_moe_dsa", score="sigmoid", own_cache=_INDEXED),
-    Family(name="gpt_oss", renormalize=True, own_cache=_EAGER),
+    Family(name="gpt_oss", renormalize=True, own_cache=_EAGER, goes_on=True),
     Family(name="granitemoe", renormalize=True),
-    Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR),
+    Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR, goes_on=True),
     Family(name="granitemoeshared", renormalize=True),
     Family(name="hunyuan_v1_moe", renormalize=True),
     Family(name="hy_v3", score="sigmoid", renormalize=True),
@@ -185,14 +189,15 @@ _ALL = (
         fixed="its router returns sorted tokens, not a replaceable choice",
         notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
     ),
-    Family(name="kimi_linear", score="sigmoid", own_cache=_LINEAR),
+    Family(name="kimi_linear", score="sigmoid", own_cache=_LINEAR, goes_on=True),
     Family(name="laguna", score="sigmoid", renormalize=True),
-    Family(name="lfm2_moe", score="sigmoid", own_cache=_CONVOLUTION),
+    Family(name="lfm2_moe", score="sigmoid", own_cache=_CONVOLUTION, goes_on=True),
     Family(
         name="llama4_text",
         score="sigmoid",
         renormalize=False,
         own_cache=_CHUNKED,
+        goes_on=True,
         fixed="its router returns scaled inputs, not a replaceable choice",
         notes="its weights multiply the input of an expert, not its output",
     ),
@@ -202,23 +207,24 @@ _ALL = (
         notes="its zero-compute experts are numbered after the others; one takes a slot and reads nothing",
     ),
     Family(name="mellum"),
-    Family(name="mimo_v2_flash", score="sigmoid", own_cache=_EAGER),
+    Family(name="mimo_v2_flash", score="sigmoid", own_cache=_EAGER, goes_on=True),
     Family(name="minimax", renormalize=True, own_cache=_LINEAR),
     Family(name="minimax_m2", score="sigmoid", renormalize=True),
     Family(name="mixtral", renormalize=True),
-    Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR),
+    Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR, goes_on=True),
     Family(name="olmoe"),
     Family(name="phimoe", exception="sparsemixer masks the logits again for each of the two experts"),
     Family(name="qwen2_moe"),
-    Family(name="qwen3_5_moe_text", renormalize=True, own_cache=_LINEAR),
+    Family(name="qwen3_5_moe_text", renormalize=True, own_cache=_LINEAR, goes_on=True),
     Family(name="qwen3_moe"),
-    Family(name="qwen3_next", own_cache=_LINEAR),
+    Family(name="qwen3_next", own_cache=_LINEAR, goes_on=True),
     Family(name="solar_open", score="sigmoid"),
     Family(name="xverse", refused=_OWN_CODE),
     Family(
         name="zaya",
         renormalize=False,
         own_cache=_CONVOLUTION,
+        goes_on=True,
         exception="its router may skip all experts; the logit of skipping is not recorded",
         notes="a token that skips is counted as using expert 0, with weight 0",
     ),

@@ -119,7 +119,10 @@ def choose(
     shares: dict[str, int] = {}
     if automatic and device.type == "cpu" and chosen.get("devices", 1) == 1 and device_memory_bytes is None:
         shares = _shared(checkpoint, model, split, values)
-    lent = sum(shares.get(name, 0) for name in ("borrowed_slots", "kv_slots"))
+    slots = shares.pop("slots", split.slots)
+    if "prefill_chunk" in shares:
+        chosen["prefill_chunk"], chunk_why = shares.pop("prefill_chunk"), "more than 256 take expert slots"
+    kept_slots = slots - sum(shares.get(name, 0) for name in ("borrowed_slots", "kv_slots"))
     if automatic:
         for name in ("warm_start", "change_policy", "remember_policy"):
             chosen.setdefault(name, True)
@@ -128,16 +131,15 @@ def choose(
         if not shared and split.slots >= MIN_SLOTS * checkpoint.spec.num_layers:
             begins = chosen["warm_start"] and chosen["change_policy"] and chosen["remember_policy"]
             if begins and values.keys().isdisjoint(("policy", "pool", "state")):
-                kept = policy_in_force(checkpoint.spec, split.slots + lent)
+                kept = policy_in_force(checkpoint.spec, slots)
                 if kept is not None and (kept.policy != "foresight" or policy == "foresight"):
                     policy, chosen["pool"] = kept.policy, kept.pool
                     why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
     slots_why, kv_why = split.why["slots"], why.get("kv_tokens", split.why["kv_tokens"])
     chosen = shares | chosen
-    slots = split.slots + lent
-    if lent:
-        slots_why = f"{split.slots} beside a long prompt and a full KV cache"
+    if kept_slots < slots:
+        slots_why = f"{kept_slots} beside a long prompt and a full KV cache"
     if first := chosen.get("first_kv_tokens", 0):
         kv_why = f"{first:,} at first, more takes expert slots"
     memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + slots * model.slot_bytes
@@ -148,7 +150,7 @@ def choose(
         ("weights", count(model.dense_bytes, "B"), "outside the routed experts"),
         ("expert slots", f"{slots} of {model.num_experts}", slots_why),
         ("KV cache", f"{split.kv_tokens:,} tokens", kv_why),
-        ("prefill chunk", f"{split.chunk_tokens:,} tokens", chunk_why),
+        ("prefill chunk", f"{chosen['prefill_chunk']:,} tokens", chunk_why),
     ]
     form = chosen.get("pool") or "one"
     shape = "" if form == "one" else f", {POOL_FORMS.get(form, form)}"

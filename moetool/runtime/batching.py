@@ -8,7 +8,7 @@ batches deterministically, and a forward that fails takes only its own requests 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -33,6 +33,7 @@ from moetool.runtime.decoding import (
 from moetool.runtime.growing_pages import GrowingPages
 from moetool.runtime.paged_attention import DecodeRows, SequenceEnds, no_mask, paged_attention
 from moetool.runtime.prefix_pages import PrefixPages
+from moetool.runtime.returned_memory import UntouchedZeros, give_back
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
 
@@ -254,8 +255,8 @@ class Batcher:
                 outputs.append(self._report(request, result))
         return outputs
 
-    def score(self, request: int, prompt: list[int]) -> torch.Tensor:
-        """Forward a prompt by itself, outside the batch; gives its logits [T, V] float32."""
+    def score(self, request: int, prompt: list[int]) -> Iterator[torch.Tensor]:
+        """Forward a prompt by itself, outside the batch; gives its logits [t, V] float32 in pieces (`score_prompt`)."""
         logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward)
         self._forward_id += 1
         return logits
@@ -302,6 +303,8 @@ class Batcher:
             ContinuousBatchingLogitsProcessorList,
         )
 
+        if self.processor is not None:  # of a batch that broke: the error may hold on to it
+            give_back(self.processor.cache.cache_tensor)
         try:
             self.model.set_attn_implementation("sdpa")  # the manager only takes what it knows; ours comes right after
             self._manager = self.model.init_continuous_batching(self._generation, self._config)
@@ -310,7 +313,8 @@ class Batcher:
             self._manager.logit_processor.tensors_required = 1
             self._manager.logit_processor.do_processing = True
             self.model.set_attn_implementation(_ATTENTION)
-            self.processor = self._manager._create_batch_processor()
+            with UntouchedZeros():
+                self.processor = self._manager._create_batch_processor()
         except (ValueError, NotImplementedError, AttributeError, KeyError) as error:
             self._restore()
             raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error

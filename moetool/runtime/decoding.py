@@ -1,16 +1,20 @@
 """Common parts of both decoders: batch forward, admission, end of a request, cache size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
-from moetool.errors import CapacityError, UsageError
-from moetool.request import Finish, SamplingParams
+from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.request import Finish, SamplingParams, TokenLogprob
+from moetool.runtime.sampling import NOT_NUMBERS
 from moetool.types import ForwardInfo, Phase
 
 PAGE_TOKENS = 16
+PIECE_BYTES = 16 << 20
+"""Logits of a scored prompt in memory at once; all logits of a long prompt can take more than its experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +76,64 @@ def check_request(model: Any, max_context: int, prompt: list[int], params: Sampl
 
 def score_prompt(
     model: Any, request: int, prompt: list[int], forward_id: int, on_forward: Callable[[Batch], None] | None
-) -> torch.Tensor:
-    """A plain forward of one prompt; gives its logits [T, V] float32, on the CPU."""
+) -> Iterator[torch.Tensor]:
+    """A plain forward of one prompt; gives its logits [t, V] float32 on the CPU, in pieces of at most `PIECE_BYTES`.
+
+    The forward has run on return. Only the output head runs again for each further piece.
+    """
     if on_forward is not None:
         on_forward(prefill(request, prompt, forward_id))
+    rows = max(1, PIECE_BYTES // (4 * int(model.config.get_text_config().vocab_size)))
+    tokens = torch.tensor([prompt], device=model.device)
+    body, made = getattr(model, "model", model.base_model), list[Any]()
+    if len(prompt) <= rows or body is model:
+        return iter([_logits(model, tokens, 0)])
+    hook = body.register_forward_hook(lambda module, args, output: made.append(output))
+    try:
+        first = _logits(model, tokens, torch.arange(rows, device=model.device))
+    finally:
+        hook.remove()
+    return chain([first], _further_logits(model, body, tokens, rows, made[0]))
+
+
+def token_logprobs(pieces: Iterable[torch.Tensor], prompt: list[int], top: int) -> list[TokenLogprob | None]:
+    """Log-probabilities of the tokens of a prompt, None for the first.
+
+    Args:
+        pieces: its logits, as from `score_prompt`.
+        top: likeliest tokens to name at each place.
+
+    Raises:
+        MoetoolError: logits are not finite.
+    """
+    found: list[TokenLogprob | None] = [None]
+    for logits_TV in pieces:
+        logprobs_TV = logits_TV.log_softmax(-1)[: len(prompt) - len(found)]
+        if logprobs_TV.isnan().any():
+            raise MoetoolError(NOT_NUMBERS)
+        values, ids = logprobs_TV.topk(top)
+        for row_V, *best in zip(logprobs_TV, ids.tolist(), values.tolist(), strict=True):
+            found.append(TokenLogprob(float(row_V[prompt[len(found)]]), list(zip(*best, strict=True))))
+    return found
+
+
+def _logits(model: Any, tokens: torch.Tensor, kept: int | torch.Tensor) -> torch.Tensor:
+    """Logits [t, V] float32 of some places of a prompt, on the CPU; 0 keeps all."""
     with torch.inference_mode():
-        tokens = torch.tensor([prompt], device=model.device)
-        logits: torch.Tensor = model(tokens, use_cache=False).logits[0].float().cpu()
+        logits: torch.Tensor = model(tokens, use_cache=False, logits_to_keep=kept).logits[0].float().cpu()
     return logits
+
+
+def _further_logits(model: Any, body: Any, tokens: torch.Tensor, rows: int, made: Any) -> Iterator[torch.Tensor]:
+    """Logits after the first `rows`, from what the model without its head, its `body`, has made."""
+    for start in range(rows, tokens.shape[1], rows):
+        kept = torch.arange(start, min(tokens.shape[1], start + rows), device=tokens.device)
+        body.forward = lambda *args, **kwargs: made  # what comes after it differs by family
+        try:
+            piece = _logits(model, tokens, kept)
+        finally:
+            del body.forward
+        yield piece
 
 
 def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:

@@ -23,7 +23,7 @@ from moetool.models.loading import LoadedModel
 from moetool.models.shards import WeightsChanged
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.runtime.batching import Batcher
-from moetool.runtime.decoding import Batch
+from moetool.runtime.decoding import Batch, token_logprobs
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
 from moetool.runtime.gate_log import ServeLog
@@ -32,7 +32,6 @@ from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.own_caches import OwnCaches
 from moetool.runtime.request_routes import RequestRoutes
 from moetool.runtime.returned_memory import trim_heap
-from moetool.runtime.sampling import NOT_NUMBERS
 from moetool.trace.segments import SegmentStatus
 from moetool.types import ForwardInfo
 
@@ -475,21 +474,10 @@ class Engine:
         if self._log is not None:
             self._log.add_request(request, len(prompt))
         try:
-            logits_TV = self.batcher.score(request, prompt)
+            answer.set_result(token_logprobs(self.batcher.score(request, prompt), prompt, top))
         except Exception as error:
             self._failures += 1
             answer.set_exception(MoetoolError(str(error)))
-        else:
-            logprobs: list[TokenLogprob | None] = [None]
-            for row_V, token in zip(logits_TV.log_softmax(-1), prompt[1:], strict=False):
-                if row_V.isnan().any():
-                    answer.set_exception(MoetoolError(NOT_NUMBERS))
-                    break
-                values, ids = row_V.topk(top)
-                pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
-                logprobs.append(TokenLogprob(float(row_V[token]), pairs))
-            if not answer.done():
-                answer.set_result(logprobs)
         self._after_forward(failed=answer.exception() is not None, ended={request})
         self._require_unchanged()
 

@@ -7,14 +7,17 @@ from moetool.runtime.returned_memory import give_back
 
 IDLE_FORWARDS = 256
 """Forwards after which pages that no running request needed go back."""
+_KEPT_PERIODS = 8
+"""Times `IDLE_FORWARDS` after which half of the growth for evicted prefixes goes back."""
 _STEPS = 16
 
 
 class GrowingPages:
     """Holds back sectors of a paged cache of transformers, which has room for all of them, until requests need them.
 
-    Pages of earlier prompts are evicted before the cache grows. It shrinks to what running requests needed in the last
-    `IDLE_FORWARDS` forwards; the memory of sectors that are held back is the system's.
+    Pages of earlier prompts are evicted before the cache grows. Where a prompt had pages that were evicted, the cache
+    grows by as many, and keeps half of them every eight `IDLE_FORWARDS`. Otherwise it shrinks to what running requests
+    needed in the last `IDLE_FORWARDS` forwards. The memory of sectors that are held back is the system's.
 
     Args:
         cache: on a CPU, with one kind of layers.
@@ -28,7 +31,8 @@ class GrowingPages:
         self._first = min(cache.num_sectors, -(-first_tokens // cache.tokens_per_sector))
         self._step = max(1, -(-(cache.num_sectors - self._first) // _STEPS))
         self._held: list[int] = []
-        self._forwards = self._most_used = 0
+        self._forwards = self._most_used = self._wanted = 0
+        self._lost = pages.lost
         self._store, self._free_share = cache.can_store_request_tokens, cache.compute_free_capacity
         cache.can_store_request_tokens = self._make_room
         cache.compute_free_capacity = self._free_capacity
@@ -48,8 +52,10 @@ class GrowingPages:
         """Shrink, between two forwards, where running requests have needed less for long."""
         self._most_used = max(self._most_used, self._used)
         self._forwards += 1
+        if self._forwards % (_KEPT_PERIODS * IDLE_FORWARDS) == 0:
+            self._wanted = self._first + max(0, self._wanted - self._first) // 2
         if self._forwards % IDLE_FORWARDS == 0:
-            steps = -(-max(0, self._most_used - self._first) // self._step)
+            steps = -(-max(0, max(self._most_used, self._wanted) - self._first) // self._step)
             self._hold(self._sectors - self._first - steps * self._step)
             self._most_used = 0
 
@@ -82,13 +88,21 @@ class GrowingPages:
 
     def _make_room(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """`PagedAttentionCache.can_store_request_tokens`, which may grow."""
+        if self._pages.lost > self._lost and not dry_run:
+            pages, self._lost = self._pages.lost - self._lost, self._pages.lost
+            self._wanted = self._sectors + -(-pages // self._allocator.blocks_per_sector)
+            while self._held and self._sectors < self._wanted:
+                self._grow()
         while not self._store(state, request_len, dry_run):
             if dry_run or not self._held:
                 return False
-            kept = max(0, len(self._held) - self._step)
-            self._pool.free_sectors += self._held[kept:]
-            del self._held[kept:]
+            self._grow()
         return True
+
+    def _grow(self) -> None:
+        kept = max(0, len(self._held) - self._step)
+        self._pool.free_sectors += self._held[kept:]
+        del self._held[kept:]
 
     def _free_capacity(self, relative: bool = True) -> float:
         """`PagedAttentionCache.compute_free_capacity`, sectors that are held back included."""

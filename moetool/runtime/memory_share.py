@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moetool.runtime.decoding import PAGE_TOKENS
-from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, Footprint, MemorySplit
+from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, MOST_CHUNK, Footprint, MemorySplit
 
 _STEPS = 16
 _FIRST_KV_TOKENS = 64
@@ -15,6 +15,7 @@ class MemoryShare:
     """How many expert slots a forward borrows for its activations, and the KV cache for its growth.
 
     A forward of up to `LEAST_CHUNK` tokens has memory of its own; a longer one borrows in sixteenths of `most_slots`.
+    One that cannot be cut into chunks, as where a prompt is scored, borrows more than a whole chunk.
 
     Attributes:
         most_slots: that a whole chunk borrows.
@@ -30,8 +31,8 @@ class MemoryShare:
 
     def borrowed(self, num_tokens: int) -> int:
         """Slots that a forward of so many tokens borrows."""
-        beyond = min(num_tokens, self.chunk_tokens) - LEAST_CHUNK
-        if beyond <= 0:
+        beyond = num_tokens - LEAST_CHUNK
+        if beyond <= 0 or not self.most_slots:
             return 0
         steps = -(-beyond * _STEPS // (self.chunk_tokens - LEAST_CHUNK))
         return -(-self.most_slots * steps // _STEPS)
@@ -44,23 +45,33 @@ class MemoryShare:
 def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) -> dict[str, int]:
     """Slots beyond those of `split` that there can be while prompts are short and the KV cache is small.
 
+    A chunk that borrows may be longer than that of `split`, as long as half of the slots stay: a prompt in fewer chunks
+    reads fewer experts twice.
+
     Args:
         split: of the memory with a whole chunk and a full KV cache.
         chunk, cache: which of the two borrow.
 
     Returns:
-        `borrowed_slots`, `first_kv_tokens` and `kv_slots` of `moetool.runtime.assembly.ServeOptions`; none where
-        nothing is borrowed.
+        `slots` to begin with, and `prefill_chunk`, `borrowed_slots`, `first_kv_tokens` and `kv_slots` of
+        `moetool.runtime.assembly.ServeOptions` as far as they differ from the default or from `split`.
     """
     made: dict[str, int] = {}
-    free = model.num_experts - split.slots
     activations = max(0, split.chunk_tokens - LEAST_CHUNK) * model.token_bytes
-    if chunk and (slots := min(activations // model.slot_bytes, free)):
-        made["borrowed_slots"] = slots
-        free -= slots
+    borrowed = min(activations // model.slot_bytes, model.num_experts - split.slots) if chunk else 0
+    free = model.num_experts - split.slots - borrowed
     each = model.kv_token_bytes + model.context_bytes
     most = (split.slots * model.slot_bytes + split.kv_tokens * each) // _FIRST_KV_PART // each
     first = max(_FIRST_KV_TOKENS, min(LEAST_CONTEXT, most)) // PAGE_TOKENS * PAGE_TOKENS
     if cache and (slots := min(max(0, split.kv_tokens - first) * each // model.slot_bytes, free)):
         made |= {"first_kv_tokens": first, "kv_slots": slots}
-    return made
+    slots = split.slots + borrowed + made.get("kv_slots", 0)
+    longest = min(MOST_CHUNK, split.kv_tokens)
+    if chunk and slots < model.num_experts and split.chunk_tokens < longest:
+        own = activations - borrowed * model.slot_bytes
+        missing = -(-((longest - LEAST_CHUNK) * model.token_bytes - own) // model.slot_bytes)
+        most = split.slots + borrowed - max(model.min_slots, (split.slots + borrowed) // 2)
+        borrowed = max(borrowed, min(missing, most))
+        tokens = LEAST_CHUNK + (own + borrowed * model.slot_bytes) // model.token_bytes
+        made["prefill_chunk"] = max(split.chunk_tokens, min(longest, tokens))
+    return made | {"slots": slots} | ({"borrowed_slots": borrowed} if borrowed else {})

@@ -5,7 +5,7 @@ the model's own attention and its own cache they run like in `generate`. The for
 layer (`moetool.runtime.meeting`), so that experts are loaded and multiplied once for all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +35,12 @@ def own_cache(config: Any) -> bool:
     return family is not None and bool(family.own_cache)
 
 
+def goes_on(config: Any) -> bool:
+    """Whether a cache of the family's own can take the next turn of a chat, by its text config."""
+    family = families.known(config.model_type)
+    return family is not None and family.goes_on
+
+
 def open_batcher(
     model: Any,
     *,
@@ -48,7 +54,13 @@ def open_batcher(
 ) -> "Batcher | OwnCaches":
     """The batcher that the model's family can be served by; arguments as for `Batcher`."""
     if own_cache(model.config.get_text_config()):
-        return OwnCaches(model, max_requests=max_requests, kv_tokens=kv_tokens, max_batch_tokens=max_batch_tokens)
+        return OwnCaches(
+            model,
+            max_requests=max_requests,
+            kv_tokens=kv_tokens,
+            max_batch_tokens=max_batch_tokens,
+            prefix_caching=prefix_caching and goes_on(model.config.get_text_config()),
+        )
     return Batcher(
         model,
         max_requests=max_requests,
@@ -68,6 +80,7 @@ class _Request:
     params: SamplingParams
     answer: list[int] = field(default_factory=list)
     cache: Any = None
+    reused: int = 0  # tokens of the prompt that the cache held before its first forward
 
     @property
     def num_tokens(self) -> int:
@@ -76,21 +89,29 @@ class _Request:
 
     @property
     def coming(self) -> list[int]:
-        """Tokens of its next forward: the prompt, whole, or the newest one."""
-        return self.answer[-1:] or self.prompt
+        """Tokens of its next forward: the prompt, as far as it is not in the cache, or the newest one."""
+        return self.answer[-1:] or self.prompt[self.reused :]
+
+    @property
+    def start(self) -> int:
+        """Position of the first of them."""
+        return len(self.prompt) + len(self.answer) - 1 if self.answer else self.reused
 
 
 class OwnCaches:
     """Continuous batching with a cache for each request; otherwise as `Batcher`.
 
     Requests begin in the order in which they came, as far as their caches at full length fit. A prompt is forwarded as
-    a whole, whatever its length.
+    a whole, whatever its length. States of fixed size cannot go back to an earlier token, so a prompt can only go on
+    where a whole earlier request ended.
 
     Args:
         model: a transformers model in memory.
         max_requests: requests that are forwarded together; the rest queue.
         kv_tokens: tokens that the caches have to hold, over all requests together.
         max_batch_tokens: tokens of one forward, unless a single prompt has more.
+        prefix_caching: keep the cache of the request that ended last while there is room, for a prompt that begins
+            with all of its tokens.
 
     Attributes:
         kv_bytes: an upper bound of the bytes of the caches, which grow with the requests.
@@ -98,13 +119,23 @@ class OwnCaches:
 
     evicted_pages = held_kv_bytes = 0
 
-    def __init__(self, model: Any, *, kv_tokens: int, max_requests: int = 1, max_batch_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_tokens: int,
+        max_requests: int = 1,
+        max_batch_tokens: int = 512,
+        prefix_caching: bool = False,
+    ) -> None:
         self.model = model
         self.max_requests = max_requests
         self.kv_tokens = kv_tokens
         self.kv_bytes = kv_cache_bytes(model.config.get_text_config(), model.dtype, kv_tokens)
         self.on_forward: Callable[[Batch], None] | None = None
         self._max_batch_tokens = max_batch_tokens
+        self._prefix_caching = prefix_caching
+        self._ended: tuple[list[int], Any] | None = None  # tokens of the last request, and its cache
         self._eos = eos_ids(model)
         self._sampler = Sampler(self._eos)
         self._requests: dict[int, _Request] = {}
@@ -116,6 +147,7 @@ class OwnCaches:
         """Forget all requests and end the threads of their forwards."""
         self._requests.clear()
         self._inside.clear()
+        self._ended = None
         self._meeting.close()
 
     @property
@@ -173,8 +205,8 @@ class OwnCaches:
         self._forward_id += 1
         return [self._sample(request, logits_RV[i : i + 1]) for i, request in enumerate(requests)]
 
-    def score(self, request: int, prompt: list[int]) -> torch.Tensor:
-        """Forward a prompt by itself, outside the running requests; gives its logits [T, V] float32."""
+    def score(self, request: int, prompt: list[int]) -> Iterator[torch.Tensor]:
+        """Forward a prompt by itself, outside the running requests; gives its logits as `score_prompt`."""
         logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward)
         self._forward_id += 1
         return logits
@@ -186,9 +218,22 @@ class OwnCaches:
                 continue
             full = len(self._inside) == self.max_requests or request.num_tokens > free_tokens
             if self._inside and full:
-                return
+                break
             self._inside.append(request)
             free_tokens -= request.num_tokens
+            self._go_on(request)
+        if self._ended is not None and (
+            len(self._inside) == self.max_requests > 1 or len(self._ended[0]) > free_tokens
+        ):
+            self._ended = None
+
+    def _go_on(self, request: _Request) -> None:
+        """Give a request that goes on where the last one ended its cache."""
+        if self._ended is None or request.params.return_routes:
+            return
+        tokens, cache = self._ended
+        if len(tokens) < len(request.prompt) and request.prompt[: len(tokens)] == tokens:
+            request.cache, request.reused, self._ended = cache, len(tokens), None
 
     def _next_batch(self) -> list[_Request]:
         """Requests that decode, then prompts in order of arrival up to `max_batch_tokens`, at least one."""
@@ -197,7 +242,7 @@ class OwnCaches:
         prompts: list[_Request] = []
         for request in self._inside:
             if not request.answer:
-                room -= len(request.prompt)
+                room -= len(request.coming)
                 if prompts and room < 0:
                     break
                 prompts.append(request)
@@ -212,9 +257,8 @@ class OwnCaches:
         return torch.cat(made).float().clone()
 
     def _forward_one(self, request: _Request) -> torch.Tensor:
-        start = len(request.prompt) + len(request.answer) - 1 if request.answer else 0
         coming = torch.tensor([request.coming], device=self.model.device)
-        positions = torch.arange(start, start + coming.shape[1], device=self.model.device)[None]
+        positions = torch.arange(request.start, request.start + coming.shape[1], device=self.model.device)[None]
         made = self.model(
             coming, position_ids=positions, past_key_values=request.cache, use_cache=True, logits_to_keep=1
         )
@@ -235,8 +279,10 @@ class OwnCaches:
         request.answer.append(token)
         finish = finish_of(token, len(request.answer), request.params, self._eos)
         if finish is not None:
+            if self._prefix_caching:
+                self._ended = [*request.prompt, *request.answer[:-1]], request.cache
             self._end(request.number)
-        return Output(request.number, token, logprob, finish)
+        return Output(request.number, token, logprob, finish, reused=request.reused if len(request.answer) == 1 else 0)
 
     def _fail(self, request: _Request, error: Exception) -> Output:
         self._end(request.number)
@@ -257,7 +303,7 @@ def _batch(requests: list[_Request], forward_id: int) -> Batch:
     token_T: list[int] = []
     iteration_T: list[int] = []
     for request in requests:
-        count, start = len(request.coming), len(request.prompt) + len(request.answer) - 1 if request.answer else 0
+        count, start = len(request.coming), request.start
         request_T += [request.number] * count
         phase_T += [Phase.DECODE if request.answer else Phase.PREFILL] * count
         position_T += range(start, start + count)

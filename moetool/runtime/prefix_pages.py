@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger, compute_block_hash
 
 
 class PrefixPages:
@@ -21,17 +21,18 @@ class PrefixPages:
     Attributes:
         active: whether the cache shares pages: it does where every layer attends to the whole context.
         evicted: pages so far.
+        lost: evicted pages so far that a later prompt had again, of as many as the whole cache has.
     """
 
     def __init__(self, cache: Any, may_reuse: Callable[[str], bool]) -> None:
         self.active = bool(cache.use_prefix_sharing)
-        self.evicted = 0
+        self.evicted = self.lost = 0
         self._may_reuse = may_reuse
         self._cache = cache
         if not self.active:
             return
         (self._allocator,) = cache.cache_allocators.values()
-        self._ledger = _Ledger()
+        self._ledger = _Ledger(cache.num_sectors * self._allocator.blocks_per_sector)
         self._allocator.ledger = self._ledger
         self._store, self._free_share = cache.can_store_request_tokens, cache.compute_free_capacity
         self._match = cache.search_prefix_match
@@ -62,7 +63,10 @@ class PrefixPages:
 
     def _search(self, request: str, prompt: list[int]) -> int:
         """`PagedAttentionCache.search_prefix_match`, for those that may."""
-        matched: int = self._match(request, prompt) if self._may_reuse(request) else 0
+        if not self._may_reuse(request):
+            return 0
+        matched: int = self._match(request, prompt)
+        self.lost += self._ledger.recognized(prompt, self._allocator.tokens_per_page)
         return matched
 
     def _make_room(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
@@ -88,13 +92,15 @@ class PrefixPages:
 
 
 class _Ledger(BlockLedger):
-    """transformers' account of pages; knows in which order the unused ones were used last."""
+    """transformers' account of pages; knows in which order the unused ones were used last, and `most` evicted ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
+        self._most = most
         self.clock = 0
         self._order: dict[int, tuple[int, int]] = {}
         self._released = 0
+        self._gone: dict[int, None] = {}  # hashes of evicted pages, the oldest first
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
         freed: bool = super().release(block_id, no_cache)
@@ -109,5 +115,21 @@ class _Ledger(BlockLedger):
         victims = heapq.nsmallest(count, self.cached_blocks, key=self._order.__getitem__)
         for block in victims:
             del self.cached_blocks[block], self._order[block]
-            del self.hash_to_block[self.block_to_hash.pop(block)]
+            gone = self.block_to_hash.pop(block)
+            del self.hash_to_block[gone]
+            self._gone[gone] = None
+        while len(self._gone) > self._most:
+            del self._gone[next(iter(self._gone))]
         return victims
+
+    def recognized(self, prompt: list[int], page: int) -> int:
+        """Evicted pages of `page` tokens with which the prompt goes on after those that are there; told once."""
+        found, last = 0, None
+        for start in range(0, len(prompt) - page, page):
+            last = compute_block_hash(last, prompt[start : start + page])
+            if last in self._gone:
+                del self._gone[last]
+                found += 1
+            elif last not in self.hash_to_block:
+                break
+        return found

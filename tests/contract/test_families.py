@@ -23,11 +23,12 @@ from moetool.models.families import FAMILIES, WITHIN_OTHERS
 from moetool.models.loading import LoadedModel, load_full, load_lazy
 from moetool.models.spec import MoeLayer
 from moetool.models.tested_formats import WITHIN_AND_RUN
-from moetool.request import SamplingParams
+from moetool.request import Output, SamplingParams
+from moetool.runtime import decoding
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
-from moetool.runtime.own_caches import open_batcher
+from moetool.runtime.own_caches import goes_on, open_batcher, own_cache
 from moetool.runtime.recording import GateRecorder
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
@@ -212,6 +213,35 @@ def test_requests_get_the_tokens_of_generate(case: Case) -> None:
         batcher.close()
     assert found == expected
     assert batcher.max_requests == 3
+
+
+def test_the_next_turn_of_a_chat_gets_the_tokens_of_generate(case: Case) -> None:
+    """Where each request has its own cache; elsewhere pages are shared (tests/e2e/test_prefix_caching.py)."""
+    config = case.full.model.config.get_text_config()
+    if not (own_cache(config) and goes_on(config)):
+        pytest.skip("paged, or its cache takes no second prompt")
+    chat, more, params = TOKENS[0].tolist(), TOKENS[0, 2:19].tolist(), SamplingParams(max_tokens=4, ignore_eos=True)
+    batcher = open_batcher(case.full.model, max_requests=2, kv_tokens=128, prefix_caching=True)
+    for turn in range(3):
+        batcher.add(turn, chat, params)
+        outputs: list[Output] = []
+        while not batcher.idle:
+            outputs += batcher.step()
+        assert outputs[0].reused == (len(chat) - len(more) - 1 if turn else 0)
+        made = case.full.model.generate(
+            torch.tensor([chat]), max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        assert [output.token for output in outputs] == made[0, len(chat) :].tolist()
+        chat = [*made[0].tolist(), *more]
+    batcher.close()
+
+
+def test_scores_in_pieces_are_those_of_a_whole_forward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "PIECE_BYTES", 7 * 4 * case.full.model.config.get_text_config().vocab_size)
+    prompt = TOKENS[0].tolist()
+    pieces = list(decoding.score_prompt(case.full.model, 0, prompt, 0, None))
+    assert [len(piece) for piece in pieces[:-1]] == [7] * ((len(prompt) - 1) // 7)
+    assert torch.allclose(torch.cat(pieces), case.logits, atol=1e-5)
 
 
 def _decode(

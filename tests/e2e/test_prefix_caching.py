@@ -7,6 +7,7 @@ import pytest
 
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import Output, SamplingParams
+from moetool.runtime import growing_pages
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.engine import Engine
@@ -18,9 +19,9 @@ SYSTEM = "User: You answer questions about the numbers of a farm, and you keep t
 TURNS = ["How many cows are there?", "And how many horses?", "What is 12 + 7?"]
 
 
-def _open(kv_tokens: int, *, caching: bool, log: Path | None = None) -> Engine:
+def _open(kv_tokens: int, *, caching: bool, log: Path | None = None, **settings: Any) -> Engine:
     checkpoint = Checkpoint.open("reference")
-    options = ServeOptions(kv_tokens=kv_tokens, prefill_chunk=48, prefix_caching=caching)
+    options = ServeOptions(**{"prefill_chunk": 48, **settings}, kv_tokens=kv_tokens, prefix_caching=caching)
     memory = sum(fixed_bytes(checkpoint, options)) + 64 * stride_of(checkpoint.spec.slot_bytes)
     made = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory, log=log)
     made.state = "ready"
@@ -102,6 +103,29 @@ def test_a_chat_is_answered_alike_and_its_log_replays(kv_tokens: int, tmp_path: 
     }
     assert {request: position_of[request] for request in answered} == answered
     assert trace.manifest["provenance"]["reused_tokens"] >= sum(first.values())  # and those of cancelled requests
+
+
+def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chats of 200 tokens in turn lose their prefixes once to a KV cache of 256; other prompts let it shrink."""
+    monkeypatch.setattr(growing_pages, "IDLE_FORWARDS", 24)
+    talk = Talk(_open(1024, caching=True, first_kv_tokens=256, kv_slots=8, prefill_chunk=256))
+    chats, reused, sizes = [[50 + i] * 200 for i in range(2)], [], []
+    for turn in range(6):
+        for i in range(2):
+            request = talk.ask(chats[i], max_tokens=12)
+            talk.finish()
+            reused.append(talk.outputs[request][0].reused)
+            sizes.append(talk.engine.batcher.borrowed_kv_tokens)
+            chats[i] = [*chats[i], *talk.tokens(request), 60 + turn, 61, 62]
+    assert reused[:2] == [0, 0] and sizes[:2] == [0, 0]
+    assert min(reused[2:4]) < 100 and all(0 < size <= 768 for size in sizes[4:])
+    assert all(count >= 190 for count in reused[4:])
+    assert talk.engine.residency.lent > 0
+    for number in range(85):
+        talk.ask([70 + number % 20, 3, 4], max_tokens=12)
+        talk.finish()
+    assert talk.engine.batcher.borrowed_kv_tokens == talk.engine.residency.lent == 0
+    talk.engine.close()
 
 
 def test_usage_tells_how_much_of_a_prompt_was_there() -> None:

@@ -14,6 +14,7 @@ import pytest
 from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.location import locate_config
+from tests import servers
 from tests.memory_group import MemoryGroup
 from tests.server_process import served
 from tests.servers import get, post
@@ -40,7 +41,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_third_of_the_checkpoint_is_enough(checkpoint: Path) -> None:
+def test_a_third_of_the_checkpoint_is_enough(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "PATIENCE_S", 900.0)  # memory is measured here, on machines that others use too
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     group = MemoryGroup("moetool-limit")
     if not group.usable:

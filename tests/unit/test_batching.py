@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from moetool.errors import CapacityError, UsageError
 from moetool.request import Output, SamplingParams
-from moetool.runtime import batching
+from moetool.runtime import batching, growing_pages
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch, kv_cache_bytes
 from moetool.runtime.recording import GateRecorder
@@ -142,6 +143,26 @@ def test_a_failure_while_composing_the_batch_begins_afresh(tokenizer: Any, batch
     assert len(_tokens(_run(batcher)[1])) == 6
 
 
+def test_a_fresh_start_takes_no_memory_that_is_lent(full: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KV cache that has grown holds nothing after a failure, and the new one only what it is to begin with."""
+    ids, process = _ids(tokenizer), psutil.Process()
+    batcher = Batcher(full.model, max_requests=4, kv_tokens=1 << 16, max_batch_tokens=1024, first_kv_tokens=64)
+    try:
+        batcher.add(0, (ids[0] * 100)[:900], SamplingParams(max_tokens=2, ignore_eos=True))
+        batcher.step()
+        before = process.memory_info().rss
+        assert batcher.borrowed_kv_tokens >= 800 and batcher.kv_bytes > 128 << 20
+        monkeypatch.setattr(growing_pages, "give_back", lambda memory: None)
+        monkeypatch.setattr(batcher.processor, "prepare_next_batch", lambda: 1 // 0)
+        assert _run(batcher)[0][-1].finish == "error"
+        assert batcher.borrowed_kv_tokens == 0
+        assert process.memory_info().rss < before + (16 << 20)
+        batcher.add(1, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert len(_tokens(_run(batcher)[1])) == 6
+    finally:
+        batcher.close()
+
+
 def test_cancelled_requests_leave_the_batch(tokenizer: Any, batcher: Batcher) -> None:
     ids = _ids(tokenizer)
     for i in range(2):
@@ -182,7 +203,7 @@ def test_seeded_text_is_the_same_alone_and_in_a_batch(tokenizer: Any, batcher: B
 
 def test_scores_of_a_prompt_are_those_of_a_plain_forward(full: Any, tokenizer: Any, batcher: Batcher) -> None:
     prompt = _ids(tokenizer)[0]
-    logits_TV = batcher.score(5, prompt)
+    (logits_TV,) = batcher.score(5, prompt)
     batcher.close()
     with torch.inference_mode():
         plain = full.model(torch.tensor([prompt])).logits[0]

@@ -15,18 +15,19 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
-from moetool.runtime.returned_memory import give_back
-from moetool.runtime.sizing import LEAST_CHUNK, Footprint, divide
+from moetool.runtime.returned_memory import UntouchedZeros, give_back
+from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 
 
 def test_longer_chunks_borrow_more_and_never_less_than_their_activations() -> None:
     share = MemoryShare(most_slots=30, chunk_tokens=2070)
     found = [share.borrowed(tokens) for tokens in range(3000)]
     assert found == sorted(found)
-    assert set(found[: LEAST_CHUNK + 1]) == {0} and found[LEAST_CHUNK + 1] > 0 and set(found[2070:]) == {30}
-    assert len(set(found)) <= 17
+    assert set(found[: LEAST_CHUNK + 1]) == {0} and found[LEAST_CHUNK + 1] > 0 and found[2070] == 30 < found[2999]
+    assert len(set(found[:2071])) <= 17
     slot_tokens = (2070 - LEAST_CHUNK) / 30
-    assert all((tokens - LEAST_CHUNK) / slot_tokens <= slots for tokens, slots in enumerate(found[:2071]))
+    assert all((tokens - LEAST_CHUNK) / slot_tokens <= slots for tokens, slots in enumerate(found))
+    assert MemoryShare(most_slots=0, chunk_tokens=64).borrowed(3000) == 0
 
 
 def test_returned_pages_are_no_longer_resident() -> None:
@@ -35,6 +36,19 @@ def test_returned_pages_are_no_longer_resident() -> None:
     give_back(memory)
     assert before - process.memory_info().rss > 60 << 20
     assert int(memory[1 << 20]) == 0
+
+
+def test_large_zeros_are_not_resident_before_they_are_touched() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    with UntouchedZeros():
+        memory, small = torch.zeros(64 << 20, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+        other = torch.zeros(2, 3, device="cpu")
+    assert process.memory_info().rss - before < 8 << 20
+    assert memory.shape == (64 << 20,) and memory.dtype == torch.uint8 and not memory.any()
+    memory[5] = 7
+    give_back(memory)
+    assert int(memory[5]) == 0 and not small.any() and other.shape == (2, 3)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -74,13 +88,16 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
     split = divide(model, memory)
     made = lendable(model, split, chunk=chunk, cache=cache)
     borrowed, kv_slots = made.get("borrowed_slots", 0), made.get("kv_slots", 0)
-    first = made.get("first_kv_tokens", split.kv_tokens)
-    share = MemoryShare(
-        most_slots=borrowed, chunk_tokens=split.chunk_tokens, kv_slots=kv_slots, kv_tokens=split.kv_tokens - first
-    )
+    first, longest = made.get("first_kv_tokens", split.kv_tokens), made.get("prefill_chunk", split.chunk_tokens)
+    share = MemoryShare(most_slots=borrowed, chunk_tokens=longest, kv_slots=kv_slots, kv_tokens=split.kv_tokens - first)
     beyond = int(grown * (split.kv_tokens - first))
-    slots = split.slots + borrowed + kv_slots - share.borrowed(tokens) - share.borrowed_by_cache(beyond)
-    activations = max(LEAST_CHUNK if borrowed else split.chunk_tokens, min(tokens, split.chunk_tokens))
+    slots = made["slots"] - share.borrowed(min(tokens, longest)) - share.borrowed_by_cache(beyond)
+    activations = max(LEAST_CHUNK if borrowed else longest, min(tokens, longest))
     kv_bytes = (first + beyond) * (model.kv_token_bytes + model.context_bytes)
-    assert split.slots <= slots <= num_experts
+    assert (
+        max(model.min_slots, split.slots // 2) <= slots <= made["slots"] <= num_experts
+        and longest >= split.chunk_tokens
+    )
     assert model.dense_bytes + slots * model.slot_bytes + kv_bytes + activations * model.token_bytes <= memory
+    whole = longest == min(MOST_CHUNK, split.kv_tokens)
+    assert not chunk or whole or made["slots"] == num_experts or borrowed >= split.slots // 2 - 1

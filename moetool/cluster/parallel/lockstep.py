@@ -14,8 +14,8 @@ from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import first_line
 from moetool.request import Output, SamplingParams
 from moetool.runtime.batching import Batcher
+from moetool.runtime.decoding import token_logprobs
 from moetool.runtime.own_caches import OwnCaches
-from moetool.runtime.sampling import NOT_NUMBERS
 from moetool.types import ModelSpec
 
 FOREVER = float("inf")
@@ -169,22 +169,14 @@ class Lockstep:
         request, prompt, top = self._scores.popleft()
         self._ids.discard(request)
         try:
-            logits_TV = self._batcher.score(request, prompt)
+            logprobs = token_logprobs(self._batcher.score(request, prompt), prompt, top)
         except GroupBroken:
             raise
         except Exception as error:
             return [{"request": request, "error": first_line(error)}]
         finally:
             self._runtime.end_forward()
-        logprobs_TV = logits_TV.log_softmax(-1)
-        if logprobs_TV[: len(prompt) - 1].isnan().any():
-            return [{"request": request, "error": NOT_NUMBERS}]
-        values, ids = logprobs_TV.topk(top) if top else (logprobs_TV[:, :0], logprobs_TV[:, :0].long())
-        scored = [
-            [float(logprobs_TV[t, token]), list(zip(ids[t].tolist(), values[t].tolist(), strict=True))]
-            for t, token in enumerate(prompt[1:])
-        ]
-        return [{"request": request, "scored": scored}]
+        return [{"request": request, "scored": [[one.logprob, one.top] for one in logprobs if one is not None]}]
 
     def _end(self, outputs: list[Output]) -> list[Output]:
         self._runtime.end_forward()

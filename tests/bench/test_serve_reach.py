@@ -1,0 +1,398 @@
+"""What `moetool serve MODEL` without other flags reads from disk, against bounds and settings by hand.
+
+    python -m pytest tests/bench/test_serve_reach.py -s -m ''
+
+Every pool begins with slots for a quarter of the experts. Models are the embedded one with a longer context, and three
+MoE layers of DeepSeek-V2-Lite's shape with random weights (3.5 GB in `MOETOOL_BENCH_WORK`); loads over routes of
+DeepSeek-V2-Lite are counted without a model. Counts are exact, seconds are medians.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moetool.bench.random_checkpoint import random_checkpoint
+from moetool.caching._layer_slots import equal_slots
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.errors import CapacityError
+from moetool.machine import resident_bytes
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.location import locate_config
+from moetool.request import SamplingParams
+from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.automatic import ServeSetup, choose
+from moetool.runtime.copies import stride_of
+from moetool.runtime.engine import Engine
+from moetool.runtime.event_window import EventWindow, WindowForward
+from moetool.runtime.memory_share import MemoryShare, lendable
+from moetool.runtime.sizing import Footprint, divide
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from tests import families
+from tests.bench.test_foresight import ROUTES, sequences
+from tests.synthetic import make_forward
+
+pytestmark = pytest.mark.slow
+SHARE = 0.25
+MODELS = ("reference", "deepseek-v2-lite")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Path) -> Checkpoint:
+    return long_model(request.param, tmp_path_factory.mktemp("model"), reference)
+
+
+def long_model(name: str, folder: Path, reference: Path) -> Checkpoint:
+    """The embedded model with a context of 4,096 tokens, or three MoE layers of a shape with its vocabulary."""
+    if name == "reference":
+        shutil.copytree(reference, folder, dirs_exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+        return Checkpoint.open(str(folder))
+    own = Checkpoint.open(str(reference)).raw
+    shape = json.loads((Path(locate_config(name)) / "config.json").read_text())
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
+    (folder / "config.json").write_text(json.dumps(shape | {key: own[key] for key in kept if key in own}))
+    made = random_checkpoint(str(folder), 3, Path(os.environ.get("MOETOOL_BENCH_WORK", str(folder / "made"))))
+    for file in reference.glob("token*"):
+        shutil.copy(file, made)
+    return Checkpoint.open(str(made))
+
+
+def without_flags(checkpoint: Checkpoint, share: float = SHARE, **values: Any) -> ServeSetup:
+    """The choices of `moetool serve MODEL` on a machine that has slots for `share` of the experts."""
+    least, most = 0, 2 * checkpoint.dense_bytes(torch.bfloat16) + checkpoint.spec.total_experts * 2**25
+    wanted = round(share * checkpoint.spec.total_experts)
+    values = {"device": "cpu", "oracle_s": 0.0, "warm_start": False, **values}
+    while most - least > 100_000:
+        middle = (least + most) // 2
+        found = slots_of(checkpoint, values, middle)
+        least, most = (middle, most) if found < wanted else (least, middle)
+    return choose(checkpoint, values, process_memory_bytes=most + resident_bytes())
+
+
+def slots_of(checkpoint: Checkpoint, values: dict[str, Any], memory: int) -> int:
+    try:
+        rows = choose(checkpoint, values, process_memory_bytes=memory + resident_bytes()).choices
+    except CapacityError:
+        return 0
+    return int(next(value for name, value, _ in rows if name == "expert slots").split()[0])
+
+
+def opened(checkpoint: Checkpoint, setup: ServeSetup) -> Engine:
+    engine = build_engine(
+        checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=setup.device_memory_bytes
+    )
+    engine.runtime.window = EventWindow(10**6, 10**8)
+    engine.state = "ready"
+    return engine
+
+
+@dataclass
+class Asked:
+    """One request: its answer, experts needed at least once and those resident before, experts read, seconds."""
+
+    answer: list[int]
+    tokens: int
+    needed: set[int]
+    resident: int
+    read: float
+    seconds: float
+
+
+def ask(engine: Engine, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
+    answer: list[int] = []
+    before, passed, held = engine.metrics()["bytes_read"], engine.runtime.window.passed, set(engine.residency.slot_of)
+    began = time.perf_counter()
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine.submit(list(prompt), params, lambda output: answer.append(output.token or 0))
+    while not engine.idle:
+        engine.step()
+    seconds = time.perf_counter() - began
+    forwards = engine.runtime.window.forwards()[passed:]
+    key = engine.spec.expert_key
+    needed = {key(event.layer, expert) for one in forwards for event in one.events for expert in event.needed}
+    read = (engine.metrics()["bytes_read"] - before) / engine.spec.slot_bytes
+    return Asked(answer, len(forwards[0].info.request_T), needed, len(needed & held), read, seconds)
+
+
+def texts(checkpoint: Checkpoint, length: int, count: int) -> list[list[int]]:
+    folder = Path(__file__).parents[2] / "data" / "prompts"
+    text = "".join((folder / f"{name}.jsonl").read_text() for name in ("narratives", "encyclopedia", "chat"))
+    ids = checkpoint.tokenizer(text)["input_ids"]
+    assert len(ids) >= length * count
+    return [ids[i * length : (i + 1) * length] for i in range(count)]
+
+
+def test_prompts_of_2000_tokens(checkpoint: Checkpoint) -> None:
+    setup = without_flags(checkpoint, kv_tokens=2304)
+    engine = opened(checkpoint, setup)
+    print("\n", checkpoint.name, setup.choices)
+    for prompt in texts(checkpoint, 2000, 3):
+        found = ask(engine, prompt)
+        ratio = found.read / len(found.needed)
+        print(f"  {len(prompt)} tokens need {len(found.needed)} of {engine.spec.total_experts}, read {ratio:.3f} x")
+        ask(engine, prompt[:20], 20)
+        assert ratio <= 1.05
+    engine.close()
+
+
+@pytest.mark.parametrize("new", [4, 32])
+def test_second_turn(checkpoint: Checkpoint, new: int) -> None:
+    read, seconds, least = {}, {}, 0
+    for caching in (False, True):
+        engine = opened(checkpoint, without_flags(checkpoint, kv_tokens=2048, prefix_caching=caching))
+        turns = []
+        for chat in texts(checkpoint, 900, 4):
+            first = ask(engine, chat[:800], 16)
+            turns.append(ask(engine, [*chat[:800], *first.answer, *chat[800 : 800 + new]]))
+        engine.close()
+        read[caching] = sum(turn.read for turn in turns)
+        seconds[caching] = statistics.median(turn.seconds for turn in turns)
+        least = sum(len(turn.needed) - turn.resident for turn in turns)
+        print(
+            f"\n  {checkpoint.name}, {new} new tokens, prefix caching {caching}: {turns[0].tokens} tokens, read "
+            f"{read[caching]:.0f} (not resident {least}), {seconds[caching]:.3f} s"
+        )
+    print(
+        f"  bytes {read[True] / read[False]:.2f} x (least {least / read[False]:.2f}), "
+        f"TTFT {seconds[True] / seconds[False]:.2f} x"
+    )
+
+
+# -- loads over events -------------------------------------------------------------------------------------------------
+
+Stream = list[tuple[ForwardInfo, list[GateEvent], tuple[int, ...]]]  # with the requests that end
+
+
+def loads(spec: ModelSpec, stream: Stream, slots: int, policy: str, *, by_layer: bool) -> int:
+    future = [[spec.expert_key(event.layer, x) for x in event.needed] for _, events, _ in stream for event in events]
+    made = build_policy(policy, spec, {}, slots, future=future if policy == "belady" else None)
+    residency = Residency(made, layer_slots=equal_slots(spec, slots) if by_layer else ())
+    for info, events, ended in stream:
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+        for request in ended:
+            residency.end_request(request)
+    return residency.counts.loads
+
+
+def of_window(forwards: Sequence[WindowForward]) -> Stream:
+    last = {request: number for number, one in enumerate(forwards) for request in one.info.request_T}
+    return [
+        (one.info, list(one.events), tuple(r for r in sorted(set(one.info.request_T)) if last[r] == number))
+        for number, one in enumerate(forwards)
+    ]
+
+
+def print_ratios(title: str, spec: ModelSpec, turn: Stream, both: Stream, slots: int) -> None:
+    needed = [sum(len(event.needed) for _, events, _ in stream for event in events) for stream in (turn, both)]
+    rows = [f"needed {needed[1] / needed[0]:.2f}"]
+    for name, by_layer in (("lru", False), ("lru", True), ("foresight", False), ("foresight", True), ("belady", False)):
+        one, other = (loads(spec, stream, slots, name, by_layer=by_layer) for stream in (turn, both))
+        rows.append(f"{name}{' by layer' if by_layer else ''} {other / one:.2f} ({other} / {one})")
+    print(f"\n  {title}, {slots} of {spec.total_experts} slots: " + "; ".join(rows), flush=True)
+
+
+@pytest.mark.parametrize("layers_and_experts", [(4, 8, 2), (8, 32, 4)], ids=str)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_four_requests(family: str, layers_and_experts: tuple[int, int, int], tmp_path: Path, reference: Path) -> None:
+    layers, experts, top_k = layers_and_experts
+    kinds = {"gpt_oss": "sliding_attention", "qwen3_next": "linear_attention"}
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
+    families.save(
+        family,
+        tmp_path,
+        num_experts_per_tok=top_k,
+        num_hidden_layers=layers,
+        vocab_size=512,
+        layer_types=[kinds[family], "full_attention"] * (layers // 2),
+        **counts,
+    )
+    for file in reference.glob("token*"):
+        shutil.copy(file, tmp_path)
+    made = Checkpoint.open(str(tmp_path))
+    draw = np.random.default_rng(1)
+    prompts = [draw.integers(3, 512, 16).tolist() for _ in range(4)]
+    slots = round(SHARE * made.spec.total_experts)
+    streams, live = [], []
+    for together in (False, True):
+        options = ServeOptions(kv_tokens=512, prefill_chunk=256, pool="layer", oracle_s=0.0, threads=1)
+        memory = sum(fixed_bytes(made, options)) + slots * stride_of(made.spec.slot_bytes)
+        engine = build_engine(made, options=options, policy="foresight", device_memory_bytes=memory)
+        engine.state, engine.runtime.window = "ready", EventWindow(10**6, 10**8)
+        for prompt in prompts:
+            engine.submit(prompt, SamplingParams(max_tokens=32, ignore_eos=True), lambda output: None)
+            while not together and not engine.idle:
+                engine.step()
+        while not engine.idle:
+            engine.step()
+        streams.append(of_window(engine.runtime.window.forwards()))
+        live.append(engine.metrics()["bytes_read"])
+        engine.close()
+    print(f"\n  {family}: bytes of a live engine, foresight by layer: {live[1] / live[0]:.2f}")
+    print_ratios(f"{family}, {layers} layers, {top_k} of {experts}", made.spec, *streams, slots)
+
+
+@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+def test_four_requests_of_published_routes() -> None:
+    """120 prompt tokens and 60 new ones of each, of one task and of two."""
+    spec, law = sequences("law")
+    tasks = {"law": np.concatenate(law), "intent": np.concatenate(sequences("intent")[1])}
+    for title, names in (("law", ["law"] * 4), ("law and intent", ["law", "intent"] * 2)):
+        starts = [180 * names[:number].count(name) for number, name in enumerate(names)]
+        rows = [tasks[name][start : start + 180] for name, start in zip(names, starts, strict=True)]
+        turn: Stream = []
+        for number, row in enumerate(rows):
+            for start, end in [(0, 120), *((t, t + 1) for t in range(120, 180))]:
+                info, events = make_forward(spec, row[start:end], forward_id=len(turn), request=number)
+                turn.append((info, events, (number,) if end == 180 else ()))
+        both: Stream = []
+        for start, end in [(0, 120), *((t, t + 1) for t in range(120, 180))]:
+            parts_ = [row[start:end] for row in rows]
+            info, events = make_forward(spec, np.concatenate(parts_), forward_id=len(both))
+            owners = tuple(number for number, part in enumerate(parts_) for _ in part)
+            positions = tuple(position for _ in parts_ for position in range(start, end))
+            info = replace(info, request_T=owners, position_T=positions, embedding_TD=None)
+            events = [GateEvent(forward=info, layer=e.layer, experts_TK=e.experts_TK) for e in events]
+            both.append((info, events, tuple(range(4)) if end == 180 else ()))
+        print_ratios(f"DeepSeek-V2-Lite, {title}", spec, turn, both, round(SHARE * spec.total_experts))
+
+
+@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+def test_second_start_on_published_routes() -> None:
+    """Hits of the first 50 tokens of another request, by what a first run of 600 tokens has left."""
+    spec, law = sequences("law")
+    slots = round(SHARE * spec.total_experts)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(len(law))
+        first = np.concatenate([law[i] for i in order])[:600]
+        later = law[order[-1]][:50]
+        hits = []
+        for warm in (False, True):
+            policy = build_policy("foresight", spec, {}, slots)
+            residency = Residency(policy, layer_slots=equal_slots(spec, slots))
+            if warm:
+                taught = build_policy("foresight", spec, {}, slots)
+                earlier = Residency(taught, layer_slots=equal_slots(spec, slots))
+                _run(spec, earlier, first, 0)
+                policy.restore(taught.state())
+                for key in earlier.slot_of:
+                    residency.bring(key)
+            before = residency.counts
+            _run(spec, residency, later, 10_000)
+            hits.append((residency.counts - before).hit_rate)
+        print(f"\n  law, order {seed}: first start {hits[0]:.3f}, second {hits[1]:.3f}")
+
+
+def _run(spec: ModelSpec, residency: Residency, experts_TLK: np.ndarray, number: int) -> None:
+    for token in range(len(experts_TLK)):
+        info, events = make_forward(spec, experts_TLK[None, token], forward_id=number + token, request=number)
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+    residency.end_request(number)
+
+
+# -- settings by hand --------------------------------------------------------------------------------------------------
+
+SHAPE = Footprint(
+    dense_bytes=0,
+    slot_bytes=17_301_504,
+    num_experts=1664,
+    min_slots=2,
+    kv_token_bytes=331_776,
+    token_bytes=262_000,
+    max_context=163_840,
+    context_bytes=24_576,
+)
+"""DeepSeek-V2-Lite in bfloat16."""
+
+
+@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+@pytest.mark.parametrize(("count", "prompt", "new"), [(12, 120, 120), (6, 2000, 200)])
+def test_default_settings_on_published_routes(count: int, prompt: int, new: int) -> None:
+    """Loads of DeepSeek-V2-Lite without flags over those with KV cache and chunk of exactly the longest request.
+
+    The KV cache grows and shrinks as `GrowingPages` does.
+    """
+    spec, law = sequences("law")
+    sources = [np.concatenate(law), np.concatenate(sequences("intent")[1])]
+    starts = [(i % 2, i // 2 * (prompt + new)) for i in range(count)]
+    rows = [sources[which][at : at + prompt + new] for which, at in starts]
+    rows = [row for row in rows if len(row) == prompt + new]
+    memory = round(SHARE * SHAPE.num_experts) * SHAPE.slot_bytes
+    while divide(SHAPE, memory).slots < SHARE * SHAPE.num_experts:
+        memory += 2_000_000
+    split = divide(SHAPE, memory)
+    made = lendable(SHAPE, split, chunk=True, cache=True)
+    hand = divide(SHAPE, memory, kv_tokens=prompt + new, chunk_tokens=prompt)
+    by_hand = {
+        f"{name}{' by layer' if by_layer else ''}": _served(spec, rows, prompt, hand.slots, name, by_layer=by_layer)
+        for name, by_layer in (("foresight", True), ("foresight", False), ("lfru", True), ("lru", True))
+    }
+    slots, first = made["slots"], made["first_kv_tokens"]
+    share = MemoryShare(
+        most_slots=made["borrowed_slots"],
+        chunk_tokens=made.get("prefill_chunk", split.chunk_tokens),
+        kv_slots=made["kv_slots"],
+        kv_tokens=split.kv_tokens - first,
+    )
+    ours = _served(
+        spec, rows, prompt, slots, "foresight", by_layer=True, share=share, first=first, most=split.kv_tokens
+    )
+    best = min(by_hand.values())
+    print(f"\n  {len(rows)} of {prompt} + {new}: {slots} slots without flags ({made}), {hand.slots} by hand: {by_hand}")
+    print(f"  {ours} loads without flags, {ours / best:.3f} x the best")
+
+
+def _served(
+    spec: ModelSpec,
+    rows: Sequence[np.ndarray],
+    prompt: int,
+    slots: int,
+    name: str,
+    *,
+    by_layer: bool,
+    share: MemoryShare | None = None,
+    first: int = 0,
+    most: int = 0,
+) -> int:
+    residency = Residency(build_policy(name, spec, {}, slots), layer_slots=equal_slots(spec, slots) if by_layer else ())
+    chunk = share.chunk_tokens if share is not None else prompt
+    page, number, used_most, granted = 16, 0, 0, first // 16
+    step = max(1, -(-(most // page - granted) // 16))
+    for request, row in enumerate(rows):
+        held, ends = 0, [*range(chunk, prompt, chunk), *range(prompt, len(row) + 1)]
+        for end in ends:
+            part = row[held:end]
+            if share is not None:
+                used_most, number_next = max(used_most, -(-held // page)), number + 1
+                if number_next % 256 == 0:
+                    steps = -(-max(0, used_most - first // page) // step)
+                    granted, used_most = min(granted, first // page + steps * step), 0
+                while -(-end // page) > granted and granted < most // page:
+                    granted = min(most // page, granted + step)
+                residency.lend(share.borrowed(len(part)) + share.borrowed_by_cache(granted * page - first))
+            info, events = make_forward(spec, part, forward_id=number, request=request)
+            number += 1
+            residency.begin_forward(info)
+            for event in events:
+                residency.event(event)
+            residency.end_forward(info)
+            held = end
+        residency.end_request(request)
+    return residency.counts.loads
