@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moetool import garbage, tables
 from moetool.cli.cluster_command import ClusterCommand
@@ -18,12 +18,42 @@ from moetool.cli.watch import Watch
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
 
+if TYPE_CHECKING:
+    from moetool.cluster.cluster_folder import ClusterFolder
+
 
 def serve_cluster(command: ClusterCommand) -> None:
     """Serve a model on a cluster until an interruption. Raises: UsageError: an unsupported option."""
     if command.mode not in MODES:
         raise unknown_name("--mode", command.mode, MODES)
-    MODES[command.mode](command)
+    with _ended_as_interrupted():
+        MODES[command.mode](command)
+
+
+@contextmanager
+def open_folder(name: str, processes: str) -> Iterator["ClusterFolder"]:
+    """A cluster's folder. After an error its logs stay, and are named.
+
+    Args:
+        processes: in its logs, in words.
+    """
+    from moetool.cluster.cluster_folder import ClusterFolder
+
+    folder, failed = ClusterFolder(name), False
+    try:
+        yield folder
+    except Exception:
+        failed = True
+        if logs := folder.logs:
+            tables.narrate(f"moetool: logs of the {processes}: {' '.join(map(str, logs))}")
+        raise
+    finally:
+        folder.close(keep_logs=failed)
+
+
+def folder_name(port: int) -> str:
+    """Name of a cluster's folder by the port of its first endpoint (0: by this process)."""
+    return f"port-{port}" if port else f"process-{os.getpid()}"
 
 
 def require_no_placement(plan: Path) -> None:
@@ -40,7 +70,6 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Serve by edge servers that call each other's experts; each has its own endpoint."""
-    from moetool.cluster.cluster_folder import ClusterFolder
     from moetool.cluster.cluster_options import ClusterOptions
     from moetool.cluster.edge.edge_head import EdgeHead
     from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
@@ -73,9 +102,8 @@ def _edge(command: ClusterCommand) -> None:
     own = parse(ClusterOptions, values.pop("cluster", {}), "--set cluster")
     toward = head_address(where.address)
     _require_any_machine(command.host, toward)
-    folder = ClusterFolder(own.name or (f"port-{command.port}" if command.port else f"process-{os.getpid()}"))
     with contextlib.ExitStack() as stack:
-        stack.callback(folder.close)
+        folder = stack.enter_context(open_folder(own.name or folder_name(command.port), "servers"))
         living = folder.living()
         if not living:
             folder.scheduler_state.unlink(missing_ok=True)  # of a cluster without living servers
@@ -110,7 +138,7 @@ def _edge(command: ClusterCommand) -> None:
         if there:
             tables.narrate(f"moetool: cluster {folder.name} serves without a head; taking over {', '.join(there)}")
         if len(there) < len(names):
-            tables.narrate(f"moetool: starting {len(names) - len(there)} servers")
+            tables.narrate(f"moetool: starting {len(names) - len(there)} servers{said_where(folder, where.count)}")
         stack.callback(watch.close)
         watch.open(limits.allowed_hosts)  # first: a busy port must not end servers that were taken over
         workers = Workers(
@@ -151,6 +179,11 @@ def _edge(command: ClusterCommand) -> None:
         interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
 
 
+def said_where(folder: "ClusterFolder", count: int | None) -> str:
+    """Words for the logs of processes of this machine (`count` of them), or nothing."""
+    return f"; their logs: {folder.path}{os.sep}*.log" if count else ""
+
+
 def _only_here(host: str) -> bool:
     from moetool.serving.server import address_of
 
@@ -180,6 +213,25 @@ def _ep(command: ClusterCommand) -> None:
 
 MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
 """Values of `--mode`."""
+
+
+@contextmanager
+def _ended_as_interrupted() -> Iterator[None]:
+    """Have SIGTERM and a closed terminal end a start as Ctrl-C does, so that all processes end in order."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+
+    def end(*_: Any) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _Interrupts:
@@ -223,7 +275,7 @@ class _Interrupts:
 def _interrupts() -> Iterator[_Interrupts]:
     interrupts = _Interrupts()
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, interrupts.hear) for number in numbers}
     try:

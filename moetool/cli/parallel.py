@@ -1,6 +1,9 @@
 """`moetool serve --cluster … --mode ep`: expert parallelism, one endpoint for all ranks."""
 
+import contextlib
+
 from moetool import garbage, tables
+from moetool.cli.cluster import folder_name, open_folder, said_where
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.config import parse
 from moetool.errors import UsageError
@@ -39,10 +42,11 @@ def serve_parallel(command: ClusterCommand) -> None:
         rest.setdefault("placement", "proactive")
     options, ranks = read_settings(rest)
     names = rank_names(plan.cluster)
-    launcher = RankProcesses(where, names, threads=1 if where.count else 0)
     sock = server.bind(command.host, command.port)
-    head = None
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(sock.close)
+        folder = stack.enter_context(open_folder(f"ep-{folder_name(command.port)}", "ranks"))
+        launcher = RankProcesses(where, names, threads=1 if where.count else 0, folder=folder)
         costs = None if command.profile is None else CostProfile.load(command.profile)
         head = open_head(
             *(command.model, plan, launcher, options, ranks),
@@ -50,7 +54,8 @@ def serve_parallel(command: ClusterCommand) -> None:
             toward=head_address(where.address),
             narrate=lambda line: tables.narrate(f"moetool: {line}"),
         )
-        tables.narrate(f"moetool: starting {num_ranks} ranks")
+        stack.callback(head.close)
+        tables.narrate(f"moetool: starting {num_ranks} ranks{said_where(folder, where.count)}")
         head.start()
         garbage.as_usual()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):
@@ -65,7 +70,3 @@ def serve_parallel(command: ClusterCommand) -> None:
                 options=allowed,
                 api_key=command.api_key,
             ).serve_forever()
-    finally:
-        sock.close()
-        if head is not None:
-            head.close()

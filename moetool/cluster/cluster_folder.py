@@ -137,10 +137,23 @@ class ClusterFolder:
             )
         self._write({**values, "settings": found})
 
-    def close(self) -> None:
-        """Give the lock back; remove the folder if no process is kept in it."""
+    @property
+    def logs(self) -> list[Path]:
+        """Files in which processes have said something."""
+        return sorted(path for path in self.path.glob("*.log") if path.stat().st_size)
+
+    def close(self, keep_logs: bool = False) -> None:
+        """Give the lock back; remove the folder if no process is kept in it.
+
+        Args:
+            keep_logs: leave the folder with its logs, if there are any.
+        """
         if not self._records():
-            shutil.rmtree(self.path, ignore_errors=True)
+            if keep_logs and self.logs:
+                for path in set(self.path.iterdir()) - set(self.logs):
+                    path.unlink()
+            else:
+                shutil.rmtree(self.path, ignore_errors=True)
         self._held.close()
 
     def _records(self) -> list[Path]:

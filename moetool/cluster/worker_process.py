@@ -154,6 +154,8 @@ class WorkerProcess:
                     return {"value": None}
             raise MoetoolError(f"{message.get('do')!r} is nothing that this version of moetool does")
         except MoetoolError as error:
+            if message.get("do") == "build":
+                _LOG.error("the worker cannot be built: %s", error)
             return {"raised": type(error).__name__, "text": str(error)}
         except Exception as error:
             _LOG.exception("a call of the head failed")

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from moetool.cluster.parallel import members
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting, replacement_costs
+from moetool.cluster.parallel.process_group import Group
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
@@ -123,6 +125,34 @@ def test_ranks_give_a_single_machines_logits(head: RankHead, prompts: Any, alone
     away = record.tokens_GLE[(0, 2), :].sum() if placement == "one has all" else None
     if away is not None:
         assert record.sent_GG.sum() == 2 * away * row_bytes  # there and back
+
+
+def test_a_decode_step_takes_two_exchanges_a_layer(
+    head: RankHead, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    taken: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        method = getattr(Group, name)
+
+        def counted(group: Group, *args: Any) -> Any:
+            taken[name] += group.rank == 0
+            return method(group, *args)
+
+        monkeypatch.setattr(Group, name, counted)
+
+    for name in ("counts", "exchange", "exchange_few"):
+        count(name)
+    answers = Answers(head)
+    answers.wait([answers.ask(prompts[0], 9, ignore_eos=True)])
+    head.settle()
+    steps = sum(record.steps for record in head.batches[-2:])
+    assert steps == 9
+    layers = head.spec.num_layers
+    assert taken["counts"] <= steps + layers  # in a step's first layer, and where a prompt has many rows
+    assert taken["exchange"] + taken["exchange_few"] == 2 * layers * steps
+    assert taken["exchange_few"] >= (layers - 1) * (steps - 1)
 
 
 @pytest.mark.parametrize("slots", [256, 100], ids=["one stage", "many stages"])

@@ -168,24 +168,99 @@ def test_requests_start_on_the_ranks_that_the_plan_names() -> None:
     assert len(head.loop.requests.pending) == 1  # for a seat of its own
 
 
-def test_a_request_joins_at_a_free_seat_while_another_goes_on() -> None:
+def _take_all(head: RankHead) -> None:
+    """Take in what other threads have posted."""
+    while not head.loop.events.empty():
+        head.loop.handle(*head.loop.events.get())
+
+
+def _waits(head: RankHead, max_tokens: int = 4) -> RankRequest:
+    """Ask for something that is not submitted yet."""
+    submit(head, max_tokens)
+    return head.loop.requests.pending.pop()
+
+
+def test_a_request_joins_the_batch_that_runs_at_a_free_seat() -> None:
     head, channels = open_head()
-    outputs, late = submit(head), submit(head, max_tokens=1)
-    second = head.loop.requests.pending.pop()
+    outputs, second = submit(head), _waits(head, max_tokens=1)
     head.loop.advance()
-    assert head.loop.batch == 0 and not any(told.sent[-1]["kind"] == "end" for told in channels)
+    assert head.loop.batch == 0
+    head.loop.requests.admit(second)
+    third = _waits(head)
+    head.loop.requests.admit(third)
+    for _ in range(2):
+        head.loop.advance()
+    joined = [[one for one in told.sent if one["kind"] == "requests"] for told in channels]
+    assert not joined[0] and [[one["id"] for one in said["requests"]] for said in joined[1]] == [[1]]
+    assert set(head.loop.requests.running) == {0, 1} and list(head.loop.requests.pending) == [third]  # no seat
+    assert head.loop.batch == 0 and not outputs and not any(told.sent[-1]["kind"] == "end" for told in channels)
+
+
+def test_a_request_that_joins_a_batch_as_it_ends_is_served_by_the_next() -> None:
+    head, channels = open_head()
+    submit(head)
+    second = _waits(head)
+    head.loop.advance()
     head.loop.requests.admit(second)
     head.loop.advance()
-    head.loop.advance()
-    told = [[message["kind"] for message in channel.sent].count("end") for channel in channels]
-    assert told == [1, 1]  # asked once, though the head has looked twice
-    generation = head.loop.ranks.generation
+    generation, ends = head.loop.ranks.generation, "the request was lost by its rank"
     say(head, channels, 0, done(generation, 0, left=[0]))
-    say(head, channels, 1, done(generation, 0))
+    say(head, channels, 1, done(generation, 0))  # said before it heard of the second
     head.loop.advance()
-    shares = [[request["id"] for request in channel.sent[-1]["requests"]] for channel in channels]
-    assert shares == [[], [1]] and set(head.loop.requests.running) == {0, 1}
-    assert not outputs and not late and len(head.batches) == 1
+    assert head.loop.batch == 1 and set(head.loop.requests.running) == {0, 1}
+    assert [told.sent[-1]["requests"] for told in channels] == [[], []]  # the rank has been told once
+    failed: list[Output] = []
+    second.sink = failed.append
+    say(head, channels, 0, done(generation, 1, left=[0]))
+    say(head, channels, 1, done(generation, 1))
+    assert [output.error for output in failed] == [ends]
+
+
+class Slow(BatchReplacement):
+    """Looks ahead, and decides when it may."""
+
+    decides = looks_ahead = True  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__("offline", SPEC, CLUSTER)
+        self.may = threading.Event()
+
+    def decide(self, *_: Any) -> None:
+        assert self.may.wait(10.0)
+
+
+def test_requests_that_run_wait_for_no_decision_about_others() -> None:
+    head, channels = open_head()
+    control = Slow()
+    submit(head)
+    second = _waits(head)
+    head.loop.advance()
+    head.loop.placing.control = control
+    head.loop.patience_s = 60.0
+    generation, tokens = head.loop.ranks.generation, {"request": 0, "token": 5, "finish": None}
+    say(head, channels, 0, {"kind": "tokens", "generation": generation, "outputs": [tokens]})
+    head.loop.requests.admit(second)
+    head.loop.advance()
+    assert head.loop.placing.deciding is not None
+    for gpu, left in ((0, [0]), (1, [])):
+        say(head, channels, gpu, done(generation, 0, left=left))
+    head.loop.advance()
+    assert head.loop.batch == 1 and set(head.loop.requests.running) == {0}
+    control.may.set()
+    eventually(lambda: not head.loop.events.empty())
+    _take_all(head)
+    head.loop.advance()
+    assert head.loop.placing.deciding is None and not head.loop.placing.late
+    say(head, channels, 0, {"kind": "tokens", "generation": generation, "outputs": [tokens]})
+    head.loop.advance()
+    head.loop.advance()
+    ends = [[message["batch"] for message in told.sent if message["kind"] == "end"] for told in channels]
+    assert ends == [[1], [1]]  # asked once, though the head has looked twice
+    for gpu, left in ((0, [0]), (1, [])):
+        say(head, channels, gpu, done(generation, 1, left=left))
+    head.loop.advance()
+    assert head.loop.batch == 2 and set(head.loop.requests.running) == {0, 1}
+    assert [[one["id"] for one in told.sent[-1]["requests"]] for told in channels] == [[], [1]]
 
 
 def test_a_request_that_its_rank_no_longer_has_fails() -> None:

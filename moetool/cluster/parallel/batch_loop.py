@@ -45,7 +45,7 @@ class BatchLoop:
         max_context, max_requests: of a request, and of a batch; known once a rank has said hello.
         requests, ranks, placing: which run and wait, who is there, and where experts are.
         records: of the batches that have run since `use`, the last hundred.
-        batch: number of the newest one, a run of steps in which no request joined (`Lockstep`).
+        batch: number of the newest one, a run of steps (`Lockstep`).
         began: when it began, if it runs.
         forwards, failures, moved_bytes, moved_during_exchange: counted from the start.
     """
@@ -74,6 +74,8 @@ class BatchLoop:
         self._batch_size = 0
         self._due: float | None = None  # when the next batch could have begun
         self._ending = False  # the ranks were told to end the batch that runs
+        self._cohort = -1  # number of the newest requests that began together
+        self._late: set[int] = set()  # requests that joined the batch that runs, which may have ended before it knew
         self._decided_s = 0.0
         self._ended = 0.0  # when the last one had
         self._done: dict[int, dict[str, Any]] = {}
@@ -180,7 +182,10 @@ class BatchLoop:
                     self._heard(gpu, message)
             case "decided":
                 epoch, batch, found = value
-                self._migrate(self.placing.decided(epoch, batch, found, self.batch))
+                begun = (
+                    self._cohort if self.placing.control.looks_ahead else -1
+                )  # what has run needs no decision in time
+                self._migrate(self.placing.decided(epoch, batch, found, begun))
             case "use":
                 self._use(*value)
 
@@ -207,6 +212,7 @@ class BatchLoop:
         """Have all ranks that are there form the next generation; what ran begins again later."""
         self.requests.begin_again()
         self.began = None
+        self._late.clear()
         self._done.clear()
         self.ranks.call(self.placing.order(self.ranks.there))
 
@@ -240,7 +246,9 @@ class BatchLoop:
             known = self._first_token or len(self.requests.pending) >= self.max_requests
             if known and self.placing.control.looks_ahead and self.ranks.whole:
                 self._decide()
-            if self.ranks.whole and (known or not self.placing.control.looks_ahead):
+            if self.ranks.whole and not self.placing.control.looks_ahead:
+                self._join()
+            elif self.ranks.whole and known:
                 self._end_for_joins()
             return
         back = self.ranks.there != self.ranks.members
@@ -251,8 +259,19 @@ class BatchLoop:
                 self._decide()
             now, asked = time.monotonic(), self.placing.deciding
             self._due = self._due or now
-            if asked is None or now - max(asked, self._ended) > self.patience_s:
-                self._begin(now - self._due)
+            is_decided = asked is None or now - max(asked, self._ended) > self.patience_s
+            if is_decided or self.requests.running:  # those that run wait for no decision
+                self._begin(now - self._due, joins=is_decided or not self.placing.control.looks_ahead)
+
+    def _join(self) -> None:
+        """Have waiting requests join the batch that runs, as far as there are seats."""
+        if self.began is None or not self.requests.pending or self.ranks.there != self.ranks.members:
+            return
+        chosen = self._choose(beside=True)
+        for gpu, requests in self.requests.begin(chosen).items():
+            self.ranks.send(gpu, {"kind": "requests", "requests": requests})
+        self._late |= {request.id for request in chosen}
+        self._batch_size += len(chosen)
 
     def _end_for_joins(self) -> None:
         """Have the ranks end the batch that runs, if waiting requests have seats and no decision about them is due."""
@@ -280,7 +299,7 @@ class BatchLoop:
     def _decide(self) -> None:
         """Have the control look at the batch that comes, once, if all ranks are there to be placed on."""
         whole = len(self.ranks.members) == len(self._cluster.gpus)
-        coming = self.batch + 1
+        coming = (self._cohort if self.placing.control.looks_ahead else self.batch) + 1
         waits = self.requests.pending or (self.requests.running and not self.placing.control.looks_ahead)
         if not whole or not waits or not self.placing.control.decides:
             return
@@ -301,12 +320,13 @@ class BatchLoop:
         if stages:
             self.ranks.tell({"kind": "migrate", "stages": stages})
 
-    def _begin(self, decided_s: float) -> None:
-        """Begin the next batch, which has waited so long for a decision."""
+    def _begin(self, decided_s: float, joins: bool) -> None:
+        """Begin the next batch, which has waited so long for a decision; waiting requests join or not."""
         self._migrate(self.placing.stages())
         back = self.ranks.there != self.ranks.members
-        chosen = [] if back else self._choose(beside=True)
+        chosen = self._choose(beside=True) if joins and not back else []
         self.batch += 1
+        self._cohort += bool(chosen)
         self.began, self._first_token, self._ending = time.monotonic(), False, False
         shares = self.requests.begin(chosen)
         for gpu in self.ranks.members:
@@ -338,8 +358,8 @@ class BatchLoop:
         self.moved_bytes += record.moved_bytes
         self.moved_during_exchange += record.moved_during_exchange
         self.placing.note(record, moved_s, len(self.ranks.members))
-        held = {number for done in self._done.values() for number in done["left"]}
-        self.began, self._ended, self._done = None, now, {}
+        held = self._late.union(*(done["left"] for done in self._done.values()))
+        self.began, self._ended, self._done, self._late = None, now, {}, set()
         _LOG.debug("batch %d ended after %.3f s, %d B of experts moved", self.batch, record.seconds, record.moved_bytes)
         self.requests.refuse_lost(held, "the request was lost by its rank")  # which said what it still has
 

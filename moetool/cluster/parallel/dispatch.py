@@ -17,10 +17,12 @@ from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
-from moetool.types import GateEvent
+from moetool.types import ForwardInfo, GateEvent
 
 _FORGET = 0.5
 """Weight of the last phase of a kind in the prediction of the next."""
+_FEW_BYTES = 2**16
+"""Rows for each rank, with those that lack, up to which they go in one exchange with their counts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,8 +37,9 @@ class DispatchTally:
         expert_s: seconds of computing experts.
         dense_s: seconds of computing everything else.
         exchange_s: seconds in all-to-alls, waiting for slower ranks included.
-        wire: sums of 1, x, y, x x and x y over the all-to-alls that send rows off, where x is the bytes that leave
-            this GPU and y the seconds; all ranks enter those at once, since they have just told each other counts.
+        wire: sums of 1, x, y, x x and x y over the all-to-alls that send rows off after their counts, where x is the
+            bytes that leave this GPU and y the seconds; all ranks enter those at once, since they have just told each
+            other counts.
     """
 
     tokens_LE: np.ndarray
@@ -53,7 +56,9 @@ class ParallelRuntime(ExpertRuntime):
     """Computes a model's MoE layers together with other ranks.
 
     All ranks go through the layers in lockstep, each with the tokens of its own batch; one that has none takes part
-    with no rows (`sit_out`). A layer takes an all-to-all of counts, one of rows with uneven splits, and one back.
+    with no rows (`end_step`). A step's first layer takes an all-to-all of counts, one of rows with uneven splits, and
+    one back. With the counts each rank says how many rows it may have for another in this step: where that is few for
+    all, as in decode steps, the other layers take two all-to-alls, of rows with their counts, and back.
 
     Rows of one rank and one expert form one product, wherever it is computed, and the weighted sum is taken at home in
     the order of the token's top-k, both as in `ExpertRuntime`: so for one composition of a rank's batch the result is
@@ -94,7 +99,7 @@ class ParallelRuntime(ExpertRuntime):
         self._width = int(loaded.model.config.get_text_config().hidden_size)
         self._dtype = next(iter(loaded.model.parameters())).dtype
         self._device = loaded.device
-        self._next = 0
+        self._next = self._tokens = self._few = 0
         self._members: list[int] = []
         self._to_LE: np.ndarray | None = None
         self._row_s = machine.expert_token_s
@@ -128,11 +133,16 @@ class ParallelRuntime(ExpertRuntime):
 
     def begin_step(self) -> None:
         """A step of all ranks begins."""
-        self._next = 0
+        self._next = self._tokens = self._few = 0
         self._began = time.perf_counter()
         self.tally.steps += 1
         self.tally.rows_SL.append([0] * self._spec.num_layers)
         self.windows.open(self._dense_before_s.get(0, 0.0))
+
+    def begin_forward(self, info: ForwardInfo) -> None:
+        """As `ExpertRuntime`; the forward is this rank's part of the step."""
+        self._tokens += len(info.request_T)
+        super().begin_forward(info)
 
     def end_step(self) -> None:
         """Take part in the layers that this rank has nothing for, or where its forward failed.
@@ -181,13 +191,18 @@ class ParallelRuntime(ExpertRuntime):
             self._note_dense(index)
 
             self._begin_exchange(group)
-            theirs_RE = group.counts(counts_RE)
+            if self._few:
+                self._leave(send_R, rows_XD)
+                got_YD, theirs_RE = group.exchange_few(rows_XD, counts_RE, self._few)
+            else:
+                theirs_RE = self._tell_counts(group, counts_RE, first=index == 0)
+                began = time.perf_counter()
+                away = self._leave(send_R, rows_XD)
+                got_YD = group.exchange(rows_XD, send_R, theirs_RE.sum(dim=1).tolist())
+                taken_s = time.perf_counter() - began
+                wire = (1, away, taken_s, away**2, away * taken_s)
+                tally.wire = [a + b for a, b in zip(tally.wire, wire, strict=True)]
             receive_R = theirs_RE.sum(dim=1).tolist()
-            began = time.perf_counter()
-            away = self._leave(send_R, rows_XD)
-            got_YD = group.exchange(rows_XD, send_R, receive_R)
-            taken_s = time.perf_counter() - began
-            tally.wire = [a + b for a, b in zip(tally.wire, (1, away, taken_s, away**2, away * taken_s), strict=True)]
             self._end_exchange(len(got_YD) * self._row_s)
 
             products_YD = self._compute_held(layer, got_YD, theirs_RE)
@@ -206,6 +221,17 @@ class ParallelRuntime(ExpertRuntime):
         self._began = time.perf_counter()
         lengths = [len(parts[expert]) for _, expert in order]
         return dict(zip([expert for _, expert in order], back_XD.split(lengths), strict=True)) if order else {}
+
+    def _tell_counts(self, group: Group, counts_RE: torch.Tensor, first: bool) -> torch.Tensor:
+        """Counts of the rows from each rank; in a step's first layer, each also says how many it may have for one."""
+        if not first:
+            return group.counts(counts_RE)
+        most = self._tokens * max(self._spec.top_k_L)
+        told = group.counts(torch.cat([counts_RE, torch.full((group.size, 1), most)], dim=1))
+        most = int(told[:, -1].max())
+        row_bytes = self._width * torch.empty(0, dtype=self._dtype).element_size()
+        self._few = most if most * row_bytes <= _FEW_BYTES else 0
+        return told[:, :-1]
 
     def _compute_held(self, layer: MoeLayer, got_YD: torch.Tensor, theirs_RE: torch.Tensor) -> torch.Tensor:
         """The products of the rows that came, laid out as they came: by rank, then by expert."""

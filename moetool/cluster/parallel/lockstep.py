@@ -28,11 +28,12 @@ BATCH_STEPS = 128
 class Lockstep:
     """Serves batches together with the other ranks; for the rank's forwarding thread.
 
-    Batching is continuous. A batch is a run of steps between two changes of the requests: it ends when no rank has
-    work, when the head has requests that join, or after `BATCH_STEPS` steps; requests that have not ended go on in the
-    next one, with their caches. Long prompts arrive in chunks. Each step begins with an agreement, one small message:
-    who has work, up to which version everybody's experts have arrived, so that all switch to a placement in the same
-    step, and whether the batch is to end.
+    Batching is continuous. Requests join before any step (`join`), unknown to the other ranks. A batch is a run of
+    steps: it ends when no rank has work, when the head has requests that are to begin under another placement, or
+    after `BATCH_STEPS` steps; requests that have not ended go on in the next one, with their caches. Long prompts
+    arrive in chunks. Each step begins with an agreement, one small message: who has work, up to which version
+    everybody's experts have arrived, so that all switch to a placement in the same step, and whether the batch is to
+    end.
 
     Args:
         gpu: the rank's number in the cluster.
@@ -52,6 +53,7 @@ class Lockstep:
         self._spec, self._gpu, self._say = spec, gpu, say
         self._runtime, self._batcher, self._migration, self._windows = runtime, batcher, migration, windows
         self._cancelled: deque[int] = deque()
+        self._joining: deque[dict[str, Any]] = deque()
         self._scores: deque[tuple[int, list[int], int]] = deque()
         self._ids: set[int] = set()
         self._stages: deque[MigrationStage] = deque()
@@ -62,6 +64,10 @@ class Lockstep:
     def cancel(self, request: int) -> None:
         """End a request before the next step; from any thread."""
         self._cancelled.append(request)
+
+    def join(self, requests: Sequence[dict[str, Any]]) -> None:
+        """Serve these too from the next step on; from any thread."""
+        self._joining.extend(requests)
 
     def end(self, batch: int) -> None:
         """End a batch after the step that runs, since requests are to join; from any thread."""
@@ -78,6 +84,7 @@ class Lockstep:
         for request in self._ids:
             self._batcher.cancel(request)
         self._ids.clear()
+        self._joining.clear()
         self._scores.clear()
         self._cancelled.clear()
         self._stages.clear()
@@ -89,14 +96,10 @@ class Lockstep:
         began = time.perf_counter()
         self._runtime.count_anew()
         waited_s = self._windows.waited_s
-        for one in message["requests"]:
-            if "top" in one:
-                self._scores.append((one["id"], one["prompt"], one["top"]))
-            else:
-                self._batcher.add(one["id"], one["prompt"], SamplingParams(**one["params"]), one["drawn"])
-            self._ids.add(one["id"])
+        self.join(message["requests"])
         ready_s = self._reach(message["version"])
         while True:
+            self._take_joining()
             self._end_cancelled()
             work = bool(self._scores) or not self._batcher.idle
             said = self._agree(work, self._ended >= message["batch"])
@@ -129,6 +132,15 @@ class Lockstep:
                 "moved": {name: value - moved[name] for name, value in self._moved.items()},
             }
         )
+
+    def _take_joining(self) -> None:
+        while self._joining:
+            one = self._joining.popleft()
+            if "top" in one:
+                self._scores.append((one["id"], one["prompt"], one["top"]))
+            else:
+                self._batcher.add(one["id"], one["prompt"], SamplingParams(**one["params"]), one["drawn"])
+            self._ids.add(one["id"])
 
     def _reach(self, version: int) -> float:
         """Wait until the placement that the batch is to begin with is in force everywhere; how long that took."""
@@ -192,6 +204,7 @@ class Lockstep:
     def _end_cancelled(self) -> None:
         while self._cancelled:
             request = self._cancelled.popleft()
+            self._take_joining()  # it may have joined just before
             if request in self._ids:
                 self._ids.discard(request)
                 self._batcher.cancel(request)

@@ -93,6 +93,41 @@ class Group:
         self._all_to_all(self._data, got_YD, rows_XD.contiguous(), receive_R, send_R)
         return got_YD
 
+    def exchange_few(
+        self, rows_XD: torch.Tensor, counts_RE: torch.Tensor, most: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and their counts in one all-to-all, which sends `most` rows to each rank, zeros where fewer are.
+
+        Args:
+            rows_XD: in the order of the ranks.
+            counts_RE: how many of them are for each rank and expert; on the CPU.
+            most: rows that any rank of the group sends to another; the same at all ranks.
+
+        Returns:
+            The rows from each rank, and their counts, as `exchange` and `counts` give them.
+
+        Raises:
+            GroupBroken: a rank is gone.
+        """
+        width, item = rows_XD.shape[1], rows_XD.element_size()
+        counts = counts_RE.to(torch.int16).view(torch.uint8)
+        head = -(-counts.shape[1] // 16) * 16  # so that rows are aligned
+        sent = torch.zeros(self.size, head + most * width * item, dtype=torch.uint8)
+        sent[:, : counts.shape[1]] = counts
+        sent = sent.to(rows_XD.device)
+        start = 0
+        for rank, rows in enumerate(counts_RE.sum(dim=1).tolist()):
+            part = rows_XD[start : start + rows].reshape(-1).view(torch.uint8)
+            sent[rank, head : head + len(part)] = part
+            start += rows
+        got = torch.empty_like(sent)
+        self._all_to_all(self._data, got, sent, [], [])
+        theirs_RE = got[:, : counts.shape[1]].cpu().view(torch.int16).to(torch.int64)
+        parts = [
+            got[rank, head : head + rows * width * item] for rank, rows in enumerate(theirs_RE.sum(dim=1).tolist())
+        ]
+        return torch.cat(parts).view(rows_XD.dtype).view(-1, width), theirs_RE
+
     def abort(self) -> None:
         """End it, from any thread: a collective that is under way fails here, and soon at every other rank."""
         with self._lock:

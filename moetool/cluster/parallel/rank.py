@@ -171,6 +171,9 @@ class Rank:
         match message["kind"]:
             case "cancel":
                 self._lockstep.cancel(message["request"])
+            case "requests":
+                if message["generation"] == self._generation:
+                    self._lockstep.join(message["requests"])
             case "end":
                 if message["generation"] == self._generation:
                     self._lockstep.end(message["batch"])

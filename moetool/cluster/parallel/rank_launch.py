@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moetool.cluster.launch import Where, Workers
+from moetool.cluster.cluster_folder import ClusterFolder
+from moetool.cluster.launch import Detached, Where, Workers
 from moetool.cluster.parallel.rank import Rank
 
 _BUILD_S = 180.0
@@ -16,17 +17,21 @@ class RankProcesses:
         where: as of `Workers`.
         names: of the ranks.
         threads: of arithmetic, for each rank's libraries.
+        folder: for what ranks on this machine have to say (default: it is lost).
     """
 
-    def __init__(self, where: Where, names: Sequence[str], *, threads: int = 0) -> None:
-        self._where, self._names, self._threads = where, names, threads
+    def __init__(
+        self, where: Where, names: Sequence[str], *, threads: int = 0, folder: ClusterFolder | None = None
+    ) -> None:
+        self._where, self._names, self._threads, self._folder = where, names, threads, folder
         self._workers: Workers | None = None
         self._on_death: Callable[[int], None] = lambda gpu: None
 
     def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
         """Start all and wait until each is built. Raises: as `Workers`, and what building raised."""
         self._on_death = on_death
-        self._workers = Workers(self._where, Rank, arguments, self._names, threads=self._threads)
+        detached = Detached(folder=self._folder)  # without a head, ranks end at once
+        self._workers = Workers(self._where, Rank, arguments, self._names, threads=self._threads, detached=detached)
         for gpu in range(len(self._workers)):
             self._workers.call(gpu, "ready", timeout_s=_BUILD_S)
             self._workers.watch(gpu, on_death)
