@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from moetool import garbage, tables
 from moetool.cli.cluster_command import ClusterCommand
+from moetool.cli.cluster_logs import folder_name, open_folder, said_where
 from moetool.cli.watch import Watch
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from moetool.cluster.cluster_folder import ClusterFolder
+    from moetool.cluster.launch import Where
+    from moetool.cluster.process_nursery import ProcessNursery
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -28,32 +30,6 @@ def serve_cluster(command: ClusterCommand) -> None:
         raise unknown_name("--mode", command.mode, MODES)
     with _ended_as_interrupted():
         MODES[command.mode](command)
-
-
-@contextmanager
-def open_folder(name: str, processes: str) -> Iterator["ClusterFolder"]:
-    """A cluster's folder. After an error its logs stay, and are named.
-
-    Args:
-        processes: in its logs, in words.
-    """
-    from moetool.cluster.cluster_folder import ClusterFolder
-
-    folder, failed = ClusterFolder(name), False
-    try:
-        yield folder
-    except Exception:
-        failed = True
-        if logs := folder.logs:
-            tables.narrate(f"moetool: logs of the {processes}: {' '.join(map(str, logs))}")
-        raise
-    finally:
-        folder.close(keep_logs=failed)
-
-
-def folder_name(port: int) -> str:
-    """Name of a cluster's folder by the port of its first endpoint (0: by this process)."""
-    return f"port-{port}" if port else f"process-{os.getpid()}"
 
 
 def require_no_placement(plan: Path) -> None:
@@ -70,17 +46,7 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Serve by edge servers that call each other's experts; each has its own endpoint."""
-    from moetool.cluster.cluster_options import ClusterOptions
-    from moetool.cluster.edge.edge_head import EdgeHead
-    from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
-    from moetool.cluster.edge.worker import Worker
-    from moetool.cluster.launch import Detached, Workers, parse_where
-    from moetool.cluster.ray_launch import head_address
-    from moetool.models.checkpoint import Checkpoint
-    from moetool.placement._placement_plan import PlacementPlan
-    from moetool.runtime.assembly import ServeOptions
-    from moetool.serving.server import address_of, open_to_all
-    from moetool.serving.server_options import ServerOptions
+    from moetool.cluster.launch import parse_where, prepare
 
     where = parse_where(command.cluster)
     if command.plan is None:
@@ -91,6 +57,27 @@ def _edge(command: ClusterCommand) -> None:
         raise UsageError("--profile has no effect with --cluster in mode edge, which measures its calls; leave it out")
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
+    threads = max(1, (os.cpu_count() or 1) // where.count) if where.count else 0
+    with contextlib.ExitStack() as stack:
+        if nursery := prepare(where, "moetool.cluster.edge.worker", threads):  # it imports while this process does
+            stack.callback(nursery.close)
+        _serve_edge(command, where, threads, nursery)
+
+
+def _serve_edge(command: ClusterCommand, where: "Where", threads: int, nursery: "ProcessNursery | None") -> None:
+    from moetool.cluster.cluster_options import ClusterOptions
+    from moetool.cluster.edge.edge_head import EdgeHead
+    from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
+    from moetool.cluster.edge.worker import Worker
+    from moetool.cluster.launch import Detached, Workers
+    from moetool.cluster.ray_launch import head_address
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.runtime.assembly import ServeOptions
+    from moetool.serving.server import address_of, open_to_all
+    from moetool.serving.server_options import ServerOptions
+
+    assert command.plan is not None
     plan = PlacementPlan.load(command.plan)
     names = [server.name for server in plan.cluster.servers]
     if where.count not in (None, len(names)):
@@ -146,7 +133,8 @@ def _edge(command: ClusterCommand) -> None:
             Worker,
             [{"settings": one} for one in settings],
             names,
-            threads=max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0,
+            threads=threads,
+            nursery=nursery,
             late=True,
             detached=Detached(folder=folder, living=living, orphan_s=own.orphan_s, port=own.control_port),
         )
@@ -177,11 +165,6 @@ def _edge(command: ClusterCommand) -> None:
         interrupts.wait()
         tables.narrate("moetool: finishing the running requests; press Ctrl-C again to stop at once")
         interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
-
-
-def said_where(folder: "ClusterFolder", count: int | None) -> str:
-    """Words for the logs of processes of this machine (`count` of them), or nothing."""
-    return f"; their logs: {folder.path}{os.sep}*.log" if count else ""
 
 
 def _only_here(host: str) -> bool:

@@ -1,12 +1,17 @@
 """`moetool serve --cluster … --mode ep`: expert parallelism, one endpoint for all ranks."""
 
 import contextlib
+from typing import TYPE_CHECKING
 
 from moetool import garbage, tables
-from moetool.cli.cluster import folder_name, open_folder, said_where
 from moetool.cli.cluster_command import ClusterCommand
+from moetool.cli.cluster_logs import folder_name, open_folder, said_where
 from moetool.config import parse
 from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    from moetool.cluster.launch import Where
+    from moetool.cluster.process_nursery import ProcessNursery
 
 
 def serve_parallel(command: ClusterCommand) -> None:
@@ -15,7 +20,18 @@ def serve_parallel(command: ClusterCommand) -> None:
     Raises:
         UsageError: no plan, another number of ranks than the plan has GPUs, or an option without effect here.
     """
-    from moetool.cluster.launch import parse_where
+    from moetool.cluster.launch import parse_where, prepare
+
+    where = parse_where(command.cluster)
+    if command.plan is None:
+        raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
+    with contextlib.ExitStack() as stack:
+        if nursery := prepare(where, "moetool.cluster.parallel.rank", 1):  # it imports while this process does
+            stack.callback(nursery.close)
+        _serve(command, where, nursery)
+
+
+def _serve(command: ClusterCommand, where: "Where", nursery: "ProcessNursery | None") -> None:
     from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
     from moetool.cluster.ray_launch import head_address
@@ -25,9 +41,7 @@ def serve_parallel(command: ClusterCommand) -> None:
     from moetool.serving.server_options import ServerOptions
     from moetool.serving.status_line import status_line
 
-    where = parse_where(command.cluster)
-    if command.plan is None:
-        raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
+    assert command.plan is not None
     plan = PlacementPlan.load(command.plan)
     num_ranks = len(plan.cluster.gpus)
     if where.count not in (None, num_ranks):
@@ -46,7 +60,7 @@ def serve_parallel(command: ClusterCommand) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(sock.close)
         folder = stack.enter_context(open_folder(f"ep-{folder_name(command.port)}", "ranks"))
-        launcher = RankProcesses(where, names, threads=1 if where.count else 0, folder=folder)
+        launcher = RankProcesses(where, names, threads=1 if where.count else 0, folder=folder, nursery=nursery)
         costs = None if command.profile is None else CostProfile.load(command.profile)
         head = open_head(
             *(command.model, plan, launcher, options, ranks),

@@ -105,7 +105,7 @@ class ClusterFolder:
                 found[server] = record
             else:
                 if not record.machine:
-                    end_process(record.pid, record.mark)
+                    end_process(record.pid, record.started)
                 path.unlink(missing_ok=True)
         return found
 

@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 from moetool.cluster.certificates import Authority
 from moetool.cluster.cluster_folder import ClusterFolder
+from moetool.cluster.process_nursery import ProcessNursery
 from moetool.cluster.worker_link import WorkerDied, WorkerLink
 from moetool.cluster.worker_process import (
     ProcessOrder,
     ProcessRecord,
     end_process,
+    lives,
     new_mark,
     start_process,
 )
@@ -61,6 +63,17 @@ def parse_where(text: str) -> Where:
     return Where(address=text)
 
 
+def prepare(where: Where, module: str, threads: int) -> ProcessNursery | None:
+    """Begin to import what workers on this machine need, beside what their head does until it starts them.
+
+    Args:
+        module, threads: as of `ProcessNursery`.
+    """
+    if where.count is None or not ProcessNursery.is_possible():
+        return None
+    return ProcessNursery(module, threads)
+
+
 class Machines(Protocol):
     """Machines that run the processes of workers."""
 
@@ -83,18 +96,28 @@ class ThisMachine:
     Args:
         threads: of arithmetic, for each (0 leaves it to its libraries).
         folder: for logs (default: what processes say is lost).
+        nursery: forks them (default: each imports what it needs by itself).
+
+    Effects: owns the nursery.
     """
 
-    def __init__(self, names: Sequence[str], threads: int, folder: ClusterFolder | None) -> None:
-        self._names, self._threads, self._folder = names, threads, folder
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
+    def __init__(
+        self, names: Sequence[str], threads: int, folder: ClusterFolder | None, nursery: ProcessNursery | None = None
+    ) -> None:
+        self._names, self._threads, self._folder, self._nursery = names, threads, folder, nursery
+        self._started: list[ProcessRecord] = []
+        self._children: list[subprocess.Popen[bytes]] = []
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
-        """Start one, as a child of this process, which may end before it."""
+        """Start one, which this process may end before."""
         path = Path(os.devnull) if self._folder is None else self._folder.log(self._names[n])
-        with path.open("ab") as log:
-            record, popen = start_process(order, threads=self._threads, log=log)
-        self._started[record.pid] = popen
+        if self._nursery is not None:
+            record = self._nursery.start(order, path)
+        else:
+            with path.open("ab") as log:
+                record, child = start_process(order, threads=self._threads, log=log)
+            self._children.append(child)
+        self._started.append(record)
         return record
 
     def took(self, n: int, record: ProcessRecord) -> None:
@@ -102,20 +125,22 @@ class ThisMachine:
 
     def end(self, n: int, record: ProcessRecord) -> None:
         """End one at once."""
-        end_process(record.pid, record.mark)
-        if (popen := self._started.pop(record.pid, None)) is not None:
-            popen.kill()
-            popen.wait()
+        end_process(record.pid, record.started)
+        for child in self._children:
+            child.poll()  # so that none stays as a zombie
 
     def close(self) -> None:
         """Wait until the processes have ended, and end those that do not."""
         by = time.monotonic() + _GONE_S
-        for popen in list(self._started.values()):
-            try:
-                popen.wait(max(0.0, by - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                popen.kill()
-                popen.wait()
+        for record in self._started:
+            while lives(record.pid, record.started) and time.monotonic() < by:
+                time.sleep(0.01)
+            end_process(record.pid, record.started)
+        for child in self._children:
+            child.kill()
+            child.wait()
+        if self._nursery is not None:
+            self._nursery.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +175,7 @@ class Workers:
         late: whether servers for which no machine has joined yet are left out until `restart` finds one; so are those
             that do not start where others are taken over.
         detached: what becomes of them where this process ends without `close` (default: they end at once).
+        nursery: forks processes of this machine (default: one is made, where that is possible).
 
     Attributes:
         taken_over: servers whose worker was there already.
@@ -172,6 +198,7 @@ class Workers:
         threads: int = 0,
         late: bool = False,
         detached: Detached | None = None,
+        nursery: ProcessNursery | None = None,
     ) -> None:
         self._build, self._arguments = f"{build.__module__}:{build.__qualname__}", [dict(one) for one in arguments]
         self._names, self._detached = tuple(names), detached or Detached()
@@ -183,7 +210,8 @@ class Workers:
         self._toward = ""
         self._machines: Machines
         if where.address is None:
-            self._machines = ThisMachine(self._names, threads, folder)
+            nursery = nursery or prepare(where, build.__module__, threads)
+            self._machines = ThisMachine(self._names, threads, folder, nursery)
         else:
             from moetool.cluster.ray_launch import RayMachines
 

@@ -65,7 +65,7 @@ class RayMachines:
         """End one at once; where its machine cannot be reached it ends by itself, for lack of a head."""
         try:
             if (node := self._node_of(record)) is not None:
-                self._run(node, _END_S, end_process, record.pid, record.mark)
+                self._run(node, _END_S, end_process, record.pid, record.started)
         except Exception as error:  # Ray's own kinds, where its head has gone
             _LOG.info("cannot end the process of %s: %s", self._names[n], first_line(error))
 

@@ -48,7 +48,7 @@ class ProcessOrder:
     """Arguments of a new process.
 
     Attributes:
-        mark: in its command line.
+        mark: its name, which no other process has.
         authority: certificate that signs those of heads, PEM.
         toward: an address on the network that the head is on; empty: on this machine.
         port: that it listens on for heads; 0: any free one.
@@ -72,7 +72,8 @@ class ProcessRecord:
     Attributes:
         host, port: where it listens for heads.
         pid: on its own machine.
-        mark: in its command line: another process of that number lacks it.
+        mark: its name.
+        started: when it started, as the system counts: another process of that number started at another time.
         certificate: by which heads know it, PEM; it has made the key itself.
         machine: that it is on, by its number at Ray; empty: on the head's own.
     """
@@ -81,6 +82,7 @@ class ProcessRecord:
     port: int
     pid: int
     mark: str
+    started: int
     certificate: str
     machine: str = ""
 
@@ -189,15 +191,13 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
     Raises:
         MoetoolError: it does not start.
     """
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     popen = subprocess.Popen(
         [*(_DETACH if detach else ()), sys.executable, "-m", __name__, order.mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         start_new_session=True,  # Ctrl-C is for the head
-        env=environment,
+        env=environment_of(threads),
     )
     assert popen.stdin is not None and popen.stdout is not None
     try:
@@ -216,26 +216,40 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
         raise MoetoolError(f"a worker's process does not start: {said['error']}")
     if detach:
         popen.wait()
-    return ProcessRecord(**said, mark=order.mark), popen
+    return ProcessRecord(**said), popen
 
 
-def end_process(pid: int, mark: str) -> None:
+def environment_of(threads: int) -> dict[str, str]:
+    """Environment of a new process. Args: as of `start_process`."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+
+
+def end_process(pid: int, started: int) -> None:
     """End a worker's process of this machine at once, if it is still that one; returns when it has gone.
 
     Effects: waits for at most five seconds.
     """
     by = time.monotonic() + 5.0
-    while _lives(pid, mark) and time.monotonic() < by:
+    while lives(pid, started) and time.monotonic() < by:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _lives(pid: int, mark: str) -> bool:
+def lives(pid: int, started: int) -> bool:
+    """Whether a process of this machine lives, by its record (Linux; elsewhere: false)."""
+    state, at = _state_of(pid)
+    return at == started and state not in ("", "Z", "X")
+
+
+def _state_of(pid: int) -> tuple[str, int]:
+    """State of a process and when it started, in the system's ticks; nothing and -1 where there is none."""
     try:
-        return mark.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()  # a zombie's is empty
-    except OSError:
-        return False
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # what comes before may hold blanks
+        return fields[0].decode(), int(fields[19])
+    except (OSError, IndexError):
+        return "", -1
 
 
 def _forget(record: str) -> None:
@@ -249,18 +263,20 @@ def _forget(record: str) -> None:
             shutil.rmtree(path.parent)
 
 
-def _main() -> None:
+def serve_order(order: ProcessOrder) -> None:
+    """Be a worker's process: say on stdout where it is, serve, and end."""
     logs.configure_if_readable()
-    order = ProcessOrder(**json.loads(sys.stdin.buffer.read()))
     try:
         sock = listen(own_address(order.toward) if order.toward else "127.0.0.1", order.port)
         identity = self_signed(order.mark, order.authority)
     except MoetoolError as error:
-        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        sys.stdout.write(json.dumps({"mark": order.mark, "error": str(error)}) + "\n")
+        sys.stdout.flush()
         return
     host, port = sock.getsockname()[:2]
-    said = {"host": host, "port": port, "pid": os.getpid(), "certificate": identity.certificate}
-    sys.stdout.write(json.dumps(said) + "\n")
+    pid = os.getpid()
+    said = {"host": host, "port": port, "pid": pid, "started": _state_of(pid)[1], "certificate": identity.certificate}
+    sys.stdout.write(json.dumps({"mark": order.mark, **said}) + "\n")
     sys.stdout.flush()
     silence = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
@@ -272,4 +288,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    serve_order(ProcessOrder(**json.loads(sys.stdin.buffer.read())))

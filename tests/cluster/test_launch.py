@@ -17,8 +17,9 @@ import pytest
 from moetool.cluster.certificates import Authority, self_signed
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.launch import Detached, Where, Workers
+from moetool.cluster.process_nursery import ProcessNursery
 from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
-from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, start_process
+from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, lives, start_process
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from tests.identities import identity
 from tests.launched import build
@@ -217,6 +218,27 @@ def test_a_call_that_hangs_keeps_no_orphan_alive(tmp_path: Path) -> None:
     eventually(lambda: not _lives(pid))
 
 
+def test_a_forked_process_outlives_its_nursery_and_is_known_by_its_start(tmp_path: Path) -> None:
+    head, nursery = identity("head"), ProcessNursery("tests.launched")
+    orders = [ProcessOrder(mark=f"moetool-worker-{n}", authority=head.authority, orphan_s=600.0) for n in range(2)]
+    first, second = (nursery.start(order, tmp_path / "log") for order in orders)
+    nursery.close()
+    nursery.close()
+    assert lives(first.pid, first.started) and not lives(first.pid, first.started + 1)
+    link = WorkerLink(
+        "first", first, head, {"do": "build", "build": "tests.launched:build", "arguments": {"name": "a"}}
+    )
+    assert link.call("say", ("x",), {}, PATIENCE_S) == "a: x"
+    link.end(PATIENCE_S)
+    eventually(lambda: not lives(first.pid, first.started))
+    end_process(second.pid, second.started + 1)  # another process of that number
+    assert lives(second.pid, second.started)
+    end_process(second.pid, second.started)
+    assert not lives(second.pid, second.started)
+    with pytest.raises(MoetoolError, match=r"a worker's process does not start"):
+        nursery.start(orders[0], tmp_path / "log")
+
+
 def test_a_process_without_a_worker_waits_for_no_second_head(tmp_path: Path) -> None:
     head = identity("head")
     record, popen = start_process(ProcessOrder(mark="m", authority=head.authority, orphan_s=600.0))
@@ -255,4 +277,4 @@ def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:
 
 
 def _living() -> Any:
-    return {"first": ProcessRecord(host="127.0.0.1", port=1, pid=7, mark="m", certificate="")}
+    return {"first": ProcessRecord(host="127.0.0.1", port=1, pid=7, mark="m", started=1, certificate="")}

@@ -34,6 +34,13 @@ from moetool.types import ModelSpec
 _LOG = logging.getLogger(__name__)
 
 _READY_S = 60.0
+USED_AT_START = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",
+    "accelerate",
+    "scipy.optimize",
+)
+"""Modules that building a worker imports (`ProcessNursery`)."""
 _MESSAGE_BYTES = 64 * 2**20  # at least, beside an expert
 
 

@@ -37,6 +37,13 @@ from moetool.runtime.own_caches import open_batcher
 
 _LOG = logging.getLogger(__name__)
 
+USED_AT_START = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",
+    "accelerate",
+    "scipy.optimize",
+)
+"""Modules that building a rank imports (`ProcessNursery`)."""
 _ALIVE_S = 5.0
 """While it reads experts a rank says so often that it is alive."""
 

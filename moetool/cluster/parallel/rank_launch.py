@@ -6,6 +6,7 @@ from typing import Any
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.launch import Detached, Where, Workers
 from moetool.cluster.parallel.rank import Rank
+from moetool.cluster.process_nursery import ProcessNursery
 
 _BUILD_S = 180.0
 
@@ -18,12 +19,20 @@ class RankProcesses:
         names: of the ranks.
         threads: of arithmetic, for each rank's libraries.
         folder: for what ranks on this machine have to say (default: it is lost).
+        nursery: as of `Workers`.
     """
 
     def __init__(
-        self, where: Where, names: Sequence[str], *, threads: int = 0, folder: ClusterFolder | None = None
+        self,
+        where: Where,
+        names: Sequence[str],
+        *,
+        threads: int = 0,
+        folder: ClusterFolder | None = None,
+        nursery: ProcessNursery | None = None,
     ) -> None:
-        self._where, self._names, self._threads, self._folder = where, names, threads, folder
+        self._where, self._names, self._threads = where, names, threads
+        self._folder, self._nursery = folder, nursery
         self._workers: Workers | None = None
         self._on_death: Callable[[int], None] = lambda gpu: None
 
@@ -31,7 +40,12 @@ class RankProcesses:
         """Start all and wait until each is built. Raises: as `Workers`, and what building raised."""
         self._on_death = on_death
         detached = Detached(folder=self._folder)  # without a head, ranks end at once
-        self._workers = Workers(self._where, Rank, arguments, self._names, threads=self._threads, detached=detached)
+        self._workers = Workers(
+            *(self._where, Rank, arguments, self._names),
+            threads=self._threads,
+            detached=detached,
+            nursery=self._nursery,
+        )
         for gpu in range(len(self._workers)):
             self._workers.call(gpu, "ready", timeout_s=_BUILD_S)
             self._workers.watch(gpu, on_death)
