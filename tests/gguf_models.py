@@ -1,5 +1,6 @@
 """GGUF files of tiny models, and the models that they stand for."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,26 +16,38 @@ from tests import families
 
 _SCALES = {
     "Q4_0": {0: 4e-3},
+    "Q4_1": {0: 3e-3, 2: -2e-2},
     "Q5_0": {0: 2e-3},
+    "Q5_1": {0: 1.5e-3, 2: -2e-2},
     "Q8_0": {0: 3e-4},
+    "Q2_K": {80: 8e-4, 82: 1.2e-3},
+    "Q3_K": {108: 4e-4},
     "Q4_K": {0: 1e-4, 2: 8e-4},
     "Q5_K": {0: 5e-5, 2: 8e-4},
     "Q6_K": {208: 2e-5},
+    "IQ4_NL": {0: 2.5e-4},
+    "IQ4_XS": {0: 1.4e-5},
 }
 """Types of blocks: where their scales in float16 lie, and how large they are in random ones."""
-_LACK_QUANTIZERS = {"Q4_K", "Q5_K", "Q6_K"}
+_LACK_QUANTIZERS = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
 TYPES: Mapping[str, str | tuple[str, ...]] = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"}
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
 
 
 def written(
-    family: str, folder: Path, types: Mapping[str, str | tuple[str, ...]] = TYPES, width: int = 64, **changed: int
+    family: str,
+    folder: Path,
+    types: Mapping[str, str | tuple[str, ...]] = TYPES,
+    width: int = 64,
+    spelled: Path | None = None,
+    **changed: int,
 ) -> tuple[Path, Path]:
     """A GGUF file of a tiny model by the gguf package's own writer and quantizers, and its twin in safetensors.
 
     Args:
         types: of the experts' blocks, of several, layers take turns; and of what is `dense`.
         width: of the model, twice that of its experts.
+        spelled: a model whose tokenizer the file gets, whose numbers are its vocabulary.
         changed: further values of its config.
     """
     sizes = {"hidden_size": width, "moe_intermediate_size": width // 2, "shared_expert_intermediate_size": 32} | changed
@@ -56,8 +69,11 @@ def written(
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    if spelled is not None:
+        add_tokenizer(writer, spelled)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     tensors = load_file(folder / "dense" / "model.safetensors")
     meant: dict[str, torch.Tensor] = {}
@@ -88,6 +104,21 @@ def written(
     shutil.copytree(folder / "dense", folder / "twin")
     save_file({n: t.contiguous() for n, t in meant.items()}, folder / "twin" / "model.safetensors", {"format": "pt"})
     return folder / "m.gguf", folder / "twin"
+
+
+def add_tokenizer(writer: Any, model: Path, rule: str | None = "refact") -> None:
+    """Write the tokenizer of the embedded model, whose own rule is `refact`; with None a file names none."""
+    content = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    control = {token["content"] for token in content["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    if rule is not None:
+        writer.add_tokenizer_pre(rule)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    writer.add_eos_token_id(0)
 
 
 def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:

@@ -170,24 +170,66 @@ def _words(values: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def mxfp4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """MXFP4 as compressed-tensors lays it out (a `Writer`)."""
+    codes, scales, meant = _mxfp4(weight)
+    return {f"{name}_packed": codes.flatten(1), f"{name}_scale": scales}, meant
+
+
+def where_whole(writer: Writer, block: int) -> Writer:
+    """A writer that leaves matrices that are not made of whole blocks as they are."""
+
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        return ({name: weight}, weight) if any(size % block for size in weight.shape) else writer(name, weight)
+
+    return write
+
+
+def add_tensors(folder: Path, tensors: Tensors) -> None:
+    """Add tensors to the one weight file of a checkpoint."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+
+
+def shard(folder: Path, count: int) -> None:
+    """Deal the tensors of a checkpoint out to several files, with an index."""
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    files = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    weight_map = {name: files[place % count] for place, name in enumerate(tensors)}
+    for file in files:
+        mine = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        save_file(mine, folder / file, {"format": "pt"})
+    whole.unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers uint8 [..., K / 32, 16] and exponents [..., K / 32] of a weight [..., K], and what they stand for."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.unflatten(-1, (-1, 32))
+    exponent = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    scaled = groups / exponent.exp2()
+    values = (scaled.abs()[..., None] - table).abs().argmin(-1)
+    codes = values | ((scaled < 0).long() << 3)
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    meant = table[values] * scaled.sign() * exponent.exp2()
+    return packed, (exponent[..., 0] + 127).to(torch.uint8), meant.flatten(-2)
+
+
 def mxfp4_experts(dense: Path, out: Path) -> Path:
     """A gpt_oss checkpoint whose experts are MXFP4, and its twin."""
     twin = out.with_name(out.name + "-twin")
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     made, meant = {}, {}
     for name, weight in load_file(dense / "model.safetensors").items():
         if not re.search(r"experts\.(gate_up|down)_proj$", name):
             made[name] = meant[name] = weight
             continue
-        groups = weight.transpose(1, 2).unflatten(2, (-1, 32))  # [E, N, K / 32, 32]
-        exponent = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
-        scaled = groups / exponent.exp2()
-        values = (scaled.abs()[..., None] - table).abs().argmin(-1)
-        numbers = table[values] * scaled.sign() * exponent.exp2()
-        codes = values | ((scaled < 0).long() << 3)
-        made[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        made[f"{name}_scales"] = (exponent[..., 0] + 127).to(torch.uint8)
-        meant[name] = numbers.flatten(2).transpose(1, 2)
+        made[f"{name}_blocks"], made[f"{name}_scales"], numbers = _mxfp4(weight.transpose(1, 2))
+        meant[name] = numbers.transpose(1, 2)
     for folder, tensors in ((out, made), (twin, meant)):
         folder.mkdir(parents=True)
         for file in dense.iterdir():

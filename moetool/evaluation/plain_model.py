@@ -223,7 +223,8 @@ def open_plain(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     quantization = checkpoint.quantization
     if quantization is None:
         return PlainModel(load_full(checkpoint, dtype, device).model, "loaded by transformers")
-    if quantization.method in ("fp8", "mxfp4") and find_spec("accelerate") is not None:
+    by_transformers = quantization.method in ("fp8", "mxfp4") and checkpoint.stands_alone
+    if by_transformers and find_spec("accelerate") is not None:
         return PlainModel(_dequantized(checkpoint, dtype, device), "unpacked by transformers (dequantize=True)")
     packed = all(isinstance(format, PackQuantized) and format.symmetric for format in quantization.formats)
     origin = "unpacked by compressed-tensors" if packed and quantization.method != "gguf" else _OURS
@@ -255,8 +256,8 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
         sources.setdefault(int(found[1]) if found else None, []).append(source)
     inside = {key for key in model.state_dict() if re.match(rf"{re.escape(name)}\.\d+\.", key)}
     read = partial(_read_by_library, checkpoint) if checkpoint.quantization is None else checkpoint.open_shards().load
-    fill(model, sources.get(None, []), read, dtype, device)
-    complete(model, inside)
+    fill(model, sources.get(None, []), checkpoint, read, dtype, device)
+    complete(model, inside, checkpoint.path)
     opened: list[int] = []
 
     def open_layer(number: int) -> None:
@@ -264,7 +265,7 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
             _free(model, {key for key in inside if key.startswith(f"{name}.{opened[-1]}.")})
             opened.pop()
         opened.append(number)
-        fill(model, sources.get(number, []), read, dtype, device)
+        fill(model, sources.get(number, []), checkpoint, read, dtype, device)
 
     origin = "read by safetensors" if checkpoint.quantization is None else _OURS
     return PlainModel(model, origin, open_layer)

@@ -19,10 +19,11 @@ from moetool.models.config_checks import check_config, warn_of_further_layers
 from moetool.models.content_hash import content_hashes
 from moetool.models.conversion import TensorSource, sources
 from moetool.models.expert_files import ExpertFiles, ExpertWeights, bytes_of_slots, slot_forms, stored_bytes
+from moetool.models.gguf_tokenizer import read_gguf_tokenizer
 from moetool.models.gguf_weights import read_gguf
 from moetool.models.hub import snapshot_name
 from moetool.models.location import locate, locate_config
-from moetool.models.packed_linear import find_packed_linears, form_of_linear
+from moetool.models.packed_linear import estimate_packed_linears, find_packed_linears, form_of_linear
 from moetool.models.packed_slot import stays_packed
 from moetool.models.quantization_config import Quantization, quantization_of
 from moetool.models.revision import config_revision, revision_of
@@ -117,7 +118,7 @@ class Checkpoint:
     @property
     def stands_alone(self) -> bool:
         """Whether transformers loads its language model alone."""
-        return stands_alone(self.config)
+        return str(self.raw.get("model_type")) not in families.SAME_AS and stands_alone(self.config)
 
     def empty_model(self, dtype: torch.dtype) -> Any:
         """A skeleton of one's own, to be filled or cut, of this data type."""
@@ -181,7 +182,7 @@ class Checkpoint:
 
     @cached_property
     def _packed_linears(self) -> dict[str, StoredWeight]:
-        return find_packed_linears(self.skeleton, self.sources, self.weight_index.weights)
+        return find_packed_linears(self.skeleton, self.sources, self.weight_index.weights, self.index.read)
 
     def dense_bytes(self, dtype: torch.dtype, device: str = "cpu", products: bool = True) -> int:
         """Bytes of everything but the routed experts, in the memory of a type of device as `dtype`.
@@ -209,12 +210,26 @@ class Checkpoint:
         name = self.stored_embedding(dtype) if device == "cpu" else None
         apart = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
         packed = unpacked = 0
-        for stored in self.packed_linears(dtype).values() if device == "cpu" and products else ():
-            form, numbers = form_of_linear(stored), torch.Size(stored.shape).numel()
-            assert form is not None
-            packed, apart = packed + form.num_bytes, apart + numbers
+        for linear, num_bytes in self._packed_bytes(dtype).items() if device == "cpu" and products else ():
+            numbers = self.skeleton.get_submodule(linear).weight.numel()
+            packed, apart = packed + num_bytes, apart + numbers
             unpacked = max(unpacked, unpacked_at_once(numbers))
         return packed, self._dense_numbers - apart, unpacked
+
+    def _packed_bytes(self, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes of the weights of `packed_linears`, or an estimate from the config alone."""
+        if self.quantization is not None and dtype == torch.bfloat16 and not self.sizes_by_headers:
+            return estimate_packed_linears(self.skeleton, self.quantization, self.declared_dtype)
+        forms = {name: form_of_linear(stored) for name, stored in self.packed_linears(dtype).items()}
+        return {name: form.num_bytes for name, form in forms.items() if form is not None}
+
+    @cached_property
+    def stored_dense_bytes(self) -> int:
+        """Bytes that its files hold of everything but the routed experts."""
+        experts = offloaded(self.layers)
+        sources = [source for name, source in self.sources.items() if name not in experts]
+        names = {name for source in sources for matched in source.names.values() for name in matched}
+        return sum(self.weight_index.weights[name].num_bytes for name in names)
 
     @cached_property
     def _dense_numbers(self) -> int:
@@ -255,7 +270,7 @@ class Checkpoint:
     @cached_property
     def expert_weights(self) -> ExpertWeights:
         """The stored weights that make its experts."""
-        return ExpertWeights(self.weight_index.weights, self.sources, self.path.name)
+        return ExpertWeights(self.weight_index, self.sources, self.path)
 
     def expert_files(self, *, fastest: torch.dtype | None = None) -> ExpertFiles:
         """Reads single experts through shards of its own; arguments and errors are those of `ExpertFiles`."""
@@ -350,10 +365,24 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's own tokenizer. Raises: UsageError: the folder has none that transformers can read."""
-        if self._gguf is not None:
-            return read_tokenizer(self.path.parent, gguf_file=self.path.name)
-        return read_tokenizer(self.path, config=self._whole_config)
+        """The model's own tokenizer; of a GGUF file the `tokenizer.json` beside it only where its own cannot be read.
+
+        Raises: UsageError: there is none that can be read.
+        """
+        if self._gguf is None:
+            return read_tokenizer(self.path, config=self._whole_config)
+        first = self.index.files[0]
+        try:
+            return read_gguf_tokenizer(first, *self._gguf.tokenizer)
+        except Exception as error:  # transformers checks little of what a file holds, and fails in any way
+            if (first.parent / "tokenizer.json").is_file():
+                return read_tokenizer(first.parent, config=self._whole_config)
+            if isinstance(error, UsageError | MemoryError):
+                raise
+            raise UsageError(
+                f"{first} has no tokenizer that can be read: {first_line(error)}; put the original model's "
+                "tokenizer.json into the same directory"
+            ) from None
 
     @property
     def max_context(self) -> int | None:
@@ -365,7 +394,7 @@ def read_tokenizer(folder: Path, **where: Any) -> Any:
     """The tokenizer in a folder.
 
     Args:
-        where: passed on to transformers: `config` of the model that it belongs to, or `gguf_file` that holds it.
+        where: passed on to transformers, such as the `config` of the model that it belongs to.
 
     Raises:
         UsageError: the folder has none that transformers can read.
@@ -415,6 +444,7 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
 
     file = path / "config.json"
     model_type = str(raw.get("model_type", ""))
+    model_type = families.SAME_AS.get(model_type, model_type)
     families.require_supported(model_type)
     _require_bounded(file, raw)
     if model_type not in CONFIG_MAPPING:
@@ -428,7 +458,7 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
             "what moetool reads"
         )
     try:
-        values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw))
+        values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw | {"model_type": model_type}))
         config = CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))
         text = config.get_text_config()
     except Exception as error:  # the config classes of transformers check little, and fail in any way

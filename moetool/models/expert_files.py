@@ -5,12 +5,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from moetool.errors import MismatchError
 from moetool.models.conversion import TensorSource
+from moetool.models.gptq import in_even_groups
 from moetool.models.packed_slot import PackedSlot, packed_slot
 from moetool.models.quantization_config import Quantization
 from moetool.models.scaled_slot import ScaledSlot, scaled_slot
@@ -19,6 +21,7 @@ from moetool.models.spec import MoeLayer
 from moetool.models.stored_expert import DenseSlot, StoredLayout, Weight, layout_of
 from moetool.models.tensor_index import Tensor
 from moetool.models.weight_format import FLOATS, STORED_DTYPES, DenseTransposed, StoredWeight
+from moetool.models.weight_index import WeightIndex
 from moetool.types import ModelSpec
 
 SlotForm = DenseSlot | PackedSlot | ScaledSlot
@@ -49,15 +52,16 @@ class ExpertWeights:
     An expert consists of its own tensors or of parts of stacked ones (`moetool.models.conversion`).
 
     Args:
-        weights: of the checkpoint, by name.
+        index: the weights of the checkpoint.
         sources: the tensors of each parameter.
-        name: of the checkpoint, for errors.
+        path: of the checkpoint, for errors.
     """
 
-    def __init__(self, weights: Mapping[str, StoredWeight], sources: Mapping[str, TensorSource], name: str) -> None:
-        self._weights = weights
+    def __init__(self, index: WeightIndex, sources: Mapping[str, TensorSource], path: Path) -> None:
+        self._weights = index.weights
+        self._file_of = index.file_of
         self._sources = sources
-        self._name = name
+        self._path = path
 
     def layout(self, layer: MoeLayer) -> StoredLayout:
         """Memory layout of a layer's stored experts. Raises: as `of`."""
@@ -81,7 +85,7 @@ class ExpertWeights:
         source = self._sources.get(name)
         if source is None:
             raise MismatchError(
-                f"no tensor in the weight files of {self._name} makes {name}: one is missing, or this is a layout "
+                f"no tensor in the weight files of {self._path} makes {name}: one is missing, or this is a layout "
                 "that transformers does not read; download the model again"
             )
         if source.converter is None:
@@ -90,7 +94,7 @@ class ExpertWeights:
                 return [whole.share(expert, layer.form.num_experts, share)]
             except ValueError as error:
                 raise MismatchError(
-                    f"{whole.name} cannot be read by expert: {error}; download the model again"
+                    f"{self._file_of(whole)}: {whole.name} cannot be read by expert: {error}; download the model again"
                 ) from None
         if (step := _transposing(source.converter)) is not None:
             whole = self._transposed(next(iter(source.names.values()))[0], layer, parameter, step.check_dims)
@@ -98,15 +102,15 @@ class ExpertWeights:
         if not _is_stacking(source.converter):
             steps = ", ".join(type(step).__name__ for step in source.converter.operations)
             raise MismatchError(
-                f"{name} has to be computed from its tensors ({steps}), so its experts cannot be read one by one; "
-                "save the model again with transformers' save_pretrained"
+                f"{self._path}: {name} has to be computed from its tensors ({steps}), so its experts cannot be read "
+                "one by one; save the model again with transformers' save_pretrained"
             )
         patterns = source.converter.source_patterns  # gate and up, say: one under the other
         rows = (share[0] // len(patterns), *share[1:])
         weights = []
         for pattern in patterns:
             if pattern not in source.names:
-                raise MismatchError(f"{name} lacks the tensors {pattern}; download the model again")
+                raise MismatchError(f"{self._path}: {name} lacks the tensors {pattern}; download the model again")
             weights.append(self._take(_numbered(source.names[pattern][0], expert), rows))
         return weights
 
@@ -122,13 +126,37 @@ class ExpertWeights:
     def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         weight = self._weights.get(name)
         if weight is None:
-            raise MismatchError(f"{name} is missing from the weight files; download the model again")
+            raise MismatchError(f"{name} is missing from the weight files of {self._path}; download the model again")
         if weight.shape != shape:
-            raise MismatchError(f"{name} has shape {list(weight.shape)}, expected {list(shape)} by the config")
+            raise MismatchError(
+                f"{self._file_of(weight)}: {name} has shape {list(weight.shape)}, expected {list(shape)} by the config"
+            )
         for tensor in weight.tensors.values():
             if weight.format == "dense" and tensor.dtype not in FLOATS:
-                raise MismatchError(f"{name} is stored as {tensor.dtype}, expected one of {', '.join(FLOATS)}")
+                raise MismatchError(
+                    f"{self._file_of(weight)}: {name} is stored as {tensor.dtype}, expected one of {', '.join(FLOATS)}"
+                )
         return weight
+
+    def require_alike(self, weight: StoredWeight, first: StoredWeight, expert: int) -> None:
+        """Raises: MismatchError for a weight of an expert that is stored otherwise than that of the layer's first."""
+        at = f"{self._file_of(weight)}: {weight.name} (expert {expert})"
+        if (weight.format, weight.codec, set(weight.tensors)) != (first.format, first.codec, set(first.tensors)):
+            raise MismatchError(
+                f"{at} is stored as {weight.format} of {', '.join(weight.tensors)}, and that of expert 0 as "
+                f"{first.format} of {', '.join(first.tensors)}, or otherwise packed; moetool serves models whose "
+                "experts of one layer are all stored alike"
+            )
+        for role, tensor in weight.tensors.items():
+            expected = first.tensors[role]
+            if tensor.dtype != expected.dtype:
+                raise MismatchError(
+                    f"{at} is stored as {tensor.dtype}, expected {STORED_DTYPES[expected.dtype]} as in expert 0"
+                )
+            if tensor.shape != expected.shape:
+                raise MismatchError(
+                    f"{at} has {role} of shape {list(tensor.shape)}, expected {list(expected.shape)} as in expert 0"
+                )
 
 
 def stored_bytes(layer: MoeLayer, quantization: Quantization | None, dtype: torch.dtype) -> int:
@@ -291,12 +319,11 @@ class ExpertFiles:
         return found
 
     def _in_even_groups(self, layer: MoeLayer) -> bool:
-        """Whether all groups of the first expert's weights have one size; only act-order may make others."""
+        """Whether all groups of the first expert's weights have one size."""
         for weight in chain.from_iterable(self._weights.of(layer, 0)):
             if (order := weight.tensors.get("order")) is not None:
                 data = self.shards.read(order.file, order.offset, order.num_bytes)
-                group_of, groups = torch.frombuffer(data, dtype=torch.int32), weight.tensors["scale"].shape[0]
-                if (group_of.bincount(minlength=groups) != len(group_of) // groups).any():
+                if not in_even_groups(data, weight.tensors["scale"].shape[0]):
                     return False
         return True
 
@@ -309,9 +336,9 @@ class ExpertFiles:
         self._layout_L.append(self._layouts.index(layout))
         for expert in range(layer.form.num_experts):
             parts = self._weights.of(layer, expert)
-            for part, weights, others in zip(layer.form.parts, parts, first, strict=True):
-                for weight, other in zip(weights, others, strict=True):
-                    _require_alike(weight, other, f"{layer.path}.{part.parameters[0]} of expert {expert}")
+            pairs = zip(chain.from_iterable(parts), chain.from_iterable(first), strict=True)
+            for weight, other in pairs:
+                self._weights.require_alike(weight, other, expert)
             placed = [(parts[f.part][f.block].tensors[f.role], f.offset) for f in layout.fields]
             self.reads[self.spec.expert_key(layer.index, expert)] = _coalesce(placed)
 
@@ -347,25 +374,6 @@ def _dense_slot(layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], 
         all(codec.transposed for layout in layouts for codec in layout.codecs[part]) for part in range(len(shapes))
     )
     return DenseSlot(shapes, transposed, dtype)
-
-
-def _require_alike(weight: StoredWeight, first: StoredWeight, name: str) -> None:
-    """Raises: MismatchError for a weight that is stored otherwise than that of the layer's first expert."""
-    if (weight.format, weight.codec, set(weight.tensors)) != (first.format, first.codec, set(first.tensors)):
-        raise MismatchError(
-            f"{name} is stored as {weight.format} and that of expert 0 as {first.format}, or otherwise packed; moetool "
-            "serves models whose experts of one layer are all stored alike"
-        )
-    for role, tensor in weight.tensors.items():
-        expected = first.tensors[role]
-        if tensor.dtype != expected.dtype:
-            raise MismatchError(
-                f"{name} is stored as {tensor.dtype}, expected {STORED_DTYPES[expected.dtype]} as in expert 0"
-            )
-        if tensor.shape != expected.shape:
-            raise MismatchError(
-                f"{name} has {role} of shape {list(tensor.shape)}, expected {list(expected.shape)} as in expert 0"
-            )
 
 
 def _is_stacking(converter: Any) -> bool:

@@ -146,7 +146,7 @@ _ALL = (
     ),
     Family(name="deepseek", refused=f"{_OWN_CODE}; deepseek_v2 checkpoints are the nearest that moetool reads"),
     Family(name="deepseek_v2", renormalize=False),
-    Family(name="deepseek_v3", score="sigmoid"),
+    Family(name="deepseek_v3", score="sigmoid", notes="Kimi-K2 checkpoints (kimi_k2) are of this family"),
     Family(name="deepseek_v32", score="sigmoid", own_cache=_INDEXED),
     Family(
         name="deepseek_v4",
@@ -229,6 +229,8 @@ _ALL = (
         notes="a token that skips is counted as using expert 0, with weight 0",
     ),
 )
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers lacks, and the families whose config and modules they have."""
 FAMILIES = {family.name: family for family in _ALL}
 """Those that moetool lists, by name."""
 

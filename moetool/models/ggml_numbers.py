@@ -1,15 +1,19 @@
 """Numbers in ggml's blocks as vectors of float32, in their order in the weight.
 
 They are those of the gguf package to the bit. A product of a number and its scales has at most 24 bits, so it is exact,
-and only the subtraction of a minimum rounds.
+and only adding or subtracting a minimum rounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moetool.models.llvm_vectors import LANES, Vectors
 
-_Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _MXFP4 = 2, 6, 8, 12, 13, 14, 39
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = 2, 3, 6, 7, 8
+_Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K = 10, 11, 12, 13, 14
+_IQ4_NL, _IQ4_XS, _MXFP4 = 20, 23, 39
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Numbers of IQ4 by their four bits (ggml's `kvalues_iq4nl`)."""
 
 
 def block_numbers(vectors: Vectors, kind: int, address: Any) -> list[Any]:
@@ -92,24 +96,77 @@ def _q4_0(block: BlockReader) -> list[Any]:
     return [block.builder.fmul(each, scale) for each in numbers]
 
 
+def _q4_1(block: BlockReader) -> list[Any]:
+    scale, least = (block.vectors.broadcast(block.scale(offset)) for offset in (0, 2))
+    numbers = [block.vectors.nibbles(block.nibbles(4, upper)) for upper in (0, 1)]
+    return [block.vectors.multiply_add(each, scale, least) for each in numbers]
+
+
 def _q5_0(block: BlockReader) -> list[Any]:
-    """Four bytes hold the fifth bits of 32 numbers."""
+    scale = block.vectors.broadcast(block.scale(0))
+    return [block.builder.fmul(block.floats(each, less=16), scale) for each in _five_bits(block, 2)]
+
+
+def _q5_1(block: BlockReader) -> list[Any]:
+    scale, least = (block.vectors.broadcast(block.scale(offset)) for offset in (0, 2))
+    return [block.vectors.multiply_add(block.floats(each), scale, least) for each in _five_bits(block, 4)]
+
+
+def _five_bits(block: BlockReader, offset: int) -> list[Any]:
+    """32 numbers as int32: four bytes hold their fifth bits, 16 more the lower ones."""
     vectors, builder = block.vectors, block.builder
-    scale = vectors.broadcast(block.scale(0))
-    places = vectors.ir.Constant(vectors.words, [*range(LANES)])
     made = []
     for upper in (0, 1):
-        fifths = vectors.load(block.at(2 + 2 * upper), vectors.int16, 1)
-        wide = vectors.broadcast(builder.zext(fifths, vectors.int32))
-        fifth = block.low(builder.lshr(wide, places), 1)
-        number = builder.or_(block.low(block.nibbles(6, upper), 15), builder.shl(fifth, vectors.all(vectors.int32, 4)))
-        made.append(builder.fmul(block.floats(number, less=16), scale))
+        fifths = vectors.load(block.at(offset + 2 * upper), vectors.int16, 1)
+        fifth = block.low(_spread(block, fifths, range(LANES)), 1)
+        low = block.low(block.nibbles(offset + 4, upper), 15)
+        made.append(builder.or_(low, builder.shl(fifth, vectors.all(vectors.int32, 4))))
     return made
+
+
+def _spread(block: BlockReader, bits: Any, places: Sequence[int]) -> Any:
+    """An integer in each of `LANES` words, moved down by so many bits."""
+    vectors, builder = block.vectors, block.builder
+    if bits.type != vectors.int32:
+        bits = builder.zext(bits, vectors.int32)
+    return builder.lshr(vectors.broadcast(bits), vectors.ir.Constant(vectors.words, [*places]))
 
 
 def _q8_0(block: BlockReader) -> list[Any]:
     scale = block.vectors.broadcast(block.scale(0))
     return [block.builder.fmul(block.signed(2 + first), scale) for first in (0, LANES)]
+
+
+def _q2_k(block: BlockReader) -> list[Any]:
+    vectors, builder = block.vectors, block.builder
+    both = block.bytes(0)
+    scales, least = (vectors.broadcast(block.scale(offset)) for offset in (80, 82))
+    scales = builder.fmul(block.floats(block.low(both, 15)), scales)
+    minima = builder.fmul(block.floats(block.low(both, 15, moved=-4)), builder.fneg(least))
+    made = []
+    for place, half, part, first in _SIXTEENTHS:
+        number = block.floats(block.low(block.bytes(16 + 32 * half + first), 3, moved=-2 * part))
+        scale, least = (vectors.chosen(each, [place] * LANES) for each in (scales, minima))
+        made.append(vectors.multiply_add(number, scale, least))
+    return made
+
+
+def _q3_k(block: BlockReader) -> list[Any]:
+    """A number is less by four unless its third bit is set."""
+    vectors, builder = block.vectors, block.builder
+    first, second, upper = block.words(96, 3)
+    words = []
+    for place, (word, moved) in enumerate(((first, 0), (second, 0), (first, 4), (second, 4))):
+        high = builder.shl(_bits(block, upper, 0x03030303, 2 * place), vectors.ir.Constant(vectors.int32, 4))
+        words.append(builder.or_(_bits(block, word, 0x0F0F0F0F, moved), high))
+    scales = builder.fmul(block.floats(_bytes_of(block, words), less=32), vectors.broadcast(block.scale(108)))
+    made = []
+    for place, half, part, first in _SIXTEENTHS:
+        low = block.low(block.bytes(32 + 32 * half + first), 3, moved=-2 * part)
+        third = block.low(block.bytes(first), 4, moved=2 - 4 * half - part)
+        number = block.floats(builder.or_(low, third), less=4)
+        made.append(builder.fmul(number, vectors.chosen(scales, [place] * LANES)))
+    return made
 
 
 def _q4_k(block: BlockReader) -> list[Any]:
@@ -134,22 +191,14 @@ def _q5_k(block: BlockReader) -> list[Any]:
 def six_bits(block: BlockReader) -> Any:
     """Of Q4_K and Q5_K the scales of eight parts of a block, and their minima, negative."""
     vectors, builder = block.vectors, block.builder
-
-    def bits(word: Any, mask: int, moved: int = 0) -> Any:
-        number = vectors.ir.Constant(vectors.int32, moved)
-        return builder.and_(builder.lshr(word, number), vectors.ir.Constant(vectors.int32, mask))
-
     lower, minima, upper = block.words(4, 3)
     words = [
-        bits(lower, 0x3F3F3F3F),
-        builder.or_(bits(upper, 0x0F0F0F0F), bits(lower, 0x30303030, 2)),
-        bits(minima, 0x3F3F3F3F),
-        builder.or_(bits(upper, 0x0F0F0F0F, 4), bits(minima, 0x30303030, 2)),
+        _bits(block, lower, 0x3F3F3F3F),
+        builder.or_(_bits(block, upper, 0x0F0F0F0F), _bits(block, lower, 0x30303030, 2)),
+        _bits(block, minima, 0x3F3F3F3F),
+        builder.or_(_bits(block, upper, 0x0F0F0F0F, 4), _bits(block, minima, 0x30303030, 2)),
     ]
-    packed = vectors.ir.Constant(vectors.of(vectors.int32, 4), vectors.ir.Undefined)
-    for place, word in enumerate(words):
-        packed = builder.insert_element(packed, word, vectors.ir.Constant(vectors.int32, place))
-    numbers = builder.zext(builder.bitcast(packed, vectors.of(vectors.int8)), vectors.words)
+    numbers = _bytes_of(block, words)
     ones = vectors.ir.Constant(vectors.of(vectors.int32), [0] * 8 + [1] * 8)
     pair = vectors.ir.Constant(vectors.of(vectors.float32, 2), vectors.ir.Undefined)
     least = builder.fsub(vectors.ir.Constant(vectors.float32, -0.0), block.scale(2))
@@ -157,6 +206,22 @@ def six_bits(block: BlockReader) -> Any:
         pair = builder.insert_element(pair, value, vectors.ir.Constant(vectors.int32, place))
     both = builder.shuffle_vector(pair, vectors.ir.Constant(pair.type, vectors.ir.Undefined), ones)
     return builder.fmul(builder.sitofp(numbers, vectors.floats), both)
+
+
+def _bits(block: BlockReader, word: Any, mask: int, moved: int = 0) -> Any:
+    """Some bits of an int32, moved down first."""
+    vectors, builder = block.vectors, block.builder
+    number = vectors.ir.Constant(vectors.int32, moved)
+    return builder.and_(builder.lshr(word, number), vectors.ir.Constant(vectors.int32, mask))
+
+
+def _bytes_of(block: BlockReader, words: Sequence[Any]) -> Any:
+    """The bytes of four int32, each as int32 without a sign."""
+    vectors, builder = block.vectors, block.builder
+    packed = vectors.ir.Constant(vectors.of(vectors.int32, 4), vectors.ir.Undefined)
+    for place, word in enumerate(words):
+        packed = builder.insert_element(packed, word, vectors.ir.Constant(vectors.int32, place))
+    return builder.zext(builder.bitcast(packed, vectors.of(vectors.int8)), vectors.words)
 
 
 def _scaled(block: BlockReader, number: Any, scales: Any, part: int) -> Any:
@@ -169,12 +234,31 @@ def _q6_k(block: BlockReader) -> list[Any]:
     vectors, builder = block.vectors, block.builder
     scales = builder.fmul(block.signed(192), vectors.broadcast(block.scale(208)))
     made = []
-    for place in range(16):
-        half, part, first = place // 8, place // 2 % 4, place % 2 * LANES
+    for place, half, part, first in _SIXTEENTHS:
         low = block.low(block.nibbles(64 * half + part % 2 * 32 + first, part // 2), 15)
         high = block.low(block.bytes(128 + 32 * half + first), 0x30, moved=4 - 2 * part)
         number = block.floats(builder.or_(low, high), less=32)
         made.append(builder.fmul(number, vectors.chosen(scales, [place] * LANES)))
+    return made
+
+
+def _iq4_nl(block: BlockReader) -> list[Any]:
+    scale = block.vectors.broadcast(block.scale(0))
+    return [block.builder.fmul(block.vectors.levels(block.nibbles(2, upper), _IQ4), scale) for upper in (0, 1)]
+
+
+def _iq4_xs(block: BlockReader) -> list[Any]:
+    """Scales of six bits, the upper two of all before the lower four of all."""
+    vectors, builder = block.vectors, block.builder
+    high = block.low(_spread(block, vectors.load(block.at(2), vectors.int16, 1), [n % 8 * 2 for n in range(LANES)]), 3)
+    low = block.low(_spread(block, block.words(4, 1)[0], [n % 8 * 4 for n in range(LANES)]), 15)
+    scales = block.floats(builder.or_(low, builder.shl(high, vectors.all(vectors.int32, 4))), less=32)
+    scales = builder.fmul(scales, vectors.broadcast(block.scale(0)))
+    made = []
+    for part in range(8):
+        scale = vectors.chosen(scales, [part] * LANES)
+        numbers = [vectors.levels(block.nibbles(8 + 16 * part, upper), _IQ4) for upper in (0, 1)]
+        made += [builder.fmul(each, scale) for each in numbers]
     return made
 
 
@@ -194,12 +278,20 @@ def _mxfp4(block: BlockReader) -> list[Any]:
     return [builder.fmul(builder.fadd(each, each), half) for each in numbers]
 
 
+_SIXTEENTHS = [(place, place // 8, place // 2 % 4, place % 2 * LANES) for place in range(16)]
+"""Vectors of a block of 256 numbers: their place, the half of the block, the bits of a byte and its first byte."""
 _READ: dict[int, Callable[[BlockReader], list[Any]]] = {
     _Q4_0: _q4_0,
+    _Q4_1: _q4_1,
     _Q5_0: _q5_0,
+    _Q5_1: _q5_1,
     _Q8_0: _q8_0,
+    _Q2_K: _q2_k,
+    _Q3_K: _q3_k,
     _Q4_K: _q4_k,
     _Q5_K: _q5_k,
     _Q6_K: _q6_k,
+    _IQ4_NL: _iq4_nl,
+    _IQ4_XS: _iq4_xs,
     _MXFP4: _mxfp4,
 }

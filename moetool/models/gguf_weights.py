@@ -74,10 +74,12 @@ class GgufFile:
         config: of the model, as a config.json would have it.
         content: identifies it.
         index: its tensors, by ggml's names.
+        tokenizer: kind of its tokenizer, and the name of the rule by which that splits text.
     """
 
     config: dict[str, Any]
     content: bytes
+    tokenizer: tuple[Any, Any]
     index: TensorIndex
     weights: GgufWeights
 
@@ -114,6 +116,7 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
     return GgufFile(
         config=config,
         content=json.dumps([config, sorted(kinds.items())], sort_keys=True).encode(),
+        tokenizer=(header.metadata.get("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")),
         index=TensorIndex(header.files, header.stamps, tensors),
         weights=GgufWeights(method="gguf", groups=(), parts=parts, kinds=kinds),
     )
@@ -141,7 +144,10 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
         for end, suffix in ((".weight", ""), (".bias", "_bias")):
             for target, leaves in _EXPERTS:
                 names = [f"blk.{layer}.ffn_{leaf}_exps{end}" for leaf in leaves]
-                if left.keys() >= set(names):
+                there = left.keys() & set(names)
+                if there and (lost := set(names) - there):
+                    raise ValueError(f"it holds {min(there)} without {min(lost)}")
+                if there:
                     shapes = [left.pop(name) for name in names]
                     tensors = dict(zip(leaves, names, strict=True))
                     found[f"{root}.{target}{suffix}"] = _expert_part(tensors, shapes, architecture.interleaved)
@@ -165,6 +171,10 @@ def _predicts_further(name: str, meta: Metadata) -> bool:
 
 def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], interleaved: bool) -> GgufPart:
     """The experts of a layer: [experts, out, in], or where rows of gate and up alternate [experts, in, out]."""
+    first, *others = tensors.values()
+    for name, shape in zip(others, shapes[1:], strict=True):
+        if shape != shapes[0]:
+            raise ValueError(f"{name} has shape {list(shape)}, expected {list(shapes[0])} as {first}")
     experts, rows, *columns = shapes[0]
     shape = (experts, rows * len(shapes), *columns)
     transposed = interleaved and len(shape) == 3

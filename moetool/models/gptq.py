@@ -31,6 +31,12 @@ def unsigned_values(words: torch.Tensor, bits: int) -> torch.Tensor:
     return values.to(torch.float32)
 
 
+def in_even_groups(order: bytes | memoryview, groups: int) -> bool:
+    """Whether the groups of a `g_idx` all have one size; only act-order may make others."""
+    group_of = torch.frombuffer(bytearray(order), dtype=torch.int32)
+    return bool((group_of.bincount(minlength=groups) == len(group_of) // groups).all())
+
+
 @dataclass(frozen=True, slots=True)
 class GptqCodec:
     """Values less their group's zero point, times its scale, in the type of the scale.

@@ -99,6 +99,20 @@ class Vectors:
             return self.looked_up(words, tuple(map(float, range(LANES))))
         return self.builder.sitofp(self.builder.and_(words, self.all(self.int32, 15)), self.floats)
 
+    def levels(self, words: Any, table: tuple[int, ...]) -> Any:
+        """Numbers of a table of 16 signed bytes by the lowest four bits of int32 words, as float32."""
+        if has_avx512():
+            return self.looked_up(words, tuple(map(float, table)))
+        builder = self.builder
+        fours = [bytes(value & 0xFF for value in table[first : first + 4]) for first in range(0, 16, 4)]
+        chosen = [self.all(self.int32, int.from_bytes(four, "little", signed=True)) for four in fours]
+        for bit in (4, 8):
+            unset = builder.icmp_signed("==", builder.and_(words, self.all(self.int32, bit)), self.all(self.int32, 0))
+            chosen = [builder.select(unset, *pair) for pair in zip(chosen[::2], chosen[1::2], strict=True)]
+        places = builder.shl(builder.and_(words, self.all(self.int32, 3)), self.all(self.int32, 3))
+        moved = builder.shl(builder.lshr(chosen[0], places), self.all(self.int32, 24))
+        return builder.sitofp(builder.ashr(moved, self.all(self.int32, 24)), self.floats)
+
     def looked_up(self, words: Any, table: tuple[float, ...]) -> Any:
         """Numbers of a table by the lowest four bits of int32 words; only with AVX-512."""
         look_up = self.function("llvm.x86.avx512.permvar.sf.512", self.floats, self.floats, self.words)

@@ -336,8 +336,7 @@ def _leave_embedding(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: 
 def _keep_packed(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:
     """Put linear layers that keep their weights packed in the place of those that they can replace."""
     for name, stored in checkpoint.packed_linears(dtype).items():
-        with contextlib.suppress(ValueError):  # groups of act-order that no known writer makes
-            model.set_submodule(name, PackedLinear(stored, shards, model.get_submodule(name).bias))
+        model.set_submodule(name, PackedLinear(stored, shards, model.get_submodule(name).bias))
 
 
 def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
@@ -350,8 +349,8 @@ def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype
     kinds = StoredEmbedding | PackedLinear
     stored = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, kinds)}
     wanted = [source for source in checkpoint.sources.values() if source.parameter not in experts | stored]
-    fill(model, wanted, shards.load, dtype, device)
-    complete(model, experts)
+    fill(model, wanted, checkpoint, shards.load, dtype, device)
+    complete(model, experts, checkpoint.path)
 
 
 Read = Callable[[str, torch.dtype], torch.Tensor]
@@ -359,7 +358,12 @@ Read = Callable[[str, torch.dtype], torch.Tensor]
 
 
 def fill(
-    model: Any, wanted: Iterable[TensorSource], read: Read, dtype: torch.dtype, device: torch.device = CPU
+    model: Any,
+    wanted: Iterable[TensorSource],
+    checkpoint: Checkpoint,
+    read: Read,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> None:
     """Bring parameters and buffers of a model that `Checkpoint.empty_model` made from the meta device into memory.
 
@@ -371,19 +375,26 @@ def fill(
     for source in wanted:
         kind = torch.float32 if any(part in source.parameter for part in wide) else places[source.parameter].dtype
         tensors = {name: read(name, kind).to(kind) for names in source.names.values() for name in names}
-        for name, value in source.convert(tensors, model).items():
+        index = checkpoint.weight_index
+        file = index.file_of(index.weights[next(iter(tensors))])
+        try:
+            converted = source.convert(tensors, model)
+        except MismatchError as error:
+            raise MismatchError(f"{file}: {error}; download the model again") from None
+        for name, value in converted.items():
             place = places.get(name)
             if place is None or value.shape != place.shape:
                 expected = None if place is None else list(place.shape)
-                raise MismatchError(f"{name} has shape {list(value.shape)}, expected {expected} by the config")
+                raise MismatchError(f"{file}: {name} has shape {list(value.shape)}, expected {expected} by the config")
             _put(model, name, value.to(device))
 
 
-def complete(model: Any, absent: Collection[str]) -> None:
+def complete(model: Any, absent: Collection[str], path: Path) -> None:
     """Tie and compute what no file holds, once all else is in memory.
 
     Args:
         absent: parameters and buffers that stay on the meta device.
+        path: of the checkpoint, for errors.
 
     Raises:
         MismatchError: another one is still there.
@@ -393,9 +404,10 @@ def complete(model: Any, absent: Collection[str]) -> None:
     missing = [name for name, value in model.state_dict().items() if value.is_meta and name not in absent]
     if missing:
         raise MismatchError(
-            f"{missing[0]} is missing from the weight files, or they name it otherwise; cannot load this layout"
+            f"{missing[0]} is missing from the weight files of {path}, or they name it otherwise; download the model "
+            "again"
         )
-    _compute_buffers(model, absent)
+    _compute_buffers(model, absent, path)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -412,7 +424,7 @@ def _put(model: Any, name: str, value: torch.Tensor) -> None:
     getattr(module, leaf)._is_hf_initialized = True  # transformers' initialisers leave it alone
 
 
-def _compute_buffers(model: Any, absent: Collection[str]) -> None:
+def _compute_buffers(model: Any, absent: Collection[str], path: Path) -> None:
     """Give the buffers that no file holds (rotary frequencies, decays, scales) the values that transformers gives.
 
     They are computed on the CPU, as transformers does, so that they are the same on every device.
@@ -431,4 +443,4 @@ def _compute_buffers(model: Any, absent: Collection[str]) -> None:
             model._init_weights(module)
     for name in missing:
         if model.get_buffer(name).isnan().any():
-            raise MismatchError(f"{name} is in no weight file and transformers does not compute it; cannot load this")
+            raise MismatchError(f"{name} is in no weight file of {path}, and transformers does not compute it")

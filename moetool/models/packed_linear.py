@@ -1,20 +1,23 @@
 """Linear layers outside the routed experts whose weights stay as they are stored, on a CPU."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from moetool.models.conversion import TensorSource
+from moetool.models.gptq import in_even_groups
 from moetool.models.huge_pages import ask_for_huge_pages
 from moetool.models.packed_product import KernelWeight
-from moetool.models.packed_slot import PackedSlot, packed_slot
+from moetool.models.packed_slot import PackedSlot, packed_bytes, packed_slot, takes_packed
+from moetool.models.quantization_config import Quantization
 from moetool.models.row_products import MAX_SCALED_ROWS, MIN_ELEMENTS, RowsOf, scattered_products
-from moetool.models.scaled_slot import ScaledSlot, scaled_slot
+from moetool.models.scaled_slot import ScaledSlot, scaled_slot, takes_scaled
 from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.shards import Shards
 from moetool.models.stored_expert import layout_of
+from moetool.models.tensor_index import Tensor
 from moetool.models.weight_format import StoredWeight
 
 
@@ -22,13 +25,12 @@ class PackedLinear(nn.Module):
     """A linear layer [O, I] that multiplies its weight packed for few rows, and unpacks it first for more.
 
     Args:
-        stored: its weight; `form_of_linear` must know a form.
+        stored: its weight, as `find_packed_linears` finds it.
         shards: to read it from, once.
         bias: of the layer that it replaces.
 
     Raises:
         OSError: the disk failed.
-        ValueError: the groups of the weight are not all of one size.
     """
 
     def __init__(self, stored: StoredWeight, shards: Shards, bias: nn.Parameter | None) -> None:
@@ -79,8 +81,31 @@ def form_of_linear(stored: StoredWeight) -> PackedSlot | ScaledSlot | None:
     return packed_slot(layout)
 
 
+def estimate_packed_linears(model: Any, quantization: Quantization, declared: torch.dtype) -> dict[str, int]:
+    """Bytes of the linear layers that would be `PackedLinear`, by name, where only the config is there.
+
+    Writers leave the output head as it is, whether the config says so or not.
+
+    Args:
+        declared: the model's own data type, which scales have where the format fixes none.
+    """
+    found = {}
+    for name, module in _linears(model):
+        format, (rows, columns) = quantization.format_of(name), module.weight.shape
+        if format is None or rows * columns < MIN_ELEMENTS or module is model.get_output_embeddings():
+            continue
+        if takes_packed(format, rows, columns):
+            found[name] = packed_bytes(format, rows, columns, declared)
+        elif takes_scaled(format, rows, columns, declared):
+            found[name] = format.stored_bytes(rows, columns, declared.itemsize)
+    return found
+
+
 def find_packed_linears(
-    model: Any, sources: Mapping[str, TensorSource], weights: Mapping[str, StoredWeight]
+    model: Any,
+    sources: Mapping[str, TensorSource],
+    weights: Mapping[str, StoredWeight],
+    read: Callable[[Tensor], bytes],
 ) -> dict[str, StoredWeight]:
     """Names of the linear layers that can be `PackedLinear`, and their weights.
 
@@ -88,19 +113,28 @@ def find_packed_linears(
         model: in which each parameter has its name.
         sources: of its parameters.
         weights: of the checkpoint.
+        read: gives the bytes of a small tensor.
     """
     found = {}
-    tied = model.config.get_text_config().tie_word_embeddings
-    for name, module in model.named_modules():
+    for name, module in _linears(model):
         source = sources.get(f"{name}.weight")
-        if type(module) is not nn.Linear or source is None or source.converter is not None:
-            continue
-        if tied and module is model.get_output_embeddings():
+        if source is None or source.converter is not None:
             continue
         names = [stored for some in source.names.values() for stored in some]
         if len(names) != 1:
             continue
         stored = weights[names[0]]
-        if stored.shape == tuple(module.weight.shape) and form_of_linear(stored) is not None:
+        if stored.shape != tuple(module.weight.shape) or form_of_linear(stored) is None:
+            continue
+        order = stored.tensors.get("order")
+        if order is None or in_even_groups(read(order), stored.tensors["scale"].shape[0]):
             found[name] = stored
     return found
+
+
+def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers whose weights are their own, with their names."""
+    head = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module is not head:
+            yield name, module

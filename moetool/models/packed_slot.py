@@ -7,7 +7,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from moetool.models import packed_product
+from moetool.models.awq import Awq
 from moetool.models.expert_form import ExpertForm
+from moetool.models.gptq import Gptq
 from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed_product import Grouping, KernelBlock, KernelWeight
 from moetool.models.stored_expert import StoredLayout
@@ -167,11 +169,28 @@ def stays_packed(format: WeightFormat, form: ExpertForm, dtype: torch.dtype) -> 
     """Whether slots hold experts of this format packed, by the config, when computed in `dtype`."""
     if isinstance(format, PackQuantized):
         return True
-    if dtype != torch.bfloat16 or format.name not in ("gptq", "awq") or getattr(format, "bits", 4) != 4:
+    if dtype != torch.bfloat16:
         return False
-    matrices = [part.shape for part in form.parts]
-    group: int = getattr(format, "group", 0)
-    return all(
-        len(shape) == 2 and group > 0 and packed_product.multiplies(shape[0], shape[1], shape[1] // group)
-        for shape in matrices
-    )
+    return all(len(part.shape) == 2 and takes_packed(format, *part.shape) for part in form.parts)
+
+
+def takes_packed(format: WeightFormat, rows: int, columns: int) -> bool:
+    """Whether the kernel multiplies a matrix [rows, columns] of this format packed, by the config."""
+    if not isinstance(format, Gptq | Awq | PackQuantized) or getattr(format, "bits", 4) != 4:
+        return False
+    return format.group > 0 and packed_product.multiplies(rows, columns, columns // format.group)
+
+
+def packed_bytes(format: WeightFormat, rows: int, columns: int, declared: torch.dtype) -> int:
+    """Bytes that a matrix which `takes_packed` accepts takes in a slot, by the config.
+
+    Args:
+        declared: the model's own data type, which scales have where the format fixes none.
+    """
+    assert isinstance(format, Gptq | Awq | PackQuantized)
+    each, order = 4 + torch.float16.itemsize + 1, 0  # the kernel's two numbers, the scale, the zero point
+    if isinstance(format, PackQuantized):
+        each = 4 + (declared != torch.bfloat16) * declared.itemsize + (not format.symmetric)
+    elif isinstance(format, Gptq):
+        order = 4 * columns
+    return rows * columns // 2 + rows * (columns // format.group) * each + order

@@ -134,8 +134,22 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | Non
     """Quantization of a checkpoint by its config.json; None if not quantized.
 
     Raises:
-        UsageError: in a way that is not read.
+        UsageError: in a way that is not read, or a value is of the wrong kind.
     """
+    try:
+        found = _quantization_of(config, path)
+        for names in () if found is None else (found.ignore, *(group.names for group in found.groups)):
+            for name in names:
+                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        return found
+    except (TypeError, ValueError, AttributeError, LookupError, re.error) as error:
+        raise UsageError(
+            f"{path}: a value of quantization_config in config.json is of the wrong kind ({error}); download the model "
+            "again"
+        ) from None
+
+
+def _quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | None:
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
     found = next(

@@ -73,14 +73,20 @@ def _blocks(name: str, ggml: int, numbers: int, one: bytes) -> RowKind:
     return RowKind(name, numbers, 1, chains=2, unroll=1, rows=rows, scale="own", one=one, block_bytes=size, ggml=ggml)
 
 
-_ONE = b"\x00\x3c"  # in float16
+_ONE, _ZERO = b"\x00\x3c", b"\x00\x00"  # in float16
 _SIXES = b"\x01" * 4 + b"\x00" * 4 + b"\x01" * 4  # eight scales of 1 and eight minima of 0
 GGML_KINDS = (
     _blocks("q4_0", 2, 32, _ONE + b"\x99" * 16),
+    _blocks("q4_1", 3, 32, _ONE + _ZERO + b"\x11" * 16),
     _blocks("q5_0", 6, 32, _ONE + b"\xff" * 4 + b"\x11" * 16),
+    _blocks("q5_1", 7, 32, _ONE + _ZERO + b"\x00" * 4 + b"\x11" * 16),
     _blocks("q8_0", 8, 32, _ONE + b"\x01" * 32),
-    _blocks("q4_k", 12, 256, _ONE + b"\x00\x00" + _SIXES + b"\x11" * 128),
-    _blocks("q5_k", 13, 256, _ONE + b"\x00\x00" + _SIXES + b"\x00" * 32 + b"\x11" * 128),
+    _blocks("q2_k", 10, 256, b"\x01" * 16 + b"\x55" * 64 + _ONE + _ZERO),
+    _blocks("q3_k", 11, 256, b"\xff" * 32 + b"\x55" * 64 + b"\x11" * 8 + b"\xaa" * 4 + _ONE),
+    _blocks("q4_k", 12, 256, _ONE + _ZERO + _SIXES + b"\x11" * 128),
+    _blocks("q5_k", 13, 256, _ONE + _ZERO + _SIXES + b"\x00" * 32 + b"\x11" * 128),
     _blocks("q6_k", 14, 256, b"\x11" * 128 + b"\xaa" * 64 + b"\x01" * 16 + _ONE),
+    _blocks("iq4_nl", 20, 32, _ONE + b"\x88" * 16),
+    _blocks("iq4_xs", 23, 256, _ONE + b"\xaa" * 2 + b"\x11" * 4 + b"\x88" * 128),
     _blocks("mxfp4_blocks", 39, 32, b"\x7f" + b"\x22" * 16),
 )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -147,32 +147,39 @@ def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, dec
     Args:
         declared: the model's own data type, which scales have where the format fixes none.
     """
-    matrices = [part.shape for part in form.parts if len(part.shape) == 2]
-    if dtype != torch.bfloat16 or any(math.prod(shape) < MIN_ELEMENTS for shape in matrices):
+    shapes = [part.shape for part in form.parts if len(part.shape) == 2]
+    if dtype != torch.bfloat16 or len(shapes) != 2 or any(math.prod(shape) < MIN_ELEMENTS for shape in shapes):
         return False
-    rows, columns = ([shape[axis] for shape in matrices] for axis in (0, 1))
+    if form.up_transposed and isinstance(format, Scaled) and format.strategy == "channel":
+        return False  # an output is a column there
+    if form.up_transposed and format.name == "mxfp4":
+        shapes = [shape[::-1] for shape in shapes]
+    (rows, columns), down = shapes
+    count = 2 if rows == 2 * down[1] else 1  # gate and up are separate matrices
+    takes = partial(takes_scaled, format, declared=declared)
+    return rows % count == 0 and takes(rows // count, columns) and takes(*down)
+
+
+def takes_scaled(format: WeightFormat, rows: int, columns: int, declared: torch.dtype) -> bool:
+    """Whether the kernels multiply a matrix [rows, columns] of this format as stored, by the config.
+
+    Args:
+        declared: as for `stays_scaled`.
+    """
     if format.name == "mxfp4":
-        kind, groups, shared = MXFP4, [GROUP] * 2, 1
-        if form.up_transposed:
-            rows, columns = columns, rows
+        kind, group, shared = MXFP4, GROUP, 1
     elif isinstance(format, Nvfp4):
-        kind, groups, shared = NVFP4_DIVIDED, [nvfp4.GROUP] * 2, 1
+        kind, group, shared = NVFP4_DIVIDED, nvfp4.GROUP, 1
     elif isinstance(format, Fp8Block | Scaled):
         if isinstance(format, Fp8Block) and format.four_bits:
             return False
-        block = format.block
-        kind, groups, shared = FP8, [block[1]] * 2 if block else columns, block[0] if block else 1
-        if isinstance(format, Scaled):
-            by_column = format.strategy == "channel" and form.up_transposed  # an output is a column there
-            if by_column or not format.symmetric or declared == torch.float16:
-                return False
+        if isinstance(format, Scaled) and (not format.symmetric or declared == torch.float16):
+            return False
+        shared, group = format.block or (1, columns)
+        kind = FP8
     else:
         return False
-    blocks = (2 if rows[0] == 2 * columns[1] else 1, 1)  # gate and up are separate matrices
-    return all(
-        scaled_weight.multiplies(kind, width, group) and height // count % math.lcm(BLOCK_ROWS, shared) == 0
-        for height, width, group, count in zip(rows, columns, groups, blocks, strict=True)
-    )
+    return scaled_weight.multiplies(kind, columns, group) and rows % math.lcm(BLOCK_ROWS, shared) == 0
 
 
 def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:

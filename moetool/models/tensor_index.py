@@ -56,6 +56,12 @@ class TensorIndex(NamedTuple):
         """Bytes of the files."""
         return sum(file.stat().st_size for file in self.files)
 
+    def read(self, tensor: Tensor) -> bytes:
+        """The bytes of a small tensor."""
+        with self.files[tensor.file].open("rb") as stream:
+            stream.seek(tensor.offset)
+            return stream.read(tensor.num_bytes)
+
 
 def read_index(folder: Path) -> TensorIndex:
     """Read the header of every safetensors file of a checkpoint, once.

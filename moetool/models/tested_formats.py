@@ -6,10 +6,14 @@ from moetool.models.gguf_architectures import ARCHITECTURES
 FORMATS = ("dense", "fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4", "gguf")
 
 _QUANTIZED = {
-    "deepseek_v3": ("fp8_block",),
+    "deepseek_v3": ("fp8_block", "int4"),
+    "deepseek_v32": ("fp8_block",),
+    "glm4_moe": ("fp8_scaled",),
     "gpt_oss": ("mxfp4",),
+    "minimax_m2": ("fp8_block",),
     "mixtral": ("gptq", "awq"),
-    "qwen3_moe": ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "int4"),
+    "qwen3_moe": ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "awq", "int4"),
+    "qwen3_next": ("fp8_block",),
 }
 _GGUF = {"deepseek_v2", "glm4_moe_lite", *(architecture.family for architecture in ARCHITECTURES.values())}
 """The first two are of the architecture `deepseek2` too."""

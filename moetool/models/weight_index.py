@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moetool.models.quantization_config import Quantization
-from moetool.models.tensor_index import FileStamp, Tensor, TensorIndex
+from moetool.models.tensor_index import FileStamp, TensorIndex
 from moetool.models.weight_format import StoredWeight, as_dense
 
 
@@ -22,6 +22,10 @@ class WeightIndex(NamedTuple):
     weights: dict[str, StoredWeight]
     quantization: Quantization | None
 
+    def file_of(self, weight: StoredWeight) -> Path:
+        """The file that holds a weight, or its first tensor."""
+        return self.files[next(iter(weight.tensors.values())).file]
+
 
 def index_weights(index: TensorIndex, quantization: Quantization | None) -> WeightIndex:
     """Put one weight in the place of the tensors that store it, once they have been found to agree.
@@ -33,10 +37,5 @@ def index_weights(index: TensorIndex, quantization: Quantization | None) -> Weig
     if quantization is None:
         weights = {name: as_dense(name, tensor) for name, tensor in index.tensors.items()}
         return WeightIndex(index.files, index.stamps, weights, None)
-
-    def read(tensor: Tensor) -> bytes:
-        with index.files[tensor.file].open("rb") as stream:
-            stream.seek(tensor.offset)
-            return stream.read(tensor.num_bytes)
-
-    return WeightIndex(index.files, index.stamps, quantization.claim(index.tensors, index.files, read), quantization)
+    weights = quantization.claim(index.tensors, index.files, index.read)
+    return WeightIndex(index.files, index.stamps, weights, quantization)

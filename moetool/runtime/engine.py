@@ -115,6 +115,7 @@ class Engine:
         self._forwards = self._failures = self._prompt_tokens = self._reused_tokens = self._new_tokens = 0
         self._forward_seconds = 0.0
         self._forward_began: float | None = None
+        self._stored_dense_bytes = loaded.checkpoint.stored_dense_bytes
         self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
 
     def change_policy(self, choice: PolicyChoice) -> bool:
@@ -312,6 +313,7 @@ class Engine:
                 "generated": self._new_tokens,
             },
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
+            "dense_bytes": {"stored": self._stored_dense_bytes, "memory": self._dense_bytes},
             "memory_bytes": {
                 "dense": self._dense_bytes,
                 "kv_cache": self.batcher.kv_bytes - self.batcher.held_kv_bytes,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moetool.models import llvm_vectors
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
 from moetool.models.row_kernels import find_kernel
@@ -24,6 +25,7 @@ FILES: dict[str, Mapping[str, str | tuple[str, ...]]] = {
     "q8_0": {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},
     "q4_k_m": {"gate": "Q4_K", "up": "Q4_K", "down": ("Q6_K", "Q4_K")},
     "q4_0": {"gate": "Q4_0", "up": "Q4_0", "down": ("Q5_0", "Q4_0")},
+    "q2_k": {"gate": "Q2_K", "up": "Q2_K", "down": ("Q3_K", "IQ4_XS")},
 }
 
 
@@ -48,6 +50,17 @@ def test_blocks_are_multiplied_as_the_numbers_of_the_gguf_package(kind: RowKind)
         assert torch.equal(products([x[row : row + 1]], [weight])[0][0], found[row])
     many = torch.randn(40, weight.columns).bfloat16()
     assert torch.equal(weight.times(many), torch.nn.functional.linear(many, numbers.bfloat16()))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GGML_KINDS if kind.name.startswith("iq4")], ids=lambda k: k.name)
+def test_processors_without_a_look_up_read_the_same_numbers(kind: RowKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, numbers = _weight(kind)
+    monkeypatch.setattr(llvm_vectors, "has_avx512", lambda: False)
+    find_kernel.cache_clear()
+    try:
+        assert torch.equal(weight.to(torch.bfloat16), numbers.bfloat16())
+    finally:
+        find_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -90,7 +103,7 @@ def test_tokens_are_those_of_the_model_that_the_file_stands_for(tmp_path: Path) 
     ("types", "kept"),
     [
         ({"gate": "Q4_0", "up": "Q8_0", "down": "Q8_0"}, [torch.Tensor, ScaledWeight]),
-        ({"gate": "Q4_1", "up": "Q4_1", "down": "Q4_1"}, [torch.Tensor, torch.Tensor]),
+        ({"gate": "TQ2_0", "up": "TQ2_0", "down": "TQ2_0"}, [torch.Tensor, torch.Tensor]),
     ],
 )
 def test_blocks_without_a_kernel_are_unpacked(

@@ -19,6 +19,7 @@ from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, Phase
 from tests import families, gguf_oracle
 from tests.contract.test_quantized import FORMATS as QUANTIZED
+from tests.contract.test_quantized import PUBLISHED
 
 TOKENS = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
@@ -100,7 +101,7 @@ def test_the_table_of_formats_names_what_is_tested() -> None:
     tested = {(family, format) for family, row in format_table().items() for format, done in row.items() if done}
     short = {"gptq_act_order": "gptq", "fp8_tensor": "fp8_scaled", "fp8_channel": "fp8_scaled", "mixed": "fp8_scaled"}
     short |= {"int4_asymmetric": "int4"}
-    cases = {tuple(name.split("-")) for name in [*QUANTIZED, "gpt_oss-mxfp4"]}
+    cases = {tuple(name.split("-")) for name in [*QUANTIZED, *PUBLISHED, "gpt_oss-mxfp4"]}
     cases |= {(family, "gguf") for family, _ in gguf_oracle.MODELS.values()}
     assert {(family, short.get(format, format)) for family, format in cases} == {
         pair for pair in tested if pair[1] != "dense"

@@ -1,5 +1,6 @@
 """Linear layers outside the experts that stay packed on a CPU: their weights, products and bytes."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from moetool.models.loading import load_lazy
 from moetool.models.packed_linear import PackedLinear
 from moetool.models.packed_product import tile_rows
 from moetool.models.row_kernels import find_kernel
+from moetool.runtime.assembly import ServeOptions, build_engine
 from tests import families
-from tests.quantized import awq, compressed, compressed_config, fp8_block, gptq, quantize
+from tests.quantized import MXFP4, awq, compressed, compressed_config, fp8_block, gptq, mxfp4, quantize
 
-pytest.importorskip("gguf")
-from tests.gguf_models import written  # needs the package
+gguf = pytest.importorskip("gguf")
+from tests.gguf_models import written  # noqa: E402  # needs the package
 
 pytestmark = [
     pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor"),
@@ -56,6 +58,7 @@ FORMATS = {
         _quantized(compressed_config("nvfp4-pack-quantized", _NVFP4), compressed("nvfp4-pack-quantized", _NVFP4)),
         4,
     ),
+    "mxfp4": (_quantized(compressed_config("mxfp4-pack-quantized", MXFP4), mxfp4), 4),
     "gptq": (_quantized(_GPTQ, gptq(act_order=False, group=32)), 4),
     "awq": (_quantized(_AWQ, awq(32)), 4),
     "q8_0": (_blocks("Q8_0"), 5),
@@ -80,6 +83,11 @@ def test_they_hold_and_multiply_the_weights_of_the_format(
         )
         saved = checkpoint.dense_bytes(torch.bfloat16, products=False) - checkpoint.dense_bytes(torch.bfloat16)
         assert 0 < saved == unpacked - resident
+        if path.is_dir():  # a GGUF file has a header
+            (tmp_path / "alone").mkdir()
+            shutil.copy(path / "config.json", tmp_path / "alone")
+            estimate = Checkpoint.open(tmp_path / "alone", weights=False).dense_bytes(torch.bfloat16)
+            assert estimate - 2 * 512 * 512 == pytest.approx(resident, rel=0.05)  # one is unpacked at a time
     found = {key: module for key, module in packed.named_modules() if isinstance(module, PackedLinear)}
     assert len(found) == expected_count
     x = torch.randn(40, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -98,6 +106,42 @@ def test_they_hold_and_multiply_the_weights_of_the_format(
             ):  # its library rounds to bfloat16, its kernel does not (tests/unit/test_scaled_weight.py)
                 assert errors[0] <= errors[1] * (1.5 if name in ("int4", "gptq", "awq") else 1.01)
         assert torch.equal(module(x[3:4])[0], module(x[:5])[3])
+
+
+def test_stats_have_the_bytes_stored_and_in_memory(reference: Path, tmp_path: Path) -> None:
+    types = dict.fromkeys(("gate", "up", "down", "dense"), "Q8_0")
+    sizes = {**_SIZE, **_TINY, "vocab_size": 4096}
+    path, _ = written("qwen3_moe", tmp_path, types, 512, reference, **sizes)
+    dense = [tensor for tensor in gguf.GGUFReader(path).tensors if "_exps" not in tensor.name]
+    with Checkpoint.open(path) as checkpoint:
+        options = ServeOptions(dtype="bfloat16", kv_tokens=64, prefill_chunk=16)
+        engine = build_engine(checkpoint, options=options, policy="lru")
+        found = engine.stats()["dense_bytes"]
+        engine.close()
+    assert found["stored"] == sum(int(tensor.n_bytes) for tensor in dense)
+    numbers = {tensor.name: int(tensor.n_elements) for tensor in dense}
+    unpacked = 2 * numbers["token_embd.weight"]
+    packed = sum(count * 34 // 32 for name, count in numbers.items() if "attn_" in name and "norm" not in name)
+    packed += numbers["output.weight"] * 34 // 32
+    assert found["memory"] == pytest.approx(unpacked + packed, rel=0.01)
+
+
+def test_groups_of_uneven_size_are_unpacked_and_counted_so(tmp_path: Path) -> None:
+    """No known writer makes them."""
+    config = {**_GPTQ, "desc_act": True}
+
+    def uneven(name: str, weight: torch.Tensor) -> Any:
+        tensors, meant = gptq(act_order=True, group=32)(name, weight)
+        if "q_proj" in name:
+            tensors[name.replace("weight", "g_idx")][:2] = torch.tensor([0, 0], dtype=torch.int32)
+        return tensors, meant
+
+    path = _quantized(config, uneven)(tmp_path)
+    with Checkpoint.open(path) as checkpoint:
+        loaded = load_lazy(checkpoint, torch.bfloat16, products=True)
+        found = {key for key, module in loaded.model.named_modules() if isinstance(module, PackedLinear)}
+        assert found == {*checkpoint.packed_linears(torch.bfloat16)}
+        assert found == {f"model.layers.0.self_attn.{leaf}_proj" for leaf in "kvo"}
 
 
 def test_what_is_tied_or_small_is_unpacked(tmp_path: Path) -> None:

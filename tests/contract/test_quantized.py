@@ -19,7 +19,7 @@ from moetool.models.slot_unpacking import SlotUnpacking
 from moetool.runtime.copies import stride_of
 from tests import families, quantized
 from tests.greedy import Greedy, forward_logits, generated, prompts, require_same_under_every_policy, served
-from tests.quantized import GROUP, compressed, compressed_config
+from tests.quantized import GROUP, compressed, compressed_config, where_whole
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
@@ -86,8 +86,36 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer |
     "qwen3_moe-mixed": ("qwen3_moe", _MIXED, _mixed),
 }
 NAMES = [*FORMATS, "gpt_oss-mxfp4"]
+_INT4_EXPERTS = {
+    **compressed_config("pack-quantized", {**_INT4, "symmetric": True}),
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+}
+_FP8_CHANNEL = {**_FP8, "strategy": "channel"}
+PUBLISHED: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer | None]]] = {
+    # Kimi-K2-Thinking: the routed experts alone
+    "deepseek_v3-int4": (
+        "deepseek_v3",
+        _INT4_EXPERTS,
+        lambda name: compressed("pack-quantized", {**_INT4, "symmetric": True}) if ".experts." in name else None,
+    ),
+    # DeepSeek-V3.2
+    "deepseek_v32-fp8_block": ("deepseek_v32", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
+    # GLM-4.5-FP8 and GLM-4.6-FP8
+    "glm4_moe-fp8_scaled": (
+        "glm4_moe",
+        compressed_config("float-quantized", _FP8_CHANNEL),
+        _everywhere(compressed("float-quantized", _FP8_CHANNEL)),
+    ),
+    # MiniMax-M2
+    "minimax_m2-fp8_block": ("minimax_m2", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
+    # Qwen3-Next-80B-A3B-Instruct-FP8
+    "qwen3_next-fp8_block": ("qwen3_next", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
+    # community quantizations of Qwen3
+    "qwen3_moe-awq": ("qwen3_moe", _AWQ, _everywhere(quantized.awq())),
+}
+"""Layouts of published checkpoints, by family and format."""
 ALL_POLICIES = ("deepseek_v3-fp8_block", "gpt_oss-mxfp4", "mixtral-gptq", "qwen3_moe-mixed")
-PROMPTS = prompts(4)
+PROMPTS = prompts(3)
 
 
 @dataclass
@@ -110,9 +138,14 @@ def written(name: str, folder: Path) -> tuple[Path, Path]:
     if name == "gpt_oss-mxfp4":
         families.save("gpt_oss", folder / "dense", intermediate_size=32)
         return folder / "m", quantized.mxfp4_experts(folder / "dense", folder / "m")
-    family, config, writer = FORMATS[name]
-    families.save(family, folder / "dense", intermediate_size=48 if family != "mixtral" else 32)
-    return folder / "m", quantized.quantize(folder / "dense", folder / "m", config, writer)
+    family, config, writer = (FORMATS | PUBLISHED)[name]
+    sizes = {} if name in FORMATS else {"moe_intermediate_size": 32}
+    families.save(family, folder / "dense", intermediate_size=48 if family != "mixtral" else 32, **sizes)
+    twin = quantized.quantize(folder / "dense", folder / "m", config, writer)
+    if name == "qwen3_moe-mixed":  # scales of an FP8 KV cache
+        scales = {f"model.layers.0.self_attn.{leaf}_scale": torch.tensor([0.5]) for leaf in ("k", "v")}
+        quantized.add_tensors(folder / "m", scales)
+    return folder / "m", twin
 
 
 def test_every_policy_generates_what_transformers_does(case: Case) -> None:
@@ -121,6 +154,47 @@ def test_every_policy_generates_what_transformers_does(case: Case) -> None:
         return
     for policy in ("lru", "promoe"):
         case.expected.require_same(served(case.path, policy, PROMPTS))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_layouts_are_served_as_transformers_runs_them(name: str, tmp_path: Path) -> None:
+    path, twin = written(name, tmp_path)
+    theirs = load_full(Checkpoint.open(twin), torch.float32)
+    ours = load_full(Checkpoint.open(path), torch.float32)
+    expected, found = theirs.model.state_dict(), ours.model.state_dict()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert ours.spec.all_experts_bytes < 0.5 * theirs.spec.all_experts_bytes
+    generated(theirs.model, PROMPTS).require_same(served(path, "lru", PROMPTS))
+
+
+def test_kimi_k2_is_read_as_the_family_that_it_is(tmp_path: Path) -> None:
+    """Its config names a type and code of its own; no code is run."""
+    path, twin = written("deepseek_v3-int4", tmp_path)
+    raw = json.loads((path / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    (path / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2", "auto_map": code}))
+    with Checkpoint.open(path) as checkpoint:
+        assert checkpoint.config.model_type == "deepseek_v3" and checkpoint.spec.name.startswith("deepseek_v3")
+        assert load_full(checkpoint, torch.float32).spec == checkpoint.spec
+    expected = generated(load_full(Checkpoint.open(twin), torch.float32).model, PROMPTS)
+    expected.require_same(served(path, "lru", PROMPTS))
+    raw = json.loads((twin / "config.json").read_text())
+    (twin / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2"}))
+    assert generated(load_full(Checkpoint.open(twin), torch.float32).model, PROMPTS) == expected
+
+
+def test_files_with_an_index_and_a_tied_head(tmp_path: Path) -> None:
+    """A quantized embedding does not exist: the head that is tied to it stays plain too."""
+    families.save("qwen3_moe", tmp_path / "dense", tie_word_embeddings=True)
+    twin = quantized.quantize(
+        tmp_path / "dense", tmp_path / "m", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))
+    )
+    quantized.shard(tmp_path / "m", 3)
+    theirs = load_full(Checkpoint.open(twin), torch.float32).model
+    generated(theirs, PROMPTS).require_same(served(tmp_path / "m", "hybrimoe", PROMPTS, host_experts=12))
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        assert len(checkpoint.index.files) == 3
+        assert load_lazy(checkpoint, torch.float32).model.lm_head.weight.dtype == torch.float32
 
 
 @pytest.mark.slow
@@ -210,6 +284,21 @@ def test_weights_in_memory_are_those_of_the_writer(case: Case) -> None:
     assert loaded.spec.all_experts_bytes < theirs.spec.all_experts_bytes
 
 
+def test_an_expert_moves_the_bytes_of_its_tensors(case: Case) -> None:
+    """By the names and sizes that the safetensors library finds in the file."""
+    sizes = {name: t.nbytes for name, t in load_file(case.path / "model.safetensors").items()}
+    with Checkpoint.open(case.path) as checkpoint:
+        files = checkpoint.expert_files()
+        memory = torch.empty(files.stored_bytes, dtype=torch.uint8)
+        for layer in checkpoint.layers:
+            root = f"layers.{layer.layer_id}."
+            names = [name for name in sizes if root in name and ".experts." in name and "shape" not in name]
+            each = sum(sizes[name] for name in names) // layer.num_experts
+            for expert in range(layer.num_experts):
+                assert files.read_stored(checkpoint.spec.expert_key(layer.index, expert), memory) == each
+            assert checkpoint.spec.expert_bytes_L[layer.index] == each
+
+
 def test_bytes_are_known_by_config_alone(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What profile and plan count before any weight is there."""
     whole = Checkpoint.open(case.path)
@@ -273,6 +362,7 @@ def test_a_missing_tensor_of_a_weight_is_refused_by_file_and_name(case: Case, tm
             load_lazy(Checkpoint.open(path), torch.float32)
         stem = name.rpartition(".")[0]
         assert stem in str(caught.value) and "\n" not in str(caught.value), (name, caught.value)
+        assert str(path) in str(caught.value)
 
 
 def test_a_wrong_group_size_is_refused(case: Case, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,17 @@ from moetool.evaluation.verification import Comparison, VerifyOptions, verify
 from moetool.evaluation.verification_report import report_on
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
+from moetool.models.packed_linear import PackedLinear
+from moetool.models.row_kernels import find_kernel
 from moetool.models.shards import Shards
 from moetool.runtime.expert_forward import ExpertRuntime
 from tests import families, quantized
 
 SMALL = VerifyOptions(policies=("lru",), prompts=3, tokens=3)
+_PACKED_SIZE = {
+    **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
+    **{"num_hidden_layers": 1, "num_experts": 8, "moe_intermediate_size": 512},
+}
 
 
 def _verify(path: Path | str, options: VerifyOptions = SMALL) -> Comparison:
@@ -85,6 +92,39 @@ def test_quantized_experts_are_compared_with_their_dense_twins(
     expected = "unpacked by moetool" if layer_by_layer else "unpacked by transformers (dequantize=True)"
     assert made.oracle.startswith(expected)
     assert sum(layer.experts_compared for layer in made.layers) == 24
+
+
+@pytest.fixture(scope="module")
+def packed(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in MXFP4, experts and linear layers, large enough for the kernels."""
+    folder = tmp_path_factory.mktemp("packed")
+    _shape("qwen3_moe", folder / "dense", reference, **_PACKED_SIZE)
+    config = quantized.compressed_config("mxfp4-pack-quantized", quantized.MXFP4)
+    quantized.quantize(folder / "dense", folder / "m", config, lambda name: quantized.mxfp4)
+    return folder / "m"
+
+
+@pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_packed_linear_layers_and_experts_agree_in_bfloat16(layer_by_layer: bool, packed: Path) -> None:
+    made = _verify(packed, replace(SMALL, dtype="bfloat16", layer_by_layer=layer_by_layer))
+    with Checkpoint.open(packed) as checkpoint:
+        assert len(checkpoint.packed_linears(torch.bfloat16)) == 4
+    assert made.whole != layer_by_layer and made.oracle.startswith("unpacked by moetool")
+    assert sum(layer.experts_compared for layer in made.layers) == _PACKED_SIZE["num_experts"]
+    assert [problem for problem in made.problems if problem.startswith("layer")] == []
+
+
+@pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
+def test_a_packed_linear_layer_that_breaks_is_named(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PackedLinear.forward
+
+    def forward(self: PackedLinear, input: torch.Tensor) -> torch.Tensor:
+        return real(self, input) * 1.5
+
+    monkeypatch.setattr(PackedLinear, "forward", forward)
+    made = _verify(packed, replace(SMALL, dtype="bfloat16"))
+    assert made.verdict == "differs" and made.first.startswith("layer 0: its output differs by ")
 
 
 def _other_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_a_foreign_data_type_is_refused_by_name(
 ) -> None:
     name = "model.layers.3.mlp.experts.4.down_proj.weight"
     wrong = {**tensors, name: tensors[name].float()}
-    with pytest.raises(MismatchError, match=r"down_proj of expert 4 is stored as F32, expected torch\.bfloat16"):
+    with pytest.raises(MismatchError, match=r"4\.down_proj\.weight \(expert 4\) is stored as F32, expected torch\.bfl"):
         load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", wrong)), torch.float32)
 
 

@@ -16,10 +16,12 @@ from moetool.costing.costs import CostProfile, Curve
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.location import shape_names
+from moetool.models.packed_linear import PackedLinear
 from moetool.tuning.probes import disk, layer, link
 from moetool.tuning.probes.prediction import prediction_curve
 from moetool.tuning.probes.repeat import Timings, repeat
 from moetool.tuning.profile import ProfileOptions, profile
+from tests import families, quantized
 
 TINY = {
     "model_type": "deepseek_v2",
@@ -93,6 +95,29 @@ def test_the_reference_model_with_no_time_gives_every_curve(reference: Path, tmp
     made.save(tmp_path / "p.json")
     assert CostProfile.load(tmp_path / "p.json") == made
     assert list(tmp_path.iterdir()) == [tmp_path / "p.json"]
+
+
+def test_linear_layers_are_timed_as_the_server_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    families.save("qwen3_moe", tmp_path / "dense", **sizes, num_hidden_layers=2, moe_intermediate_size=32)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fp8 = quantized.fp8_block(128)
+    quantized.quantize(tmp_path / "dense", tmp_path / "m", config, lambda name: None if "experts" in name else fp8)
+    rows: list[int] = []
+    real = PackedLinear.forward
+
+    def forward(self: PackedLinear, input: torch.Tensor) -> torch.Tensor:
+        rows.append(input.numel() // self.in_features)
+        return real(self, input)
+
+    monkeypatch.setattr(PackedLinear, "forward", forward)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        made = layer.layer_curves(checkpoint, torch.bfloat16, "cpu", 0.0)
+        assert {1, 8, 16, 32} <= set(rows) and rows.count(1) % 4 == 0  # of one layer: query, key, value, output
+        assert min(made.attention.y) > 0
+        rows.clear()
+        layer.layer_curves(checkpoint, torch.float32, "cpu", 0.0)
+    assert rows == []
 
 
 def test_a_config_alone_gives_the_same_curves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

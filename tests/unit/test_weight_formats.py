@@ -313,6 +313,31 @@ def test_schemes_that_are_not_read_are_refused(config: dict[str, Any]) -> None:
         quantization_of({"quantization_config": config}, Path("m"))
 
 
+_GROUP = {"targets": ["Linear"], "format": "pack-quantized", "weights": {"num_bits": 4, "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "fp8",
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": 3},
+        {"quant_method": "gptq", "bits": [4], "group_size": 128},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": ["x"]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:(": {}}},
+        {"quant_method": "compressed-tensors", "config_groups": 7},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": "x"}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {**_GROUP, "weights": [4]}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {**_GROUP, "targets": ["re:("]}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": _GROUP}, "ignore": ["lm_head", "re:["]},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": _GROUP}, "sparsity_config": "x"},
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_in_one_line(config: Any) -> None:
+    with pytest.raises(UsageError, match=r"^m") as caught:
+        quantization_of({"quantization_config": config}, Path("m"))
+    assert "quant" in str(caught.value) and "\n" not in str(caught.value)
+
+
 def _decompressed(form: str, weights: dict[str, Any], local: dict[str, torch.Tensor]) -> torch.Tensor:
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     compressor = BaseCompressor.get_value_from_registry(form)

@@ -13,6 +13,7 @@ from moetool.costing.costs import Curve
 from moetool.errors import CapacityError, MoetoolError, first_line
 from moetool.machine import memory_bytes
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.packed_linear import PackedLinear
 from moetool.models.spec import MoeLayer, moe_layers
 from moetool.tuning.probes.expert_compute import random, synchronize
 from moetool.tuning.probes.repeat import Timings, repeat
@@ -36,14 +37,14 @@ class LayerCurves:
 
 
 def layer_curves(checkpoint: Checkpoint, dtype: torch.dtype, device: str, seconds: float) -> LayerCurves:
-    """Measure the parts of a model's layers with random weights of its shape.
+    """Measure the parts of a model's layers, with random weights where they are not packed.
 
     One MoE layer, and one dense layer if the model has such, run in the model's own forward between embedding and head;
     hooks take the times. Attention is transformers' own, with its cache, from a layer that attends to the whole
     context.
 
     Args:
-        checkpoint: checkpoint of the model, of which only the config is used.
+        checkpoint: checkpoint of the model. With weights, a CPU's linear layers are packed as in the server.
 
     Effects: allocates these layers, the embedding and the head.
 
@@ -94,7 +95,10 @@ class _Probe:
         }
         if dense_id is not None:
             self._parts["dense_layer"] = layers[dense_id]
-        _keep(self._model, layers_path, [i for i in (dense_id, moe.layer_id) if i is not None])
+        kept = [i for i in (dense_id, moe.layer_id) if i is not None]
+        if device == "cpu" and checkpoint.weights:
+            _pack(self._model, checkpoint, dtype, layers_path, kept)
+        _keep(self._model, layers_path, kept)
         _materialise(self._model, moe, device)
         ALL_EXPERTS_FUNCTIONS.register(_SKIP, _skip)
         self._model.set_experts_implementation(_SKIP)
@@ -180,6 +184,21 @@ def _typical(layers: list[MoeLayer], config: Any) -> MoeLayer:
     return next((layer for layer in layers if kinds and kinds[layer.layer_id] == "full_attention"), layers[0])
 
 
+def _pack(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, layers_path: str, layer_ids: list[int]) -> None:
+    """Read the weights that the server keeps packed, of some decoder layers and of what is in none."""
+    mine = tuple(f"{layers_path}.{i}." for i in layer_ids)
+    wanted = {
+        name: stored
+        for name, stored in checkpoint.packed_linears(dtype).items()
+        if name.startswith(mine) or not name.startswith(f"{layers_path}.")
+    }
+    if not wanted:
+        return
+    with contextlib.closing(checkpoint.open_shards()) as shards:
+        for name, stored in wanted.items():
+            model.set_submodule(name, PackedLinear(stored, shards, model.get_submodule(name).bias))
+
+
 def _keep(model: Any, layers_path: str, layer_ids: list[int]) -> None:
     """Reduce a model to some of its decoder layers."""
     layers = model.get_submodule(layers_path)
@@ -196,7 +215,7 @@ def _keep(model: Any, layers_path: str, layer_ids: list[int]) -> None:
 
 
 def _materialise(model: Any, moe: MoeLayer, device: str) -> None:
-    """Allocate random weights except for routed experts, and compute rotary frequencies.
+    """Allocate random weights for all on the meta device but the routed experts, and compute rotary frequencies.
 
     Raises:
         CapacityError: they do not fit into memory.
@@ -213,6 +232,8 @@ def _materialise(model: Any, moe: MoeLayer, device: str) -> None:
         if module in experts:
             continue
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
             filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             pattern = values.setdefault(parameter.dtype, random(parameter.dtype, device, _RANDOM_VALUES))
             for part in filled.view(-1).split(_RANDOM_VALUES):
