@@ -51,11 +51,13 @@ class GgufHeader(NamedTuple):
 
     def require_whole(self) -> None:
         """Check sizes. Raises: MismatchError: a file is shorter than its header says."""
-        for file, stamp, expected in zip(self.files, self.stamps, self.num_bytes, strict=True):
+        for number, (file, stamp, expected) in enumerate(zip(self.files, self.stamps, self.num_bytes, strict=True)):
             if stamp.num_bytes < expected:
+                mine = {name: tensor for name, tensor in self.tensors.items() if tensor.file == number}
+                lost = next(name for name, tensor in mine.items() if tensor.offset + tensor.num_bytes > stamp.num_bytes)
                 raise MismatchError(
-                    f"{file} is cut short: it has {stamp.num_bytes:,} bytes, expected {expected:,}; download the model "
-                    "again"
+                    f"{file} is cut short: it has {stamp.num_bytes:,} bytes, expected {expected:,}; {lost} and what "
+                    "follows it are not whole; download the model again"
                 )
 
 
@@ -187,11 +189,18 @@ def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor
         raise reader.error(f"its alignment is {alignment!r}")
     start = end = -(-reader.place // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
+    before = "the header"
     for name, shape, kind, offset in sorted(found, key=lambda entry: entry[3]):
-        if name in tensors or start + offset < end:
-            raise reader.error(f"{name} is there twice, or overlaps the tensor before it")
+        if name in tensors:
+            raise reader.error(f"{name} is there twice")
+        expected = -(-end // alignment) * alignment  # llama.cpp refuses holes too
+        if start + offset != expected:
+            raise reader.error(
+                f"{name} begins at byte {start + offset:,}, expected {expected:,}, where {before} ends: the data type, "
+                "shape or place of one of them is wrong"
+            )
         tensors[name] = GgufTensor(number, start + offset, _num_bytes(file, name, shape, kind), shape, kind)
-        end = start + offset + tensors[name].num_bytes
+        end, before = start + offset + tensors[name].num_bytes, name
     return metadata, tensors, end
 
 
@@ -206,4 +215,6 @@ def _num_bytes(file: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
             f"{file}: {name} has rows of {shape[-1] if shape else 0} numbers, expected a multiple of {values}; "
             "download the model again"
         )
+    if len(shape) < 2 and kind not in FLOATS:
+        raise MismatchError(f"{file}: {name} has shape {list(shape)} and is quantized; download the model again")
     return math.prod(shape) // values * int(num_bytes)
