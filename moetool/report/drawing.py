@@ -162,11 +162,12 @@ def line(axes: "Axes", x: Sequence[float] | np.ndarray, y: Any, series: int, lab
     axes.plot(x, y, **given)
 
 
-def logarithmic(axes: "Axes") -> None:
-    """Set a logarithmic x axis with ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
+def logarithmic(axes: "Axes", which: str = "x") -> None:
+    """Set a logarithmic axis, x or y, with ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

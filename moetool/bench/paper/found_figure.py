@@ -86,8 +86,9 @@ def _curves(axes: "Axes", found: Found) -> None:
     from matplotlib.ticker import MaxNLocator
 
     series = [curves for curves in found.curves.values() if curves]
+    ordinates = [y for curves in series for _, ys in curves for y in ys]
     ordinate, scale = found.axes[1], 1
-    if ordinate.endswith(", s") and max((y for curves in series for _, ys in curves for y in ys), default=1) < 1:
+    if ordinate.endswith(", s") and max(ordinates, default=1) < 1:
         ordinate, scale = ordinate.removesuffix("s") + "ms", 1000
     for number, (name, curves) in enumerate(found.curves.items()):
         x, means, halves = average([(x, tuple(scale * y for y in ys)) for x, ys in curves])
@@ -102,9 +103,12 @@ def _curves(axes: "Axes", found: Found) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(found.axes[0])
     axes.set_ylabel(fill(ordinate, _ORDINATE))
+    lowest, highest = min(ordinates, default=0.0), max(ordinates, default=0.0)
     if ordinate.endswith("%"):
         axes.set_ylim(0, 103)
-    elif abscissae and axes.get_ylim()[0] < 0 <= min(y for curves in series for _, ys in curves for y in ys):
+    elif lowest > 0 and highest > _UNEVEN * lowest:
+        logarithmic(axes, "y")
+    elif axes.get_ylim()[0] < 0 <= lowest:
         axes.set_ylim(bottom=0)  # an interval that reaches below 0 ends at the axis
     if len(found.curves) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
