@@ -34,6 +34,8 @@ class Policy:
         live_costs: whether it decides by costs that are measured while it runs (`take_costs`); its options may say.
         prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
             that is meant.
+        prediction_lag: events from the gate at which it asks its predictor, on a thread of its own, to the one whose
+            first expert waits for the answer; None where it asks on the caller's thread.
 
     Attributes:
         own: sizes of what it may keep: the spec itself, but where devices share a model, with only the experts of each
@@ -48,6 +50,7 @@ class Policy:
     computes_on_host: bool = False
     live_costs: bool = False
     prefetch_distance: ClassVar[int] = 0
+    prediction_lag: int | None = None
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         self.spec = spec
@@ -75,6 +78,11 @@ class Policy:
     def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
         """Number of the `num_slots` that the policy uses (default: all)."""
         return num_slots
+
+    @classmethod
+    def state_bytes(cls, spec: ModelSpec, options: Any) -> int:
+        """Host memory that it takes beside the slots, where that is worth counting."""
+        return 0
 
     @classmethod
     def uses(cls, predictor: Any = None) -> bool:
@@ -179,6 +187,8 @@ class Policy:
 
 class SharedPredictor:
     """Lets several runs that are driven side by side ask one predictor: each question is computed once."""
+
+    is_shared = True
 
     def __init__(self, predictor: Any) -> None:
         self.spec: ModelSpec = predictor.spec

@@ -1,6 +1,8 @@
 """DuoServe: K slots in all; a pipeline of two streams for prompts, learned prefetching for new tokens."""
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +10,8 @@ import numpy as np
 
 from moetool.caching import lru
 from moetool.caching._policy import MIN_SLOTS
+from moetool.caching._prediction_thread import PredictionThread
+from moetool.errors import UsageError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 
@@ -17,9 +21,16 @@ class Options:
 
     Attributes:
         slots_per_layer: None for the paper's K slots in all; n for n slots for each MoE layer, n * L in all.
+        lag: events from the gate that starts a prediction to the one at which it is used. 0: the same one. With n the
+            predictor looks n layers farther, and the layers 1 to n are not prefetched.
     """
 
     slots_per_layer: int | None = None
+    lag: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lag < 0:
+            raise UsageError(f"policy duoserve: lag is {self.lag}, expected at least 0")
 
 
 class Policy(lru.Policy):
@@ -29,6 +40,8 @@ class Policy(lru.Policy):
     is fetched, and the first expert of the next layer is fetched before that layer's router has chosen.
 
     Source: DuoServe-MoE, section 5. Where the print leaves room or one batch mixes phases:
+        - The prediction stream is a thread of its own. The event's first expert waits for its answer, and with `lag` a
+          later event's, so that replay decides as serve did. On-demand loads of the event begin before that.
         - A pool of K slots holds two experts in a prompt only for K = 2; with more slots fetching runs further
           ahead of computing. The order and number of loads are the same.
         - The first expert of a layer is expert 0. A short prompt may not need it; then that load is wasted.
@@ -45,6 +58,9 @@ class Policy(lru.Policy):
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         self._predicted: Sequence[int] = ()  # for the coming event
+        self._thread = PredictionThread(predictor)
+        self._answers: deque[Future[np.ndarray | None]] = deque()  # of the forward, oldest first
+        self._lag = self.prediction_lag = min(options.lag, predictor.lookahead - 1)
 
     @classmethod
     def slots_used(cls, spec: ModelSpec, options: Options, num_slots: int) -> int:
@@ -52,12 +68,19 @@ class Policy(lru.Policy):
         wanted = max(spec.top_k_L) if per_layer is None else per_layer * spec.num_layers
         return min(num_slots, max(MIN_SLOTS, wanted))
 
+    @property
+    def distance(self) -> int:
+        return 1 + self._lag
+
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         self._predicted = (self.spec.expert_key(0, 0),) if info.prefill else ()
+        self._answers.clear()
         return self._predicted
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        self.predictor.observe(event)  # of prompts too: some predictors remember them
+        layer = event.layer + 1 + self._lag
+        asked = None if event.forward.prefill or layer >= self.spec.num_layers else layer
+        self._answers.append(self._thread.ask(event, asked))  # of prompts too: some predictors remember them
         for key in self._predicted:
             if key in self._order:
                 self._order.move_to_end(key, last=False)
@@ -65,14 +88,20 @@ class Policy(lru.Policy):
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         layer = event.layer + 1
-        if layer == self.spec.num_layers:
-            self._predicted = ()
-        elif event.forward.prefill:
+        scores_TE = self._answers.popleft().result() if len(self._answers) > self._lag else None
+        if event.forward.prefill and layer < self.spec.num_layers:
             self._predicted = (self.spec.expert_key(layer, 0),)
+        elif scores_TE is None:
+            self._predicted = ()
         else:
-            experts = likeliest(self.predictor.scores(layer), self.spec.top_k_L[layer])
+            experts = likeliest(scores_TE, self.spec.top_k_L[layer])
             self._predicted = [self.spec.expert_key(layer, e) for e in experts[: self.num_slots]]
         return self._predicted
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        for answer in self._answers:
+            answer.result()  # a predictor that failed is to be heard of
+        self._answers.clear()
 
 
 def likeliest(scores_TE: np.ndarray, top_k: int) -> list[int]:

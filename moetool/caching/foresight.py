@@ -8,7 +8,7 @@ import numpy as np
 
 from moetool.caching import _policy as policy
 from moetool.errors import UsageError
-from moetool.learning.token_memory import TokenMemory, Walk, compile_loops
+from moetool.learning.token_memory import TokenMemory, Walk, compile_loops, memory_bytes
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 NEARNESS = 0.3
@@ -48,9 +48,11 @@ class Policy(policy.Policy):
     tokens whose routes were most like this one's, how soon did they need each expert again? It needs no training. A
     `next_use` predictor adds the tokens that it was made from; predictors of other kinds are left alone.
 
-    An expert's value falls with the layers until its next chance of use. A prefetch is worth its probability of use,
-    less that of no use times its price (`waste`, in loads) and the value of the expert that has to go for it; where
-    that is not above zero, it is not made. Nothing is prefetched for the first layer.
+    An expert's value falls with the layers until its next chance of use. A prefetch pays where it is used and the
+    expert that has to go for it is not needed in the same layer: only then is there one load fewer on the critical
+    path. It is made where the probability of that is above that of the contrary times its price (`waste`, in loads),
+    and above the value of the expert that would have gone in vain. Nothing is prefetched for the first layer, nor where
+    events need so many experts that a whole forward of them exceeds the slots: then every load is on the critical path.
 
     Every request of a forward has a route of its own, of a prompt's tokens the last; an expert is as valuable as the
     request that wants it most has it, and past use is that of whole forwards.
@@ -66,14 +68,17 @@ class Policy(policy.Policy):
         compile_loops()
         self.memory = TokenMemory(spec, options.memory, options.neighbours, fixed)
         num = spec.num_layers * spec.num_experts
-        self._resident_A = np.zeros(num, bool)
+        self._resident = bytearray(num)  # single experts are faster to note than in an array
+        self._resident_A = np.frombuffer(self._resident, bool)
         self._value_A = np.zeros(num, np.float32)
         self._near_LL = _nearness(spec)
         self._stride, self._num_layers = spec.num_experts, spec.num_layers
         self._layer = 0
         self._value_age = options.refresh  # events since all experts were valued
-        self._worth_A = [0.0] * num  # value times nearness
-        self._valued: set[int] = set()  # layers whose `_worth_A` is of this event
+        self._values_A = [0.0] * num
+        self._valued: set[int] = set()  # layers whose `_values_A` is of this event
+        self._event_slots = num_slots / spec.num_layers
+        self._crowded = False  # events like this one need more experts in a forward than there are slots
         self._order: list[int] = []  # residents of least value, the next to go last
         self._ranked_M = np.zeros(_RANKED, np.int64)
         self._limit = 1 / (1 + options.waste)
@@ -82,6 +87,10 @@ class Policy(policy.Policy):
         self._rows: list[list[int]] = []  # of the tokens of each request of the forward
         self._batch = self.memory.begin([], [])
         self._seen_layers = 0
+
+    @classmethod
+    def state_bytes(cls, spec: ModelSpec, options: Options) -> int:
+        return memory_bytes(spec, options.memory)
 
     @classmethod
     def uses(cls, predictor: Any = None) -> bool:
@@ -110,27 +119,27 @@ class Policy(policy.Policy):
         self._seen_layers += 1
         self._valued.clear()
         self._value_age += 1
+        self._crowded = len(hits) + len(misses) > self._event_slots
         self._order = []
         return misses
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
-        coming = event.layer + 1
-        if not self.options.prefetch or coming == self._num_layers:
+        if not self._looks_ahead():
             return ()
-        return self.memory.expect(self._batch, coming, self._limit, self._resident_A)
+        return self.memory.expect(self._batch, event.layer + 1, self._limit, self._resident_A)
 
     def admit(self, key: int, prefetched: bool) -> None:
-        self._resident_A[key] = True
+        self._resident[key] = True
 
     def removed(self, key: int) -> None:
-        self._resident_A[key] = False
+        self._resident[key] = False
 
     def evict(self, locked: Collection[int]) -> int:
         if not self._order:
             self._rank(())
         while self._order:
             key = self._order.pop()
-            if self._resident_A[key] and key not in locked:
+            if self._resident[key] and key not in locked:
                 return key
         self._rank(locked)
         return self._order.pop()
@@ -138,12 +147,15 @@ class Policy(policy.Policy):
     def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         first, last = candidates[0] // self._stride, candidates[-1] // self._stride
         if first not in self._valued or not self._valued.issuperset(range(first + 1, last + 1)):
-            start, stop = first * self._stride, (last + 1) * self._stride
+            more = first == last == self._layer and self._looks_ahead()
+            start, stop = first * self._stride, (last + 1 + more) * self._stride  # prefetches are likely to follow
             self.memory.value(self._batch, start, stop, self._value_A)
-            near_L1 = self._near_LL[self._layer, first : last + 1, None]
-            self._worth_A[start:stop] = (self._value_A[start:stop].reshape(-1, self._stride) * near_L1).ravel().tolist()
-            self._valued.update(range(first, last + 1))
-        return min(candidates, key=self._worth_A.__getitem__)
+            self._values_A[start:stop] = self._value_A[start:stop].tolist()
+            self._valued.update(range(first, last + 1 + more))
+        if first == last:
+            return min(candidates, key=self._values_A.__getitem__)
+        near_L = self._near_LL[self._layer].tolist()
+        return min(candidates, key=lambda key: self._values_A[key] * near_L[key // self._stride])
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         victim = self.evict(locked)
@@ -176,12 +188,16 @@ class Policy(policy.Policy):
             raise ValueError(f"{odd[0]} is {'missing' if odd[0] in own else 'unknown'}")
         self.memory.restore(state)
 
+    def _looks_ahead(self) -> bool:
+        return self.options.prefetch and not self._crowded and self._layer + 1 < self._num_layers
+
     def _is_worth(self, key: int, victim: int) -> bool:
         layer, expert = divmod(victim, self._stride)
         unused = self.memory.unused_E.item(key % self._stride)
         value = float(self._value_A[victim] * self._near_LL[self._layer, layer])
         needed = 1 - self.memory.unused_E.item(expert) if layer == self._layer + 1 else 0.0
-        return (1 - unused) * (1 - needed) > unused * (self.options.waste + value)
+        pays = (1 - unused) * (1 - needed)
+        return pays > (1 - pays) * self.options.waste + unused * value
 
     def _rank(self, locked: Collection[int]) -> None:
         """Find the residents that go next, `locked` ones aside."""

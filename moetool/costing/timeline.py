@@ -131,6 +131,8 @@ class Timeline:
         prices: costs; concurrent runs share them.
         predictor: the policy's predictor, if any. Each prediction takes the compute stream's time where the program is
             made.
+        prediction_lag: as of `Policy`. Where it is not None, predictions run on a stream of their own, and the compute
+            stream waits for each before the first expert of the event that uses it.
         tier_of: the tier that an expert's key is loaded from (default: that of the prices' options).
     """
 
@@ -139,11 +141,15 @@ class Timeline:
         prices: Prices,
         *,
         predictor: MeteredPredictor | None = None,
+        prediction_lag: int | None = None,
         tier_of: Callable[[int], str] | None = None,
     ) -> None:
         self.now = 0
         self._prices = prices
         self._predictor = predictor
+        self._prediction_lag = prediction_lag
+        self._predicted_at = 0  # when the prediction stream is free
+        self._answers: deque[int] = deque()  # times of the forward's predictions, oldest first
         self._tier_of = tier_of
         self._stride = prices.spec.num_experts
         self._streams: dict[str, _Stream] = {}
@@ -163,7 +169,9 @@ class Timeline:
         """Begin a forward with these prefetches."""
         self._tally = self._tallies[Phase.PREFILL if info.prefill else Phase.DECODE]
         self._began = self.now
-        self._predict(info)
+        self._answers.clear()
+        if self._prediction_lag is None:
+            self._predict(info)
         for kind, key, slot, _ in steps:
             self._load(key, slot, kind is _PREFETCH)
 
@@ -176,13 +184,14 @@ class Timeline:
             if not job.dropped:
                 self._wait(job)
         self._ahead.clear()
-        self._predict(event.forward)
+        answer = self._predict(event.forward)
         expert_ns = self._prices.experts(event)
         beside: list[int] = []  # loaded on demand though this event does not need them: the rest of a whole layer
         computed = hosted = 0
         on_host = [key for kind, key, _, _ in steps if kind is _HOST] if self._prices.host_is_device else []
         for kind, key, slot, _ in steps:
             if kind is _COMPUTE:
+                answer = self._wait_for(answer)
                 while on_host:  # now that the event's loads are under way
                     ns = self._prices.host_expert_ns(event, on_host.pop())
                     computed += ns
@@ -205,6 +214,7 @@ class Timeline:
                 self._load(key, slot, kind is _PREFETCH)
                 if kind is _LOAD and key not in expert_ns:
                     beside.append(slot)
+        self._wait_for(answer)
         for key in on_host:
             ns = self._prices.host_expert_ns(event, key)
             computed += ns
@@ -255,11 +265,23 @@ class Timeline:
             request_s={request: (a / 1e9, b / 1e9) for request, (a, b) in self._requests.items()},
         )
 
-    def _predict(self, info: ForwardInfo) -> None:
-        if self._predictor is not None and (asked := self._predictor.take()):
-            ns = asked * self._prices.prediction_ns(len(info.request_T))
-            self._tally.prediction += ns
-            self.now += ns
+    def _predict(self, info: ForwardInfo) -> int:
+        """Begin the predictions that were asked for; the time of the answer that this event waits for."""
+        asked = 0 if self._predictor is None else self._predictor.take()
+        ready = self.now + (asked * self._prices.prediction_ns(len(info.request_T)) if asked else 0)
+        if self._prediction_lag is None:
+            return self._wait_for(ready)
+        if asked:
+            ready = self._predicted_at = ready + max(0, self._predicted_at - self.now)
+        self._answers.append(ready)
+        return self._answers.popleft() if len(self._answers) > self._prediction_lag else 0
+
+    def _wait_for(self, answer: int) -> int:
+        """Let the compute stream wait for an answer; none is left to wait for."""
+        waited = max(0, answer - self.now)
+        self._tally.prediction += waited
+        self.now += waited
+        return 0
 
     def _load(self, key: int, slot: int, prefetch: bool) -> None:
         """Ask for a transfer. Drops an earlier one to the same slot that has not begun."""

@@ -9,6 +9,8 @@ from typing import Any
 import numba
 import numpy as np
 
+_ONE, _NONE = np.float32(1), np.float32(0)  # with a Python integer, numba would go on in float64
+
 
 def _compiled(loop: Any) -> Any:
     try:
@@ -146,15 +148,25 @@ def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore
 
 
 @_compiled
-def leave_unused(similar, path_NP, columns, use_A, prior, base, unused_E):  # type: ignore[no-untyped-def]
-    """Multiply `unused_E` by the probability that a token does not use each expert of a layer.
+def blend(weight, prior, use_E, unused_E):  # type: ignore[no-untyped-def]
+    """Shrink `unused_E` to 1 less past use, which counts as `prior` tokens beside similar ones of this weight."""
+    share = prior / (weight + prior)
+    for expert in range(len(unused_E)):
+        unused_E[expert] += share * (_ONE - use_E[expert] - unused_E[expert])
 
-    The layer's keys begin at `base` and lie in the `columns` (first, end) of the paths.
+
+@_compiled
+def leave_unused(similar, path_NP, columns, base, unused_E):  # type: ignore[no-untyped-def]
+    """Multiply `unused_E` by the share of the similar tokens that do not use each expert of a layer.
+
+    The layer's keys begin at `base` and lie in the `columns` (first, end) of the paths. Answers the sum of weights.
     """
     item_M, weight_M, found = similar
     first, end = columns
-    chance_E = prior * use_A[base : base + len(unused_E)]
-    total = prior
+    chance_E = np.zeros(len(unused_E), np.float32)
+    total = np.float32(0)
+    if found == 0:
+        return total
     for number in range(found):
         weight = weight_M[number]
         total += weight
@@ -162,7 +174,8 @@ def leave_unused(similar, path_NP, columns, use_A, prior, base, unused_E):  # ty
             if key >= 0:
                 chance_E[key - base] += weight
     for expert in range(len(unused_E)):
-        unused_E[expert] *= max(1 - chance_E[expert] / total, np.float32(0))
+        unused_E[expert] *= max(_ONE - chance_E[expert] / total, _NONE)
+    return total
 
 
 @_compiled
@@ -260,9 +273,10 @@ def expect(place_R, walks, tokens, columns, base, wanted, unused_E, key_E):  # t
     path_NP, mean_A, prior = tokens
     resident_A, limit = wanted
     unused_E[:] = 1
+    weight = np.float32(0)
     for walk in place_R:
-        similar = (item_WM[walk], near_WM[walk], found_W[walk])
-        leave_unused(similar, path_NP, columns, mean_A, prior, base, unused_E)
+        weight += leave_unused((item_WM[walk], near_WM[walk], found_W[walk]), path_NP, columns, base, unused_E)
+    blend(weight / np.float32(len(place_R)), prior, mean_A[base : base + len(unused_E)], unused_E)
     return likely(unused_E, resident_A, base, limit, key_E)
 
 

@@ -4,6 +4,8 @@ A token's window is the experts that it has chosen so far, and in the layers to 
 windows are as similar as the number of experts that they share. The stored tokens that are most similar say how soon
 each expert is needed again: `DISCOUNT` to the power of the tokens that passed it by, as far as that is known. Their
 mean, by weights that fall with the difference in similarity, is shrunk to past use, the more so the fewer they are.
+An expert is as valuable as the request that needs it soonest has it. It stays unused where all requests leave it so,
+as if they were independent; past use is that of whole forwards, and is blended in once.
 
 Shapes:
     A  experts of the model, L * E, by key     N  stored tokens     P  sum of top-k over the layers     L  layers
@@ -159,7 +161,7 @@ class TokenMemory:
             (self.columns[layer], self.columns[layer + 1]),
             (batch.place_R, batch.tail_R, batch.last_R, batch.path_TP),
             (RECALL, scale, self._use_A, self.use_A),
-            (self.shared_WLN, self.now_WN, self._least_W, *self._similar),
+            self._walk_arrays,
             (self._count, self._arrays),
             self._weight_D,
         )
@@ -288,6 +290,7 @@ class TokenMemory:
         weight_WM = np.zeros((number, self._neighbours), np.float32)
         self._similar = (item_WM, weight_WM, np.zeros(number, np.int64))
         self._least_W = np.zeros(number, np.int64)
+        self._walk_arrays = (self.shared_WLN, self.now_WN, self._least_W, *self._similar)
 
     def _last(self, walk: Walk) -> int:
         """Place of the request's last token, or -1 where another has taken it."""
@@ -299,6 +302,13 @@ class TokenMemory:
         self._kernels.store(
             path_P, item, last, self._path_NP, self._uses_AN, self._soon_NA, self._before_N, self._after_N
         )
+
+
+def memory_bytes(spec: ModelSpec, size: int, num_walks: int = 8) -> int:
+    """Bytes of the arrays of a `TokenMemory` of `size` tokens that follows so many requests at once."""
+    num = spec.num_layers * spec.num_experts
+    token = 2 * num + 4 * sum(spec.top_k_L) + 8
+    return size * token + num_walks * (size * (spec.num_layers + 8) + 4 * num)
 
 
 @cache
@@ -330,6 +340,7 @@ def compile_loops() -> None:
             batch = memory.begin(walks, [[0], [1]])
             for layer in range(2):
                 memory.observe(batch, layer, [[0], [1]])
+                memory.value(batch, 0, 2, value_A)
                 memory.value_all(batch, value_A)
                 memory.expect(batch, layer, 0.5, resident_A)
                 memory.least_valued(value_A, near_L, resident_A, np.zeros(1, np.int64))

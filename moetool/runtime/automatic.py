@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moetool.caching._layer_slots import POOL_FORMS
-from moetool.caching._policy import MIN_SLOTS
+from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class
 from moetool.config import parse
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.learning.token_memory import compile_loops
@@ -23,6 +23,7 @@ from moetool.runtime.own_caches import own_cache
 from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, MemorySplit, divide
 from moetool.runtime.warm_start import policy_in_force
 from moetool.tables import count
+from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 AUTO = "auto"
@@ -95,7 +96,7 @@ def choose(
         if process_memory_bytes is not None:
             raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
     else:
-        limit, source = _process_limit(process_memory_bytes)
+        limit, source = _process_limit(process_memory_bytes, _state_bytes(checkpoint.spec, policy, options))
     model = footprint(checkpoint, options, predictor_bytes)
     fixed = {"kv_tokens": chosen.get("kv_tokens"), "chunk_tokens": chosen.get("prefill_chunk")}
     split = divide(model, limit, **fixed)
@@ -222,7 +223,7 @@ def _compiles() -> bool:
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """`foresight` loads 21 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
     them in slots, for about 2 ms of a processor a forward (tests/bench/test_foresight.py). Equal slots per layer keep
-    an event stream that is larger than the pool from evicting all of it once a forward (`moetool bench policies`).
+    an event stream that is larger than the pool from evicting all of it once a forward, as a long prompt is.
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"
@@ -239,17 +240,23 @@ def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:
     return name, "the checkpoint's"
 
 
-def _process_limit(process_memory_bytes: int | None) -> tuple[int, str]:
+def _state_bytes(spec: ModelSpec, policy: str, options: ServeOptions) -> int:
+    """Memory of what the policy remembers, twice: a replay of the server's last events holds it too."""
+    name, given = ("foresight", {}) if policy == AUTO else (policy, options.policy)
+    return 2 * policy_class(name).state_bytes(spec, parse_options(name, given))
+
+
+def _process_limit(process_memory_bytes: int | None, state_bytes: int) -> tuple[int, str]:
     """Memory for weights, activations, KV cache and slots in this process, and what sets it."""
     taken = resident_bytes()
     allowed = memory_bytes()[1] + taken
     limit, source = allowed, "free memory"
     if process_memory_bytes is not None:
         limit, source = process_memory_bytes, "--process-memory"
-    left = limit - taken - _RESERVE_BYTES
+    beside = taken + _RESERVE_BYTES + state_bytes
+    left = limit - beside
     if left <= 0:
         raise CapacityError(
-            f"{source} allows {limit:,} bytes, and the process takes {taken + _RESERVE_BYTES:,} before it holds a "
-            "model; allow more"
+            f"{source} allows {limit:,} bytes, and the process takes {beside:,} before it holds a model; allow more"
         )
     return left, source

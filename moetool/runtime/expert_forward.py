@@ -97,6 +97,7 @@ class ExpertRuntime:
         )
         self.window = EventWindow()
         self._look: ResidentLook | None = None
+        self._under_way: set[int] = set()  # loads of the event that begin while a predictor is asked
         self.on_costs: Callable[[int, float, float], None] | None = None
         if residency.policy.live_costs:
             if not isinstance(store, ExpertStore):
@@ -120,6 +121,8 @@ class ExpertRuntime:
         if wanted and isinstance(residency, Residency) and isinstance(store, ExpertStore):
             self._pooled = PooledExperts(loaded, residency, store, self._host)
         policy = residency.policy
+        apart = isinstance(residency, Residency) and self._pooled is None and self.from_pool
+        self._predicts_beside = apart and policy.prediction_lag is not None
         self._may_defer = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
         self.recorded: Mapping[int, RecordedExperts] = {}
         self.deferred_events: list[tuple[MoeLayer, torch.Tensor]] = []
@@ -274,10 +277,31 @@ class ExpertRuntime:
         """The residency's steps for an event, counted."""
         self.window.add(event)
         expert_of, needed = self.residency.policy.spec.expert_of, set(event.needed)
-        steps = self.residency.event(event) if self._look is None else self._look.program(event)
+        self._under_way.clear()
+        if self._look is not None:
+            steps = self._look.program(event)
+        elif self._predicts_beside and not event.forward.prefill:
+            assert isinstance(self.residency, Residency)
+            steps = self.residency.event(event, self._load_first)
+        else:
+            steps = self.residency.event(event)
         self.uses_L[layer.index] += len(needed)
         self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in needed for step in steps)
         return steps
+
+    def _load_first(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
+        """Begin the loads of an event's program up to its first expert, as `Residency.event` asks for."""
+        for step in steps:
+            if step.kind is StepKind.LOAD:
+                self.store.load(step.key, step.slot, prefetch=False)
+                self._under_way.add(step.key)
+        return event
+
+    def _is_under_way(self, step: Step) -> bool:
+        """Whether a step of the program is a load that is under way."""
+        if self._look is not None:
+            return self._look.began(step)
+        return step.kind is StepKind.LOAD and step.key in self._under_way
 
     @property
     def _defers(self) -> bool:
@@ -351,7 +375,7 @@ class ExpertRuntime:
                 compute()
             if at_once and not together:
                 continue  # `ready` is next and loads it on this thread, sooner than another could
-            if self._look is None or not self._look.began(step):
+            if not self._is_under_way(step):
                 store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
             if step.kind is StepKind.LOAD and step.key - base not in places_of:
                 beside.append(step)
@@ -421,7 +445,7 @@ class ExpertRuntime:
                 at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
                 if at_once and not on_host:
                     continue  # `ready` is next and loads it on this thread, sooner than another could
-                if self._look is None or not self._look.began(step):
+                if not self._is_under_way(step):
                     self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
                 if step.kind is StepKind.LOAD and expert not in rows_of:
                     beside.append((step.key, step.slot))

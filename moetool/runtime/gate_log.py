@@ -76,6 +76,9 @@ class ServeLog:
         self._costs: list[tuple[int, float, float]] = []
         self._changes: list[tuple[int, str, str]] = []
         self._lent: list[tuple[int, int]] = []
+        self._ends: list[tuple[int, int]] = []
+        self._last: dict[int, int] = {}  # running requests, and the last forward of each
+        self._forward = -1  # the newest
         self._failed_forwards = 0
         self._reused_tokens = 0
         self._unseen: set[int] = set()  # requests that have had no forward
@@ -124,7 +127,8 @@ class ServeLog:
 
     def begin_forward(self, batch: Batch) -> None:
         """A forward begins."""
-        self._batch = batch
+        self._batch, self._forward = batch, batch.info.forward_id
+        self._last |= dict.fromkeys(batch.info.request_T, self._forward)
         for request, position in zip(batch.info.request_T, batch.info.position_T, strict=True):
             if request in self._unseen:
                 self._unseen.discard(request)
@@ -169,6 +173,8 @@ class ServeLog:
         assert self._writer is not None
         self._writer.end_request(request)
         self._unseen.discard(request)
+        if self._last.pop(request, self._forward) != self._forward:  # cancelled: its rows do not say when
+            self._ends.append((self._forward, request))
 
     def status(self) -> SegmentStatus:
         """State of the rows so far."""
@@ -196,6 +202,7 @@ class ServeLog:
             **({"costs": list(self._costs)} if self._costs else {}),
             **({"changes": list(self._changes)} if self._changes else {}),
             **({"lent": list(self._lent)} if self._lent else {}),
+            **({"ends": list(self._ends)} if self._ends else {}),
         }
 
 

@@ -275,6 +275,7 @@ class _Source:
         logged = trace.manifest["composition"]["kind"] == "log"
         self._sequential = not logged if setup.sequential is None else setup.sequential
         self._requests = setup.requests
+        self.late_ends = [] if self._sequential else _late_ends(trace)
 
     def num_tokens(self) -> int:
         """Return the number of tokens to replay."""
@@ -284,13 +285,13 @@ class _Source:
 
     def forwards(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, list[GateEvent], list[int]]]:
         """Yield each forward with its events and the requests that end with it, in forward order."""
-        table = self.trace.requests
+        table, late = self.trace.requests, {request for _, request in self.late_ends} | self.trace.running
         left = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
         for info, events in self.trace.forwards(sequential=self._sequential, columns=columns, requests=self._requests):
             for request in info.request_T:
                 left[request] -= 1
             ended = [request for request in dict.fromkeys(info.request_T) if not left[request]]
-            yield info, events, [request for request in ended if request not in self.trace.running]
+            yield info, events, [request for request in ended if request not in late]
 
 
 class _Run:
@@ -304,7 +305,7 @@ class _Run:
         capacity_bytes: Sequence[int] | None,
         setup: ReplaySetup,
         timeline: Timeline | None,
-        costs: Sequence[tuple[int, float, float]] = (),
+        source: _Source,
     ) -> None:
         self._name = name
         self._budget_bytes = budget_bytes
@@ -322,7 +323,8 @@ class _Run:
         )
         self._timeline = timeline
         self._live = [policy for policy in policies if policy.live_costs]
-        self._costs = deque(costs)  # a server's measurements, each valid from a forward on
+        self._costs = deque(_measured_costs(source.trace))  # of a server, each valid from a forward on
+        self._late_ends = deque(source.late_ends)
         self._changes = deque(setup.changes)
         self._lent = deque(setup.lent)
         self._changing: PolicyChanges | None = None
@@ -335,6 +337,8 @@ class _Run:
 
     def begin(self, info: ForwardInfo) -> list[Step]:
         self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
+        while self._late_ends and self._late_ends[0][0] < info.recorded_id:
+            self._residency.end_request(self._late_ends.popleft()[1])
         while self._live and self._costs and self._costs[0][0] <= info.recorded_id:
             _, load_s, host_s = self._costs.popleft()
             for policy in self._live:
@@ -440,17 +444,32 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
 
 def _lent_slots(found: Any, pinned: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Slots that a server lent to prompts, each number from a forward on. Raises: MismatchError: the log is damaged."""
-    check.require(isinstance(found, list), "manifest.provenance.lent", found, "a list")
-    check.require(not (found and pinned), "manifest.provenance.lent", found, "none beside pinned experts")
+    made = _by_forward("lent", found, "a number of slots")
+    check.require(not (made and pinned), "manifest.provenance.lent", found, "none beside pinned experts")
+    return tuple(made)
+
+
+def _late_ends(trace: Trace) -> list[tuple[int, int]]:
+    """Forwards of a server, and requests that ended after each without being in it: cancelled ones.
+
+    Raises:
+        MismatchError: the manifest is invalid.
+    """
+    return _by_forward("ends", trace.manifest["provenance"].get("ends", []), "a request")
+
+
+def _by_forward(name: str, found: Any, what: str) -> list[tuple[int, int]]:
+    """Rows of a log's manifest. Raises: MismatchError: they are not pairs of a forward and `what`, in order."""
+    check.require(isinstance(found, list), f"manifest.provenance.{name}", found, "a list")
     made: list[tuple[int, int]] = []
     for i, row in enumerate(found):
-        at = f"manifest.provenance.lent.{i}"
+        at = f"manifest.provenance.{name}.{i}"
         whole = isinstance(row, list) and len(row) == 2 and all(type(part) is int for part in row)
-        check.require(whole, at, row, "a forward and a number of slots")
+        check.require(whole, at, row, f"a forward and {what}")
         check.require_whole(f"{at}.0", row[0], made[-1][0] if made else 0)
         check.require_whole(f"{at}.1", row[1], 0)
         made.append((row[0], row[1]))
-    return tuple(made)
+    return made
 
 
 def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> None:
@@ -545,8 +564,8 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
             made,
             capacities if in_bytes else None,
             setup,
-            None if prices is None else Timeline(prices, predictor=metered),
-            _measured_costs(source.trace),
+            None if prices is None else Timeline(prices, predictor=metered, prediction_lag=made[0].prediction_lag),
+            source,
         )
 
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]

@@ -6,7 +6,8 @@ The first table is live: bytes and hits of new tokens whose text is given (`_for
 at a time), their cross-entropy, how often the likeliest token is that of alpha 0, and answers as a server gives them:
 arithmetic by greedy decoding, multiple choice by the likeliest of its letters. The embedded prompts are in no training
 data. The second is a replay of one trace, part by part, beside policies that substitute nothing; its last column sums,
-over the events, the longer of what the link and the host do in one of them, in loads. In neither is anything timed.
+over the events, the longer of what the link and the host do in one of them, in loads. The third is live, on generated
+models with shared experts and without. In none is anything timed.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ from moetool.tables import print_table
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions, replay
 from moetool.types import ForwardInfo, Phase
-from tests.engines import engine
+from tests import families
+from tests.engines import engine, generate
 
 SLOTS = 96
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.8)
@@ -190,3 +192,43 @@ def test_part_by_part(batch: int, tmp_path: Path) -> None:
         )
     columns = ["decode", "hit rate", "MB / token", "missed", "hosted", "used ahead", "ahead", "wasted", "waits"]
     print_table(f"batch {batch}, {SLOTS} of {spec.total_experts} experts, a token of the replay", columns, rows)
+
+
+PARTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("lru", "lru", {}),
+    ("smoe, alpha 0, no prefetch", "smoe", {"alpha": 0.0, "prefetch": False}),
+    ("smoe, alpha 0, later gates", "smoe", {"alpha": 0.0}),
+    ("smoe, alpha 0, partial forward", "smoe", {"alpha": 0.0, "look": "resident"}),
+    ("smoe, alpha 0.3, later gates", "smoe", {"alpha": 0.3}),
+    ("smoe, alpha 0.3, partial forward", "smoe", {"alpha": 0.3, "look": "resident"}),
+)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_with_and_without_shared_experts(family: str, tmp_path: Path) -> None:
+    """Live, on generated models: softmax and no shared expert, then sigmoid scores and a shared expert."""
+    wide = {"hidden_size": 96, "num_hidden_layers": 7, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 32)
+    families.save(family, tmp_path / "model", **wide, **experts, n_shared_experts=int(family != "qwen3_moe"))
+    spec = Checkpoint.open(tmp_path / "model").spec
+    assert (spec.num_experts, spec.top_k_L[0]) == (32, 4) and (family == "qwen3_moe") == (spec.num_shared_experts == 0)
+    prompts = [[(17 * i * i + 7 * n) % 60 + 3 for i in range(12 + n)] for n in range(6)]
+    rows = []
+    for title, policy, options in PARTS:
+        cells = []
+        for share in (0.25, 0.5):
+            made = engine(
+                tmp_path / "model", None, policy, int(share * spec.total_experts), max_requests=1, options=options
+            )
+            answers, _ = generate(made, prompts, 24)
+            counts, tokens = made.residency.decode, sum(map(len, answers)) - len(prompts)
+            made.close()
+            cells += [
+                f"{counts.hit_rate:.3f}",
+                f"{counts.loads / tokens:.2f}",
+                f"{counts.wasted / max(1, counts.prefetch_loads):.2f}",
+            ]
+        rows.append([title, *cells])
+    names = ["hits", "loads a token", "wasted"]
+    shared = f"{spec.num_shared_experts} shared, {spec.score_function}"
+    print_table(f"{family} ({shared}): 25 %, then 50 % of {spec.total_experts} experts", ["live", *names, *names], rows)

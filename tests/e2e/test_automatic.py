@@ -2,18 +2,25 @@
 
 import contextlib
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from moetool import learning
+from moetool.caching._policy import build_policy
+from moetool.errors import MoetoolError
+from moetool.learning.token_memory import TokenMemory, compile_loops, memory_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_dtype
+from moetool.runtime import automatic
 from moetool.runtime.assembly import ServeOptions
 from moetool.runtime.automatic import choose, footprint
 from moetool.runtime.copies import stride_of
 from tests.server_process import served
 from tests.servers import get
+from tests.synthetic import make_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 
@@ -48,3 +55,35 @@ def test_slots_are_those_that_unpacked_experts_leave(dtype: str) -> None:
     memory = parts.dense_bytes + 64 * parts.kv_token_bytes + 5 * slot
     setup = choose(checkpoint, {**asdict(options), "warm_start": False}, device_memory_bytes=memory)
     assert parts.slot_bytes == slot and ("expert slots", "5 of 8") in [choice[:2] for choice in setup.choices]
+
+
+def test_where_numba_is_missing_lfru_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32", "warm_start": False}
+    memory = 12_000_000
+    assert choose(checkpoint, values, device_memory_bytes=memory).policy == "foresight"
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "moetool.learning.token_kernels", raising=False)
+    monkeypatch.delattr(learning, "token_kernels", raising=False)
+    compile_loops.cache_clear()
+    made = choose(checkpoint, values, device_memory_bytes=memory)
+    assert made.policy == "lfru"
+    assert "lfru serves instead" in caplog.text
+    with pytest.raises(MoetoolError, match="policy foresight needs numba, which fails here"):
+        build_policy("foresight", checkpoint.spec, {}, 60)
+
+
+def test_what_foresight_remembers_leaves_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(layers=6, experts=32, top_k=4)
+    memory = TokenMemory(spec, 200, 8)
+    for _ in range(8):
+        memory.walk()
+    arrays = [value for value in vars(memory).values() if hasattr(value, "nbytes")]
+    assert sum(array.nbytes for array in arrays) == pytest.approx(memory_bytes(spec, 200), rel=0.05)
+
+    checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32", "warm_start": False}
+    monkeypatch.setattr(automatic, "resident_bytes", lambda: 0)
+    more, less = (
+        choose(checkpoint, values, process_memory_bytes=685_000_000, policy=policy).device_memory_bytes
+        for policy in ("lru", "foresight")
+    )
+    assert more - 73_728 * 30 < less < more - 73_728 * 15

@@ -1,6 +1,8 @@
 """`replay` takes the decisions that `serve` took, on the gate stream that serve logged."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,57 @@ def test_replay_decides_as_serve_did(
     assert row.counts == counts
     assert row.digest == trace.manifest["provenance"]["decisions"]
     assert counts.needed > 500
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_replay_decides_as_serve_did_with_predictions_on_a_thread(
+    lag: int, reference: Path, tokenizer: Any, predictor: Any, tmp_path: Path
+) -> None:
+    options = {"lag": lag, "slots_per_layer": 7}
+    made = engine(reference, tokenizer, "duoserve", 60, predictor=predictor, log=tmp_path / "log", options=options)
+    for i, prompt in enumerate(PROMPTS):
+        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=3 + 2 * i), lambda output: None)
+        made.step()
+    while not made.idle:
+        made.step()
+    counts = made.residency.counts
+    made.close()
+    trace = Trace(tmp_path / "log")
+    setup = ReplaySetup(predictor=predictor, options={"duoserve": options})
+    (row,) = replay(trace, ["duoserve"], [60 * trace.spec.slot_bytes], setup)
+    assert row.counts == counts and counts.prefetched
+    assert row.digest == trace.manifest["provenance"]["decisions"]
+
+
+@pytest.mark.parametrize("policy", ["foresight", "moe_infinity"])
+def test_replay_decides_as_serve_did_where_a_request_is_cancelled_while_others_are_forwarded(
+    policy: str, reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Its last row does not say when it ended: a forward without it came between."""
+    made = engine(reference, tokenizer, policy, 60, log=tmp_path / "log")
+    ids = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    first = made.submit(ids[0], params, lambda output: None)
+    for _ in range(9):
+        made.step()
+    with ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(made.prompt_logprobs, ids[1], 0)
+        while not made.num_pending:
+            time.sleep(0.001)
+        made.cancel(first)
+        made.step()
+        assert len(scored.result()) == len(ids[1])
+    for prompt in ids[2:4]:
+        made.submit(prompt, params, lambda output: None)
+    while not made.idle:
+        made.step()
+    counts = made.residency.counts
+    made.close()
+    trace = Trace(tmp_path / "log")
+    assert [request for _, request in trace.manifest["provenance"]["ends"]] == [first]
+    (row,) = replay(trace, [policy], [60 * trace.spec.slot_bytes])
+    assert row.counts == counts
+    assert row.digest == trace.manifest["provenance"]["decisions"]
 
 
 @pytest.mark.parametrize("policy", ["lfru", "foresight"])

@@ -351,6 +351,67 @@ def test_values_survive_requests_that_need_more_room() -> None:
     assert value_A.max() > 0 and (later_A >= value_A).all()
 
 
+def test_an_expert_stays_unused_where_every_request_leaves_it_so() -> None:
+    """Past use, which is of whole forwards, counts once and not for each request."""
+    memory, none = TokenMemory(SPEC, 200, 8), np.zeros(64, bool)
+    walks = [memory.walk() for _ in range(3)]
+    for token_LK in walk(30):
+        batch = memory.begin(walks, [[0], [1], [2]])
+        for layer in range(SPEC.num_layers):
+            memory.observe(batch, layer, [((token_LK[layer] + 5 * row) % 16).tolist() for row in range(3)])
+            if layer + 1 == SPEC.num_layers:
+                break
+            rest_E, masses, use_E = np.ones(16), [], memory.use_A[16 * layer + 16 : 16 * layer + 32].copy()
+            for row, window in enumerate(walks):
+                alone = replace(
+                    batch, walks=[window], place_R=batch.place_R[row : row + 1], tail_R=batch.tail_R[row : row + 1]
+                )
+                memory.expect(alone, layer + 1, 0.0, none)
+                shared_N = memory.now_WN[window.place]
+                most = np.sort(shared_N)[::-1][:8]
+                weight_M = np.exp(-token_memory.SHARPNESS * (most[0] - most) / 8)
+                masses.append(weight_M[weight_M >= 1e-3].sum() if len(memory.state()["path_RP"]) > 8 else 0.0)
+                share = token_memory.PRIOR / (masses[-1] + token_memory.PRIOR)
+                if masses[-1]:
+                    rest_E *= (memory.unused_E - share * (1 - use_E)) / (1 - share)
+            memory.expect(batch, layer + 1, 0.0, none)
+            if all(masses):
+                share = token_memory.PRIOR / (np.mean(masses) + token_memory.PRIOR)
+                expected_E = (1 - share) * rest_E + share * (1 - use_E)
+                np.testing.assert_allclose(memory.unused_E, expected_E, atol=2e-3)
+        for row, window in enumerate(walks):
+            memory.store(window, batch.path_TP[row])
+
+
+def test_nothing_is_prefetched_where_a_forward_needs_more_than_all_slots() -> None:
+    loads = []
+    for requests in (1, 3):
+        residency, routes_TLK = made(slots=12), walk(300)  # three for each event
+        for token in range(200):
+            rows = routes_TLK[[token + 21 * request for request in range(requests)]]
+            forward, events = make_forward(SPEC, rows, forward_id=token)
+            info = replace(forward, request_T=tuple(range(requests)))
+            residency.begin_forward(info)
+            for event in events:
+                residency.event(replace(event, forward=info))
+            residency.end_forward(info)
+        loads.append(residency.counts.prefetch_loads)
+    assert loads[0] > 100 and loads[1] < 10
+
+
+def test_a_prefetch_takes_no_place_of_what_the_same_layer_needs() -> None:
+    policy = build_policy("foresight", SPEC, {}, SLOTS)
+    info, events = next(forwards(walk(1)))
+    policy.begin_request(0)
+    policy.begin_forward(info)
+    policy.gate(events[0], [], [SPEC.expert_key(0, 0)])
+    policy.after_first_expert(events[0])
+    key, victim = SPEC.expert_key(1, 2), SPEC.expert_key(1, 3)
+    for unused, taken in ((0.99, True), (0.5, False), (0.1, False)):
+        policy.memory.unused_E[[2, 3]] = 0.05, unused
+        assert (policy.evict_among_for_prefetch(key, [victim], [victim]) == victim) == taken
+
+
 def test_all_loops_are_compiled_before_the_first_event() -> None:
     compile_loops()
     kernels = [kernel for kernel in vars(token_kernels).values() if hasattr(kernel, "signatures")]

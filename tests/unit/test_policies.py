@@ -1,15 +1,18 @@
 """What each cache policy does that the others do not."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetool.caching._policy import build_policy, slots_within
+from moetool.caching._policy import SharedPredictor, build_policy, slots_within
 from moetool.caching._residency import Residency, Step, StepKind
 from moetool.caching.duoserve import likeliest
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.types import Phase
+from moetool.types import GateEvent, Phase
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec, random_stream
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH
@@ -129,9 +132,63 @@ def test_duoserve_pipelines_prompts_without_predicting() -> None:
         Step(COMPUTE, 3, 1),
     ]
     residency.event(events[1])
+    residency.end_forward(info)
     assert residency.counts.prefetched == 2
     assert residency.counts.missed == 6
     assert predictor.num_observed == 2  # some predictors remember prompts
+
+
+@pytest.mark.parametrize("lag", [0, 1, 9])
+def test_duoserve_uses_an_answer_at_a_fixed_event_however_long_it_takes(lag: int) -> None:
+    spec = make_spec(layers=4, experts=8, top_k=2)
+    threads: set[str] = set()
+
+    class Slow(MadeUpPredictor):
+        def __init__(self, seconds: float) -> None:
+            super().__init__(spec)
+            self.seconds, self.lookahead = seconds, 3
+
+        def scores(self, layer: int) -> np.ndarray:
+            threads.add(threading.current_thread().name)
+            time.sleep(self.seconds)
+            return super().scores(layer)
+
+    stream = list(random_stream(spec, num_requests=2, prompt_tokens=2, new_tokens=3, seed=1))
+    programs = []
+    for predictor in (Slow(0.0), Slow(0.003), SharedPredictor(Slow(0.0))):
+        policy = build_policy("duoserve", spec, {"lag": lag, "slots_per_layer": 4}, 16, predictor=predictor)
+        assert policy.prediction_lag == min(lag, 2) and policy.distance == 1 + policy.prediction_lag
+        programs.append(play(Residency(policy), stream))
+    assert programs[0] == programs[1] == programs[2]
+    assert {name.split("_")[0] for name in threads} == {"prediction", threading.current_thread().name}
+
+    asked = MadeUpPredictor(spec)
+    policy = build_policy("duoserve", spec, {"lag": lag}, 16, predictor=asked)
+    info, events = decode(spec, (0, 1), (2, 3), (4, 5), (6, 7))
+    policy.begin_forward(info)
+    for event in events:
+        policy.gate(event, [], [])
+        made, layer = list(policy.after_first_expert(event)), event.layer + 1
+        if event.layer < policy.prediction_lag or layer == spec.num_layers:
+            assert not made
+            continue
+        alone = MadeUpPredictor(spec)
+        for earlier in events[: event.layer + 1 - policy.prediction_lag]:
+            alone.observe(earlier)
+        assert made == [spec.expert_key(layer, expert) for expert in likeliest(alone.scores(layer), 2)]
+
+
+def test_a_predictor_that_fails_beside_the_events_is_heard_of() -> None:
+    spec = make_spec(layers=2, experts=8, top_k=2)
+
+    class Broken(MadeUpPredictor):
+        def observe(self, event: GateEvent) -> None:
+            raise RuntimeError("no more")
+
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        residency = Residency(build_policy("duoserve", spec, {}, 16, predictor=Broken(spec)))
+        with pytest.raises(RuntimeError, match="no more"):
+            play(residency, [make_forward(spec, np.array([[(0, 1), (2, 3)]]), phase=phase)])
 
 
 def test_duoserve_gives_up_wrong_predictions_first() -> None:
@@ -162,6 +219,8 @@ def test_what_cannot_be_built_is_refused_in_one_line() -> None:
         build_policy("lfu", spec, {"forgot": True}, 4)
     with pytest.raises(UsageError, match=r"policy duoserve: slots_per_layer: .*integer"):
         build_policy("duoserve", spec, {"slots_per_layer": "many"}, 4)
+    with pytest.raises(UsageError, match="policy duoserve: lag is -1, expected at least 0"):
+        build_policy("duoserve", spec, {"lag": -1}, 4, predictor=MadeUpPredictor(spec))
     with pytest.raises(UsageError, match="needs a predictor"):
         build_policy("duoserve", spec, {}, 4)
     with pytest.raises(MismatchError, match="the predictor was made for synthetic"):

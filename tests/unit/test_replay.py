@@ -158,6 +158,8 @@ def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
         ("lent", [[3]], r"lent\.0: .*a forward and a number of slots"),
         ("lent", [[3, -1]], r"lent\.0\.1: found -1"),
         ("lent", [[4, 1], [3, 0]], r"lent\.1\.0: found 3, expected 4 or more"),
+        ("ends", [[3, 0.5]], r"ends\.0: .*a forward and a request"),
+        ("ends", [[3, -1]], r"ends\.0\.1: found -1"),
     ],
 )
 def test_a_damaged_log_is_refused(tmp_path: Path, field: str, value: Any, said: str) -> None:

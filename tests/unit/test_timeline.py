@@ -216,6 +216,31 @@ def test_predictions_take_the_compute_stream() -> None:
     assert made.timing().total.prediction_s == pytest.approx(7e-9)
 
 
+@pytest.mark.parametrize(
+    ("lag", "each_ns", "elapsed", "stalled", "waited"),
+    [(0, 7, 39, 16, 14), (0, 20, 59, 10, 40), (1, 7, 39, 30, 0), (1, 20, 39, 23, 7)],
+)
+def test_predictions_beside_the_compute_stream_are_waited_for_where_they_are_used(
+    lag: int, each_ns: int, elapsed: int, stalled: int, waited: int
+) -> None:
+    """In each of three layers a load of 10 ns and an expert of 3."""
+    spec = make_spec(layers=3, experts=8)
+    predictor = MeteredPredictor(MadeUpPredictor(spec))
+    prices = Prices(make_profile(spec, predictor=each_ns), spec, TimelineOptions())
+    made = Timeline(prices, predictor=predictor, prediction_lag=lag)
+    info = forward()
+    made.begin_forward(info, [])
+    for layer in range(3):
+        event = GateEvent(forward=info, layer=layer, experts_TK=((0,),))
+        predictor.observe(event)
+        if layer + lag < 2:
+            predictor.scores(layer + lag + 1)
+        made.event(event, [load(8 * layer, layer), use(8 * layer, layer)])
+    made.end_forward(info)
+    assert spent(made) == (elapsed, 9, stalled, 30)
+    assert made.timing().total.prediction_s == pytest.approx(waited * 1e-9)
+
+
 def test_the_host_computes_beside_a_gpu_and_instead_of_a_cpu() -> None:
     program = [Step(StepKind.HOST, 5, -1), Step(StepKind.HOST, 6, -1), load(0, 0), use(0, 0)]
     assert spent(run(program)) == (10 + 3, 9, 4, 10)  # both are done while the load is under way

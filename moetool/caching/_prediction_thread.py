@@ -1,0 +1,41 @@
+"""A thread that asks a predictor, in the order of events."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from moetool.types import GateEvent
+
+
+class PredictionThread:
+    """Asks a predictor beside the caller's thread, so that first loads of an event need not wait for it.
+
+    A predictor that several policies share is asked at once instead: its answers are the same.
+
+    Args:
+        predictor: a `moetool.learning.predictor.Predictor`.
+
+    Effects: its thread ends with it.
+    """
+
+    def __init__(self, predictor: Any) -> None:
+        self._predictor = predictor
+        shared = getattr(predictor, "is_shared", False)
+        self._pool = None if shared else ThreadPoolExecutor(1, "prediction")
+
+    def ask(self, event: GateEvent, layer: int | None) -> "Future[np.ndarray | None]":
+        """Have it observe an event and score the experts of a later layer; None only observes.
+
+        Returns:
+            The answer, float32 [T, E], or the error that it raised.
+        """
+        if self._pool is not None:
+            return self._pool.submit(self._answer, event, layer)
+        answer: Future[np.ndarray | None] = Future()
+        answer.set_result(self._answer(event, layer))
+        return answer
+
+    def _answer(self, event: GateEvent, layer: int | None) -> np.ndarray | None:
+        self._predictor.observe(event)
+        return None if layer is None else self._predictor.scores(layer)
