@@ -1,7 +1,9 @@
 """A model's checkpoint, opened once: config, MoE layers, tensors, weight format, tokenizer and identity."""
 
+import contextlib
 import copy
 import hashlib
+import json
 import logging
 import weakref
 from collections import Counter
@@ -399,14 +401,30 @@ def read_tokenizer(folder: Path, **where: Any) -> Any:
     Raises:
         UsageError: the folder has none that transformers can read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **where)
     except MemoryError:
         raise
     except Exception as error:  # transformers checks little of its files, and fails in any way
-        raise UsageError(f"{folder} has no tokenizer that can be read: {first_line(error)}") from None
+        reason = first_line(error)
+    if _is_code(folder / "tokenizer_config.json"):
+        reason = "it is code (auto_map), which moetool does not run; put a tokenizer.json of the model there"
+        if (folder / "tokenizer.json").is_file():
+            with contextlib.suppress(Exception):
+                return PreTrainedTokenizerFast.from_pretrained(folder)
+            reason = "its tokenizer.json is damaged; download it again"
+    raise UsageError(f"{folder} has no tokenizer that can be read: {reason}")
+
+
+def _is_code(file: Path) -> bool:
+    """Whether a tokenizer_config.json names code of the checkpoint's own."""
+    try:
+        values = json.loads(read_bounded(file, advice=""))  # it has numbers that no other file may have
+    except (OSError, ValueError, RecursionError, MoetoolError):  # transformers says what is wrong with it
+        return False
+    return isinstance(values, dict) and "auto_map" in values
 
 
 def _read_config(file: Path) -> tuple[bytes, dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetool.errors import MismatchError
+from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.slot_unpacking import SlotUnpacking
@@ -181,6 +181,23 @@ def test_kimi_k2_is_read_as_the_family_that_it_is(tmp_path: Path) -> None:
     raw = json.loads((twin / "config.json").read_text())
     (twin / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2"}))
     assert generated(load_full(Checkpoint.open(twin), torch.float32).model, PROMPTS) == expected
+
+
+def test_a_tokenizer_that_is_code_is_read_from_the_file_beside_it(reference: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(reference / name, tmp_path)
+    settings = json.loads((reference / "tokenizer_config.json").read_text())
+    code = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["own.TikTokenTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | code))
+    expected = Checkpoint.open(reference).tokenizer("Hello 123 world<|user|>")["input_ids"]
+    assert Checkpoint.open(tmp_path, weights=False).tokenizer("Hello 123 world<|user|>")["input_ids"] == expected
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match=r"its tokenizer\.json is damaged"):
+        _ = Checkpoint.open(tmp_path, weights=False).tokenizer
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"it is code \(auto_map\).* put a tokenizer\.json") as caught:
+        _ = Checkpoint.open(tmp_path, weights=False).tokenizer
+    assert "\n" not in str(caught.value)
 
 
 def test_files_with_an_index_and_a_tied_head(tmp_path: Path) -> None:
