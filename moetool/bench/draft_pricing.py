@@ -1,4 +1,4 @@
-"""Speculative decoding with offloaded experts, priced by replay: one load then serves every token of a verification."""
+"""Speculative decoding with offloaded experts, priced by replay: one load serves all tokens of a verification."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ class DraftOptions:
 
     Attributes:
         policy: cache policy, with its defaults.
-        share: of all experts that have a slot.
-        length: tokens drafted for each verification.
-        matched: last tokens of the context that an n-gram draft has to find earlier in it, at most.
-        accepted: chances that a drafted token is right, for drafters that the trace cannot run (a replica, or n-grams
-            where it has no token ids); 1 is the bound of any drafter.
-        verify: what a verification computes, in forwards of one token; others report 2.2.
-        compute: what a token's forward computes, in loads of all its experts; 0 is the bound where loads are all.
-        tokens: of the trace, in whole requests, at most.
-        seed: of which drafts are right, and of the routes of wrong ones.
+        share: share of experts with a slot.
+        length: tokens drafted per verification.
+        matched: longest n-gram at the end of the context that a draft looks up earlier in it.
+        accepted: acceptance rates of drafters that the trace cannot run (a replica, or n-grams without token ids); 1 is
+            the bound of any drafter.
+        verify: compute cost of a verification, in forwards of one token; others report 2.2.
+        compute: compute cost of a token's forward, in loads of all its experts; 0 counts loads only.
+        tokens: most tokens of the trace, in whole requests.
+        seed: seed of accepted drafts, and of the routes of rejected ones.
     """
 
     policy: str = "lru"
@@ -47,7 +47,7 @@ class DraftOptions:
         if self.length < 1 or self.matched < 1 or self.tokens < 1 or not 0 < self.share <= 1:
             raise UsageError("expected length, matched and tokens of 1 or more, and a share above 0 and up to 1")
         if not all(0 <= chance <= 1 for chance in self.accepted) or min(self.verify, self.compute) < 0:
-            raise UsageError("expected chances from 0 to 1, and verify and compute of 0 or more")
+            raise UsageError("expected acceptance rates from 0 to 1, and verify and compute of 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,12 @@ class DraftRow:
     """One drafter on one trace.
 
     Attributes:
-        drafter: `none`, `ngram`, or the chance that a drafted token is right.
-        right: drafted tokens that were right, for each drafted one.
-        tokens_per_forward: of decoding.
-        loads_per_token: of decoding.
-        speedup_loads: over `none`, where loads are all that takes time.
-        speedup: over `none`, with what forwards compute.
+        drafter: `none`, `ngram`, or an acceptance rate.
+        right: share of drafted tokens that were accepted.
+        tokens_per_forward: in decoding.
+        loads_per_token: in decoding.
+        speedup_loads: over `none`, counting loads only.
+        speedup: over `none`, with compute time.
     """
 
     trace: str
@@ -74,7 +74,7 @@ class DraftRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTable(JsonRecord):
-    """Rows of several traces."""
+    """Results of several traces."""
 
     command: str
     options: DraftOptions
@@ -84,12 +84,12 @@ class DraftTable(JsonRecord):
 def price_drafts(traces: Sequence[Trace], options: DraftOptions, command: str = "") -> DraftTable:
     """Replay decoding with and without drafts that one forward verifies.
 
-    A forward takes the newest token and the drafts after it. Right drafts take the routes that their tokens took; wrong
-    ones take those of the same token earlier in the request where there is one, else of a random token of the trace:
-    what they would have taken is not recorded. Prompts are forwarded as recorded.
+    A forward takes the newest token and the drafts after it. Accepted drafts take the recorded routes. Routes of
+    rejected drafts are not recorded: they take those of the same token earlier in the request if it occurs, else of a
+    random token of the trace. Prompts are forwarded as recorded.
 
     Raises:
-        UsageError: a trace decodes nothing.
+        UsageError: a trace has no decoded tokens.
     """
     rows: list[DraftRow] = []
     for trace in traces:
@@ -133,7 +133,7 @@ class _Tally:
 
 def _row(trace: str, drafter: str, tally: _Tally, base: _Tally, spec: ModelSpec, options: DraftOptions) -> DraftRow:
     if not base.tokens:
-        raise UsageError(f"{trace} decodes nothing; capture it with --max-new-tokens")
+        raise UsageError(f"{trace} has no decoded tokens; capture it with --max-new-tokens")
     one = options.compute * sum(spec.top_k_L)  # in loads
     plain = base.counts.loads + base.forwards * one
     loads, forward = tally.counts.loads, one if drafter == "none" else one * options.verify
@@ -195,7 +195,7 @@ def _verified(
     pool_TS: np.ndarray,
     tally: _Tally,
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """The forwards of decoding: the true tokens from, to, and the routes of all that it forwards."""
+    """Decode forwards: range of true tokens, and the routes of all forwarded tokens."""
     ids, place, length = request.token_id_T.tolist(), prompt, len(request)
     while place < length:
         drafted: list[int] | int = 0

@@ -1,8 +1,8 @@
-"""Expert parallelism measured: placement modes, predictors, planners and ways to migrate, on the same batches.
+"""Measure expert parallelism: placement modes, predictors, planners and migration modes, on the same batches.
 
-Source: DIRECTOR § VIII, Figures 6, 7, 8, 10 and 11 in miniature. Four ranks on few cores hide imbalance, since whoever
-waits leaves its core to the others; so the time of experts and of links is emulated (`RankOptions`): waited, not
-computed, in proportion to the rows that are really computed and the bytes that are really sent.
+Source: DIRECTOR § VIII, Figures 6, 7, 8, 10 and 11 in miniature. Four ranks on few cores hide imbalance, since a
+waiting rank leaves its core to the others. So expert and link times are emulated (`RankOptions`): ranks sleep in
+proportion to the rows computed and the bytes sent.
 """
 
 import json
@@ -37,7 +37,7 @@ from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 12, "new_tokens": 2, "epochs": 1}
-"""Options of a run that only shows that everything works."""
+"""Options of a smoke test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +46,21 @@ class RankBenchOptions:
 
     Attributes:
         data: prompt sets; each is a task.
-        prompts: of each set; every other one is history.
-        prompt_tokens: prompts are cut after so many.
-        new_tokens: decoded by each request.
+        prompts: prompts per set; every other one is history.
+        prompt_tokens: longest prompt; longer ones are truncated.
+        new_tokens: decoded tokens per request.
         ranks: GPUs, all of one server.
-        seats: requests of a batch on each.
-        batches: of each run; the first, for which there is no prediction, is not counted.
-        tasks: that the requests of one batch are of, drawn anew for each: what is hot changes from batch to batch.
-        room: experts that the GPUs hold, as a multiple of the model's.
-        rounds: every variant runs once in each, in an order that turns.
-        epochs: of the cascade's training.
+        seats: requests per batch on each rank.
+        batches: batches per run; the first has no prediction and is not counted.
+        tasks: tasks per batch, drawn anew for each, so that hot experts change between batches.
+        room: capacity of the GPUs, as a multiple of the model's experts.
+        rounds: every variant runs once per round, in rotating order.
+        epochs: training epochs of the cascade.
         replica: whether to make and measure the 4-bit replica too.
-        profile: file of a cost profile, for decisions before anything was measured.
-        expert_token_s: emulated seconds of an expert's row.
-        link_bytes_s: emulated rate of each rank's way out.
-        seed: of batches and planners.
+        profile: file of a cost profile, for decisions before the first measurement.
+        expert_token_s: emulated seconds per row of an expert.
+        link_bytes_s: emulated rate of each rank's outgoing link.
+        seed: seed of batches and planners.
     """
 
     data: tuple[str, ...] = ("all",)
@@ -91,13 +91,13 @@ class Variant:
     """One way to run the batches.
 
     Attributes:
-        name: in tables.
-        placement: as of `BatchReplacement`.
-        predictors: names of those that it may ask.
-        planner: that places anew.
-        migrate: how experts move.
-        always: whether they move whatever that is expected to cost.
-        figures: of the paper, in which it stands.
+        name: name in tables.
+        placement: see `BatchReplacement`.
+        predictors: names of its predictors.
+        planner: planner for re-placement.
+        migrate: migration mode.
+        always: whether experts move whatever the expected cost.
+        figures: the paper's figures that show it.
     """
 
     name: str
@@ -114,19 +114,19 @@ class RankRun:
     """A variant in one round; sums and means over the batches but the first.
 
     Attributes:
-        batch_s: of each batch.
-        latency_s: mean of the requests, from being asked for, all at once, to their last token.
-        hottest: rows on the fullest GPU, summed over steps and layers.
-        rows: of all GPUs.
+        batch_s: seconds of each batch.
+        latency_s: mean over requests from submission, all at once, to the last token.
+        hottest: rows on the busiest GPU, summed over steps and layers.
+        rows: rows of all GPUs.
         sent_GG: bytes of rows from GPU to GPU.
-        ready_s: that batches waited for experts to be in place.
-        waited_s: that all-to-alls waited for pieces of experts.
-        decided_s: that batches waited for the decision about them.
-        moved_bytes: of experts.
-        during_exchange: of these, in an all-to-all.
-        asked: how often each predictor decided, and
-        placed: how often the placement changed.
-        predict_s, plan_s: of a decision, mean.
+        ready_s: seconds that batches waited for migrations.
+        waited_s: seconds that all-to-alls waited for parts of experts.
+        decided_s: seconds that batches waited for their decision.
+        moved_bytes: bytes of migrated experts.
+        during_exchange: part of these bytes sent during an all-to-all.
+        asked: number of decisions by predictor.
+        placed: number of placement changes.
+        predict_s, plan_s: mean seconds per decision.
     """
 
     batch_s: list[float]
@@ -147,11 +147,11 @@ class RankRun:
 
 @dataclass(slots=True, kw_only=True)
 class Bench(JsonRecord):
-    """Results: by variant a run of each round, and `moetool simulate` of the same.
+    """Results: one run per variant and round, and simulations of the same.
 
     Attributes:
-        costs: that the ranks' head has measured, by the end (`Costs.to_json`).
-        token_s: of each predictor that decided, seconds of a prompt's token in each round, as its decisions had it.
+        costs: final costs measured by the ranks' head (`Costs.to_json`).
+        token_s: by predictor, seconds per prompt token in each round.
     """
 
     options: RankBenchOptions
@@ -163,7 +163,7 @@ class Bench(JsonRecord):
 
 
 def variants(replica: bool) -> list[Variant]:
-    """The compared variants, with those of the replica where there is one."""
+    """The compared variants, with the replica's if it exists."""
     found = [
         Variant(name="vanilla", placement="vanilla"),
         Variant(name="offline", placement="offline", figures=(7, 8, 11)),
@@ -195,10 +195,10 @@ def bench_parallel(
     """Measure.
 
     Args:
-        launcher: of the ranks.
-        work: a folder for the trace, the cascade and the replica; what is there from a run of the same options is used.
-        only: names of variants; all without.
-        on_progress: told how many percent are done.
+        launcher: starts the ranks.
+        work: folder for trace, cascade and replica; results of a run with the same options are reused.
+        only: names of variants (default: all).
+        on_progress: called with the percentage done.
 
     Raises:
         UsageError: an unknown variant, or too few prompts.
@@ -268,7 +268,7 @@ def bench_parallel(
 
 
 def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOptions) -> RankRun:
-    """All requests at once, in the order of their batches; nothing else runs."""
+    """Submit all requests at once, in the order of their batches; nothing else runs."""
     ended: dict[int, float] = {}
     failed: list[str] = []
     over = threading.Event()
@@ -362,7 +362,7 @@ class _Subject:
         return planner.place("director", problem, planner.quick_options("director"))
 
     def predictors(self, names: set[str]) -> Mapping[str, Callable[[Sequence[int], int], np.ndarray]]:
-        """The named predictors, trained or made now where they are missing."""
+        """The named predictors, trained or made now if missing."""
         found: dict[str, Callable[[Sequence[int], int], np.ndarray]] = {}
         if "oracle" in names:
             found["oracle"] = self._oracle()
@@ -410,12 +410,12 @@ class _Subject:
         trace = Trace(folder)
         if len(trace.requests) != len(prompts):
             raise UsageError(
-                f"{folder} is of other prompts; give another directory with --set bench.work, or remove it"
+                f"{folder} is from other prompts; give another directory with --set bench.work, or remove it"
             )
         return trace
 
     def _make(self, name: str, folder: Path) -> None:
-        """A predictor, of nothing that is served."""
+        """A predictor that is not served."""
         if name == "cascade":
             from moetool.learning.training import train
 

@@ -12,23 +12,23 @@ from moetool.bench.paper.verdict import Found
 
 
 def batch_s(run: RankRun) -> float:
-    """Median seconds of a batch: on a busy machine a single one may take many times as long."""
+    """Median seconds of a batch, since single ones take many times as long on a busy machine."""
     return statistics.median(run.batch_s)
 
 
 def busiest_bytes(run: RankRun) -> int:
-    """Bytes on the busiest way from GPU to GPU."""
+    """Bytes on the busiest link between two GPUs."""
     return max(max(row) for row in run.sent_GG)
 
 
 def paired(bench: Bench, name: str, base: str, of: Callable[[RankRun], float]) -> tuple[float, float, float]:
-    """Median, least and most of the ratios of two variants, round by round."""
+    """Median, minimum and maximum of two variants' ratio over rounds."""
     ratios = [of(a) / of(b) for a, b in zip(bench.runs[name], bench.runs[base], strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def print_parallel_bench(bench: Bench) -> None:
-    """A table of all variants and one of the migrations; what was emulated and what was counted."""
+    """Print tables of variants and migrations, and which values are emulated or counted."""
     o = bench.options
     base = next(name for name in ("offline", *bench.runs) if name in bench.runs)
     rows: list[list[Any]] = []
@@ -53,7 +53,7 @@ def print_parallel_bench(bench: Bench) -> None:
         f"{o.batches - 1} batches of {o.ranks * o.seats} requests, each of {o.tasks} tasks; medians of {o.rounds} "
         f"rounds",
         [
-            *("variant", "ms a batch", f"x {base}, paired", "busiest GPU's rows", "x even"),
+            *("variant", "ms/batch", f"x {base}, paired", "busiest GPU's rows", "x even"),
             *("busiest link", "sent", "placed", "simulated"),
         ],
         rows,
@@ -78,7 +78,7 @@ def print_parallel_bench(bench: Bench) -> None:
         tables.print_table(
             "experts migrated per run; times are of a batch, or of a decision",
             [
-                *("variant", "moved", "in an all-to-all", "ms waited before it", "ms all-to-alls waited"),
+                *("variant", "moved", "in an all-to-all", "ms waited before batch", "ms all-to-alls waited"),
                 *("ms waited for a decision", "ms to predict", "ms to plan", "asked"),
             ],
             moved,
@@ -86,26 +86,26 @@ def print_parallel_bench(bench: Bench) -> None:
     stop, overlap = "stop", "overlap"
     if stop in bench.runs and overlap in bench.runs:
         median, low, high = paired(bench, overlap, stop, batch_s)
-        print(f"overlapped against stop-the-world, paired: {median:.3f} of its time ({low:.2f} to {high:.2f})")
+        print(f"overlap against stop-the-world migration, paired: {median:.3f} of its time ({low:.2f} to {high:.2f})")
     print(
-        f"emulated: {1e6 * o.expert_token_s:g} us an expert's row, {tables.count(o.link_bytes_s, 'B')}/s out of a GPU; "
-        f"the other times are of this machine; rows and bytes are counted"
+        f"emulated: {1e6 * o.expert_token_s:g} us per expert row, {tables.count(o.link_bytes_s, 'B')}/s out of a GPU; "
+        f"other times are measured on this machine; rows and bytes are counted"
     )
     if bench.costs:
         row_s, link, move = (bench.costs[name] for name in ("row_s", "link_bytes_s", "move_bytes_s"))
         asked = "".join(
-            f"; {name} {1e3 * statistics.median(taken):.3g} ms a prompt's token"
+            f"; {name} {1e3 * statistics.median(taken):.3g} ms per prompt token"
             for name, taken in bench.token_s.items()
             if name != "oracle" and all(taken)
         )
         print(
-            f"measured while serving: {1e6 * row_s:.3g} us an expert's row, {tables.count(link, 'B')}/s of rows, "
+            f"measured while serving: {1e6 * row_s:.3g} us per expert row, {tables.count(link, 'B')}/s of rows, "
             f"{tables.count(move, 'B')}/s of experts{asked}"
         )
 
 
 def draw(bench: Bench, folder: Path) -> list[Path]:
-    """Figures as SVG files, one for each of DIRECTOR's that the variants make up: batch latency, all and by batch."""
+    """Draw batch latency, mean and by batch, as one SVG file per DIRECTOR figure that the variants cover."""
     founds = {}
     for number in (6, 7, 8, 10, 11):
         names = [one.name for one in bench.variants if number in one.figures]

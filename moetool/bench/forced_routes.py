@@ -1,4 +1,4 @@
-"""Replaying the routes of a trace in a live model: which requests, and how the model is made to follow them."""
+"""Replay the routes of a trace in a live model: choice of requests, and hooks that force the routes."""
 
 import hashlib
 import json
@@ -25,12 +25,12 @@ PROMPT_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One request of a trace that is replayed.
+    """One replayed request of a trace.
 
     Attributes:
         request: its number in the trace.
         prompt_tokens: tokens of its one prompt forward.
-        tokens: tokens that are forwarded in all: the prompt, then one a forward.
+        tokens: forwarded tokens in all: the prompt, then one per forward.
     """
 
     request: int
@@ -47,16 +47,16 @@ def choose(
     task: str | None = None,
     predictor: Any = None,
 ) -> list[Chosen]:
-    """The first requests of a trace that are long enough and that the predictor was not trained on.
+    """First requests of a trace that are long enough and not in the predictor's training data.
 
     Args:
         new_tokens: tokens to generate; the last of them is not forwarded.
-        prompt_share: share of a request's tokens that make its prompt; by default as the trace says, and a third
-            where it was imported from a file that does not say.
-        task: of the requests; any by default.
+        prompt_share: share of a request's tokens in its prompt (default: the trace's, or a third if the imported file
+            has none).
+        task: task of the requests (default: any).
 
     Raises:
-        UsageError: there are fewer such requests.
+        UsageError: the trace has fewer such requests.
     """
     allowed = None
     if predictor is not None and predictor.card:
@@ -83,7 +83,7 @@ def choose(
 
 
 def bench_spec(spec: ModelSpec, trace: Trace) -> ModelSpec:
-    """A model's spec with the top-k of the routes that it is to follow.
+    """A model's spec with the top-k of the forced routes.
 
     Raises:
         MismatchError: the trace has fewer layers, other numbers of experts, or more experts a token.
@@ -91,7 +91,7 @@ def bench_spec(spec: ModelSpec, trace: Trace) -> ModelSpec:
     found, layers = trace.spec, spec.num_layers
     if found.num_layers < layers or found.num_experts_L[:layers] != spec.num_experts_L:
         raise MismatchError(
-            f"{trace.path} is of {found.num_layers} MoE layers x {found.num_experts} experts, and {spec.name} has "
+            f"{trace.path} has {found.num_layers} MoE layers x {found.num_experts} experts, and {spec.name} has "
             f"{layers} x {spec.num_experts}; give routes of the same shape, or fewer --layers"
         )
     top_k_L = found.top_k_L[:layers]
@@ -105,9 +105,9 @@ def bench_spec(spec: ModelSpec, trace: Trace) -> ModelSpec:
 
 
 def write_part(trace: Trace, spec: ModelSpec, chosen: Sequence[Chosen], work: Path) -> Trace:
-    """The chosen tokens of a trace in the first layers alone, as a trace of the model that follows them.
+    """Write the selected tokens of a trace, first layers only, as a trace of the model that follows them.
 
-    `moetool replay` reads it like any other. It is kept in `work` and found again.
+    `moetool replay` reads it like any other. It is kept in `work` and reused.
 
     Effects: writes it, whole or not at all.
     """
@@ -144,18 +144,18 @@ def write_part(trace: Trace, spec: ModelSpec, chosen: Sequence[Chosen], work: Pa
 
 
 class ForcedRoutes:
-    """Makes a model's layers use the experts, and the weights, that a trace holds, instead of their routers' choice.
+    """Makes a model's layers use a trace's experts and weights instead of their routers' choice.
 
-    The routers run all the same; what they chose is thrown away. Token by token: row `position` of the request.
+    The routers run, but their choice is dropped. Each token takes row `position` of its request.
 
     Args:
-        layers: of a model in memory.
-        trace: from `write_part`, of that model.
+        layers: layers of a model in memory.
+        trace: a trace of that model from `write_part`.
 
     Effects: hooks the layers' experts until `close`. Hooks that come later see the forced routes.
 
     Raises:
-        UsageError: the family's routers hand out no choice that could be replaced.
+        UsageError: the family's routers return no replaceable choice.
     """
 
     def __init__(self, layers: Sequence[MoeLayer], trace: Trace) -> None:
@@ -174,7 +174,7 @@ class ForcedRoutes:
         self.attach(layers)
 
     def attach(self, layers: Sequence[MoeLayer]) -> None:
-        """Make another copy of the model follow them too. Raises: UsageError, as above."""
+        """Force the routes on another copy of the model too. Raises: UsageError: see the class."""
         if any(layer.form.call not in (Call.INTERFACE, Call.EXPERTS) for layer in layers):
             raise UsageError("the routers of this family return no replaceable choice; use --data")
         self._handles += [
@@ -187,12 +187,12 @@ class ForcedRoutes:
         self._first_row[request] = self._start_of[number]
 
     def begin_forward(self, info: ForwardInfo) -> None:
-        """Announce the forward that is about to run."""
+        """Announce the next forward."""
         rows = [self._first_row[r] + p for r, p in zip(info.request_T, info.position_T, strict=True)]
         self._rows_T = torch.tensor(rows)
 
     def close(self) -> None:
-        """Give the routers back their choice."""
+        """Restore the routers' choice."""
         for handle in self._handles:
             handle.remove()
 
@@ -200,7 +200,7 @@ class ForcedRoutes:
         hidden, _, weights, *rest = args
         if len(self._rows_T) != hidden.reshape(-1, hidden.shape[-1]).shape[0]:
             raise RuntimeError(f"{len(self._rows_T)} tokens were announced, and the forward has {hidden.shape}")
-        if self._rows_T.device != hidden.device:  # the routes lie where the model is from its first forward on
+        if self._rows_T.device != hidden.device:  # the routes move to the model's device at its first forward
             self._rows_T = self._rows_T.to(hidden.device)
             self._experts = [experts.to(hidden.device) for experts in self._experts]
             self._weights = [weights.to(hidden.device) for weights in self._weights]
@@ -211,7 +211,7 @@ class ForcedRoutes:
 class CutPredictor:
     """A predictor of the routes' model, for the one that follows them in its first layers.
 
-    What a policy takes from a predictor as a whole, and not layer by layer, it only has where no layer is cut.
+    Values of all layers at once are available only if no layer is cut.
 
     Args:
         predictor: a `moetool.learning.predictor.Predictor`.
@@ -229,23 +229,23 @@ class CutPredictor:
         self._predictor = predictor
 
     def observe(self, event: GateEvent) -> None:
-        """As `Predictor.observe`."""
+        """See `Predictor.observe`."""
         self._predictor.observe(event)
 
     def scores(self, layer: int) -> np.ndarray:
-        """As `Predictor.scores`."""
+        """See `Predictor.scores`."""
         scored: np.ndarray = self._predictor.scores(layer)
         return scored
 
 
 def _tokens_of(trace: Trace, one: Chosen) -> TokenBatch:
-    """The first tokens of a request by position, whatever forwards they were in."""
+    """The first tokens of a request by position, across forwards."""
     parts = [batch.select(batch.request_T == one.request) for batch in trace.batches(["weights"])]
     rows = TokenBatch.concatenate([part for part in parts if len(part)])
     rows = rows.select(np.argsort(rows.position_T, kind="stable")[: one.tokens])
     if not np.array_equal(rows.position_T, np.arange(one.tokens)):
         raise MismatchError(
-            f"request {one.request} of {trace.path} has positions missing or twice, as a restarted one has; capture "
+            f"request {one.request} of {trace.path} has missing or duplicate positions, as after a restart; capture "
             "again, one prompt after the other"
         )
     return rows

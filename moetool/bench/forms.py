@@ -1,14 +1,14 @@
-"""Two forms of one model in the same memory: its experts as they are beside those of a packed replica.
+"""Compare two forms of one model in the same memory: its experts as stored and those of a packed replica.
 
-A shape, whose weights are random, has a form of its own made: rounded to nearest. Both then follow the routes of a
-trace, and nothing is said of what rounding does.
+A shape has random weights, so its packed form is made by rounding to nearest. Both then follow the routes of a trace,
+and the effect of rounding is not measured.
 
-Packed experts are smaller, so that more of them fit, fewer are read, and each read is shorter; what they cost is the
-unpacking of each expert that is computed, and what rounding does to the model, which is measured beside them.
+Packed experts are smaller: more of them fit, fewer are read, and each read is shorter. Their cost is the unpacking of
+each computed expert, and the rounding error of the model, which is measured too.
 
-Equal are bytes: dense weights, KV cache and expert pool together. What unpacking takes is part of them, so that the
-pool of the packed form is that much smaller. Every line runs once a round, cold, on the same prompts; each form goes on
-with the tokens that it makes itself.
+Both forms have equal total bytes of dense weights, KV cache and expert pool. Memory for unpacking is included, which
+makes the packed form's pool smaller. Every line runs once per round, cold, on the same prompts; each form continues
+with its own tokens.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ class FormLine:
 
     Attributes:
         form: data type of the experts: `bfloat16`, `int4`.
-        memory_bytes: dense weights, KV cache, expert pool and room for unpacking, together; the same for both forms.
-        experts_bytes: of the pool and the room for unpacking.
-        tokens_s: tokens that were made for each second of a run, prompts included; the median over the rounds.
-        line: the rest (`moetool.bench.serving_results.ServingLine`).
+        memory_bytes: total of dense weights, KV cache, expert pool and memory for unpacking; equal for both forms.
+        experts_bytes: bytes of the pool and the memory for unpacking.
+        tokens_s: generated tokens per second of a run, prompts included; median over rounds.
+        line: other values (`moetool.bench.serving_results.ServingLine`).
     """
 
     form: str
@@ -70,12 +70,12 @@ class FormsBench(ServingConditions):
 
     Attributes:
         model, beside: the two checkpoints.
-        experts_bytes: of all experts, by form.
-        disk_bytes_s: the disk's rate for whole experts with the best number of threads, by form; medians over rounds.
-        lines: those of the model and those of the other form in turn.
-        judged_tokens: tokens of the prompts that the two were compared on; 0 for random weights.
-        kl: mean divergence of the other form's next token from the model's, in nats.
-        top1, match: share of tokens with the same likeliest next token; of experts that both choose.
+        experts_bytes: bytes of all experts, by form.
+        disk_bytes_s: disk rate for whole experts with the best number of threads, by form; medians over rounds.
+        lines: lines of the model and the other form, alternating.
+        judged_tokens: prompt tokens in the comparison of the two; 0 for random weights.
+        kl: mean KL divergence of the other form's next token from the model's, in nats.
+        top1, match: share of tokens with the same most likely next token; share of experts that both choose.
     """
 
     model: str
@@ -91,11 +91,11 @@ class FormsBench(ServingConditions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """A checkpoint in memory without its experts, and the bytes that it takes so.
+    """A checkpoint in memory without its experts, and its bytes.
 
     Attributes:
         name: data type of the experts.
-        title: of the checkpoint, for people.
+        title: display name of the checkpoint.
     """
 
     name: str
@@ -115,19 +115,19 @@ def bench_forms(
     command: str = "",
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> FormsBench:
-    """Time a model and a packed replica of it with every policy in every budget, batch 1.
+    """Time a model and its packed replica with every policy and budget, at batch 1.
 
     Args:
-        beside: the replica's folder, where prompts that it was made from are left out; a shape's is made of it.
-        budgets: for the experts of the model as it is, and what unpacking the replica's takes: bytes, or a share.
+        beside: the replica's folder, whose calibration prompts are left out; a shape's replica is made from it.
+        budgets: memory for the model's experts, or for the replica's and their unpacking: bytes, or a share.
 
     Effects: sets torch's number of threads; allocates one pool at a time; writes a shape's two checkpoints and the
         part of the trace into `subject.work`.
 
     Raises:
         UsageError: an unknown name, a policy that needs a predictor or the future, or experts that cannot be packed.
-        MismatchError: the replica is one of another model, or packed no better than the model.
-        CapacityError: a budget is too small, or memory is.
+        MismatchError: the replica belongs to another model, or is not smaller than the model.
+        CapacityError: a budget, or the machine's memory, is too small.
     """
     chosen, values = options or ServingBenchOptions(), policy_options or {}
     for name in policies:
@@ -163,9 +163,9 @@ def bench_forms(
 def _open(
     subject: Subject, beside: str, policies: Sequence[str], options: ServingBenchOptions, stack: contextlib.ExitStack
 ) -> tuple[list[_Form], Workload, ForcedRoutes | None]:
-    """The two forms in memory, what they are given, and the routes that they follow where they follow any.
+    """Load the two forms, their inputs, and the forced routes if there are any.
 
-    Effects: sets torch's number of threads; closes and removes at the end of `stack` what it makes.
+    Effects: sets torch's number of threads; closes and removes its objects at the end of `stack`.
     """
     if subject.shape is not None:
         scheme = Scheme(bits=4, group=options.group)
@@ -206,7 +206,7 @@ def _form(title: str, loaded: LoadedModel, products: bool) -> _Form:
 
 
 def _require_same_shape(model: Checkpoint, other: Checkpoint) -> None:
-    """Raises: MismatchError unless the second checkpoint is the first model in a smaller form."""
+    """Raises: MismatchError: the second checkpoint is not the first model in a smaller form."""
     first, second = model.spec, other.spec
     shapes = [
         (one.layer_ids_L, one.num_experts_L, one.top_k_L, one.hidden_size, one.score_function)
@@ -220,12 +220,12 @@ def _require_same_shape(model: Checkpoint, other: Checkpoint) -> None:
     if other.quantization is None or second.slot_bytes >= first.slot_bytes:
         raise MismatchError(
             f"{other.path} has experts of {second.slot_bytes:,} bytes and {model.path} of {first.slot_bytes:,}, "
-            "expected packed and smaller ones after --beside; give the two the other way round, or a packed replica"
+            "expected smaller, packed ones after --beside; swap the two, or give a packed replica"
         )
 
 
 def _seen_prompts(path: Path) -> frozenset[str]:
-    """Prompts that a replica was made from; empty without a card."""
+    """Calibration prompts of a replica; empty without a card."""
     card = path / CARD
     if not card.is_file():
         return frozenset()
@@ -240,7 +240,7 @@ def _entries(
     values: Mapping[str, Mapping[str, Any]],
     kv_bytes: int,
 ) -> tuple[list[LineToServe], list[str]]:
-    """The lines to be: for each policy and budget one a form. Raises: CapacityError where none fits, or memory ends."""
+    """Lines to run: one per policy, budget and form. Raises: CapacityError: none fits, or memory is too small."""
     entries: list[LineToServe] = []
     notes: list[str] = []
     for policy in policies:
@@ -262,10 +262,10 @@ def _entries(
                 line = LineToServe(form.loaded, policy, budget, slots, build, form=form.name, memory_bytes=memory)
                 entries.append(line)
     if not entries:
-        raise CapacityError(f"there is nothing to serve: {'; '.join(notes)}; give larger budgets")
+        raise CapacityError(f"no budget is large enough: {'; '.join(notes)}; give larger budgets")
     most = max(entry.memory_bytes for entry in entries)
     if most > (free := memory_bytes()[1]):
-        raise CapacityError(f"the largest line takes {most:,} bytes, and {free:,} are free; give smaller budgets")
+        raise CapacityError(f"the largest line needs {most:,} bytes, but {free:,} are free; give smaller budgets")
     return entries, notes
 
 
@@ -290,7 +290,7 @@ def _blocks(workload: Workload) -> torch.Tensor:
 
 
 def print_forms(made: FormsBench) -> None:
-    """The table, with the conditions above it and the comparison of the two forms below."""
+    """Print the table, with conditions above it and the comparison of the two forms below."""
     sizes = " and ".join(f"{tables.count(size, 'B')} as {form}" for form, size in made.experts_bytes.items())
     rates = " and ".join(f"{tables.count(rate, 'B')}/s as {form}" for form, rate in made.disk_bytes_s.items())
     made.print_header(f"{made.model} beside {made.beside}: experts of {sizes}", f"whole experts read at {rates}")

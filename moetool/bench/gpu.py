@@ -1,9 +1,8 @@
-"""A device measured cell by cell: shapes, policies and shares of the experts, each cell written as soon as it is known.
+"""Measure a device cell by cell: shapes, policies and shares of the experts, each cell written at once.
 
-The experts follow published routes (`moetool.bench.forced_routes`), and all of them lie in host memory, so that a miss
-costs a copy and no read of the disk once it has been read. Policies that look at more than routes are measured on what
-the random routers choose, at the middle share and beside lru on the same. `--device cpu` runs the same code on a
-processor.
+The experts follow published routes (`moetool.bench.forced_routes`), and all experts fit in host memory, so that a miss
+costs a copy, and a disk read only once. Policies that need more than routes follow the random routers, at the middle
+share and next to lru on the same. `--device cpu` runs the same code on a CPU.
 """
 
 import contextlib
@@ -38,12 +37,12 @@ class GpuBenchOptions:
 
     Attributes:
         layers: MoE layers of each shape.
-        shares: of the experts that have a slot.
+        shares: shares of experts with a slot.
         policies: cache policies of the shares below 1.
-        new_tokens: of the one request, after its prompt.
-        limit_s: seconds after which no further cell is begun.
-        plain: whether transformers runs the model too, all on the device.
-        io_threads: that read experts into host memory.
+        new_tokens: generated tokens of the one request.
+        limit_s: seconds after which no further cell starts.
+        plain: whether transformers also runs the model, all on the device.
+        io_threads: threads that read experts into host memory.
     """
 
     layers: int = 8
@@ -66,14 +65,14 @@ class DeviceCell:
     """One policy and share of one shape, or all experts in memory, or plain transformers.
 
     Attributes:
-        share: of the experts that have a slot.
-        routers: whether the model follows its own routers, and no published routes.
+        share: share of experts with a slot.
+        routers: whether the model follows its own routers instead of published routes.
         prefill_s: seconds of the prompt's forward.
-        decode_s, decode_p95_s: median and 95th percentile of a later token.
-        moved_token_bytes: bytes brought to the device for each later token.
-        bound_s: seconds that those bytes take at the measured bandwidth; 0 where nothing moves.
-        hit_rate: of decoding.
-        why: reason that it is not measured.
+        decode_s, decode_p95_s: median and 95th percentile of seconds per decoded token.
+        moved_token_bytes: bytes copied to the device per decoded token.
+        bound_s: seconds for those bytes at the measured bandwidth; 0 if nothing moves.
+        hit_rate: hit rate of decoding.
+        why: why it is not measured.
     """
 
     shape: str
@@ -103,11 +102,11 @@ class GpuBench(JsonRecord):
 def bench_gpu(
     shapes: Sequence[str], routes: Path, *, device: str, options: GpuBenchOptions, folder: Path, command: str
 ) -> GpuBench:
-    """Measure every cell, the most telling first, and write each into `folder`.
+    """Measure every cell, the most informative first, and write each into `folder`.
 
     Args:
-        shapes: configs alone, whose weights are made up (`moetool.bench.random_checkpoint`).
-        routes: a folder with a trace for each shape, of its name.
+        shapes: configs without weights; weights are random (`moetool.bench.random_checkpoint`).
+        routes: folder with one trace per shape, named after it.
 
     Raises:
         UsageError: there is no such device.
@@ -132,7 +131,7 @@ def bench_gpu(
             for cell in planned:
                 try:
                     if time.monotonic() - began > options.limit_s:
-                        raise MoetoolError(f"not begun within {options.limit_s:.0f} s")
+                        raise MoetoolError(f"not started within {options.limit_s:.0f} s")
                     if stage is None:
                         stage = _open(shape, routes / name, where, options, folder, stack)
                     cell = _measure(cell, stage, where, rate, options)
@@ -146,7 +145,7 @@ def bench_gpu(
 
 
 def host_bandwidth(device: torch.device) -> float:
-    """Bytes a second of copies from host memory, pinned beside a GPU, to the device; the best of some."""
+    """Bytes per second of copies from host memory (pinned for a GPU) to the device; best of several."""
     copies = open_copies(device)
     try:
         source, target = copies.host_memory(_COPY_BYTES), copies.device_memory(_COPY_BYTES)
@@ -161,13 +160,11 @@ def host_bandwidth(device: torch.device) -> float:
 
 
 def print_gpu(made: GpuBench) -> None:
-    """One table, a row for each cell."""
+    """Print one table, a row per cell."""
     heads = ("shape", "policy", "experts", "prefill s", "ms/token", "p95", "MB/token", "bound ms", "hits")
     title = f"{made.device}: {made.host_bytes_s / 1e9:.1f} GB/s from host memory"
     tables.print_table(title, heads, [_row(cell) for cell in made.cells if not cell.why], num_text=2)
-    print(
-        "bound: time of the bytes moved at that bandwidth; (own): by the model's random routers, not by traced routes"
-    )
+    print("bound: time of the moved bytes at that bandwidth; (own): routes of the model's random routers")
     for why in dict.fromkeys(cell.why for cell in made.cells if cell.why):
         missing = [f"{cell.shape} {cell.policy} {cell.share:.1%}" for cell in made.cells if cell.why == why]
         print(f"not measured: {', '.join(missing)}: {why}")

@@ -1,4 +1,4 @@
-"""Processes whose memory the kernel limits: a control group for each, of version 1 or 2."""
+"""Limit the memory of processes by a control group each, of version 1 or 2."""
 
 import contextlib
 import os
@@ -13,12 +13,12 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @contextlib.contextmanager
 def limited_group(num_bytes: int, root: Path = _ROOT) -> Iterator[list[str]]:
-    """A control group of so many bytes, page cache included; gives what a command is put behind to run in it.
+    """Create a control group with this limit, page cache included; yields the prefix of a command that runs in it.
 
     Effects: makes the group and removes it; its processes must have ended by then.
 
     Raises:
-        CapacityError: this user may not make one.
+        CapacityError: the user lacks the permission.
     """
     first = root / "memory"
     parent, limit = (first, "memory.limit_in_bytes") if first.is_dir() else (root, "memory.max")
@@ -33,7 +33,7 @@ def limited_group(num_bytes: int, root: Path = _ROOT) -> Iterator[list[str]]:
             group.rmdir()
         raise CapacityError(
             f"cannot limit memory by a control group at {parent} ({error.strerror}): run as root, or in a delegated "
-            "group; without it only what is all in memory is measured"
+            "group; without it only models that fit in memory are measured"
         ) from None
     try:
         yield ["/bin/sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh"]
@@ -43,7 +43,7 @@ def limited_group(num_bytes: int, root: Path = _ROOT) -> Iterator[list[str]]:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Forget what the page cache holds of the files of a folder, or of one file: it would lie outside any limit."""
+    """Drop a file or a folder's files from the page cache, which would be outside any limit."""
     for file in [folder] if folder.is_file() else [file for file in folder.iterdir() if file.is_file()]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -53,7 +53,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def bytes_read(process: "subprocess.Popen[bytes]") -> int:
-    """Bytes that a process has had read from disk so far; 0 where the kernel does not say."""
+    """Bytes that a process has read from disk so far; 0 if the kernel does not report them."""
     try:
         for line in Path(f"/proc/{process.pid}/io").read_text().splitlines():
             if line.startswith("read_bytes:"):

@@ -1,4 +1,4 @@
-"""transformers' own ways of running a model, to compare with."""
+"""Baselines: transformers' own ways to run a model."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from moetool.models.spec import moe_layers
 
 
 def open_offloaded(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: str) -> tuple[Any, list[Any]] | str:
-    """The model as transformers offloads it: `device_map="auto"` with so much memory, the rest on disk.
+    """Load a model with transformers' offloading: `device_map="auto"` with this memory, the rest on disk.
 
     Args:
-        scratch: a folder for what it writes.
+        scratch: folder for its files.
 
     Returns:
-        The model and its MoE layers, or why there is none, in one line and transformers' own words.
+        The model and its MoE layers, or transformers' error in one line.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -32,7 +32,7 @@ def open_offloaded(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: s
             offload_folder=scratch,
         ).eval()
         return model, list(moe_layers(model))
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the result
         return refusal(error)
 
 

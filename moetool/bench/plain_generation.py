@@ -8,7 +8,7 @@ from typing import Any
 
 
 def main(model: str, settings: dict[str, Any]) -> list[list[float]]:
-    """Seconds of the forward of each prompt and of the decoding of its answer.
+    """Time the forward of each prompt and the decoding of its answer.
 
     Args:
         settings: `threads`, `dtype`, `new_tokens` and `prompts`, lists of token ids.
@@ -23,7 +23,7 @@ def main(model: str, settings: dict[str, Any]) -> list[list[float]]:
 
 
 def time_tokens(model: Any, prompt: Sequence[int], new_tokens: int) -> tuple[float, list[float]]:
-    """Seconds of the prompt's forward and of each later token's, greedily, by transformers' model and cache."""
+    """Time the prompt's forward and each decoded token, greedily, with transformers' model and cache."""
     import torch
 
     def measured(tokens: Any, **arguments: Any) -> tuple[Any, float]:

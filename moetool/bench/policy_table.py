@@ -1,4 +1,4 @@
-"""Every policy, cold, with several budgets on several traces: hits and bytes, against the bound."""
+"""Replay every policy, cold, with several budgets on several traces: hits and bytes, against the bound."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 
 BOUND = "belady"
 BY_LAYER = ("lru", "lfu", "lfru", "least_stale", "foresight")
-"""Policies that are tried with slots for each layer too."""
+"""Policies that also run with a pool per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,11 @@ class PolicyCell:
     """One policy with one budget on one trace.
 
     Attributes:
-        policy: its name, with `by layer` where each layer has the same number of slots.
-        share: of all experts that the budget holds.
+        policy: its name, with `by layer` for equal slots per layer.
+        share: share of all experts that the budget holds.
         hit_rate: share of needed experts that were resident.
-        loaded: loads, on demand and ahead, for each needed expert: bytes moved by bytes needed, since a trace's experts
-            count as one size here.
-        hosted: share of needed experts that the host computed in place of loading them.
+        loaded: loads (on-demand and prefetch) per needed expert; with equal expert sizes, moved bytes / needed bytes.
+        hosted: share of needed experts that the host computed instead of loading.
     """
 
     trace: str
@@ -43,13 +42,13 @@ class PolicyCell:
 
     @property
     def touched(self) -> float:
-        """Loaded, or computed with on the host: an expert that is read either way."""
+        """Loaded or computed on the host: experts read either way."""
         return self.loaded + self.hosted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTable(JsonRecord):
-    """The cells, with the command that made them."""
+    """The cells, with their command."""
 
     command: str
     tokens: int
@@ -67,8 +66,8 @@ def bench_policies(
     """Replay every lossless policy that needs no training, and the bound, from an empty pool.
 
     Args:
-        shares: of all experts.
-        tokens: of each trace: its first requests up to about so many, at least one.
+        shares: budgets as shares of all experts.
+        tokens: approximate tokens of each trace's first requests, at least one request.
         on_trace: called after each trace.
 
     Raises:
@@ -77,7 +76,7 @@ def bench_policies(
     if not shares or not all(0 < share <= 1 for share in shares):
         raise UsageError(f"budgets are {list(shares)}, expected shares of all experts, above 0% and up to 100%")
     if len({path.name for path in traces}) < len(traces):
-        raise UsageError("traces are told apart by the names of their directories, and two are the same; rename one")
+        raise UsageError("two traces have the same directory name; rename one")
     cells: list[PolicyCell] = []
     for number, path in enumerate(traces, start=1):
         cells += _cells(Trace(path), shares, tokens)
@@ -86,7 +85,7 @@ def bench_policies(
 
 
 def print_policies(made: PolicyTable) -> None:
-    """A table for each trace: the fewest bytes at the middle budget first, loaded or computed with on the host."""
+    """Print a table per trace: fewest bytes at the middle budget first, loaded or computed on the host."""
     for trace, group in itertools.groupby(made.cells, key=lambda cell: cell.trace):
         cells = list(group)
         shares = sorted({cell.share for cell in cells})
@@ -96,7 +95,7 @@ def print_policies(made: PolicyTable) -> None:
         middle = shares[len(shares) // 2]
         ranked = sorted(rows.items(), key=lambda item: item[1][middle].touched if middle in item[1] else 2.0)
         tables.print_table(
-            f"{trace}: loads for each needed expert (and hits), by share of the experts in memory",
+            f"{trace}: loads per needed expert (hit rate), by share of the experts in memory",
             ("policy", *(f"{share:.1%}" for share in shares)),
             [[name, *(_spelled(found.get(share)) for share in shares)] for name, found in ranked],
         )
@@ -140,7 +139,7 @@ def _cell(trace: Trace, share: float, name: str, row: ReplayRow) -> PolicyCell:
 
 
 def _first(trace: Trace, tokens: int) -> frozenset[int]:
-    """The first requests that have about so many tokens together."""
+    """The first requests with about this number of tokens in all."""
     chosen: list[int] = []
     total = 0
     for request, count in zip(*(trace.requests[name].to_pylist() for name in ("request", "tokens")), strict=True):

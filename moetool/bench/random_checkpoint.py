@@ -1,7 +1,7 @@
 """A checkpoint of a real shape with random weights: real bytes to read, without a download.
 
-Values do not change how long a read or a product takes, so a few layers of a shape stand for the model's own. The
-files are laid out as the family's checkpoints are: each expert's matrices side by side, a file for each layer.
+Values do not change the time of a read or a product, so a few layers of a shape represent the model's own. Files have
+the layout of the family's checkpoints: each expert's matrices contiguous, one file per layer.
 """
 
 import hashlib
@@ -23,20 +23,20 @@ MARKER = "random.json"
 _SCHEMA = 1
 _INDEX = "model.safetensors.index.json"
 _PER_LAYER = ("layer_types", "mlp_layer_types")
-_CHUNK = 2**22  # numbers that are made and written at a time
+_CHUNK = 2**22  # numbers generated and written at a time
 _SIGN_AND_FRACTION, _EXPONENT = 0x807F, 0x3C80  # bfloat16 between 2^-6 and 2^-5, of either sign
 _ONE = 0x3F80
 
 
 def cut_config(shape: str, layers: int | None) -> dict[str, Any]:
-    """The config.json of a shape with only so many MoE layers, and the dense ones before them.
+    """The config.json of a shape reduced to this number of MoE layers, with the dense ones before them.
 
     Args:
-        shape: as `moetool.models.location.locate_config` takes it.
-        layers: None leaves all of them.
+        shape: argument of `moetool.models.location.locate_config`.
+        layers: None: all.
 
     Raises:
-        UsageError: there is no such shape, or it has fewer MoE layers.
+        UsageError: the shape does not exist, or has fewer MoE layers.
     """
     checkpoint = Checkpoint.open(shape, weights=False)
     raw = dict(checkpoint.raw)
@@ -58,20 +58,18 @@ def cut_config(shape: str, layers: int | None) -> dict[str, Any]:
 
 
 def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int = 0) -> Path:
-    """The folder of a checkpoint with so many MoE layers of a shape (None: all), bfloat16, random under `seed`.
+    """Write a checkpoint with this number of a shape's MoE layers (None: all), bfloat16, random by `seed`.
 
     Matrices hold values between 2^-6 and 2^-5 of either sign, vectors hold ones. There is no tokenizer.
 
     Args:
-        work: the folder that it is kept in, and found again in by the same config and seed.
+        work: folder that keeps it, for reuse with the same config and seed.
 
-    Effects: writes it, whole or not at all, a file at a time and never more than some megabytes in memory; drops
-        it from the page cache.
+    Effects: writes it atomically, a file at a time with a few megabytes in memory; drops it from the page cache.
 
     Raises:
-        UsageError: there is no such shape, or it has fewer MoE layers.
-        CapacityError: the disk has no room for it.
-    """
+        UsageError: the shape does not exist, or has fewer MoE layers.
+        CapacityError: the disk is too full."""
     config = cut_config(shape, layers)
     facts = {"schema_version": _SCHEMA, "seed": seed, "config": config}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -85,7 +83,7 @@ def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int =
         files = _files(staged)
         total = sum(_num_bytes(shape_) for tensors in files.values() for shape_ in tensors.values())
         free = shutil.disk_usage(work).free
-        if free < total * 1.02 + 2**24:  # headers, and a little for whoever else writes there
+        if free < total * 1.02 + 2**24:  # headers, and a reserve for other writers
             raise CapacityError(
                 f"{layers or 'all'} MoE layers of {shape} take {total:,} bytes on disk and {work.resolve()} has "
                 f"{free:,} free; give fewer --layers, or another directory with --work"
@@ -100,14 +98,14 @@ def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int =
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove what `random_checkpoint` has written, and nothing else.
+    """Remove a folder written by `random_checkpoint`, and nothing else.
 
     Raises:
         UsageError: the folder is not such a checkpoint.
     """
     if not (path / MARKER).is_file():
         raise UsageError(f"{path} holds no {MARKER}, so moetool did not write it and will not remove it")
-    doomed = path.with_name(path.name + durable.PARTIAL)  # killed half-way, the next run clears it away
+    doomed = path.with_name(path.name + durable.PARTIAL)  # if killed, the next run removes it
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -137,7 +135,7 @@ def _num_bytes(shape: tuple[int, ...]) -> int:
 
 
 def write_tensors(file: Path, tensors: dict[str, tuple[int, ...]], seed: list[int]) -> None:
-    """One safetensors file, the tensors in the order of their names."""
+    """Write one safetensors file, with tensors in the order of their names."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():

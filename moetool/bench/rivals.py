@@ -1,8 +1,8 @@
-"""moetool beside llama.cpp and plain transformers: the same weights, prompts and threads, in the same memory.
+"""Compare moetool with llama.cpp and plain transformers: the same weights, prompts, threads and memory.
 
-Each engine runs in a process of its own, and with limited memory in a control group, whose limit counts the page cache:
-llama.cpp maps its file, moetool fits its expert pool. An engine's server is asked by the same client; plain
-transformers has no server and times itself. Every prompt differs, so that no prefix is reused.
+Each engine runs in its own process, and with limited memory in a control group, whose limit includes the page cache:
+llama.cpp maps its file, moetool sizes its expert pool. The same client calls each engine's server; plain transformers
+has no server and times itself. Every prompt differs, so that no prefix is reused.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ class RivalOptions:
     """Options of `moetool bench rivals`.
 
     Attributes:
-        prompt_tokens, new_tokens: of each request.
-        rounds: requests that count, after one that does not.
-        shares: of the model's bytes that memory is limited to; 0 for no limit.
-        threads: of each engine.
-        dtype: that moetool and transformers compute in.
+        prompt_tokens, new_tokens: tokens of each request.
+        rounds: measured requests, after one warm-up.
+        shares: memory limits as shares of the model's bytes; 0: no limit.
+        threads: threads of each engine.
+        dtype: compute type of moetool and transformers.
     """
 
     prompt_tokens: int = 256
@@ -54,7 +54,7 @@ class RivalOptions:
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens, self.new_tokens, self.rounds, self.threads) < 1:
-            raise UsageError("prompt_tokens, new_tokens, rounds and threads are at least 1")
+            raise UsageError("expected prompt_tokens, new_tokens, rounds and threads of 1 or more")
         if not all(0 <= share < 1 for share in self.shares):
             raise UsageError(
                 f"shares is {list(self.shares)}, expected shares of the model from 0 (no limit) to below 1"
@@ -66,11 +66,11 @@ class Cell:
     """One engine in one memory; rates are medians over the rounds.
 
     Attributes:
-        memory_bytes: the limit; None for none.
-        prefill_tokens_s, decode_tokens_s: None where not measured.
-        read_token_bytes: bytes read from disk for each new token.
-        slowest_tokens_s: decode in the slowest round.
-        why: reason that it is not measured.
+        memory_bytes: the limit; None: no limit.
+        prefill_tokens_s, decode_tokens_s: None if not measured.
+        read_token_bytes: bytes read from disk per new token.
+        slowest_tokens_s: decode rate of the slowest round.
+        why: why it is not measured.
     """
 
     engine: str
@@ -84,12 +84,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalBench(JsonRecord):
-    """All cells, and what bounds them.
+    """All cells, and their bound.
 
     Attributes:
         model_bytes: dense weights and experts.
-        token_bytes: of weights that one decoded token reads from memory: dense weights without the input embedding, of
-            which it reads a row, and its experts.
+        token_bytes: bytes of weights that one decoded token reads from memory: its experts and dense weights, without
+            the input embedding, of which it reads a row.
         memory_bytes_s: measured read bandwidth of the memory.
     """
 
@@ -103,7 +103,7 @@ class RivalBench(JsonRecord):
 
     @property
     def bound_tokens_s(self) -> float:
-        """Tokens a second if decoding did nothing but read its weights from memory."""
+        """Tokens per second if decoding only read its weights from memory."""
         return self.memory_bytes_s / self.token_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -125,8 +125,8 @@ def bench_rivals(
 
     Args:
         gguf: the same weights for llama.cpp.
-        llama_server: its server; looked for on the PATH if not given.
-        folder: where each cell is written as soon as it is measured.
+        llama_server: its server (default: from the PATH).
+        folder: folder for each cell, written once it is measured.
     """
     with Checkpoint.open(model) as checkpoint:
         import torch
@@ -172,7 +172,7 @@ def bench_rivals(
 
 
 def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> float:
-    """Bytes a second that this machine reads from memory at best, by products of single rows and by sums."""
+    """Best memory read rate of this machine in bytes per second, by single-row products and by sums."""
     import torch
 
     from moetool.models import row_products
@@ -216,7 +216,7 @@ def print_rivals(made: RivalBench) -> None:
                 f"{made.bound_tokens_s / cell.decode_tokens_s:.2f}",
             )
         )
-    heads = ("engine", "memory", "prefill tokens/s", "decode tokens/s (slowest)", "MB read a token", "x bound")
+    heads = ("engine", "memory", "prefill tokens/s", "decode tokens/s (slowest)", "MB read/token", "x bound")
     tables.print_table(f"{made.model}, {made.options.threads} threads", heads, rows)
     for cell in made.cells:
         if cell.why:
@@ -347,7 +347,7 @@ def _running(
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int, cell: Cell) -> str:
-    """The name of the model that a server serves, once it does."""
+    """Wait for a server; returns the name of its model."""
     until = time.monotonic() + _START_S
     while time.monotonic() < until:
         if process.poll() is not None:

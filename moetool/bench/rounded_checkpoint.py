@@ -1,7 +1,7 @@
-"""A checkpoint with its routed experts rounded to nearest in four bits: real bytes of a packed form, in seconds.
+"""Make a checkpoint with routed experts rounded to nearest in 4 bits: real bytes of a packed form, in seconds.
 
-It stands for a replica where only bytes and times are looked at. What rounding does to a model needs real weights, and
-scales that were searched for (`moetool.quantize`).
+It replaces a replica if only bytes and times matter. The effect of rounding on a model needs real weights and searched
+scales (`moetool.quantize`).
 """
 
 import json
@@ -18,16 +18,16 @@ from moetool.models.packed import Scheme, quantization_config, round_weight, to_
 
 MARKER = "rounded.json"
 _INDEX = "model.safetensors.index.json"
-_OTHERS = r"re:^(?!.*\.experts\.\d+\.)"  # whatever is no routed expert's
+_OTHERS = r"re:^(?!.*\.experts\.\d+\.)"  # all but routed experts
 
 
 def rounded_checkpoint(checkpoint: Checkpoint, scheme: Scheme) -> Path:
-    """The folder beside a checkpoint that holds it with packed experts; all other weights are as they are there.
+    """Write a checkpoint with packed experts next to the original; all other weights are unchanged.
 
-    A folder of an earlier call is found again by its name, which that of `checkpoint` should make unique
+    A folder of an earlier call is reused by name, which `checkpoint`'s name should make unique
     (`random_checkpoint`).
 
-    Effects: writes it, whole or not at all, with one file's tensors in memory at a time.
+    Effects: writes it atomically, with one file's tensors in memory at a time.
 
     Raises:
         UsageError: experts are not stored one by one, or groups do not divide their widths.
@@ -62,7 +62,7 @@ def rounded_checkpoint(checkpoint: Checkpoint, scheme: Scheme) -> Path:
 
 
 def _require_room(folder: Path, size: int, scheme: Scheme) -> None:
-    needed = size * (scheme.bits + 16 // scheme.group + 1) // 16 + 2**24  # as if all of it were packed, from 16 bits
+    needed = size * (scheme.bits + 16 // scheme.group + 1) // 16 + 2**24  # as if all were packed, from 16 bits
     if (free := shutil.disk_usage(folder).free) < needed:
         raise CapacityError(
             f"the packed form takes {needed:,} bytes on disk and {folder.resolve()} has {free:,} free; give fewer "
@@ -73,7 +73,7 @@ def _require_room(folder: Path, size: int, scheme: Scheme) -> None:
 def _require_layout(path: Path, name: str, shape: tuple[int, ...], scheme: Scheme) -> None:
     if len(shape) != 2 or not name.endswith(".weight"):
         raise UsageError(
-            f"{path.name} stores {name} of shape {list(shape)}, expected a matrix for each expert: the experts of this "
+            f"{path.name} stores {name} of shape {list(shape)}, expected one matrix per expert; experts of this "
             "family cannot be packed"
         )
     if shape[1] % scheme.group:

@@ -1,7 +1,7 @@
-"""Policies against each other in a live engine: time to first token, time per token, bytes, beside their bounds.
+"""Compare policies in a live engine: TTFT, time per token and bytes, next to their bounds.
 
-Every line runs once a round, so that a slow minute of the machine hits all of them, and each run begins cold: the
-same tokens, a new policy, an empty pool. Decisions are then the same in every round, and only time differs.
+Every line runs once per round, so that a slow minute of the machine affects all, and each run starts cold: the same
+tokens, a new policy, an empty pool. So decisions are equal in every round, and only times differ.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from moetool.tuning.probes.disk import THREADS, DiskProbe
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 from moetool.types import ModelSpec
 
-_PLAIN_BYTES = 2**30  # a model whose experts take no more than this is also run by transformers, whole
-READINGS = 4  # of the disk, a round and number of threads; the first warms up
+_PLAIN_BYTES = 2**30  # models with at most this many bytes of experts also run whole in transformers
+READINGS = 4  # disk readings per round and number of threads; the first is warm-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class LineToServe:
 
     Attributes:
         loaded: the model that serves it.
-        budget_bytes, slots: of its pool.
+        budget_bytes, slots: size of its pool.
         build: makes its policy, anew for each run.
-        replayed: its counts by `moetool replay`.
-        warm: whether it runs once unmeasured before.
-        form: data type of the experts, where forms are compared.
-        memory_bytes: of everything, where forms are compared.
+        replayed: its counts from `moetool replay`.
+        warm: whether one unmeasured run precedes.
+        form: data type of the experts, if forms are compared.
+        memory_bytes: total memory, if forms are compared.
     """
 
     loaded: LoadedModel
@@ -65,8 +65,8 @@ class MeasuredRounds:
     """Measurements of the rounds.
 
     Attributes:
-        runs: of each line, then of each other model, one a round.
-        disk: rates of reading whole experts, bytes/s, by form and number of threads, one a round.
+        runs: runs of each line, then of each other model, one per round.
+        disk: read rates of whole experts in bytes/s, by form and number of threads, one per round.
         refused: transformers' refusal to run the model offloaded.
     """
 
@@ -75,7 +75,7 @@ class MeasuredRounds:
     refused: str | None = None
 
     def threads(self, form: str = "") -> int:
-        """The number of threads that reads experts of a form the fastest."""
+        """The fastest number of threads for reading experts of a form."""
         return max(self.disk[form], key=lambda number: statistics.median(self.disk[form][number]))
 
     def rates(self, form: str = "") -> list[float]:
@@ -96,18 +96,18 @@ def bench_serve(
     """Time every policy with every budget, batch 1, beside the same engine with all experts in memory.
 
     Args:
-        policies: names; those that must know the future are replayed and not served.
-        budgets: for experts: bytes, or a share like `25%`.
+        policies: names; policies that need the future are replayed only.
+        budgets: expert memory in bytes, or a share like `25%`.
         policy_options: values for the policies' `Options`, by name.
-        command: what was typed, to be printed.
-        on_progress: called with how much is measured, in percent.
+        command: the typed command, for printing.
+        on_progress: called with the percentage done.
 
     Effects: writes a random checkpoint and a part of the trace into `subject.work`; sets torch's number of threads;
         allocates one pool at a time, the largest that of all experts.
 
     Raises:
-        UsageError: an unknown name or option, too few requests, or arguments that do not go together.
-        MismatchError: model, routes and predictor do not belong together.
+        UsageError: an unknown name or option, too few requests, or incompatible arguments.
+        MismatchError: model, routes and predictor do not match.
         CapacityError: disk, memory or a budget is too small.
     """
     chosen, values = options or ServingBenchOptions(), policy_options or {}
@@ -125,7 +125,7 @@ def bench_serve(
             entries.insert(0, resident)
         if not entries:
             why = "; ".join(notes) or "policies that need future requests are replayed only"
-            raise CapacityError(f"there is nothing to serve: {why}; give larger budgets or other policies")
+            raise CapacityError(f"no line can be served: {why}; give larger budgets or other policies")
         dense = _require_memory(stage, entries, chosen.products)
         others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)
         found = measure_rounds(entries, others, stage.workload, stage.forced, chosen, on_progress)
@@ -137,7 +137,7 @@ def bench_serve(
             if len(made) == chosen.rounds
         ]
         notes += [
-            f"{line.policy} with {line.slots} slots: the counts are not those of replay"
+            f"{line.policy} with {line.slots} slots: the counts differ from replay"
             for line in lines
             if line.as_replayed is False
         ]
@@ -163,7 +163,7 @@ def conditions(
     command: str,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Fields of `ServingConditions`; arguments as there."""
+    """Return fields of `ServingConditions`; arguments as there."""
     return {
         "machine": read_machine(),
         "load_average": load_average,
@@ -192,7 +192,7 @@ def _entries(
     values: Mapping[str, Mapping[str, Any]],
     pool: str,
 ) -> tuple[list[ReplayRow], list[LineToServe], list[str]]:
-    """The rows of policies that are only replayed, the lines to serve, and what there is to say about them."""
+    """Rows of policies that are only replayed, lines to serve, and notes about them."""
     spec = stage.loaded.spec
     futures: list[ReplayRow] = []
     entries: list[LineToServe] = []
@@ -235,12 +235,12 @@ def _sizes(sizes: Sequence[int]) -> str:
 def _builder(name: str, stage: ServingSetup, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
     spec: ModelSpec = stage.loaded.spec
     predictor = stage.predictor if policy_class(name).uses(stage.predictor) else None
-    # One that remembers what it was shown begins each run afresh.
+    # A predictor with memory starts each run without it.
     return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
 
 
 def _require_memory(stage: ServingSetup, entries: Sequence[LineToServe], products: bool) -> int:
-    """The bytes that the model takes without experts. Raises: CapacityError where the largest pool does not fit."""
+    """Bytes of the model without experts. Raises: CapacityError: the largest pool does not fit."""
     loaded, kv_tokens = stage.loaded, stage.workload.kv_tokens
     dense = loaded.checkpoint.dense_bytes(loaded.model.dtype, loaded.device.type, products)
     kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
@@ -260,7 +260,7 @@ def _of_transformers(
     experts_bytes: int,
     stack: contextlib.ExitStack,
 ) -> tuple[dict[str, Any], str | None]:
-    """transformers' own models to run beside, by the name of their line, and why one is missing."""
+    """transformers' own models for comparison, by line, and why one is missing."""
     others: dict[str, Any] = {}
     checkpoint, dtype = stage.loaded.checkpoint, stage.loaded.model.dtype
     if options.resident and experts_bytes <= _PLAIN_BYTES:
@@ -288,11 +288,11 @@ def measure_rounds(
     options: ServingBenchOptions,
     on_progress: Callable[[int], None],
 ) -> MeasuredRounds:
-    """Run every line, and every other model, once a round; before them, read each form's experts.
+    """Run every line and every other model once per round, after reading each form's experts.
 
     Args:
-        others: transformers' own models by the name of their line.
-        on_progress: called with the percentage that is done.
+        others: transformers' own models, by line.
+        on_progress: called with the percentage done.
     """
     forms = {line.form: _files(line.loaded) for line in lines}
     found = MeasuredRounds(
@@ -325,7 +325,7 @@ def measure_rounds(
 
 
 def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
-    """Bytes a second of reading whole experts into slots, by the number of threads that read."""
+    """Read rate of whole experts into slots in bytes per second, by number of threads."""
     rates = {}
     for threads in counts:
         probe = DiskProbe(files.shards, files.stored_bytes, threads, files)

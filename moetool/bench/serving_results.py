@@ -1,4 +1,4 @@
-"""Results of a bench of serving: medians over paired rounds, ratios, and the bounds that bytes and arithmetic set."""
+"""Results of a bench of serving: medians over paired rounds, ratios, and bounds from bytes and compute."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ OFFLOADED = "transformers, offloaded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One phase of one line beside its bounds; the seconds of one forward.
+    """One phase of one line with its bounds, in seconds per forward.
 
     Attributes:
-        compute_s: of the same forwards with every expert in memory, in the same round.
-        io_s: of the bytes that this line read for a forward, at the rate of the disk in the same round.
-        sum_s: both, one after the other: the bound of a policy that reads nothing ahead.
-        larger_s: the larger of them: the bound of one that reads ahead.
-        reads_ahead: which of the two is meant: whether any byte of this phase was read ahead.
-        x_bound: the line's own seconds over that bound.
-        x_resident: the line's own seconds over `compute_s`.
+        compute_s: seconds of the same forwards with every expert in memory, in the same round.
+        io_s: seconds to read this line's bytes per forward, at the disk's rate in the same round.
+        sum_s: sum of both: the bound of a policy without prefetching.
+        larger_s: maximum of both: the bound of a policy that prefetches.
+        reads_ahead: whether any byte of this phase was prefetched, which selects the bound.
+        x_bound: the line's seconds over that bound.
+        x_resident: the line's seconds over `compute_s`.
     """
 
     compute_s: float
@@ -43,19 +43,19 @@ class ServingLine:
     """One policy with one budget: medians over the rounds.
 
     Attributes:
-        policy: its name, or what else ran: `RESIDENT`, `PLAIN`, `OFFLOADED`.
+        policy: its name, or the baseline: `RESIDENT`, `PLAIN`, `OFFLOADED`.
         budget_bytes, slots: of the pool; None without one.
-        ttft_s: seconds of a prompt's forwards; the median over the requests.
-        tpot_p50_s, tpot_p95_s, tpot_mean_s: seconds of a later token's forward.
+        ttft_s: seconds of a prompt's forwards, median over requests.
+        tpot_p50_s, tpot_p95_s, tpot_mean_s: seconds per output token.
         hit_rate: share of the experts needed in decode that were resident.
-        bytes_per_token: bytes read for a token in decode.
-        prompt_bytes: bytes read for a prompt.
-        stall_share: of the time in decode, waiting for bytes.
-        booking_share: of the time in decode, in the policy, its predictor and the residency.
+        bytes_per_token: bytes read per decoded token.
+        prompt_bytes: bytes read per prompt.
+        stall_share: share of decode time spent waiting for bytes.
+        booking_share: share of decode time spent in policy, predictor and residency.
         prefill, decode: the bounds of the two phases; None without a resident line.
-        as_replayed: whether the counts of every round are those of `moetool replay`; None where there is no trace.
-        rounds: the raw values.
-        prompt_cpu_s, token_cpu_s: seconds of the processor for a prompt and for a later token, all threads together.
+        as_replayed: whether the counts of every round are those of `moetool replay`; None without a trace.
+        rounds: raw values.
+        prompt_cpu_s, token_cpu_s: CPU seconds per prompt and per output token, over all threads.
     """
 
     policy: str
@@ -80,10 +80,10 @@ class ServingLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A policy that has to know the future, by replay alone: the fewest bytes, and the bounds that they set.
+    """A policy that needs the future, from replay: the fewest bytes, and their bounds.
 
     Attributes:
-        sum_s, larger_s: as in `Bound`, for a token in decode; None without a resident line.
+        sum_s, larger_s: as in `Bound`, per decoded token; None without a resident line.
     """
 
     policy: str
@@ -101,10 +101,10 @@ class ServingConditions(JsonRecord):
 
     Attributes:
         machine, threads, io_threads, dtype, command: the conditions.
-        load_average: before it began.
+        load_average: load average before the run.
         direct: whether reads bypass the page cache.
         requests, prompt_tokens, new_tokens, rounds: the workload; prompt tokens of each request.
-        notes: what a reader has to know.
+        notes: notes for the reader.
     """
 
     machine: Machine
@@ -121,17 +121,18 @@ class ServingConditions(JsonRecord):
     notes: tuple[str, ...] = ()
 
     def print_header(self, subject: str, disk: str) -> None:
-        """The conditions, one a line.
+        """The conditions, one per line.
 
         Args:
-            subject: what ran.
-            disk: the rate of reading whole experts.
+            subject: description of the model.
+            disk: read rate of whole experts.
         """
         prompts = " to ".join(map(str, sorted({min(self.prompt_tokens), max(self.prompt_tokens)})))
         print(
-            f"{subject}; batch 1, requests: {self.requests}, prompts of {prompts} tokens, {self.new_tokens} new ones "
-            f"each; medians of {self.rounds} rounds\n"
-            f"{self.machine.cpu}, {self.threads} of {self.machine.cores} cores for arithmetic, {self.io_threads} I/O "
+            f"{subject}; batch 1, requests: {self.requests}, prompts of {prompts} tokens, {self.new_tokens} new tokens "
+            f"each; medians of {self.rounds} rounds\
+"
+            f"{self.machine.cpu}, {self.threads} of {self.machine.cores} cores for compute, {self.io_threads} I/O "
             f"threads, {self.dtype}, load {self.load_average:.1f}, torch {self.machine.torch}\n"
             f"{disk}, {'past the page cache' if self.direct else 'THROUGH THE PAGE CACHE'}\n"
             f"{self.command}"
@@ -143,13 +144,13 @@ class ServeBench(ServingConditions):
     """Results of a bench of policies and budgets.
 
     Attributes:
-        model: what ran.
-        experts_bytes: of all its experts, as slots.
-        disk_bytes_s: the disk's rate for whole experts with the best number of threads; the median over rounds.
+        model: name of the model.
+        experts_bytes: bytes of all its experts in slots.
+        disk_bytes_s: disk rate for whole experts with the best number of threads; median over rounds.
         disk_threads: that number.
-        disk_rates: the rate by the number of threads.
-        routes: folder of the routes that were followed; None where the routers chose.
-        lines: one a policy and budget, and the lines beside them.
+        disk_rates: rate by number of threads.
+        routes: folder of the forced routes; None if the routers chose.
+        lines: one per policy and budget, and the baselines.
         replayed: policies that cannot be served.
         refused: transformers' refusal to run the model offloaded.
     """
@@ -175,11 +176,11 @@ def summarize(
     slots: int | None = None,
     as_replayed: bool | None = None,
 ) -> ServingLine:
-    """A line from its runs, one a round.
+    """Make a line from its runs, one per round.
 
     Args:
         resident: the runs of the same rounds with every expert in memory.
-        rates: bytes a second of the disk in the same rounds.
+        rates: disk rates of the same rounds in bytes per second.
     """
 
     def median(value: Callable[[ServingRun], float]) -> float:
@@ -229,7 +230,7 @@ def _bound(phases: Sequence[PhaseTimes], resident: Sequence[PhaseTimes], rates: 
 
 
 def print_serve_bench(made: ServeBench) -> None:
-    """The table, with the conditions above it and the notes below."""
+    """Print the table, with conditions above and notes below."""
     made.print_header(
         f"{made.model}: experts of {tables.count(made.experts_bytes, 'B')}",
         f"disk {made.disk_bytes_s / 1e9:.2f} GB/s in whole experts, {made.disk_threads} at a time",
@@ -268,7 +269,7 @@ def print_serve_bench(made: ServeBench) -> None:
 
 
 _LEGEND = (
-    "x all: mean time per token, relative to all experts in memory; MB/token: loaded, on demand and ahead",
+    "x all: mean time per token, relative to all experts in memory; MB/token: loaded on demand or prefetched",
     "stall, decisions: share of the time waiting for loads, and in cache decisions",
     "sum, max: bounds from compute plus I/O, and from the larger; x bound: relative to the sum (*: to the max)",
 )

@@ -20,7 +20,7 @@ from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 
-_SPARE_TOKENS = 64  # whole pages of the cache, and room to spare
+_SPARE_TOKENS = 64  # whole pages of the cache, and a reserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class Workload:
 
     Attributes:
         prompts: token ids.
-        new_tokens: tokens that each request generates; the first comes of the prompt's last forward.
-        chunk_tokens: prompt tokens of one forward at most; None: every prompt is one forward.
+        new_tokens: tokens that each request generates; the first comes from the prompt's last forward.
+        chunk_tokens: most prompt tokens of one forward; None: every prompt is one forward.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class Workload:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that a cache for one request has to hold."""
+        """Tokens in a cache for one request."""
         return self.longest_prompt + self.new_tokens + _SPARE_TOKENS
 
 
@@ -53,13 +53,13 @@ class PhaseTimes:
     """The forwards of one phase of one run.
 
     Attributes:
-        seconds: of each forward.
+        seconds: seconds of each forward.
         bytes_read: bytes that the store read, over all forwards.
-        ahead_bytes: those among them that a prefetch asked for.
+        ahead_bytes: the prefetched part of these bytes.
         stall_s: seconds that the model's thread waited for bytes, over all forwards.
         booking_s: seconds of the policy and the residency on that thread, prediction included, over all forwards.
         host_bytes: bytes that came from host memory, over all forwards.
-        cpu_s: seconds of the processor that all threads took, over all forwards: what others do counts less in it.
+        cpu_s: CPU seconds of all threads, over all forwards; other processes affect it less.
     """
 
     seconds: tuple[float, ...]
@@ -72,12 +72,12 @@ class PhaseTimes:
 
     @property
     def mean_s(self) -> float:
-        """Seconds of a forward."""
+        """Seconds per forward."""
         return statistics.fmean(self.seconds)
 
     @property
     def mean_cpu_s(self) -> float:
-        """Seconds of the processor for a forward."""
+        """CPU seconds per forward."""
         return self.cpu_s / len(self.seconds)
 
     def quantile_s(self, share: float) -> float:
@@ -86,22 +86,22 @@ class PhaseTimes:
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes that were brought to the device, from wherever."""
+        """Bytes copied to the device, from all sources."""
         return self.bytes_read + self.host_bytes
 
     @property
     def bytes_per_forward(self) -> float:
-        """Bytes read for a forward."""
+        """Bytes read per forward."""
         return self.bytes_read / len(self.seconds)
 
     @property
     def stall_share(self) -> float:
-        """Share of the time that was spent waiting for bytes."""
+        """Share of the time spent waiting for bytes."""
         return self.stall_s / sum(self.seconds)
 
     @property
     def booking_share(self) -> float:
-        """Share of the time that policy and residency took."""
+        """Share of the time spent in policy and residency."""
         return self.booking_s / sum(self.seconds)
 
 
@@ -111,8 +111,8 @@ class ServingRun:
 
     Attributes:
         prefill: each prompt, all of its forwards together.
-        decode: a forward for each later token.
-        prefill_counts, decode_counts: what the residency counted; None without one.
+        decode: one forward per decoded token.
+        prefill_counts, decode_counts: counts of the residency; None without one.
     """
 
     prefill: PhaseTimes
@@ -121,7 +121,7 @@ class ServingRun:
     decode_counts: Counts | None
 
     def to_json(self) -> dict[str, Any]:
-        """Raw values: what the medians are made of."""
+        """Raw values behind the medians."""
         return {
             "prefill": asdict(self.prefill),
             "decode": asdict(self.decode),
@@ -141,13 +141,14 @@ def run_engine(
     host_memory_bytes: int | None = None,
     layer_slots: Sequence[int] = (),
 ) -> ServingRun:
-    """Serve the workload by an engine of its own, cold: pool empty, policy new.
+    """Serve the workload with a new engine, cold: empty pool, new policy.
 
     Args:
-        forced: routes to follow; otherwise the routers choose.
-        warm: serves the workload once before, unmeasured; `policy` begins with its residents and knows nothing of it.
-        host_memory_bytes: for experts in host memory.
-        layer_slots: slots that each layer is guaranteed.
+        forced: routes to follow (default: the routers').
+        warm: serves the workload once before, unmeasured; `policy` starts with its residents but without its
+            statistics.
+        host_memory_bytes: memory for experts in the host tier.
+        layer_slots: guaranteed slots per layer.
 
     Effects: allocates the pool, and frees it at the end.
 
@@ -168,7 +169,7 @@ def run_engine(
     runtime = ExpertRuntime(loaded, residency, store)
     engine = Engine(loaded, None, runtime, batcher, model_name=loaded.spec.name, lent=True)
     try:
-        engine.state = "ready"  # driven from here, forward by forward: the engine's own thread is not started
+        engine.state = "ready"  # driven forward by forward without the engine's own thread
         _announce(batcher, forced)
         if warm is not None:
             _drive(engine, workload, forced, residency)
@@ -186,7 +187,7 @@ def run_engine(
 
 
 def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None) -> ServingRun:
-    """Run the workload by a transformers model as it is, over its own cache; arguments as for `run_engine`.
+    """Run the workload with an unmodified transformers model and its own cache; arguments as for `run_engine`.
 
     Raises:
         MoetoolError: a forward failed.
@@ -228,7 +229,7 @@ class _Plain:
 
 
 class _Booked(Residency):
-    """A residency that takes its own time, with that of the policy and the predictor that it asks."""
+    """A residency that measures its own time, including policy and predictor."""
 
     booked_s = 0.0
 
@@ -248,7 +249,7 @@ for _name in ("begin_forward", "route", "event", "end_forward", "end_request"):
 
 
 def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
-    """Let the forced routes hear of each forward, before whoever hears of it already."""
+    """Announce each forward to the forced routes before other listeners."""
     if forced is None:
         return
     heard = batcher.on_forward
@@ -264,7 +265,7 @@ def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
 def _drive(
     server: Any, workload: Workload, forced: ForcedRoutes | None, residency: _Booked | None
 ) -> tuple[PhaseTimes, PhaseTimes]:
-    """One request after the other: the prompts, each with all of its forwards, and the forwards of later tokens."""
+    """Run requests one after the other: forwards of each prompt, then of each decoded token."""
     params = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     phases: tuple[list[list[float]], list[list[float]]] = ([], [])
 

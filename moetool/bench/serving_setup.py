@@ -1,4 +1,4 @@
-"""Setup of a bench of serving: a model in memory, its workload, and the routes that it follows."""
+"""Setup of a serving bench: a model in memory, its workload, and forced routes."""
 
 import contextlib
 import itertools
@@ -33,23 +33,23 @@ class ServingBenchOptions:
     """Options of `moetool bench serve --set bench.NAME=VALUE`.
 
     Attributes:
-        rounds: how often every line runs.
-        requests: requests of a run, one after the other.
-        new_tokens: tokens that each generates; the first comes of the prompt's forward.
-        prompt_share: share of a traced request's tokens that make its prompt; by default as the trace says, and a
-            third where it was imported from a file that does not say.
-        task: of the traced requests; any by default.
-        dtype: of everything but the experts; by default what `moetool serve` chooses.
-        prefill_chunk: prompt tokens of one forward at most; by default what `moetool serve` chooses.
+        rounds: number of runs per line.
+        requests: requests per run, one after the other.
+        new_tokens: generated tokens per request; the first comes from the prompt's forward.
+        prompt_share: share of a traced request's tokens in its prompt (default: the trace's, or a third if the imported
+            file has none).
+        task: task of the traced requests (default: any).
+        dtype: data type of all weights except the experts (default: as in `moetool serve`).
+        prefill_chunk: most prompt tokens of one forward (default: as in `moetool serve`).
         pool: `one` for all layers, `layer` or `mixed`, as for `moetool serve`.
-        device: where the model computes: `cpu` or `cuda`.
-        threads, io_threads: of the arithmetic (0 chooses), of the reads.
-        seed: of random weights and prompts.
-        resident: whether a line has every expert in memory; without it there are no bounds.
-        offload: whether transformers is asked to run the model offloaded.
+        device: compute device: `cpu` or `cuda`.
+        threads, io_threads: compute threads (0: automatic), threads for reads.
+        seed: seed of random weights and prompts.
+        resident: whether to run a line with every expert in memory, which the bounds need.
+        offload: whether to run transformers' offloading too.
         group: inputs that share a scale, in the packed form of a shape (`--beside int4`).
         products: as for `moetool.runtime.assembly.ServeOptions`.
-        keep: whether the random checkpoints and the part of the trace stay for the next bench.
+        keep: whether to keep random checkpoints and the part of the trace for the next bench.
     """
 
     rounds: int = 5
@@ -71,7 +71,7 @@ class ServingBenchOptions:
     keep: bool = True
 
     def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:
-        """Slots that each layer is guaranteed in a pool of so many. Raises: CapacityError: a layer would get none."""
+        """Guaranteed slots per layer in a pool of this size. Raises: CapacityError: a layer would get none."""
         if self.pool not in SHARES or num_slots == spec.total_experts:
             return ()
         return equal_slots(spec, num_slots, SHARES[self.pool])
@@ -88,14 +88,14 @@ class Subject:
     """The model, routes and prompts of a bench.
 
     Attributes:
-        model: a checkpoint: `reference`, a folder, a hub name; or none, and `shape`.
-        shape: a config alone; its weights are made up on disk.
-        layers: MoE layers of the shape; all of them by default.
-        routes: folder of a trace whose routing the model is made to follow, MoE layer i that of layer i; always
-            needed for a shape, whose own routing would mean nothing.
-        data: prompts for a checkpoint that routes by itself, as `moetool.prompts.gather.load` takes them.
-        predictor: folder of a trained one. Only requests that it has not seen are used.
-        work: where random checkpoints and parts of traces are kept.
+        model: a checkpoint: `reference`, a folder, a hub name; or none with `shape`.
+        shape: a config without weights; random ones are written to disk.
+        layers: MoE layers of the shape (default: all).
+        routes: folder of a trace whose routes the model follows, layer by layer; required for a shape, whose own
+            routing is meaningless.
+        data: prompts for a checkpoint with its own routing, as `moetool.prompts.gather.load` takes them.
+        predictor: folder of a trained predictor. Only requests outside its training data are used.
+        work: folder of random checkpoints and parts of traces.
     """
 
     model: str | None = None
@@ -110,24 +110,22 @@ class Subject:
         if (self.model is None) == (self.shape is None):
             raise UsageError("bench serve takes a MODEL or a --shape; give one of them")
         if self.layers is not None and self.shape is None:
-            raise UsageError("--layers cuts a --shape; a checkpoint is taken as it is")
+            raise UsageError("--layers works with --shape only; a checkpoint keeps all layers")
         if self.shape is not None and self.routes is None:
-            raise UsageError(
-                "a --shape has random weights, whose own routing means nothing; give --routes DIR to follow"
-            )
+            raise UsageError("a --shape has random weights, whose own routing is meaningless; give --routes DIR")
         if (self.routes is None) == (not self.data):
-            raise UsageError("bench serve takes --routes DIR to follow, or --data of a model that routes by itself")
+            raise UsageError("bench serve takes --routes DIR, or --data for a MODEL with its own routing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSetup:
-    """A model in memory without its experts, and what every line runs on it.
+    """A model in memory without its experts, with the workload of all lines.
 
     Attributes:
-        name: of the model, for people.
-        predictor: for the policies that need one; None if there is none.
-        part: the routes that are followed, as a trace of this model; None where it routes by itself.
-        forced: makes it follow them.
+        name: display name of the model.
+        predictor: for policies that need one; None without one.
+        part: the forced routes, as a trace of this model; None if its routers choose.
+        forced: forces them.
     """
 
     name: str
@@ -141,23 +139,23 @@ class ServingSetup:
 def open_stage(
     subject: Subject, options: ServingBenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
 ) -> ServingSetup:
-    """Bring the model into memory and choose its workload.
+    """Load the model and choose its workload.
 
     Args:
         kinds: the policies, by name.
-        stack: closes and removes, at its end, what is made here.
+        stack: closes and removes the created objects at its end.
 
     Effects: writes the random checkpoint and the part of the trace; sets torch's number of threads.
 
     Raises:
-        UsageError, MismatchError, CapacityError: as `moetool.bench.serve.bench_serve`.
+        UsageError, MismatchError, CapacityError: see `moetool.bench.serve.bench_serve`.
     """
     trace = Trace(subject.routes) if subject.routes is not None else None
     for name, kind in kinds.items():
         if trace is not None:
             require_routes(f"policy {name}", kind.needs)
         elif kind.needs_future:
-            raise UsageError(f"policy {name} needs future requests: give --routes DIR, or leave it out")
+            raise UsageError(f"policy {name} needs future requests; give --routes DIR, or omit the policy")
         if kind.needs_predictor and subject.predictor is None:
             raise UsageError(f"policy {name} needs a predictor and got none; pass one with --predictor DIR")
     predictor = load_predictor(subject.predictor) if subject.predictor is not None else None
@@ -191,11 +189,11 @@ def open_stage(
 
 
 def require_routes(user: str, needs: frozenset[str]) -> None:
-    """Raises: UsageError for a policy or predictor that looks at more than which experts are chosen."""
+    """Raises: UsageError: a policy or predictor needs more than expert ids."""
     if more := sorted(needs - {"experts", "weights"}):
         raise UsageError(
-            f"{user} looks at {', '.join(more)}, which mean nothing in a model that is made to follow routes; bench it "
-            "on a MODEL that routes by itself, with --data"
+            f"{user} needs {', '.join(more)}, which are meaningless in a model with forced routes; bench it "
+            "on a MODEL with its own routing, with --data"
         )
 
 
@@ -208,7 +206,7 @@ def _following(
     options: ServingBenchOptions,
     stack: contextlib.ExitStack,
 ) -> ServingSetup:
-    """A model that follows the routes of a trace; its prompts are random tokens, since the routes say it all."""
+    """Open a model that follows a trace's routes; its prompts are random tokens, since only routes matter."""
     loaded = replace(loaded, spec=bench_spec(loaded.spec, trace))
     chosen = choose(
         trace,
@@ -237,11 +235,10 @@ def _following(
 
 
 def prompts_of(tokenizer: Any, data: tuple[str, ...], seen: Collection[str], options: ServingBenchOptions) -> Workload:
-    """Prompts for a model that routes by itself, from each set of the data in turn.
+    """Prompts for a model with its own routing, from each set of the data in turn.
 
     Args:
-        seen: what those that something was made from are known by (`moetool.trace.same_prompts`), or their
-            `dataset/prompt_id`; they are left out.
+        seen: keys of training prompts (`moetool.trace.same_prompts`), or their `dataset/prompt_id`; they are left out.
 
     Raises:
         UsageError: there are too few.
@@ -255,7 +252,7 @@ def prompts_of(tokenizer: Any, data: tuple[str, ...], seen: Collection[str], opt
     texts = list(itertools.islice((text for text in turns if text is not None), options.requests))
     if len(texts) < options.requests:
         raise UsageError(
-            f"{', '.join(data)} holds {len(texts)} prompts{' that nothing was made from' if seen else ''}, "
+            f"{', '.join(data)} holds {len(texts)} prompts{' outside the training data' if seen else ''}, "
             f"expected {options.requests}; set bench.requests lower"
         )
     ids = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)

@@ -2,7 +2,7 @@
 
 A weight [N, K] that would be `X.weight` is stored transposed as
 
-    X.qweight  int32 [K, N / 8]: eight outputs a word, in the order 0 2 4 6 1 3 5 7 from the lowest bits
+    X.qweight  int32 [K, N / 8]: eight outputs per word, in the order 0 2 4 6 1 3 5 7 from the lowest bits
     X.qzeros   int32 [K / group, N / 8], in the same order
     X.scales   float16 [K / group, N]
 """
@@ -24,11 +24,11 @@ _LOWER = 0x0F0F0F0F  # the lower half of each byte of a word
 
 @dataclass(frozen=True, slots=True)
 class AwqCodec:
-    """Values less their group's zero point, times its scale, in the type of the scale.
+    """(value - zero point) * scale of the value's group, in the type of the scale.
 
     Attributes:
         group: inputs that share a scale.
-        bits: of a value.
+        bits: bits per value.
     """
 
     group: int
@@ -60,9 +60,9 @@ class AwqCodec:
 
 
 def _rows(words: torch.Tensor) -> torch.Tensor:
-    """The values float32 [8 * M, K] of words [M, K], each of which holds an input of eight outputs."""
+    """Values float32 [8 * M, K] of words [M, K]; each word holds one input of eight outputs."""
     rows = torch.empty(len(words), _PER_WORD, words.shape[1], device=words.device)
-    octets = words.reshape(-1).view(torch.uint8).view(*words.shape, 4)  # of one column strides may be any
+    octets = words.reshape(-1).view(torch.uint8).view(*words.shape, 4)  # a single column may have any strides
     for byte, (low, high) in enumerate(_OUTPUTS):
         plane = octets[..., byte].contiguous()
         rows[:, low] = plane & 15

@@ -40,30 +40,30 @@ from moetool.models.weight_format import StoredWeight
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.types import ModelSpec
 
-require_transformers()  # here, before modules that every use of a model needs import what older ones lack
+require_transformers()  # before imports that older versions lack
 
 _LOG = logging.getLogger(__name__)
-_NARROW = torch.bfloat16  # no family asks for it by name, so what has it in the skeleton takes the model's data type
+_NARROW = torch.bfloat16  # no family names it, so such tensors take the model's data type
 
 
 class Checkpoint:
-    """Checkpoint whose parts are read and built once, at first use.
+    """A checkpoint whose parts are read and built once, at first use.
 
     Args:
-        name: its name for people (default: the path).
-        weights: whether its weight files are used; without them only the config is read.
+        name: display name (default: the path).
+        weights: whether to use its weight files; otherwise only the config is read.
         direct: read tensors with O_DIRECT where the file system allows.
 
     Attributes:
-        config: transformers' config of the text model, as the file has it but for its quantization.
+        config: transformers' config of the text model, from the file without its quantization.
         raw: the content of config.json.
-        quantization: the weight formats of its experts and of its dense parts; None where all are plain numbers.
+        quantization: the weight formats of its experts and of its dense parts; None if all are plain numbers.
 
-    Effects: files stay open only in what `open_shards` and `expert_files` give. `close` closes all of these.
+    Effects: only the results of `open_shards` and `expert_files` keep files open. `close` closes all of them.
 
     Raises:
         UsageError: transformers does not know the family, the checkpoint needs its own code, or the weight format is
-            none that is read.
+            not supported.
         MismatchError: the config is damaged.
     """
 
@@ -85,16 +85,16 @@ class Checkpoint:
         check_config(self.config, path / "config.json")
         for config in (self.config, self._whole_config):
             if hasattr(config, "quantization_config"):
-                del config.quantization_config  # the model is built unpacked, whatever its files hold
+                del config.quantization_config  # the model is always built unpacked
 
     @classmethod
     def open(cls, model: str | Path, *, weights: bool = True) -> "Checkpoint":
-        """The checkpoint of a model.
+        """Open the checkpoint of a model.
 
         Args:
-            model: as `moetool.models.location.locate` takes it, or without weights `locate_config`.
+            model: argument of `moetool.models.location.locate`, or without weights of `locate_config`.
 
-        Effects: a hub name is downloaded to the hub's own cache, unless HF_HUB_OFFLINE is set.
+        Effects: downloads a hub name to the hub's own cache, unless HF_HUB_OFFLINE is set.
         """
         path = locate(str(model)) if weights else locate_config(str(model))
         return cls(path, name=str(model), weights=weights)
@@ -106,7 +106,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close all files that were opened through this. What is known stays known, and they may be opened again."""
+        """Close all files opened through this object. Values stay cached, and files may be opened again."""
         for shards in list(self._opened):
             shards.close()
 
@@ -114,16 +114,16 @@ class Checkpoint:
 
     @cached_property
     def skeleton(self) -> Any:
-        """The model with every tensor on the meta device: its modules and shapes, no memory. Not to be changed."""
+        """The model on the meta device: modules and shapes without memory. Do not change it."""
         return build_empty(self._whole_config, self.path, _NARROW)
 
     @property
     def stands_alone(self) -> bool:
-        """Whether transformers loads its language model alone."""
+        """Whether transformers loads only its language model."""
         return str(self.raw.get("model_type")) not in families.SAME_AS and stands_alone(self.config)
 
     def empty_model(self, dtype: torch.dtype) -> Any:
-        """A skeleton of one's own, to be filled or cut, of this data type."""
+        """Return a new skeleton of this data type that the caller may change."""
         model = copy.deepcopy(self.skeleton)
         model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype == _NARROW else tensor)
         for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
@@ -133,7 +133,7 @@ class Checkpoint:
 
     @cached_property
     def layers(self) -> list[MoeLayer]:
-        """The MoE layers of the skeleton. Raises: UsageError: it has none that moetool can hook."""
+        """MoE layers of the skeleton. Raises: UsageError: it has none that moetool can hook."""
         return moe_layers(self.skeleton)
 
     @cached_property
@@ -157,8 +157,8 @@ class Checkpoint:
             raise MismatchError(f"{self.path / 'config.json'}: {error}; download the model again") from None
         if self.quantization is not None and not self.sizes_by_headers:
             _LOG.warning(
-                "bytes of the quantized experts of %s are estimated from its config, which does not say how scales are "
-                "stored; give the weights too for exact sizes",
+                "bytes of quantized experts of %s are estimated from its config, which does not describe the scales; "
+                "download the weights for exact sizes",
                 self.name,
             )
         if self.weights:
@@ -187,13 +187,13 @@ class Checkpoint:
         return find_packed_linears(self.skeleton, self.sources, self.weight_index.weights, self.index.read)
 
     def dense_bytes(self, dtype: torch.dtype, device: str = "cpu", products: bool = True) -> int:
-        """Bytes of everything but the routed experts, in the memory of a type of device as `dtype`.
+        """Bytes of all weights except the routed experts, on a type of device as `dtype`.
 
-        Where weights are packed, this includes what one takes while it is computed: unpacked, and once more on the way.
-        An embedding that stays in its file does not count.
+        For packed weights this includes the largest one's memory during computation: unpacked, plus one copy. An
+        embedding that stays in its file does not count.
 
         Args:
-            products: whether a CPU keeps weights packed that it multiplies packed.
+            products: whether a CPU keeps weights packed if it can multiply them so.
         """
         packed, numbers, unpacked = self._dense_parts(dtype, device, products)
         scratch = self.layers[0].form.num_elements * (dtype.itemsize + 4) if self.weights and self.quantization else 0
@@ -245,7 +245,7 @@ class Checkpoint:
         """The tensors of its files.
 
         Raises:
-            UsageError: there are no files, or one is missing.
+            UsageError: a file is missing.
             MismatchError: one is damaged.
         """
         return read_index(self.path) if self._gguf is None else self._gguf.index
@@ -254,7 +254,7 @@ class Checkpoint:
     def weight_index(self) -> WeightIndex:
         """Its weights by their names, quantized or not.
 
-        Raises: as `index`, and MismatchError where the tensors of a weight contradict one another or the config.
+        Raises: errors of `index`; MismatchError: tensors of a weight contradict one another or the config.
         """
         return index_weights(self.index, self.quantization)
 
@@ -275,7 +275,7 @@ class Checkpoint:
         return ExpertWeights(self.weight_index, self.sources, self.path)
 
     def expert_files(self, *, fastest: torch.dtype | None = None) -> ExpertFiles:
-        """Reads single experts through shards of its own; arguments and errors are those of `ExpertFiles`."""
+        """Open a reader of single experts with its own shards; arguments and errors as for `ExpertFiles`."""
         shards = self.open_shards()
         try:
             return ExpertFiles(shards, self.layers, self.spec, self.expert_weights, fastest=fastest)
@@ -298,9 +298,9 @@ class Checkpoint:
 
     @cached_property
     def expert_dtype(self) -> torch.dtype:
-        """The data type of the experts: that of most bytes in the files, or what the config alone says.
+        """Data type of the experts: that of most bytes in the files, or the config's.
 
-        Of quantized experts it is that of their scales and of the weights that are not quantized.
+        For quantized experts: the type of scales and unquantized weights.
         """
         if not self.weights:
             return self.declared_dtype
@@ -323,9 +323,9 @@ class Checkpoint:
 
     @cached_property
     def sizes_by_headers(self) -> bool:
-        """Whether bytes of experts are those of its files' headers, which count by config alone too if all are there.
+        """Whether experts' bytes come from file headers; without `weights` too, if all files exist.
 
-        By the config they are estimates where experts are quantized: it does not say how scales are stored.
+        From the config they are estimates for quantized experts, since it does not describe the scales.
         """
         if self.weights or self._gguf is not None:
             return True
@@ -334,7 +334,7 @@ class Checkpoint:
         try:
             for layer in self.layers:
                 self.expert_weights.layout(layer)
-        except MoetoolError:  # half of a download, say
+        except MoetoolError:  # e.g. an incomplete download
             return False
         return True
 
@@ -353,9 +353,9 @@ class Checkpoint:
     def content(self) -> dict[str, str]:
         """The sha256 of its config and of each weight file, by relative path (`moetool.models.content_hash`).
 
-        GGUF files are named `gguf 1`, `gguf 2` and so on, whatever they are called.
+        GGUF files are named `gguf 1`, `gguf 2` and so on, whatever their file names.
 
-        Raises: as `content_hashes`.
+        Raises: see `content_hashes`.
         """
         if self._gguf is not None:
             hashes = content_hashes(self.index.files, self.path.parent)
@@ -388,26 +388,25 @@ class Checkpoint:
 
     @property
     def max_context(self) -> int | None:
-        """Tokens that the model was made for; None where its config does not say."""
+        """Longest context that the model was trained for; None if the config does not state it."""
         return getattr(self.config, "max_position_embeddings", None)
 
 
 def read_tokenizer(folder: Path, **where: Any) -> Any:
-    """The tokenizer in a folder.
+    """Load the tokenizer in a folder.
 
     Args:
         where: passed on to transformers, such as the `config` of the model that it belongs to.
 
     Raises:
-        UsageError: the folder has none that transformers can read.
-    """
+        UsageError: transformers cannot read a tokenizer in the folder. """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **where)
     except MemoryError:
         raise
-    except Exception as error:  # transformers checks little of its files, and fails in any way
+    except Exception as error:  # transformers checks little and raises any error
         reason = first_line(error)
     if _is_code(folder / "tokenizer_config.json"):
         reason = "it is code (auto_map), which moetool does not run; put a tokenizer.json of the model there"
@@ -445,11 +444,11 @@ _LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
 }
-"""Several times what any published model has. Building the modules of more takes minutes, and is a damaged file."""
+"""Several times the largest published model. More would take minutes to build and means a damaged file."""
 
 
 def _require_bounded(file: Path, raw: dict[str, Any]) -> None:
-    """Raises: MismatchError where a config, or its text part, has more of something than any model."""
+    """Raises: MismatchError: a size in the config, or in its text part, exceeds that of any model."""
     for values in (raw, *(part for part in raw.values() if isinstance(part, dict))):
         for name, most in _LARGEST.items():
             if isinstance(value := values.get(name), int | float) and value > most:
@@ -469,18 +468,18 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
         if raw.get("auto_map"):
             raise UsageError(
                 f"{file} names its own code (auto_map) for the family {model_type!r}, which transformers does not "
-                "know; moetool never runs code from a checkpoint; 'moetool models' lists the families that it reads"
+                "know; moetool never runs code from a checkpoint; 'moetool models' lists supported families"
             )
         raise UsageError(
             f"{file} is of the model type {model_type!r}, which transformers does not know; 'moetool models' lists "
-            "what moetool reads"
+            "supported families"
         )
     try:
         values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw | {"model_type": model_type}))
         config = CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))
         text = config.get_text_config()
-    except Exception as error:  # the config classes of transformers check little, and fail in any way
+    except Exception as error:  # transformers' config classes check little and raise any error
         raise UsageError(f"cannot read {file}: {first_line(error)}") from None
     if not isinstance(text, PreTrainedConfig):
-        raise MismatchError(f"{file} has a text part, which {model_type} models have not; download the model again")
+        raise MismatchError(f"{file} has a text part, but {model_type} models have none; download the model again")
     return config

@@ -1,4 +1,4 @@
-"""Whether the sizes in a model's config can be, before a model is built from them, and whether its weights fit them."""
+"""Check the sizes in a model's config before a model is built from them, and whether its weights match."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ _MAX_SIZE = 2**24
 
 
 def check_config(config: Any, file: Path) -> None:
-    """Refuse a text config whose sizes cannot be, such as those below zero.
+    """Refuse a text config with impossible sizes, such as negative ones.
 
     Raises:
         MismatchError: a size is not a whole number, too small or too large, or top_k is not between 1 and the experts.
@@ -38,7 +38,7 @@ def check_config(config: Any, file: Path) -> None:
     experts = next((count for name in _EXPERTS if (count := _value(config, name))), None)
     if not isinstance(experts, int):
         return
-    experts += int(getattr(config, "zero_expert_num", 0) or 0)  # identities, which a router chooses as well
+    experts += int(getattr(config, "zero_expert_num", 0) or 0)  # identity experts, which a router may also choose
     for name in _TOP_K:
         value = _value(config, name)
         if value is not None and not isinstance(value, list) and not _within(value, 1, experts):
@@ -46,13 +46,13 @@ def check_config(config: Any, file: Path) -> None:
 
 
 def warn_of_further_layers(config: Any, names: Iterable[str], path: Path) -> None:
-    """Warn where weight files hold more layers than the config says, apart from those that predict further tokens."""
+    """Warn if weight files hold more layers than the config, apart from multi-token prediction layers."""
     expected = int(config.num_hidden_layers) + int(getattr(config, "num_nextn_predict_layers", 0) or 0)
     numbers = [int(match[1]) for name in names if (match := re.search(r"(?:^|\.)layers\.(\d{1,6})\.", name))]
     if numbers and (held := max(numbers) + 1) > expected:
         _log.warning(
-            "%s holds weights of %d layers, but its config.json says %d: the rest is left out; if that is not "
-            "meant, correct num_hidden_layers or download the model again",
+            "%s holds weights of %d layers, but its config.json says %d: the rest is ignored; if that is not "
+            "intended, correct num_hidden_layers or download the model again",
             path,
             held,
             expected,
@@ -62,7 +62,7 @@ def warn_of_further_layers(config: Any, names: Iterable[str], path: Path) -> Non
 def _value(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except Exception:  # transformers refuses a value that is another for each layer
+    except Exception:  # transformers refuses a value that differs by layer
         return None
 
 

@@ -1,7 +1,7 @@
-"""The full identity of a checkpoint: the sha256 of its config and of every byte of its weights, computed only once.
+"""Full identity of a checkpoint: the sha256 of its config and of every byte of its weights, computed once.
 
 `moetool.models.revision` samples a checkpoint in seconds, and misses a changed byte between two samples. Machines that
-compute one answer together compare this.
+compute one answer together compare this full hash.
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from moetool.errors import MismatchError
 from moetool.json_files import parse_object
 
 KEPT_BYTES = 64 << 20
-"""Files of this size and more have their hash kept; smaller ones are read in less than a tenth of a second."""
+"""Hashes of files of at least this size are kept; smaller files are read in less than a tenth of a second."""
 _THREADS = 4
 
 
 def content_hashes(files: Sequence[Path], folder: Path) -> dict[str, str]:
-    """The sha256 of files, by their path relative to `folder`.
+    """Return the sha256 of files, by path relative to `folder`.
 
-    The user's cache folder (`moetool.assets.cache_folder`) keeps the hash of a large file until the file is written to.
-    The name of a blob in the hub's cache is not trusted: its bytes may have changed since they were downloaded.
+    The user's cache folder (`moetool.assets.cache_folder`) keeps the hash of a large file until the file changes. The
+    name of a blob in the hub's cache is not trusted: its bytes may have changed after the download.
 
     Effects: progress on stderr while files are read.
 
@@ -49,12 +49,12 @@ def content_hashes(files: Sequence[Path], folder: Path) -> dict[str, str]:
 
 
 def differing_file(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """The first file that only one side has, or that has other content there; None where all are equal."""
+    """Return the first file that is missing on one side or differs; None if all are equal."""
     return next((name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)), None)
 
 
 def _known(file: Path) -> str:
-    """The kept hash of a file; empty where none is kept, or the file has changed since."""
+    """Return the kept hash of a file; empty if none is kept or the file has changed."""
     place = _place(file)
     if file.stat().st_size < KEPT_BYTES or not place.is_file():
         return ""
@@ -70,19 +70,19 @@ def _computed(file: Path) -> str:
     stamp = _stamp(file)
     digest = durable.sha256_file(file)
     if _stamp(file) != stamp:
-        raise MismatchError(f"{file} was written to while it was read; try again")
+        raise MismatchError(f"{file} changed while it was read; try again")
     if file.stat().st_size >= KEPT_BYTES:
         place = _place(file)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             durable.write_text(place, json.dumps({"stamp": stamp, "sha256": digest}))
         except OSError:
-            pass  # a cache that cannot be written costs time only
+            pass  # an unwritable cache costs only time
     return digest
 
 
 def _stamp(file: Path) -> list[int]:
-    """Numbers that change with a write into a file or its replacement: ctime does even where mtime is set back."""
+    """Numbers that change when a file is written or replaced: ctime changes even if mtime is reset."""
     found = file.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make which parameter of a model, by transformers' own conversion mapping.
+"""Map checkpoint tensors to model parameters, by transformers' own conversion mapping.
 
 Checkpoints name and split their tensors as their authors did; transformers renames, stacks and joins them when it
-loads. We ask the same tables in the same order, so that a layout that transformers reads is one that we read, and
-keep the answer instead of the tensors.
+loads. This module reads the same tables in the same order, so that it supports every layout that transformers loads,
+and keeps the mapping instead of the tensors.
 """
 
 import copy
@@ -20,9 +20,9 @@ class TensorSource:
     """Source of one parameter.
 
     Attributes:
-        parameter: its name in the model; the first one where a conversion makes several.
-        names: checkpoint tensors in natural order, by the pattern of the conversion that they matched.
-        converter: transformers' conversion; None where one tensor is the parameter as it stands.
+        parameter: its name in the model; the first one if a conversion makes several.
+        names: checkpoint tensors in natural order, by the conversion pattern that they match.
+        converter: transformers' conversion; None if one tensor is the parameter itself.
     """
 
     parameter: str
@@ -30,7 +30,7 @@ class TensorSource:
     converter: Any | None
 
     def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """The parameters that the checkpoint tensors make, by name.
+        """Return the parameters made from the checkpoint tensors, by name.
 
         Raises:
             MismatchError: the tensors do not fit together.
@@ -49,9 +49,9 @@ class TensorSource:
 
 
 def sources(model: Any, names: Iterable[str]) -> dict[str, TensorSource]:
-    """Source of each parameter and buffer of the model.
+    """Return the source of each parameter and buffer of the model.
 
-    Tensors that the model has no place for (further prediction layers, vision towers) are left out.
+    Tensors without a parameter in the model (further prediction layers, vision towers) are ignored.
 
     Args:
         model: a transformers model, its tensors on the meta device or not.
@@ -69,7 +69,7 @@ def sources(model: Any, names: Iterable[str]) -> dict[str, TensorSource]:
 
     found: dict[str, TensorSource] = {}
     for name in sorted(names, key=dot_natural_key):
-        # The text part of a multimodal checkpoint has its own names there.
+        # The text part of a multimodal checkpoint has separate names.
         for candidate in dict.fromkeys((name, name.replace("language_model.", "", 1))):
             renamed, pattern = rename_source_key(candidate, renamings, converters, prefix, places)
             if renamed not in places and candidate in places:

@@ -29,7 +29,7 @@ SlotForm = DenseSlot | PackedSlot | ScaledSlot
 
 
 class ByteRun(NamedTuple):
-    """A run of bytes of a read that belongs at `target` in memory; `source` counts from the read's start."""
+    """A byte range of a read and its position `target` in memory; `source` is relative to the read's start."""
 
     source: int
     target: int
@@ -47,9 +47,9 @@ class Read:
 
 
 class ExpertWeights:
-    """Which stored weights form the experts of a model, by the rules of transformers.
+    """The stored weights of a model's experts, by transformers' rules.
 
-    An expert consists of its own tensors or of parts of stacked ones (`moetool.models.conversion`).
+    An expert consists of separate tensors or of parts of stacked ones (`moetool.models.conversion`).
 
     Args:
         index: the weights of the checkpoint.
@@ -64,15 +64,15 @@ class ExpertWeights:
         self._path = path
 
     def layout(self, layer: MoeLayer) -> StoredLayout:
-        """Memory layout of a layer's stored experts. Raises: as `of`."""
+        """Memory layout of a layer's stored experts. Raises: see `of`."""
         return layout_of(self.of(layer, 0))
 
     def of(self, layer: MoeLayer, expert: int) -> list[list[StoredWeight]]:
-        """The weights of an expert: for each part of its form those that lie one under the other in it.
+        """Weights of an expert: for each part of its form, those concatenated in it.
 
         Raises:
-            MismatchError: a tensor is missing, has another shape or type than the config says, or would have to be
-                computed from others before it can be used.
+            MismatchError: a tensor is missing, differs from the config in shape or type, or needs a computation from
+                others.
         """
         return [
             [block for name in part.parameters for block in self._share(layer, name, part.share, expert)]
@@ -80,7 +80,7 @@ class ExpertWeights:
         ]
 
     def _share(self, layer: MoeLayer, parameter: str, share: tuple[int, ...], expert: int) -> list[StoredWeight]:
-        """The weights, or shares of weights, that make one expert's share of a parameter."""
+        """Weights, or parts of weights, that make one expert's share of a parameter."""
         name = f"{layer.path}.{parameter}"
         source = self._sources.get(name)
         if source is None:
@@ -105,7 +105,7 @@ class ExpertWeights:
                 f"{self._path}: {name} has to be computed from its tensors ({steps}), so its experts cannot be read "
                 "one by one; save the model again with transformers' save_pretrained"
             )
-        patterns = source.converter.source_patterns  # gate and up, say: one under the other
+        patterns = source.converter.source_patterns  # e.g. gate and up, concatenated
         rows = (share[0] // len(patterns), *share[1:])
         weights = []
         for pattern in patterns:
@@ -115,7 +115,7 @@ class ExpertWeights:
         return weights
 
     def _transposed(self, name: str, layer: MoeLayer, parameter: str, by_shape: bool) -> StoredWeight:
-        """A stacked weight that a file has [experts, in, out], or only where its shape says so (`by_shape`)."""
+        """Transpose a stacked weight [experts, in, out]; with `by_shape` only if its shape requires it."""
         shape = tuple(layer.experts.get_parameter(parameter).shape)
         weight = self._weights.get(name)
         if weight is None or (by_shape and weight.shape == shape) or weight.format != "dense":
@@ -160,10 +160,10 @@ class ExpertWeights:
 
 
 def stored_bytes(layer: MoeLayer, quantization: Quantization | None, dtype: torch.dtype) -> int:
-    """Bytes of an expert of a layer in a checkpoint of which only the config is there.
+    """Bytes of a layer's expert in a checkpoint without weights, from the config.
 
     Args:
-        dtype: of weights that are not quantized.
+        dtype: data type of unquantized weights.
     """
     total = 0
     parts = layer.form.parts
@@ -183,27 +183,26 @@ def stored_bytes(layer: MoeLayer, quantization: Quantization | None, dtype: torc
 
 
 class ExpertFiles:
-    """Reads any one expert of a model into memory, and puts it into slots.
+    """Reads single experts of a model into memory, and writes them into slots.
 
-    Memory holds an expert as it is stored: its tensors side by side, whatever order the files have. A slot holds the
-    same, or, for slots that are computed with on this processor and are not sent elsewhere, what is the fastest to
-    compute with: integers of four bits in the order of `moetool.models.packed_product` where that can multiply them,
-    other numbers of eight bits and fewer as stored where `moetool.models.row_kernels` can, and all else unpacked.
+    Memory holds an expert as stored: its tensors contiguous, in fixed order. A slot holds the same, or, if this CPU
+    computes from it and it is not sent elsewhere, the fastest form: 4-bit integers in the order of
+    `moetool.models.packed_product` if that can multiply them, other numbers of up to eight bits as stored if
+    `moetool.models.row_kernels` can multiply them, and everything else unpacked.
 
     Args:
-        weights: which stored weights make the experts.
-        fastest: the data type that this processor computes in, for slots that hold what is the fastest for that; None
-            for slots that hold experts as stored.
+        weights: the stored weights of the experts.
+        fastest: compute data type of this CPU, for slots with the fastest form; None: slots hold experts as stored.
 
     Attributes:
         reads: byte ranges of each expert, by key.
-        stored_bytes: of memory for one expert as stored.
-        slot_bytes: of a slot.
-        shapes: of the parts of an expert.
-        converts: whether slots hold anything else than memory does.
+        stored_bytes: bytes of one expert as stored.
+        slot_bytes: bytes of a slot.
+        shapes: shapes of an expert's parts.
+        converts: whether slots differ from the stored form.
 
     Raises:
-        MismatchError: as `ExpertWeights.of`, or the experts of one layer are not stored alike.
+        MismatchError: see `ExpertWeights.of`; or the experts of one layer differ in their stored form.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class ExpertFiles:
         for layer in layers:
             if tuple(part.shape for part in layer.form.parts) != self._shapes:
                 raise MismatchError(
-                    f"the experts of layer {layer.layer_id} have other shapes than those of layer "
+                    f"the experts of layer {layer.layer_id} differ in shape from those of layer "
                     f"{layers[0].layer_id}; moetool serves models whose experts all have one shape"
                 )
             self._index(layer)
@@ -244,7 +243,7 @@ class ExpertFiles:
         """Read the expert `key` into memory (uint8 [stored_bytes]).
 
         Returns:
-            The bytes that were read; 0 for an expert without weights.
+            Bytes read; 0 for an expert without weights.
 
         Raises:
             OSError: the disk failed.
@@ -258,7 +257,7 @@ class ExpertFiles:
         return total
 
     def fill(self, key: int, memory: torch.Tensor, slot: torch.Tensor) -> None:
-        """Put the expert `key` from memory into a slot (uint8 [slot_bytes]) on this processor."""
+        """Write the expert `key` from memory into a slot (uint8 [slot_bytes]) on the CPU."""
         number = self._layout_L[key // self.spec.num_experts]
         layout, form = self._layouts[number], self._forms[number]
         if form is None:
@@ -267,12 +266,12 @@ class ExpertFiles:
             form.fill(layout, memory, slot)
 
     def read_into(self, key: int, slot: torch.Tensor) -> int:
-        """Read the expert `key` into a slot. Returns and raises as `read_stored`."""
+        """Read the expert `key` into a slot. Returns and raises like `read_stored`."""
         if self._forms[self._layout_L[key // self.spec.num_experts]] is None:
             return self.read_stored(key, slot)
         memory: torch.Tensor | None = getattr(self._scratch, "memory", None)
         if memory is None:
-            with torch.inference_mode(False):  # a thread may use it again outside of that mode
+            with torch.inference_mode(False):  # it may be used outside that mode later
                 memory = self._scratch.memory = torch.empty(self.stored_bytes, dtype=torch.uint8)
         num_bytes = self.read_stored(key, memory)
         self.fill(key, memory, slot)
@@ -284,7 +283,7 @@ class ExpertFiles:
         return self._num_layouts
 
     def layout_of(self, key: int) -> int:
-        """Which of them an expert has."""
+        """Kind of an expert's views."""
         return self._layout_L[key // self.spec.num_experts] if self._num_layouts > 1 else 0
 
     def stored_layout(self, key: int) -> StoredLayout:
@@ -292,16 +291,16 @@ class ExpertFiles:
         return self._layouts[self._layout_L[key // self.spec.num_experts]]
 
     def views(self, slot: torch.Tensor, layout: int = 0) -> tuple[Weight, ...]:
-        """The parts of the expert in a slot, as `ExpertForm.parts` orders them.
+        """Parts of the expert in a slot, in the order of `ExpertForm.parts`.
 
         Args:
-            layout: as `layout_of` has it.
+            layout: see `layout_of`.
         """
         form = self._forms[layout]
         return self._layouts[layout].views(slot, self._shapes) if form is None else form.views(slot)
 
     def stacked(self, layer: MoeLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """All experts of a layer in memory, unpacked: tensors [E, ...] by the first parameter of each part.
+        """Read all experts of a layer, unpacked: tensors [E, ...] by the first parameter of each part.
 
         Raises:
             OSError: the disk failed.
@@ -328,7 +327,7 @@ class ExpertFiles:
         return True
 
     def _index(self, layer: MoeLayer) -> None:
-        """Find the experts of a layer, which must be stored alike."""
+        """Find a layer's experts, which must share one stored form."""
         first = self._weights.of(layer, 0)
         layout = layout_of(first)
         if layout not in self._layouts:
@@ -346,7 +345,7 @@ class ExpertFiles:
 def slot_forms(
     layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], fastest: torch.dtype | None
 ) -> tuple[SlotForm | None, ...]:
-    """For each layout the form of its experts in slots; None: as stored.
+    """The slot form of each layout's experts; None: as stored.
 
     Args:
         shapes: of the parts of an expert.
@@ -377,13 +376,13 @@ def _dense_slot(layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], 
 
 
 def _is_stacking(converter: Any) -> bool:
-    """Whether a conversion only lays whole tensors of single experts side by side."""
+    """Whether a conversion only stacks whole tensors of single experts."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 def _transposing(converter: Any) -> Any | None:
-    """The one step of a conversion that only transposes a stacked tensor of matrices."""
+    """Return a conversion's only step if it transposes a stacked tensor of matrices."""
     first, *more = converter.operations
     if type(first).__name__ == "Transpose" and not more and {first.dim0, first.dim1} == {1, 2}:
         return first
@@ -391,12 +390,12 @@ def _transposing(converter: Any) -> Any | None:
 
 
 def _numbered(name: str, expert: int) -> str:
-    """The name of the same tensor of another expert: the last number between dots is the expert's."""
+    """Name of the same tensor of another expert: the last number between dots is the expert's."""
     return re.sub(r"^(.*)\.\d+\.", lambda match: f"{match[1]}.{expert}.", name)
 
 
 def _coalesce(parts: list[tuple[Tensor, int]]) -> tuple[Read, ...]:
-    """Join parts that lie side by side in one file into one read."""
+    """Join adjacent parts of one file into one read."""
     reads: list[Read] = []
     for tensor, target in sorted(parts, key=lambda part: (part[0].file, part[0].offset)):
         last = reads[-1] if reads else None

@@ -1,7 +1,7 @@
 """Form of a layer's experts: weights, computation, and its family's calling convention.
 
-Most families decorate their experts with transformers' experts interface, and the flags that it leaves on the module
-say everything. The few that do not are told by class name.
+Most families use transformers' experts interface, whose flags on the module describe the form. The others are
+recognized by class name.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.stored_expert import Weight
 
 _WHOLE_VECTORS = 128
-"""Numbers of a row, gate and up side by side, whose halves are whole vectors of any processor, twice unrolled."""
+"""Multiple of a row's length (gate and up) whose halves are whole vectors on any CPU, unrolled twice."""
 _ONE_THREAD = 32_768
-"""Numbers that torch leaves to one thread."""
+"""Most numbers that torch computes with one thread."""
 
 
 class Call(Enum):
@@ -37,7 +37,7 @@ class Part:
     """One tensor of an expert, as a slot holds it.
 
     Attributes:
-        parameters: names, below the experts' module, of the parameters whose shares make it, one under the other.
+        parameters: parameter names, below the experts' module, whose shares are concatenated in it.
         share: shape of one expert's share of each of them.
     """
 
@@ -64,13 +64,13 @@ class ExpertForm:
     """The experts of one layer: parts in the order up, bias of up, down, bias of down.
 
     Attributes:
-        num_experts: experts that have weights.
-        num_identity: further experts that return their input, numbered after the others.
+        num_experts: experts with weights.
+        num_identity: further experts that return their input, with the highest ids.
         parts: tensors of a slot; without biases only up and down.
         up_transposed, down_transposed: whether the matrix is stored [in, out] instead of [out, in].
-        gate: from the first product to the input of the second.
+        gate: maps the first product to the second one's input.
         finish: applied to the expert's output before its weight, or None.
-        call: how the module is called.
+        call: calling convention of the module.
     """
 
     num_experts: int
@@ -84,12 +84,12 @@ class ExpertForm:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all parameters that are offloaded, below the experts' module."""
+        """Names of all offloaded parameters, below the experts' module."""
         return tuple(name for part in self.parts for name in part.parameters)
 
     @property
     def has_bias(self) -> bool:
-        """Whether both products have one."""
+        """Whether both products have a bias."""
         return len(self.parts) == 4
 
     @property
@@ -98,20 +98,20 @@ class ExpertForm:
         return sum(torch.Size(part.shape).numel() for part in self.parts)
 
     def compute(self, x: torch.Tensor, weights: tuple[Weight, ...]) -> torch.Tensor:
-        """The output of one expert, before its weight in the sum.
+        """Return the unweighted output of one expert.
 
         Args:
             x: its tokens.
-            weights: one tensor for each part; unpacked, and widened to the type of `x`, where that is needed.
+            weights: one tensor per part; unpacked, and widened to the type of `x` if needed.
         """
         return self.compute_each([x], [weights])[0]
 
     def compute_each(self, xs: Sequence[torch.Tensor], weights: Sequence[tuple[Weight, ...]]) -> list[torch.Tensor]:
-        """The outputs of several experts, each the same to the bit whichever others are computed with it.
+        """Return the outputs of several experts, each bit-identical whatever others are computed with it.
 
-        One gate does for all where that is sure. A processor takes most of a tensor by vectors and what is left over
-        at its end, or at a thread's, by single numbers, which may round otherwise. So no row may be left over, and one
-        thread must do it all.
+        One gate call serves all only if that is safe. A CPU computes most of a tensor by vectors and the remainder, at
+        the end or at a thread's border, by single numbers, which may round differently. So rows must be whole vectors,
+        and one thread must compute all.
         """
         second = len(self.parts) // 2
         firsts = self._linear(xs, weights, 0, self.up_transposed)
@@ -124,7 +124,7 @@ class ExpertForm:
         return outputs if self.finish is None else [self.finish(output) for output in outputs]
 
     def max_rows(self, weights: tuple[Weight, ...]) -> int:
-        """Rows of an expert whose weights lie as these do that `compute_rows` takes at most; 0 where it takes none."""
+        """Most rows of an expert with this weight layout in `compute_rows`; 0 if it is unsupported."""
         width = self.parts[0].shape[0 if not self.up_transposed else 1]
         if self.has_bias or self.finish is not None or width % _WHOLE_VECTORS:
             return 0
@@ -134,9 +134,9 @@ class ExpertForm:
         )
 
     def compute_rows(self, x_TD: torch.Tensor, shares: Sequence[Share], num_rows: int) -> torch.Tensor:
-        """The outputs [num_rows, D] of several experts, each of at most `max_rows` rows, in two calls.
+        """Return the outputs [num_rows, D] of several experts of at most `max_rows` rows each, in two calls.
 
-        Each row is, to the bit, what `compute_each` makes of it. The targets of all shares are all rows.
+        Each row is bit-identical to `compute_each`'s. The targets of all shares cover all rows.
         """
         ups = [
             RowsOf(_out_in(each.weights[0], self.up_transposed), each.sources, each.targets)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ class ExpertForm:
         part: int,
         transposed: bool,
     ) -> list[torch.Tensor]:
-        """The products of each expert's rows with its `part`, and its bias where there is one."""
+        """Multiply each expert's rows by its `part`, and add its bias if it has one."""
         outputs: list[torch.Tensor | None] = [None] * len(xs)
         matrices = [_out_in(each[part], transposed) for each in weights]
         few = [n for n, x in enumerate(xs) if row_products.multiplies(x, matrices[n])]
@@ -174,12 +174,12 @@ class ExpertForm:
 
 
 def holds_experts(module: Any) -> bool:
-    """Whether a module holds the routed experts of a layer, in a form that `form_of` knows."""
+    """Whether a module holds a layer's routed experts in a form that `form_of` supports."""
     return hasattr(module, "_is_expert_parallel") or type(module).__name__ in _OWN
 
 
 def form_of(module: Any) -> ExpertForm:
-    """The form of the experts that a module holds."""
+    """Return the form of a module's experts."""
     own = _OWN.get(type(module).__name__)
     return own(module) if own is not None else _interface(module)
 
@@ -198,7 +198,7 @@ def _interface(module: Any) -> ExpertForm:
 
 
 def _dbrx(module: Any) -> ExpertForm:
-    rows = int(module.ffn_hidden_size)  # the experts' matrices lie one under the other in flat ones
+    rows = int(module.ffn_hidden_size)  # the experts' matrices are concatenated in flat ones
     share = (rows, int(module.hidden_size))
     return ExpertForm(
         num_experts=int(module.num_experts),
@@ -264,7 +264,7 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 
 def _out_in(weight: Weight, transposed: bool) -> Weight | None:
-    """A matrix [out, in], or the transposed view of [in, out]; None where it is neither."""
+    """A matrix [out, in], or the transposed view of [in, out]; None if it is neither."""
     if isinstance(weight, ScaledWeight) and weight.transposed != transposed:
         return None
     return weight.T if transposed and isinstance(weight, torch.Tensor) else weight

@@ -1,8 +1,8 @@
-"""Table of facts about MoE families that their modules do not show.
+"""Table of facts about MoE families that cannot be derived from their modules.
 
-A family is a `model_type` of transformers. Where its experts and routers are, their shapes and the width of its
-top-k are derived from the modules (`moetool.models.spec`); this table holds how scores become weights, and what
-stands in the way of capturing, serving in batches or substituting experts.
+A family is a `model_type` of transformers. The positions and shapes of experts and routers, and top-k, are derived from
+the modules (`moetool.models.spec`). This table holds the rule from scores to weights, and obstacles to capture, batched
+serving and expert substitution.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
-# Names that routers give to the factor on their weights.
+# Routers' names for the factor on their weights.
 _SCALES = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 
 
@@ -48,7 +48,7 @@ class Rule:
         return self.weigh(self.scores(logits_TE), index_TK)
 
     def weigh(self, scores_TE: "torch.Tensor", index_TK: "torch.Tensor") -> "torch.Tensor":
-        """The same from the scores."""
+        """Weights [T, K] float32 of the experts `index_TK`, from scores."""
         scores_TK = scores_TE.gather(1, index_TK)
         if self.renormalize:
             scores_TK = scores_TK / scores_TK.sum(dim=-1, keepdim=True)
@@ -62,16 +62,16 @@ class Family:
     Attributes:
         name: its `model_type`.
         score: how its router turns logits into scores.
-        renormalize: whether the top-k weights are divided by their sum; None where the checkpoint's config says.
-        exception: why the weights do not follow from the recorded logits by that rule; empty where they do.
-        fixed: why experts cannot be substituted although the rule holds; empty where they can.
-        own_cache: why transformers' paged cache cannot hold it, so that each request keeps its own; empty where it can.
+        renormalize: whether the top-k weights are divided by their sum; None: as in the checkpoint's config.
+        exception: why the weights do not follow from the recorded logits by that rule; empty if they do.
+        fixed: why experts cannot be substituted although the rule holds; empty if they can.
+        own_cache: why transformers' paged cache cannot hold it, so that each request keeps its own; empty if it can.
         goes_on: whether such a cache takes several tokens at once after the first forward, as the next turn of a chat.
-        refused: why it can be neither captured nor served; empty where it can.
-        notes: further facts for people.
-        probabilities: whether the router returns probabilities in place of logits.
+        refused: why it can be neither captured nor served; empty if it can.
+        notes: further facts for display.
+        probabilities: whether the router returns probabilities instead of logits.
         routers: router classes that `_can_record_outputs` does not name.
-        inferred: whether this was found out by trying its router (`moetool.models.family_inference`).
+        inferred: whether it was inferred by running its router (`moetool.models.family_inference`).
     """
 
     name: str
@@ -89,7 +89,7 @@ class Family:
 
     @property
     def substitutable(self) -> bool:
-        """Whether an expert can be replaced by another with its own score (SMoE)."""
+        """Whether an expert can be substituted by another with its own score (SMoE)."""
         return not (self.refused or self.exception or self.fixed)
 
     @property
@@ -113,13 +113,13 @@ class Family:
             "captured": not self.refused,
             "served": self.served,
             "substitution": self.substitutable,
-            "weights": "by its router" if self.inferred else self.weight_rule,
+            "weights": "as its router computes" if self.inferred else self.weight_rule,
             "remarks": "; ".join(filter(None, (self.refused, self.exception, self.fixed, self.own_cache, self.notes))),
         }
 
     def rule(self, config: Any, router: Any) -> Rule:
         """The weight rule of a router of this family."""
-        score = getattr(router, "expert_selection_fn", self.score)  # cohere2_moe knows two
+        score = getattr(router, "expert_selection_fn", self.score)  # cohere2_moe has two
         renormalize = self.renormalize if score == self.score else None
         if renormalize is None:
             renormalize = bool(getattr(router, "norm_topk_prob", getattr(config, "norm_topk_prob", False)))
@@ -144,7 +144,7 @@ _ALL = (
         fixed="its router returns logits, not a replaceable choice",
         notes="weights are divided by their p-norm; p is 1 in the checkpoints",
     ),
-    Family(name="deepseek", refused=f"{_OWN_CODE}; deepseek_v2 checkpoints are the nearest that moetool reads"),
+    Family(name="deepseek", refused=f"{_OWN_CODE}; the nearest supported family is deepseek_v2"),
     Family(name="deepseek_v2", renormalize=False),
     Family(name="deepseek_v3", score="sigmoid", notes="Kimi-K2 checkpoints (kimi_k2) are of this family"),
     Family(name="deepseek_v32", score="sigmoid", own_cache=_INDEXED),
@@ -157,7 +157,7 @@ _ALL = (
         routers=("DeepseekV4HashRouter",),
         notes="the first layers choose experts by token id (a hash table), whatever their logits",
     ),
-    Family(name="doge", refused="its experts are single rows of an embedding, too small to be moved one by one"),
+    Family(name="doge", refused="its experts are single rows of an embedding, too small to load one by one"),
     Family(name="dots1", score="sigmoid"),
     Family(name="ernie4_5_moe", renormalize=True),
     Family(name="exaone_moe", score="sigmoid"),
@@ -232,33 +232,33 @@ _ALL = (
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers lacks, and the families whose config and modules they have."""
 FAMILIES = {family.name: family for family in _ALL}
-"""Those that moetool lists, by name."""
+"""Families that moetool lists, by name."""
 
 _found: dict[str, Family] = {}
-"""Those that were inferred in this process, when a model of theirs was opened."""
+"""Families inferred in this process, when a model of theirs was opened."""
 
 INFERRED = (
     *("aria_text", "axk1", "axk2", "dots3_note_text", "granitemoe_swa", "hy_v4", "inkling2_text", "inkling_text"),
     *("kolibri1", "minimax_m3_vl_text"),
 )
-"""Families that transformers has, that are not listed, and whose default config can be inferred."""
+"""Unlisted transformers families that can be inferred from their default config."""
 
 WITHIN_OTHERS = (
     *("glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "muse_spark_text", "qwen3_omni_moe_text"),
     *("qwen3_vl_moe_text", "step3p5", "unlimited_ocr_text"),
 )
-"""Families, inferred too, that transformers has only as a part of models that also see or hear."""
+"""Inferred families that transformers has only as part of multimodal models."""
 
 
 def unlisted(name: str, **known: Any) -> Family:
-    """A family that the table does not list."""
+    """Return an unlisted family."""
     return Family(
         name=name, inferred=True, own_cache="inferred from its modules, so the paged cache is not used", **known
     )
 
 
 def find_or_add(model_type: str, infer: Callable[[], Family]) -> Family:
-    """The family of a model, inferred where the table does not list it."""
+    """Return the family of a model, inferred if the table does not list it."""
     family = known(model_type)
     if family is None:
         family = _found[model_type] = infer()
@@ -266,16 +266,16 @@ def find_or_add(model_type: str, infer: Callable[[], Family]) -> Family:
 
 
 def known(model_type: str) -> Family | None:
-    """The family that the table lists, or that was inferred when a model of it was opened."""
+    """Return the family from the table, or as inferred when a model of it was opened."""
     return FAMILIES.get(model_type) or _found.get(model_type)
 
 
 def find(model_type: str) -> Family:
-    """The family of a model. Raises: UsageError: moetool does not know it, or cannot run it."""
+    """Return the family of a model. Raises: UsageError: moetool does not know it, or cannot run it."""
     family = known(model_type)
     if family is None:
         raise UsageError(
-            f"{model_type} is not a supported family, so its routing is unknown; 'moetool models' lists those it does"
+            f"{model_type} is not a supported family, so its routing is unknown; 'moetool models' lists supported ones"
         )
     require_supported(model_type)
     return family
@@ -289,11 +289,11 @@ def require_supported(model_type: str) -> None:
 
 
 def require_substitutable(spec_name: str, policy: str) -> None:
-    """Refuse a policy that routes, for a model whose experts nothing can stand for.
+    """Refuse a policy that substitutes experts, for a model that does not allow it.
 
     Args:
-        spec_name: `ModelSpec.name`. It begins with the family; where it names none that moetool knows, as for a trace
-            from elsewhere, nothing is refused.
+        spec_name: `ModelSpec.name`. It begins with the family; an unknown name, as in a foreign trace, is never
+            refused.
 
     Raises:
         UsageError: the family's routers cannot be substituted.
@@ -301,7 +301,7 @@ def require_substitutable(spec_name: str, policy: str) -> None:
     family = known(spec_name.partition(":")[0])
     if family is not None and not family.substitutable:
         raise UsageError(
-            f"policy {policy} puts experts in place of others, and {family.name} does not allow that: "
+            f"policy {policy} substitutes experts, and {family.name} does not allow that: "
             f"{family.refused or family.exception or family.fixed}; choose another policy ('moetool models' lists "
             f"where it works)"
         )

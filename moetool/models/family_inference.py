@@ -8,16 +8,16 @@ import torch
 from moetool.models.families import Family, Rule, Score, unlisted
 
 _TOKENS = 64
-_UNKNOWN = "how its router makes weights of logits was not found out"
+_UNKNOWN = "the rule from its router's logits to weights is unknown"
 _SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 def infer_family(model_type: str, router: Any, hidden_size: int) -> Family:
-    """A family by its router.
+    """Infer a family from its router.
 
     Args:
-        router: of one MoE layer, its tensors on the meta device.
-        hidden_size: width of the hidden states that it routes.
+        router: router of one MoE layer, on the meta device.
+        hidden_size: width of its hidden states.
     """
     found = _rule(router, hidden_size)
     if found is None:
@@ -53,7 +53,7 @@ def _rule(router: Any, hidden_size: int) -> tuple[Score, bool] | None:
 
 
 def _outputs(outputs: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Logits [T, E], weights [T, K] and indices [T, K] among what a router returns."""
+    """Find logits [T, E], weights [T, K] and indices [T, K] in a router's output."""
     tensors = [out for out in (outputs if isinstance(outputs, tuple) else ()) if isinstance(out, torch.Tensor)]
     index = next((t for t in tensors if not t.is_floating_point() and t.shape[:1] == (_TOKENS,)), None)
     if index is None:

@@ -2,11 +2,11 @@
 
 A weight [N, K] that would be `X` is stored as
 
-    X            float8_e4m3fn [N, K]; of experts of four bits int8 [N, K / 2], two E2M1 numbers a byte, low half first
-    X_scale_inv  float32, bfloat16 or E8M0 [ceil(N / 128), ceil(K / 128)]: a value times its block's is the weight;
-                 one number for the whole weight where the config has no block size
+    X            float8_e4m3fn [N, K]; for 4-bit experts int8 [N, K / 2], two E2M1 numbers per byte, low half first
+    X_scale_inv float32, bfloat16 or E8M0 [ceil(N / 128), ceil(K / 128)]: the weight is the value times its block's
+    scale; one number for the whole weight if the config has no block size
 
-Some checkpoints end the scale's name in `.scale` in place of `.weight_scale_inv`.
+Some checkpoints name the scale `.scale` instead of `.weight_scale_inv`.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Fp8BlockCodec:
     """Values times one scale for each block.
 
     Attributes:
-        block: rows and columns that share a scale; None for all of them.
+        block: rows and columns that share a scale; None: all.
     """
 
     block: tuple[int, int] | None
@@ -50,9 +50,9 @@ class Fp8Block:
     """The format.
 
     Attributes:
-        block: as the config's `weight_block_size`.
-        four_bits: whether a byte holds two numbers of four bits by the config, in groups of 32 with a scale of one byte
-            each. A checkpoint of both kinds is read by the data type of its values.
+        block: the config's `weight_block_size`.
+        four_bits: whether the config says that a byte holds two 4-bit numbers, in groups of 32 with one-byte scales. A
+            checkpoint of both kinds is read by the data type of its values.
     """
 
     block: tuple[int, int] | None
@@ -75,7 +75,7 @@ class Fp8Block:
         assert scale is not None
         values = unclaimed.get(weight)
         if values is None and scale_name != names[0]:
-            return None  # a parameter that is only called so
+            return None  # a parameter that only shares the name
         values = unclaimed.need(weight, scale, "the values")
         unclaimed.take(scale_name)
         unclaimed.require_dtype(weight, values, "F8_E4M3", "I8")

@@ -1,7 +1,7 @@
-"""Weights in ggml's blocks: a scale or two and a few dozen values side by side, unpacked to numbers.
+"""Unpack weights in ggml's blocks: one or two scales and a few dozen values each.
 
-transformers unpacks most types, on any device; MXFP4 is unpacked here; the gguf package unpacks the others on the
-processor. All give the gguf package's numbers to the bit.
+transformers unpacks most types, on any device; this module unpacks MXFP4; the gguf package unpacks the others on the
+CPU. All results are bit-identical to the gguf package's.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,12 +14,12 @@ from moetool.models.value_scaling import CHUNK, four_bits
 from moetool.models.weight_format import Stored
 
 Undo = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-"""Makes a weight of the tensors that a converter has made of it, by role."""
+"""Makes a weight from the tensors that the converter made of it, by role."""
 _MXFP4, _MXFP4_BYTES = 39, 17
 
 
 def unpack_blocks(blocks: torch.Tensor, kind: int) -> torch.Tensor:
-    """The numbers float32 [N, K] of rows of blocks, uint8 [N, bytes], or of numbers [N, K]."""
+    """Unpack rows of blocks, uint8 [N, bytes], or of numbers [N, K], to float32 [N, K]."""
     if kind in FLOATS:
         return blocks.to(torch.float32)
     if kind == _MXFP4:
@@ -35,7 +35,7 @@ def unpack_blocks(blocks: torch.Tensor, kind: int) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """A byte is the exponent of 32 values; 16 hold two each, the second halves of all after the first ones."""
+    """One byte is the exponent of 32 values; 16 bytes hold two values each, first the first half of all."""
     parts = blocks.reshape(len(blocks), -1, _MXFP4_BYTES)
     exponent = parts[..., :1].to(torch.int32)
     half = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23).view(torch.float32)
@@ -45,12 +45,12 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GgmlCodec:
-    """A weight of one tensor, or of several.
+    """A weight made of one or several tensors.
 
     Attributes:
         kinds: role and ggml type of its tensors.
-        undo: the function that makes the weight of them; where there is none, they lie one under the other.
-        transposed: as `moetool.models.weight_format.Codec` has it.
+        undo: the function that makes the weight from them; None: they are concatenated.
+        transposed: see `moetool.models.weight_format.Codec`.
         interleaved: whether rows of one tensor alternate with those of the other.
     """
 
@@ -68,7 +68,7 @@ class GgmlCodec:
             _write(stored[role], kind, part)
 
     def rows_of(self, out: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of a weight [out, ...] that each tensor makes."""
+        """Rows of a weight [out, ...] by tensor."""
         count = len(self.kinds)
         return [out[number::count] for number in range(count)] if self.interleaved else list(out.chunk(count))
 
@@ -81,7 +81,7 @@ def _whole(tensor: torch.Tensor, kind: int) -> torch.Tensor:
 
 
 def _write(blocks: torch.Tensor, kind: int, out: torch.Tensor) -> None:
-    """Some rows at a time, so that they stay in the processor's cache."""
+    """Unpack a few rows at a time, so that they stay in the CPU cache."""
     if kind in FLOATS:
         out.copy_(blocks)
         return

@@ -17,7 +17,7 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 def block_numbers(vectors: Vectors, kind: int, address: Any) -> list[Any]:
-    """The numbers of a block, `LANES` a vector.
+    """Numbers of a block, `LANES` per vector.
 
     Args:
         kind: ggml's type.
@@ -37,7 +37,7 @@ class BlockReader:
         return self.builder.add(self._address, self.vectors.number(offset))
 
     def bytes(self, offset: int) -> Any:
-        """`LANES` bytes as int32 without signs."""
+        """`LANES` bytes as int32, unsigned."""
         if offset not in self._loaded:
             stored = self.vectors.load(self.at(offset), self.vectors.of(self.vectors.int8), 1)
             self._loaded[offset] = self.builder.zext(stored, self.vectors.words)
@@ -58,11 +58,11 @@ class BlockReader:
         return [self.vectors.load(self.at(offset + 4 * n), self.vectors.int32, 1) for n in range(count)]
 
     def nibbles(self, offset: int, upper: int) -> Any:
-        """The lower or upper half of `LANES` bytes, as int32 whose bits above it are no number."""
+        """The lower or upper half of `LANES` bytes, as int32 with undefined higher bits."""
         return self.moved(self.bytes(offset), -4 * upper)
 
     def low(self, words: Any, mask: int, moved: int = 0) -> Any:
-        """Some of the bits of each word, moved up or down."""
+        """Mask bits of each word and shift them."""
         return self.builder.and_(self.moved(words, moved), self.vectors.all(self.vectors.int32, mask))
 
     def moved(self, words: Any, places: int) -> Any:
@@ -84,7 +84,7 @@ class BlockReader:
         return self.builder.shuffle_vector(*parts, every)
 
     def floats(self, words: Any, less: int = 0) -> Any:
-        """Small int32 as float32, less a constant."""
+        """Small int32 as float32, minus a constant."""
         if less:
             words = self.builder.sub(words, self.vectors.all(self.vectors.int32, less))
         return self.builder.sitofp(words, self.vectors.floats)
@@ -263,7 +263,7 @@ def _iq4_xs(block: BlockReader) -> list[Any]:
 
 
 def _mxfp4(block: BlockReader) -> list[Any]:
-    """A byte is the exponent of 32 numbers, less one for the gguf package, which doubles the numbers."""
+    """A byte is the exponent of 32 numbers, minus one because the gguf package doubles the numbers."""
     vectors, builder = block.vectors, block.builder
 
     def constant(value: int) -> Any:

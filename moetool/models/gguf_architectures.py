@@ -1,7 +1,7 @@
-"""The architectures of GGUF files: how llama.cpp names their tensors, what it changes in them, and their configs.
+"""Architectures of GGUF files: llama.cpp's tensor names, its changes to tensors, and configs.
 
-Tensors go by the names that transformers' modules have. tests/golden/gguf holds a file of each by llama.cpp's own
-converter, which tests compare with the model that it was made from.
+Tensors are mapped to the names of transformers' modules. tests/golden/gguf holds a file of each, made by llama.cpp's
+converter; tests compare it with the original model.
 """
 
 import functools
@@ -75,8 +75,8 @@ class Metadata:
     """Values of a header, by keys below its architecture.
 
     Args:
-        values: all of the header.
-        names: of the tensors.
+        values: all header values.
+        names: names of the tensors.
     """
 
     def __init__(self, architecture: str, values: Mapping[str, Any], names: frozenset[str]) -> None:
@@ -85,7 +85,7 @@ class Metadata:
         self.names = names
 
     def __call__(self, key: str) -> Any:
-        """A value. Raises: KeyError where it is missing."""
+        """Return a value. Raises: KeyError: it is missing."""
         return self.values[f"{self.architecture}.{key}"]
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -97,7 +97,7 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the decoder, without those that predict further tokens."""
+        """Decoder layers, without multi-token prediction layers."""
         return int(self("block_count")) - int(self.get("nextn_predict_layers", 0))
 
     @property
@@ -116,13 +116,13 @@ class Architecture:
     Attributes:
         family: the `model_type` of transformers.
         config: further fields of the config.
-        names: of modules within a layer, besides or instead of those that most have.
-        experts: the module that holds the experts of a layer.
-        undo: by the end of a parameter's name, what undoes llama.cpp's changes to it.
-        joined: parameters below a layer that several tensors of it make, their leaves, and how.
+        names: module names within a layer that differ from the usual ones.
+        experts: the module that holds a layer's experts.
+        undo: inverse of llama.cpp's changes, by suffix of the parameter's name.
+        joined: parameters below a layer made from several tensors, their leaves, and the function.
         interleaved: whether rows of gate and up alternate and matrices are transposed.
-        embedding_norm: name of the last norm, where the file calls it `token_embd_norm`.
-        gating: how the router must score, by ggml's number; None for any.
+        embedding_norm: name of the last norm if the file calls it `token_embd_norm`.
+        gating: required score function of the router, as ggml's number; None: any.
     """
 
     family: str
@@ -136,7 +136,7 @@ class Architecture:
     gating: int | None = None
 
     def renamed(self, name: str) -> str | None:
-        """A tensor's name in the model; None where the architecture has none of this name."""
+        """A tensor's name in the model; None if the architecture lacks it."""
         stem, _, end = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
         root, module = "", self.embedding_norm if stem == "token_embd_norm" else _WHOLE.get(stem, "")
         if stem.startswith("blk."):
@@ -150,7 +150,7 @@ class Architecture:
 
 
 def common_config(meta: Metadata) -> dict[str, Any]:
-    """Config values common to all architectures. Raises: KeyError where the header lacks one."""
+    """Config values common to all architectures. Raises: KeyError: the header lacks one."""
     heads, hidden = meta("attention.head_count"), meta("embedding_length")
     key_value_heads = meta("attention.head_count_kv")
     head_dim = meta.get("attention.key_length", hidden // heads)
@@ -225,7 +225,7 @@ def _linear(meta: Metadata) -> dict[str, Any]:
 
 
 def _routed(meta: Metadata) -> dict[str, Any]:
-    """Families in the manner of DeepSeek."""
+    """Config of DeepSeek-like families."""
     return {
         "n_routed_experts": meta("expert_count"),
         "n_shared_experts": meta.get("expert_shared_count", 0),
@@ -412,7 +412,7 @@ ARCHITECTURES = {
         undo=lambda meta: {**_norms(meta), "linear_attn.A_log": Logarithm()},
         joined=_qwen3_next,
     ),
-    "qwen3vlmoe": _QWEN3,  # the text part; on text alone its three positions are one
+    "qwen3vlmoe": _QWEN3,  # the text part; for text its three positions are equal
 }
 """Architectures by `general.architecture`."""
 _SCORED_BY_SOFTMAX = _DEEPSEEK(family="deepseek_v2", gating=_SOFTMAX)
@@ -422,21 +422,21 @@ def find_architecture(meta: Metadata) -> Architecture:
     """The architecture of a file.
 
     Raises:
-        UsageError: it is none that is read, or has no experts, or routes in a way that its family does not.
+        UsageError: it is not supported, has no experts, or its routing differs from its family's.
     """
     found = ARCHITECTURES.get(meta.architecture)
     if found is None:
         raise UsageError(
-            f"is of the architecture {meta.architecture!r}, expected one of {', '.join(ARCHITECTURES)}: give the model "
+            f"is of the architecture {meta.architecture!r}, expected one of {', '.join(ARCHITECTURES)}; use the model "
             "in Hugging Face format"
         )
     if not meta.get("expert_count"):
-        raise UsageError(f"has no experts (architecture {meta.architecture}); give a mixture-of-experts model")
+        raise UsageError(f"has no experts (architecture {meta.architecture}); use a mixture-of-experts model")
     if meta.architecture == "deepseek2" and meta.gating == _SOFTMAX:
         return _SCORED_BY_SOFTMAX
     if found.gating not in (None, meta.gating):
         raise UsageError(
-            f"routes with ggml's gating function {meta.gating}, expected {found.gating} of {found.family}: give the "
+            f"routes with ggml's gating function {meta.gating}, expected {found.gating} of {found.family}; use the "
             "model in Hugging Face format"
         )
     return found

@@ -8,10 +8,10 @@ import torch
 
 
 class Joining(Protocol):
-    """Makes a weight of several tensors."""
+    """Makes a weight from several tensors."""
 
     def shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the weight, of those of the tensors."""
+        """Shape of the weight, from the tensors' shapes."""
 
     def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
 
@@ -23,7 +23,7 @@ def _only(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """llama.cpp lets the two numbers that are rotated together lie side by side; transformers half a head apart."""
+    """llama.cpp stores the two numbers that rotate together side by side; transformers, half a head apart."""
 
     heads: int
 
@@ -34,7 +34,7 @@ class Halves:
 
 @dataclass(frozen=True, slots=True)
 class LessOne:
-    """Norms are stored with the one that the model adds to them."""
+    """Stored norms include the 1 that the model adds."""
 
     def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return _only(parts) - 1
@@ -42,8 +42,8 @@ class LessOne:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The keys' and the values' share of one projection [heads * (keys + values), rank], stored apart: keys [heads,
-    rank, keys], values [heads, values, rank].
+    """Join keys and values of one projection [heads * (keys + values), rank], stored separately: keys [heads, rank,
+    keys], values [heads, values, rank].
     """
 
     def shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Heads of values, stored with those of one group of keys apart, put side by side.
+    """Restore the order of value heads, which are stored apart within one group of keys.
 
     Attributes:
         keys, each: heads of keys, and of values for each.
@@ -85,8 +85,8 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True)
 class Interwoven:
-    """Queries, keys, values and gates [heads * width, inputs], stored as all queries, all keys and all values, and all
-    gates, of so many heads of keys.
+    """Join queries, keys, values and gates [heads * width, inputs], stored as all queries, all keys, all values and all
+    gates, for this number of key heads.
     """
 
     keys: int
@@ -105,7 +105,7 @@ class Interwoven:
 
 @dataclass(frozen=True, slots=True)
 class Logarithm:
-    """Stored is -exp(x)."""
+    """The tensor stores -exp(x)."""
 
     def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return (-_only(parts)).log()

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: facts of the model and the place of each tensor.
+"""Headers of GGUF files: metadata of the model and the position of each tensor.
 
 A model may be split over files named `NAME-00001-of-00003.gguf`; the first one's header describes the model.
 """
@@ -16,7 +16,7 @@ FLOATS = {0: "F32", 1: "F16", 30: "BF16"}
 """ggml's numbers of the types that are plain numbers."""
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_MOST_BYTES = 2**28  # of a header; those of published models have a few million
+_MOST_BYTES = 2**28  # limit of a header; published models have a few million
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -25,7 +25,7 @@ class HeaderCut(MismatchError):
 
 
 class GgufTensor(NamedTuple):
-    """A tensor's place in a file: `offset` counts from the start of the file, `kind` is its ggml type."""
+    """A tensor's position in a file: `offset` counts from the start of the file, `kind` is its ggml type."""
 
     file: int
     offset: int
@@ -38,9 +38,9 @@ class GgufHeader(NamedTuple):
     """Headers of a model's files.
 
     Attributes:
-        metadata: by key; of a list of strings its length.
-        tensors: by ggml's names.
-        num_bytes: the least size of each file by its header.
+        metadata: values by key; the length of a list of strings.
+        tensors: by ggml names.
+        num_bytes: smallest valid size of each file.
     """
 
     files: tuple[Path, ...]
@@ -56,17 +56,17 @@ class GgufHeader(NamedTuple):
                 mine = {name: tensor for name, tensor in self.tensors.items() if tensor.file == number}
                 lost = next(name for name, tensor in mine.items() if tensor.offset + tensor.num_bytes > stamp.num_bytes)
                 raise MismatchError(
-                    f"{file} is cut short: it has {stamp.num_bytes:,} bytes, expected {expected:,}; {lost} and what "
+                    f"{file} is truncated: it has {stamp.num_bytes:,} bytes, expected {expected:,}; {lost} and what "
                     "follows it are not whole; download the model again"
                 )
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file, or of all files that its model is split over.
+    """Read the header of a GGUF file, or of all files of a split model.
 
     Raises:
-        MismatchError: one is damaged, or they do not belong together.
-        UsageError: one is missing, or holds tensors of a type that is not read.
+        MismatchError: one is damaged, or they do not match.
+        UsageError: one is missing, or holds tensors of an unsupported type.
     """
     files = _files(path)
     metadata: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         found, mine, num_bytes = _read(file, number)
         place = found.get("split.no", 0), found.get("split.count", 1) or 1
         if not all(isinstance(part, int) for part in place):
-            raise MismatchError(f"{file} does not say which of its model's files it is; download the model again")
+            raise MismatchError(f"{file} has no number of its part of the model; download the model again")
         if place != (number, len(files)):
             raise MismatchError(
                 f"{file} is part {place[0] + 1} of {place[1]} by its header, expected {number + 1} of {len(files)}; "
@@ -98,8 +98,7 @@ def require_header(file: Path) -> None:
 
     Raises:
         HeaderCut: the file ends inside it.
-        MismatchError, UsageError: as `read_gguf_header`.
-    """
+        MismatchError, UsageError: see `read_gguf_header`. """
     _read(file, 0)
 
 
@@ -110,12 +109,12 @@ def _files(path: Path) -> tuple[Path, ...]:
     files = tuple(path.with_name(f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf") for i in range(int(match[3])))
     for file in files:
         if not file.is_file():
-            raise UsageError(f"{file} is missing, a part of the model that {path.name} belongs to; download it too")
+            raise UsageError(f"{file} is missing, a part of the same model as {path.name}; download it too")
     return files
 
 
 class _Reader:
-    """Reads values from the start of a file on, and never beyond its end.
+    """Reads values sequentially from the start of a file, never beyond its end.
 
     Raises:
         MismatchError: the file ends early, or a size in it is too large.
@@ -164,7 +163,7 @@ class _Reader:
 
 
 def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
-    """Metadata, tensors, and the bytes that the file should have."""
+    """Return metadata, tensors, and the expected bytes of the file."""
     reader = _Reader(file)
     if reader.take(4) != b"GGUF":
         raise MismatchError(f"{file} is not a GGUF file: it does not begin with GGUF; download the model again")
@@ -180,7 +179,7 @@ def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor
         name, dims = reader.text(), reader.number("<I")
         if dims > 4:
             raise reader.error(f"{name} has {dims} dimensions")
-        shape = tuple(reader.number("<Q") for _ in range(dims))[::-1]  # ggml names the fastest-moving one first
+        shape = tuple(reader.number("<Q") for _ in range(dims))[::-1]  # ggml lists the innermost dimension first
         if not all(shape):
             raise reader.error(f"{name} has the shape {list(shape)}")
         found.append((name, shape, reader.number("<I"), reader.number("<Q")))

@@ -1,7 +1,7 @@
-"""GGUF files as llama.cpp writes them: config, tensors and weights of a model.
+"""GGUF files of llama.cpp: config, tensors and weights of a model.
 
-The experts of a layer lie stacked, [experts, out, bytes of a row], so that one is a contiguous slice of each of its
-tensors, which is read in place.
+A layer's experts are stacked, [experts, out, bytes of a row], so that one expert is a contiguous slice of each tensor
+and is read in place.
 """
 
 import json
@@ -20,16 +20,16 @@ from moetool.models.tensor_index import Tensor, TensorIndex
 from moetool.models.weight_format import StoredWeight, as_dense
 
 _EXPERTS = (("gate_up_proj", ("gate", "up")), ("gate_up_proj", ("gate_up",)), ("down_proj", ("down",)))
-"""Parameters of the experts, and the tensors that make them."""
+"""Parameters of the experts, and their tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufPart:
-    """Tensors that make one weight.
+    """Tensors of one weight.
 
     Attributes:
-        tensors: by role, their ggml names.
-        shape: of the weight.
+        tensors: their ggml names, by role.
+        shape: shape of the weight.
     """
 
     tensors: Mapping[str, str]
@@ -71,8 +71,8 @@ class GgufFile:
     """Header of a GGUF file.
 
     Attributes:
-        config: of the model, as a config.json would have it.
-        content: identifies it.
+        config: the model's config, as in a config.json.
+        content: identity of the model.
         index: its tensors, by ggml's names.
         tokenizer: kind of its tokenizer, and the name of the rule by which that splits text.
     """
@@ -85,13 +85,13 @@ class GgufFile:
 
 
 def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
-    """Read the header of a GGUF file, or of all that its model is split over.
+    """Read the header of a GGUF file, or of all files of a split model.
 
     Args:
-        whole: whether the files must be as long as their headers say.
+        whole: whether the files must have the length in their headers.
 
     Raises:
-        UsageError: its architecture is none that is read, or it holds tensors that its architecture does not have.
+        UsageError: its architecture is not supported, or it holds tensors that its architecture lacks.
         MismatchError: it is damaged.
     """
     header = read_gguf_header(path)
@@ -130,7 +130,7 @@ def _tensor(tensor: GgufTensor) -> Tensor:
 
 
 def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> dict[str, GgufPart]:
-    """The weights of the model, and the tensors that make them."""
+    """Return the weights of the model, and their tensors."""
     left = {name: tensor.shape for name, tensor in header.tensors.items() if not _predicts_further(name, meta)}
     found = {}
     for layer in range(meta.num_layers):
@@ -156,8 +156,8 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
         parameter = architecture.renamed(name)
         if parameter is None:
             raise UsageError(
-                f"holds {name}, which moetool does not read in files of the architecture {meta.architecture}: give the "
-                "model in Hugging Face format"
+                f"holds {name}, which moetool does not support in architecture {meta.architecture}; use the model "
+                    "in Hugging Face format"
             )
         change = next((change for end, change in changed.items() if parameter.endswith(end)), None)
         found[parameter] = GgufPart(tensors={"blocks": name}, shape=_whole_shape(parameter, shape), undo=change)
@@ -165,12 +165,12 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
 
 
 def _predicts_further(name: str, meta: Metadata) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens."""
+    """Whether a tensor belongs to a multi-token prediction layer."""
     return name.startswith("blk.") and int(name.split(".")[1]) >= meta.num_layers
 
 
 def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], interleaved: bool) -> GgufPart:
-    """The experts of a layer: [experts, out, in], or where rows of gate and up alternate [experts, in, out]."""
+    """Experts of a layer: [experts, out, in], or [experts, in, out] if rows of gate and up alternate."""
     first, *others = tensors.values()
     for name, shape in zip(others, shapes[1:], strict=True):
         if shape != shapes[0]:
@@ -187,7 +187,7 @@ def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], interle
 
 
 def _whole_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter, dimensions of one included, which llama.cpp leaves out."""
+    """Shape of a parameter, with the dimensions of size one that llama.cpp omits."""
     if parameter.endswith(("conv.weight", "conv1d.weight")) and len(shape) == 2:
         return (shape[0], 1, shape[1])
     if parameter.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):

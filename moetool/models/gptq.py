@@ -2,8 +2,8 @@
 
 A weight [N, K] that would be `X.weight` is stored transposed as
 
-    X.qweight  int32 [K * bits / 32, N]: values packed down the inputs, the first in the lowest bits
-    X.qzeros   int32 [G, N * bits / 32]: zero points packed along the outputs; less one in all but `gptq_v2` files
+    X.qweight  int32 [K * bits / 32, N]: values packed along the inputs, the first in the lowest bits
+    X.qzeros   int32 [G, N * bits / 32]: zero points packed along the outputs; minus one except in `gptq_v2` files
     X.scales   float16 [G, N]
     X.g_idx    int32 [K]: the group of each input; absent, or k / group, without act-order
 """
@@ -16,12 +16,12 @@ from moetool.models.packed_product import Grouping
 from moetool.models.value_scaling import Groups, four_bits, write_scaled
 from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
 
-BITS = (2, 4, 8)  # those of which none lies across two words
+BITS = (2, 4, 8)  # widths whose values never span two words
 _EVEN = 0x0F0F0F0F  # the lower half of each byte of a word
 
 
 def unsigned_values(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The values float32 [N, K] of words [N, K * bits / 32], the first in the lowest bits; all of them positive."""
+    """Values float32 [N, K] of words [N, K * bits / 32], the first in the lowest bits; all unsigned."""
     if bits == 4:
         return four_bits(words.view(torch.uint8), e2m1=False)
     values = words.view(torch.uint8)
@@ -39,10 +39,10 @@ def in_even_groups(order: bytes | memoryview, groups: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GptqCodec:
-    """Values less their group's zero point, times its scale, in the type of the scale.
+    """(value - zero point) * scale of the value's group, in the type of the scale.
 
     Attributes:
-        bits: of a value.
+        bits: bits per value.
         group: inputs that share a scale, unless `g_idx` lists them.
         offset: added to the stored zero points.
     """
@@ -71,14 +71,14 @@ class GptqCodec:
         made_TIR = torch.stack(bytes_of, dim=-1).permute(1, 0, 3, 4, 2).flatten(1, 3)
         if (group_of := stored.get("order")) is not None:
             if not (group_of.bincount(minlength=1) == self.group).all():
-                raise ValueError(f"g_idx has groups of other sizes than the config's group_size {self.group}")
+                raise ValueError(f"g_idx has groups whose size differs from the config's group_size {self.group}")
             order = group_of.argsort(stable=True)
             made_TIR = made_TIR.index_select(1, order)
         words.view(torch.uint8).view(made_TIR.shape).copy_(made_TIR)
         return Grouping(stored["scale"].T, self._zero_points(stored).to(torch.uint8), order)
 
     def _zero_points(self, stored: Stored) -> torch.Tensor:
-        """The values that make 0, float32 [N, G]."""
+        """Zero points, float32 [N, G]."""
         zero_GN = unsigned_values(stored["zero"], self.bits)[:, : stored["scale"].shape[1]]
         return ((zero_GN + self.offset) % (1 << self.bits)).T.contiguous()
 
@@ -88,9 +88,9 @@ class Gptq:
     """The format.
 
     Attributes:
-        bits: of a value.
-        group: inputs that share a scale; -1 for all of them.
-        act_order: whether groups may be made of any inputs (`desc_act`).
+        bits: bits per value.
+        group: inputs that share a scale; -1: all.
+        act_order: whether groups may consist of arbitrary inputs (`desc_act`).
         offset: added to the stored zero points: 1, and 0 in files of the second version.
     """
 

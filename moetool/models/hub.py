@@ -1,7 +1,7 @@
-"""Models on the Hugging Face hub: downloading only the files that moetool reads, so that an interruption loses nothing.
+"""Download the files that moetool reads from the Hugging Face hub, so that an interruption loses nothing.
 
-Small files go through huggingface_hub. Weights are written beside their place in the hub's own cache, continued there
-by range requests whenever the same file is asked for again, and checked against the hub's sha256 when they are whole.
+Small files go through huggingface_hub. Weights are written next to their final path in the hub's own cache, continued
+by range requests when the file is requested again, and checked against the hub's sha256 when complete.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ _TOKENIZER = (
 )
 _INDEX_BYTES = 64 << 20
 FIRST_BYTES = 4 << 20
-"""Bytes of a GGUF file that are fetched for its header; four times as many where they are too few."""
-_TRIES = 5  # requests in a row that bring nothing
-_KEPT_FREE = 64 << 20  # of the disk, for what else is written while a download runs
+"""Bytes of a GGUF file fetched for its header; four times as many if they are too few."""
+_TRIES = 5  # consecutive requests without data
+_KEPT_FREE = 64 << 20  # kept free on the disk for other files written during a download
 
 
 class HubName(NamedTuple):
@@ -55,7 +55,7 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(model: str) -> HubName | None:
-    """A name on the hub; None for what cannot be one."""
+    """Parse a name on the hub; None if it cannot be one."""
     found = None if model.startswith((".", "~", "/")) else _NAME.fullmatch(model)
     if found is None or ".." in re.split("[/@]", model):
         return None
@@ -63,7 +63,7 @@ def parse_hub_name(model: str) -> HubName | None:
 
 
 def with_revision(model: str, revision: str | None) -> str:
-    """The name of a model at a revision. Raises: UsageError where only a name on the hub has one."""
+    """Name of a model at a revision. Raises: UsageError: only names on the hub have revisions."""
     if revision is None:
         return model
     name = parse_hub_name(model)
@@ -75,7 +75,7 @@ def with_revision(model: str, revision: str | None) -> str:
 
 
 def snapshot_name(path: Path) -> str | None:
-    """The model's name where a folder is a snapshot in the hub's cache, which itself is named by a commit."""
+    """The model's name if a folder is a snapshot in the hub's cache, which is named after a commit."""
     parents = path.parents
     if len(parents) < 2 or parents[0].name != "snapshots" or not parents[1].name.startswith("models--"):
         return None
@@ -83,20 +83,20 @@ def snapshot_name(path: Path) -> str | None:
 
 
 def download(name: HubName, *, weights: bool) -> Path:
-    """Download what is missing of a model into the hub's cache.
+    """Download a model's missing files into the hub's cache.
 
     Args:
-        weights: its weights too, not only its config and tokenizer, or the headers of its GGUF files.
+        weights: also download its weights, not only config and tokenizer, or the headers of its GGUF files.
 
     Returns:
-        The folder of the snapshot, or the GGUF file in it; without weights the file may be no more than its header,
-        in the user's cache folder.
+        The folder of the snapshot, or the GGUF file in it; without weights the file may be only its header, in the
+        user's cache folder.
 
-    Effects: takes memory on the disk of the hub's cache; progress on stderr. With HF_HUB_OFFLINE, or where the hub
-        cannot be reached, what the cache holds is used.
+    Effects: writes to the disk of the hub's cache; progress on stderr. With HF_HUB_OFFLINE, or if the hub cannot be
+    reached, the cache is used.
 
     Raises:
-        UsageError: no such model or revision, no access to it, or no weights in a format that moetool reads.
+        UsageError: no such model or revision, no access to it, or no weights in a supported format.
         CapacityError: the disk is too small.
         MoetoolError: the hub cannot be reached.
         MismatchError: the downloaded bytes differ from the hub's digest.
@@ -105,7 +105,7 @@ def download(name: HubName, *, weights: bool) -> Path:
     from huggingface_hub.utils import disable_progress_bars, logging
 
     disable_progress_bars()
-    logging.set_verbosity_error()  # each try that fails would be a line
+    logging.set_verbosity_error()  # each failed attempt would print a line
     if constants.is_offline_mode():
         return _cached(name, weights, "HF_HUB_OFFLINE is set: unset it to download")
     try:
@@ -113,16 +113,16 @@ def download(name: HubName, *, weights: bool) -> Path:
             return _Download(name, constants.HF_HUB_CACHE, constants.ENDPOINT).run(weights)
     except _Unreachable as error:
         path = _cached(name, weights, f"{error}; check the network and HF_ENDPOINT", MoetoolError)
-        tables.narrate(f"moetool: {error}; using {name.model} as the cache holds it")
+        tables.narrate(f"moetool: {error}; using {name.model} from the cache")
         return path
 
 
 class _Unreachable(MoetoolError):
-    """No answer from the hub."""
+    """The hub did not answer."""
 
 
 class _Download:
-    """One model on its way into the cache."""
+    """Download of one model into the cache."""
 
     def __init__(self, name: HubName, cache: str, endpoint: str) -> None:
         from huggingface_hub import HfApi
@@ -157,7 +157,7 @@ class _Download:
         return snapshot / self._name.file if self._name.file else snapshot
 
     def _headers(self, files: Sequence[Blob], commit: str) -> Path:
-        """Files that hold the headers of GGUF files and little else; the path of the one that was named."""
+        """Fetch files with the headers of GGUF files; returns the path of the named one."""
         folder = _header_folder(self._name.repository) / commit
         for file in files:
             _read_header(folder / file.path, file, partial(fetch_range, self._name.repository, commit, self._endpoint))
@@ -168,7 +168,7 @@ class _Download:
         return folder / self._name.file
 
     def _describe(self) -> tuple[str, dict[str, Blob]]:
-        """The commit, and its files by their paths. Raises: _Unreachable where something else than a hub answers."""
+        """The commit and its files by path. Raises: _Unreachable: the endpoint is not a hub."""
         try:
             info = self._api.model_info(self._name.repository, revision=self._revision)
             commit = str(info.sha)
@@ -176,7 +176,7 @@ class _Download:
             files = {
                 entry.path: Blob(entry.path, entry.size, _sha256(entry))
                 for entry in entries
-                if hasattr(entry, "blob_id")  # no folder
+                if hasattr(entry, "blob_id")  # not a folder
             }
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise _Unreachable(f"{self._endpoint} does not answer as a hub ({first_line(error)})") from None
@@ -185,9 +185,9 @@ class _Download:
         return commit, files
 
     def _link(self, commit: str, paths: Sequence[str]) -> None:
-        """Let huggingface_hub download the small files, and place all files in the snapshot of a commit.
+        """Download the small files through huggingface_hub, and link all files into a commit's snapshot.
 
-        A branch may move while its weights are downloaded, so it is resolved only once, by `run`.
+        A branch may move during the download, so `run` resolves it once.
         """
         from huggingface_hub import snapshot_download
 
@@ -208,14 +208,14 @@ class _Download:
             durable.write_text(reference, commit)
 
     def _weights(self, commit: str, files: dict[str, Blob]) -> list[str]:
-        """The weight files that are read: those of the index, else the one file, else all of the folder."""
+        """Weight files to read: those of the index, else the single file, else all in the folder."""
         if _INDEX in files:
             index = self._folder / "snapshots" / commit / _INDEX
             weight_map = read_json(index, advice="choose another --revision", max_bytes=_INDEX_BYTES).get("weight_map")
             named = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
             if lost := [file for file in named if file not in files]:
                 raise MismatchError(
-                    f"{self._name.model}: its {_INDEX} names {lost[0]}, which the repository does not hold; choose "
+                    f"{self._name.model}: its {_INDEX} names {lost[0]}, which is not in the repository; choose "
                     "another --revision"
                 )
         elif "model.safetensors" in files:
@@ -225,13 +225,13 @@ class _Download:
             named = [path for path in named if not path.startswith(("consolidated", "adapter"))]
         if not named:
             raise UsageError(
-                f"{self._name.model} has no .safetensors weights, and moetool reads no others but GGUF; look for a "
-                "conversion of it"
+                f"{self._name.model} has no .safetensors weights; moetool reads only those and GGUF; look for a "
+                "converted copy"
             )
         return named
 
     def _fetch(self, files: Sequence[Blob], commit: str) -> None:
-        """Download the weight files that the cache lacks, after a look at the disk."""
+        """Check the free disk space and download the weight files that the cache lacks."""
         from huggingface_hub import constants
 
         snapshot, blobs = self._folder / "snapshots" / commit, self._folder / "blobs"
@@ -268,7 +268,7 @@ class _Download:
 
 
 def _cached(name: HubName, weights: bool, why: str, kind: type[MoetoolError] = UsageError) -> Path:
-    """The model as the cache holds it. Raises: `kind` where it does not, with `why` no more can be had."""
+    """Return the cached model. Raises: `kind`: it is not cached; `why` tells why it cannot be downloaded."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.repository.replace('/', '--')}"
@@ -295,7 +295,7 @@ def _header_folder(repository: str) -> Path:
 
 
 def _kept_header(name: HubName) -> Path | None:
-    """A header of a GGUF file that an earlier run has fetched."""
+    """A GGUF file's header, fetched by an earlier run."""
     reference = _header_folder(name.repository) / "refs" / (name.revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else name.revision
     path = _header_folder(name.repository) / commit / name.file
@@ -303,15 +303,15 @@ def _kept_header(name: HubName) -> Path | None:
 
 
 def _read_header(to: Path, file: Blob, fetch: Callable[[Blob, int, int], bytes]) -> None:
-    """Write the start of a GGUF file that its header is in, unless it is there.
+    """Write the part of a GGUF file that contains its header, unless it exists.
 
     Args:
-        fetch: gives bytes of the file.
+        fetch: returns bytes of the file.
 
     Raises:
-        MismatchError, UsageError: as `read_gguf_header`; and what `fetch` raises again and again.
+        MismatchError, UsageError: see `read_gguf_header`; and errors that `fetch` raises repeatedly.
     """
-    from moetool.models.gguf_header import HeaderCut, require_header  # brings torch, which commands' help does without
+    from moetool.models.gguf_header import HeaderCut, require_header  # imports torch, which help does not need
 
     if to.is_file():
         return
@@ -343,7 +343,7 @@ def _read_header(to: Path, file: Blob, fetch: Callable[[Blob, int, int], bytes])
 
 
 def _lost(snapshot: Path) -> str:
-    """The first weight file that a snapshot lacks; empty where its weights are whole."""
+    """The first weight file that a snapshot lacks; empty if its weights are complete."""
     index = snapshot / _INDEX
     if not index.is_file():
         return "" if any(snapshot.glob("*.safetensors")) else "its weights"
@@ -357,7 +357,7 @@ def _is_small(path: str) -> bool:
 
 
 def _parts(file: str, files: Mapping[str, Blob]) -> list[str]:
-    """A GGUF file and those that its model is split over."""
+    """A GGUF file and the other parts of its model."""
     split = re.fullmatch(r"(.+)-\d{5}-(of-\d{5})\.gguf", file)
     if split is None:
         return [file]
@@ -374,7 +374,7 @@ def _no_such_gguf(name: HubName, files: dict[str, Blob]) -> str:
 
 
 def _sha256(entry: Any) -> str:
-    """The sha256 of a file's bytes that the hub states; empty for a file in git."""
+    """A file's sha256 on the hub; empty for a file in git."""
     digest = str(entry.lfs.sha256) if entry.lfs else ""
     return digest if re.fullmatch("[0-9a-f]{64}", digest) else ""
 
@@ -385,10 +385,10 @@ def _size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """One line for each way in which the hub refuses.
+    """Convert the hub's refusals to one-line errors.
 
     Raises:
-        _Unreachable: it did not answer, or reported a failure of its own.
+        _Unreachable: it did not answer, or reported an internal failure.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -426,7 +426,7 @@ def _hub_errors(name: HubName) -> Iterator[None]:
         if status in (401, 403):
             raise UsageError(
                 f"cannot get {name.model!r} from the hub: it answered {status}; log in with 'hf auth login', or set "
-                "HF_TOKEN to one that may read it"
+                "HF_TOKEN to a token with access"
             ) from None
         raise _Unreachable(f"the hub at {constants.ENDPOINT} answered {status}") from None
     except Exception as error:

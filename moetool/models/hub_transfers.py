@@ -1,4 +1,4 @@
-"""Downloads of large files from the hub, continued by range requests and checked when they are whole."""
+"""Downloads of large files from the hub, continued by range requests and checked when complete."""
 
 import errno
 import fcntl
@@ -14,15 +14,15 @@ from moetool import tables
 from moetool.durable import sha256_file
 from moetool.errors import MismatchError, MoetoolError, first_line
 
-_WORKERS = 4  # downloads at a time, which an interruption leaves unfinished
+_WORKERS = 4  # concurrent downloads
 _TRIES = 5
-_POLL_SECONDS = 0.2  # between two looks at another process's lock, which Ctrl-C ends
+_POLL_SECONDS = 0.2  # between checks of another process's lock; Ctrl-C ends the wait
 PARTIAL = ".moetool-partial"
-"""Suffix of a blob that is not whole."""
+"""Suffix of an incomplete blob."""
 
 
 class Blob(NamedTuple):
-    """A file of a repository: `sha256` is empty where the hub stores it in git."""
+    """A file of a repository; `sha256` is empty if the hub stores it in git."""
 
     path: str
     num_bytes: int
@@ -30,13 +30,13 @@ class Blob(NamedTuple):
 
 
 class _Stopped(Exception):
-    """Another download has failed, or the user has stopped all."""
+    """Another download failed, or the user stopped all."""
 
 
 def fetch_range(repository: str, commit: str, endpoint: str, file: Blob, first: int, end: int) -> bytes:
-    """The bytes of a file from `first` to before `end`, or to its end; fewer where the connection breaks on the way.
+    """Yield bytes of a file from `first` to before `end`, or to its end; fewer if the connection breaks.
 
-    Raises: errors of huggingface_hub and its HTTP client, where the hub refuses or does not answer.
+    Raises: errors of huggingface_hub and its HTTP client, if the hub refuses or does not answer.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -46,7 +46,7 @@ def fetch_range(repository: str, commit: str, endpoint: str, file: Blob, first: 
     found = bytearray()
     with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
         hf_raise_for_status(response)
-        skipped = 0 if response.status_code == 206 else first  # a server without ranges sends all from the start
+        skipped = 0 if response.status_code == 206 else first  # a server without ranges sends the whole file
         try:
             for chunk in response.iter_bytes():
                 found += chunk
@@ -59,14 +59,14 @@ def fetch_range(repository: str, commit: str, endpoint: str, file: Blob, first: 
 
 
 def broke(error: Exception) -> bool:
-    """Whether an error is that of a connection, not of the hub."""
+    """Whether an error comes from the connection, not from the hub."""
     return type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError)
 
 
 class Transfers:
-    """Downloads of whole blobs, several at a time.
+    """Concurrent downloads of complete blobs.
 
-    Effects: `blobs/SHA256` for each that is whole, `blobs/SHA256.moetool-partial` for each that is not.
+    Effects: `blobs/SHA256` for each complete blob, `blobs/SHA256.moetool-partial` for each incomplete one.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Transfers:
         self._stopping = threading.Event()
 
     def run(self, files: Sequence[Blob]) -> None:
-        """Download all. Raises: what the first that fails raises."""
+        """Download all. Raises: the first failure's error."""
         with ThreadPoolExecutor(_WORKERS) as threads:
             running = [threads.submit(self._whole, file) for file in files]
             try:
                 wait(running, return_when=FIRST_EXCEPTION)
             finally:
-                self._stopping.set()  # of no effect on those that are done
+                self._stopping.set()  # no effect on finished ones
                 for each in running:
                     each.cancel()
             errors = [each.exception() for each in running if each.done() and not each.cancelled()]
@@ -105,14 +105,14 @@ class Transfers:
         with partial.open("ab") as stream:
             self._acquire(file, stream)
             if not blob.exists():
-                self._add(stream.seek(0, os.SEEK_END))  # another process may have written since it was opened
+                self._add(stream.seek(0, os.SEEK_END))  # another process may have written meanwhile
                 self._rest(file, stream)
                 stream.flush()
                 if (found := sha256_file(partial)) != file.sha256:
                     stream.truncate(0)
                     raise MismatchError(
                         f"{self._repository}: {file.path} has sha256 {found[:12]}, expected {file.sha256[:12]}; "
-                        "run the command again to download it afresh"
+                        "run the command again to download it anew"
                     )
                 partial.replace(blob)
             else:
@@ -132,7 +132,7 @@ class Transfers:
                 raise _Stopped
 
     def _rest(self, file: Blob, stream: Any) -> None:
-        """Continue a file to its end, with some patience for connections that break."""
+        """Continue a file to its end, with retries after broken connections."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.file_download import http_get

@@ -1,5 +1,4 @@
-"""Huge pages for weights: with pages of 4 KiB a processor reads them more slowly, as address translations are missing
-(`tests/bench/test_row_products.py`)."""
+"""Huge pages for weights: TLB misses slow down reads with 4 KiB pages (`tests/bench/test_row_products.py`)."""
 
 import ctypes
 import functools
@@ -13,11 +12,11 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # of <linux/mman.h>
 
 
 def ask_for_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> bool:
-    """Have the system back memory of a tensor with huge pages, where it can; gives whether it agreed.
+    """Back a tensor's memory with huge pages if the system can; returns whether it agreed.
 
     Args:
-        memory: contiguous, on the CPU. Only the whole huge pages inside it are asked for.
-        collapse: memory that has been written to already is copied into huge pages now.
+        memory: contiguous, on the CPU. Only complete huge pages inside it are requested.
+        collapse: copy memory that is already written into huge pages now.
 
     Effects: none on the contents.
     """
@@ -31,7 +30,7 @@ def ask_for_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> bool:
 
 @functools.cache
 def _advise() -> Any:
-    """The C library's `madvise`; None on other systems than Linux."""
+    """The C library's `madvise`; None outside Linux."""
     if sys.platform != "linux":
         return None
     advise = ctypes.CDLL(None, use_errno=True).madvise

@@ -8,7 +8,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Vectors:
-    """LLVM's vectors, for code that one builder takes."""
+    """LLVM vectors for the code of one builder."""
 
     def __init__(self, builder: Any) -> None:
         from llvmlite import ir
@@ -19,7 +19,7 @@ class Vectors:
         self.floats, self.words = self.of(self.float32), self.of(self.int32)
 
     def of(self, kind: Any, count: int = LANES) -> Any:
-        """The type of so many numbers."""
+        """The type of a vector of this length."""
         return self.ir.VectorType(kind, count)
 
     def all(self, kind: Any, value: Any, count: int = LANES) -> Any:
@@ -35,7 +35,7 @@ class Vectors:
         return self.builder.mul(value, self.number(factor))
 
     def load(self, address: Any, kind: Any, align: int = 4) -> Any:
-        """The value at an address."""
+        """Load the value at an address."""
         value = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
         value.align = align
         return value
@@ -45,17 +45,17 @@ class Vectors:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = align
 
     def chosen(self, vector: Any, places: list[int]) -> Any:
-        """Elements of a vector by place."""
+        """Elements of a vector by position."""
         mask = self.ir.Constant(self.of(self.int32, len(places)), places)
         return self.builder.shuffle_vector(vector, self.ir.Constant(vector.type, self.ir.Undefined), mask)
 
     def broadcast(self, value: Any) -> Any:
-        """A vector of one value."""
+        """A vector with all elements equal."""
         one = self.ir.Constant(self.of(value.type), self.ir.Undefined)
         return self.chosen(self.builder.insert_element(one, value, self.ir.Constant(self.int32, 0)), [0] * LANES)
 
     def function(self, name: str, result: Any, *arguments: Any) -> Any:
-        """A function of LLVM's."""
+        """Call an LLVM function."""
         from numba.core import cgutils
 
         return cgutils.get_or_insert_function(self.builder.module, self.ir.FunctionType(result, arguments), name)
@@ -66,7 +66,7 @@ class Vectors:
         return self.builder.call(fused, [a, b, c])
 
     def ask_for(self, address: Any) -> None:
-        """Have the processor read what lies there."""
+        """Prefetch an address into the CPU cache."""
         byte = self.int8.as_pointer()
         prefetch = self.function("llvm.prefetch.p0", self.ir.VoidType(), byte, *[self.int32] * 3)
         reading, keep, data = (self.ir.Constant(self.int32, number) for number in (0, 3, 1))
@@ -80,11 +80,11 @@ class Vectors:
         return self.builder.bitcast(kept, self.of(self.half, count))
 
     def e2m1(self, words: Any) -> Any:
-        """The numbers in the lowest four bits of int32 words, as float32."""
+        """E2M1 numbers in the lowest four bits of int32 words, as float32."""
         builder, count = self.builder, words.type.count
         if has_avx512():
             return self.looked_up(words, (*_E2M1, *(-value for value in _E2M1)))
-        twice = 0xC8643210 - 2**32  # of the value, by the lowest three bits
+        twice = 0xC8643210 - 2**32  # twice the value, by the lowest three bits
         places = builder.shl(builder.and_(words, self.all(self.int32, 7, count)), self.all(self.int32, 2, count))
         values = builder.and_(builder.lshr(self.all(self.int32, twice, count), places), self.all(self.int32, 15, count))
         half = builder.fmul(builder.sitofp(values, self.of(self.float32, count)), self.all(self.float32, 0.5, count))
@@ -94,7 +94,7 @@ class Vectors:
         )
 
     def nibbles(self, words: Any) -> Any:
-        """The lowest four bits of int32 words, as float32."""
+        """Integers in the lowest four bits of int32 words, as float32."""
         if has_avx512():
             return self.looked_up(words, tuple(map(float, range(LANES))))
         return self.builder.sitofp(self.builder.and_(words, self.all(self.int32, 15)), self.floats)
@@ -114,7 +114,7 @@ class Vectors:
         return builder.sitofp(builder.ashr(moved, self.all(self.int32, 24)), self.floats)
 
     def looked_up(self, words: Any, table: tuple[float, ...]) -> Any:
-        """Numbers of a table by the lowest four bits of int32 words; only with AVX-512."""
+        """Table values by the lowest four bits of int32 words; AVX-512 only."""
         look_up = self.function("llvm.x86.avx512.permvar.sf.512", self.floats, self.floats, self.words)
         return self.builder.call(look_up, [self.ir.Constant(self.floats, table), words])
 
@@ -147,7 +147,7 @@ class Vectors:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Whether this processor looks up numbers in vectors by vectors of places."""
+    """Whether this CPU looks up vector elements by vectors of positions."""
     import llvmlite.binding
 
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))

@@ -1,4 +1,4 @@
-"""Bringing a model into memory: whole, or without its routed experts."""
+"""Load a model: whole, or without its routed experts."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class ExpertPool(Protocol):
-    """Executor of experts that are not in memory."""
+    """Computes experts that are not in memory."""
 
     def begin_forward(self, info: ForwardInfo) -> None: ...
     def end_forward(self) -> None: ...
@@ -46,9 +46,9 @@ class LoadedModel:
         checkpoint: its source.
         model: transformers' own model object.
         layers: its MoE layers, in order.
-        files: reads its experts; None where the experts are in memory.
-        pool: computes its experts where they are not; it must hear of every forward.
-        device: where it computes.
+        files: reads its experts; None if the experts are in memory.
+        pool: computes experts that are not in memory; every forward must be announced to it.
+        device: compute device.
     """
 
     checkpoint: Checkpoint
@@ -60,17 +60,17 @@ class LoadedModel:
     device: torch.device = CPU
 
     def begin_forward(self, info: ForwardInfo) -> None:
-        """Announce a forward that is about to run."""
+        """Announce the next forward."""
         if self.pool is not None:
             self.pool.begin_forward(info)
 
     def end_forward(self) -> None:
-        """The forward is over, complete or not."""
+        """End the forward, complete or not."""
         if self.pool is not None:
             self.pool.end_forward()
 
     def close(self) -> None:
-        """End the pool's threads and close the files that experts are read from."""
+        """End the pool's threads and close the expert files."""
         if self.pool is not None:
             self.pool.close()
         if self.files is not None:
@@ -85,10 +85,10 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def parse_device(name: str) -> torch.device:
-    """The device of a name: `cpu`, or `cuda`: the first GPU, under torchrun the one of the process's local rank.
+    """Parse a device name: `cpu`, or `cuda` for the first GPU, under torchrun that of the local rank.
 
     Raises:
-        UsageError: an unknown name, or there is torch sees no GPU.
+        UsageError: the name is unknown, or torch sees no GPU.
     """
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}: known are {', '.join(DEVICES)}")
@@ -96,17 +96,17 @@ def parse_device(name: str) -> torch.device:
         return CPU
     if not torch.cuda.is_available():
         raise UsageError(
-            f"--device cuda: torch {torch.__version__} finds no usable GPU; 'moetool doctor' shows what this "
-            "machine has; leave --device out to run on the CPU"
+            f"--device cuda: torch {torch.__version__} finds no usable GPU; 'moetool doctor' shows this "
+            "machine's devices; omit --device to run on the CPU"
         )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def parse_devices(name: str, count: int) -> list[torch.device]:
-    """So many devices of this name: the first GPUs, or the CPU that often; one is that of `parse_device`.
+    """Return this number of devices: the first GPUs, or the CPU repeated; for one see `parse_device`.
 
     Raises:
-        UsageError: an unknown name, or there are fewer GPUs that torch can use.
+        UsageError: the name is unknown, or torch can use fewer GPUs.
     """
     first = parse_device(name)
     if first.type != "cuda" or count == 1:
@@ -114,18 +114,18 @@ def parse_devices(name: str, count: int) -> list[torch.device]:
     if (found := torch.cuda.device_count()) < count:
         gpus = "1 GPU" if found == 1 else f"{found} GPUs"
         raise UsageError(
-            f"devices is {count}, and torch finds {gpus} that it can use; 'moetool doctor' says what this machine has; "
+            f"devices is {count}, but torch can use {gpus}; 'moetool doctor' shows this machine's devices; "
             "set fewer devices"
         )
     return [torch.device("cuda", index) for index in range(count)]
 
 
 def use_threads(config: Any, threads: int = 0) -> int:
-    """Set how many threads torch computes with; gives their number.
+    """Set torch's number of compute threads; returns it.
 
     Args:
-        threads: 0 chooses: one for a narrow model, whose products are too small to share out (on two cores two
-            threads were slower than one, and ten times slower when something else ran), torch's default otherwise.
+        threads: 0: automatic: one for a narrow model, whose products are too small to split (on two cores two threads
+            were slower than one, and ten times slower beside other work), else torch's default.
     """
     if threads == 0 and config.hidden_size < 1024:
         threads = 1
@@ -135,10 +135,10 @@ def use_threads(config: Any, threads: int = 0) -> int:
 
 
 def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU) -> LoadedModel:
-    """The plain model, experts and all, in the memory of a device.
+    """Load the whole plain model, experts included, onto a device.
 
     Raises:
-        CapacityError: the device does not have that much.
+        CapacityError: the device lacks the memory.
         MismatchError: a tensor is missing or has another shape than the config says.
     """
     path = checkpoint.path
@@ -147,18 +147,18 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
     spec = checkpoint.spec
     if checkpoint.quantization is not None:
         model = load_unpacked(path, dtype)
-    else:  # tensors of further parts, such as prediction layers and vision towers, may be left over
+    else:  # tensors of other parts, such as prediction layers and vision towers, may remain
         try:
             model = _from_pretrained(path, dtype, _MISSING).eval()
         except MismatchError:
-            checkpoint.expert_files().shards.close()  # names the file and the tensor where it is an expert's
+            checkpoint.expert_files().shards.close()  # names file and tensor if an expert's fails
             raise
     try:
         model = model.to(device)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            f"{path} does not fit on {device} ({first_line(error)}); give it a --device-memory, so that its experts "
-            "are loaded when needed"
+            f"{path} does not fit on {device} ({first_line(error)}); set --device-memory, so that experts are "
+            "loaded on demand"
         ) from None
     return LoadedModel(
         checkpoint=checkpoint, spec=spec, model=model, layers=moe_layers(model), files=None, device=device
@@ -166,10 +166,10 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
 
 
 def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
-    """Whether transformers loads the quantized weights of a checkpoint on every machine and with the right values.
+    """Whether transformers loads a checkpoint's quantized weights correctly on every machine.
 
-    It does with pack-quantized ones: it unpacks stacked experts without zero points, and stacks none that were left as
-    they are beside packed weights.
+    It does not for some pack-quantized ones: it unpacks stacked experts without zero points, and does not stack
+    unquantized experts beside packed weights.
     """
     assert checkpoint.quantization is not None
     formats = checkpoint.quantization.formats
@@ -180,7 +180,7 @@ def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
 
 
 def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """The plain model of a checkpoint that transformers does not load so: quantized, or part of another model."""
+    """Load a plain model that transformers cannot load directly: quantized, or part of another model."""
     with contextlib.closing(load_lazy(checkpoint, dtype, device, whole_embedding=True)) as loaded:
         assert loaded.files is not None
         for layer in loaded.layers:
@@ -190,16 +190,16 @@ def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
-    """A checkpoint of packed weights as plain transformers loads it, unpacked at once instead of at its first forward.
+    """Load packed weights with plain transformers, unpacked at once instead of at the first forward.
 
     Raises:
-        MismatchError: transformers misses a tensor, has one too many, or would initialise one itself.
+        MismatchError: transformers misses a tensor, has an extra one, or would initialize one.
     """
     model = _from_pretrained(path, dtype, ("unexpected_keys", *_MISSING))
     if hasattr(model, "hf_quantizer"):
         with contextlib.redirect_stderr(io.StringIO()):
             model.hf_quantizer.compressor.decompress_model(model)
-    return model.to(dtype).eval()  # it leaves experts in the type of their scales
+    return model.to(dtype).eval()  # experts would keep the type of their scales
 
 
 _MISSING = ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors")
@@ -207,22 +207,22 @@ _MISSING = ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"
 
 
 _REFUSALS = (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError)
-"""Exceptions of transformers on files that it has not checked."""
+"""Exceptions of transformers on unchecked files."""
 
 _SHAPES = re.compile(
     r"^(\S.*?) +\| *MISMATCH .*ckpt: torch\.Size\((.+?)\) vs model: ?torch\.Size\((.+?)\)", re.MULTILINE
 ).findall
-"""Name, shape in the files and shape in the model of the tensors that its loading report calls a mismatch."""
+"""Name, shape in the files and shape in the model of each mismatch in its loading report."""
 
 
 def _from_pretrained(path: Path, dtype: torch.dtype, refused: Collection[str]) -> Any:
-    """A checkpoint as transformers loads it.
+    """Load a checkpoint with transformers.
 
     Args:
         refused: kinds of its loading report that must be empty.
 
     Raises:
-        MismatchError: one is not, or transformers refuses the files.
+        MismatchError: one is not empty, or transformers refuses the files.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -230,7 +230,7 @@ def _from_pretrained(path: Path, dtype: torch.dtype, refused: Collection[str]) -
     logging.disable_progress_bar()
     report = io.StringIO()
     try:
-        with _reported(report), contextlib.redirect_stderr(io.StringIO()):  # it draws bars of its own
+        with _reported(report), contextlib.redirect_stderr(io.StringIO()):  # it prints its own progress bars
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
@@ -278,23 +278,23 @@ def load_lazy(
     packed_linears: bool | None = None,
     whole_embedding: bool = False,
 ) -> LoadedModel:
-    """The model with everything but its routed experts in the memory of a device.
+    """Load a model without its routed experts onto a device.
 
-    The experts' parameters stay on the meta device; whoever runs the model puts an experts implementation in
-    their place (see `moetool.runtime.expert_forward`).
+    The experts' parameters stay on the meta device; the runtime replaces them by an experts implementation (see
+    `moetool.runtime.expert_forward`).
 
     Args:
-        products: have slots hold quantized experts in the form that is the fastest to compute with on a CPU
-            (`ExpertFiles`). What a slot holds is then of use to this processor alone.
-        packed_linears: keep weights of linear layers packed where a CPU multiplies them packed (`PackedLinear`;
-            default: as `products`).
-        whole_embedding: bring the input embedding into memory even where a CPU would read its rows from the file.
+        products: slots hold quantized experts in the form that computes fastest on this CPU (`ExpertFiles`). Only this
+            machine can use such slots.
+        packed_linears: keep weights of linear layers packed if the CPU multiplies them packed (`PackedLinear`; default:
+            as `products`).
+        whole_embedding: load the input embedding even if a CPU could read its rows from the file.
 
     Effects: keeps files open until `LoadedModel.close` or `Checkpoint.close`. On a CPU, linear layers with bfloat16
         weights compute few rows by `moetool.models.row_products`, and a large input embedding stays in its file.
 
     Raises:
-        MismatchError: the weight files and the config do not belong together.
+        MismatchError: weight files and config do not match.
     """
     from transformers import GenerationConfig
 
@@ -325,7 +325,7 @@ def load_lazy(
 
 
 def _leave_embedding(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:
-    """Put an embedding that reads its rows from the weight files in the place of one that it can replace."""
+    """Replace the input embedding by one that reads its rows from the weight files, if possible."""
     name = checkpoint.stored_embedding(dtype)
     if name is not None:
         source = checkpoint.sources[f"{name}.weight"]
@@ -334,13 +334,13 @@ def _leave_embedding(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: 
 
 
 def _keep_packed(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype) -> None:
-    """Put linear layers that keep their weights packed in the place of those that they can replace."""
+    """Replace linear layers by ones that keep their weights packed, where possible."""
     for name, stored in checkpoint.packed_linears(dtype).items():
         model.set_submodule(name, PackedLinear(stored, shards, model.get_submodule(name).bias))
 
 
 def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
-    """Bring all but the experts from the meta device into memory.
+    """Load all tensors except the experts from the meta device.
 
     Raises:
         MismatchError: a tensor is missing or has another shape than the config says.
@@ -354,7 +354,7 @@ def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype
 
 
 Read = Callable[[str, torch.dtype], torch.Tensor]
-"""Gives a weight by name; of this type, where it has to be unpacked."""
+"""Returns a weight by name; of this type if it is unpacked."""
 
 
 def fill(
@@ -365,7 +365,7 @@ def fill(
     dtype: torch.dtype,
     device: torch.device = CPU,
 ) -> None:
-    """Bring parameters and buffers of a model that `Checkpoint.empty_model` made from the meta device into memory.
+    """Load parameters and buffers of a model from `Checkpoint.empty_model`.
 
     Raises:
         MismatchError: a tensor has another shape than the config says.
@@ -390,7 +390,7 @@ def fill(
 
 
 def complete(model: Any, absent: Collection[str], path: Path) -> None:
-    """Tie and compute what no file holds, once all else is in memory.
+    """Tie weights and compute buffers that no file holds, once everything else is loaded.
 
     Args:
         absent: parameters and buffers that stay on the meta device.
@@ -421,11 +421,11 @@ def _put(model: Any, name: str, value: torch.Tensor) -> None:
         module.register_buffer(leaf, value)
     else:
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-    getattr(module, leaf)._is_hf_initialized = True  # transformers' initialisers leave it alone
+    getattr(module, leaf)._is_hf_initialized = True  # transformers' initializers skip it
 
 
 def _compute_buffers(model: Any, absent: Collection[str], path: Path) -> None:
-    """Give the buffers that no file holds (rotary frequencies, decays, scales) the values that transformers gives.
+    """Compute the buffers that no file holds (rotary frequencies, decays, scales), as transformers does.
 
     They are computed on the CPU, as transformers does, so that they are the same on every device.
     """

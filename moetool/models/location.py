@@ -11,18 +11,18 @@ REFERENCE = "reference"
 
 
 def shape_names() -> list[str]:
-    """The model shapes in the package."""
+    """Names of the model shapes in the package."""
     return sorted(path.parent.name for path in assets.path("recipes", "shapes").glob("*/config.json"))
 
 
 def locate(model: str) -> Path:
-    """Location of a model: `reference`, a directory, a GGUF file, or a hub name (`HubName`).
+    """Return the location of a model: `reference`, a directory, a GGUF file, or a hub name (`HubName`).
 
-    Effects: a hub name is downloaded to the hub's own cache, unless HF_HUB_OFFLINE is set.
+    Effects: downloads a hub name to the hub's own cache, unless HF_HUB_OFFLINE is set.
 
     Raises:
         UsageError: there is no such model, or the folder is not one.
-        CapacityError, MismatchError, MoetoolError: as `moetool.models.hub.download`.
+        CapacityError, MismatchError, MoetoolError: see `moetool.models.hub.download`.
     """
     if model == REFERENCE:
         return assets.path("data", "reference-moe")
@@ -41,16 +41,16 @@ def locate(model: str) -> Path:
 
 
 def locate_config(model: str) -> Path:
-    """The folder of a config.json.
+    """Return the folder of a config.json.
 
     Args:
         model: `reference`, the name of a shape, a folder, the path of a config.json, or a name on the Hugging Face hub.
 
-    Effects: of a hub name config and tokenizer are downloaded to the hub's own cache, unless HF_HUB_OFFLINE is set.
+    Effects: downloads config and tokenizer of a hub name to the hub's own cache, unless HF_HUB_OFFLINE is set.
 
     Raises:
         UsageError: there is no such config.
-        CapacityError, MoetoolError: as `moetool.models.hub.download`.
+        CapacityError, MoetoolError: see `moetool.models.hub.download`.
     """
     path = Path(model)
     if model in shape_names():
@@ -70,7 +70,7 @@ def locate_config(model: str) -> Path:
 
 
 def _on_hub(model: str, problem: str) -> HubName:
-    """The name on the hub. Raises: UsageError with the problem where it can be none."""
+    """Parse a name on the hub. Raises: UsageError: it cannot be one, with the problem."""
     name = parse_hub_name(model)
     if name is None or Path(model).exists():
         raise UsageError(problem)

@@ -1,8 +1,8 @@
-"""MXFP4: groups of 32 numbers of four bits that share an exponent, as gpt-oss and compressed-tensors store them.
+"""MXFP4: groups of 32 4-bit numbers that share an exponent, as gpt-oss and compressed-tensors store them.
 
 gpt-oss stores the experts [E, K, N] of a layer, which would be `X`, as
 
-    X_blocks  uint8 [E, N, K / 32, 16], two E2M1 numbers a byte, the first in the low half
+    X_blocks  uint8 [E, N, K / 32, 16], two E2M1 numbers per byte, the first in the low half
     X_scales  uint8 [E, N, K / 32]: an exponent of two with a bias of 127
 
 compressed-tensors (`mxfp4-pack-quantized`) a weight [N, K] that would be `X.weight` as
@@ -23,7 +23,7 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Codec:
-    """Numbers times two to the power of their group's exponent, which is exact."""
+    """Numbers times 2 to the power of their group's exponent, which is exact."""
 
     transposed: bool
 
@@ -68,7 +68,7 @@ class Mxfp4Blocks:
         )
 
     def stored_bytes(self, rows: int, columns: int, number_bytes: int) -> int:
-        return rows * columns * 17 // GROUP  # on whichever side the inputs are
+        return rows * columns * 17 // GROUP  # whichever side has the inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Mxfp4Packed:
         unclaimed.require_dtype(scale_name, scale, "U8")
         if len(values.shape) != 2 or values.shape[1] * 2 % GROUP:
             raise unclaimed.error(
-                values_name, values, f"has shape {list(values.shape)}, expected a multiple of 16 bytes a row"
+                values_name, values, f"has shape {list(values.shape)}, expected a multiple of 16 bytes per row"
             )
         rows, columns = values.shape[0], 2 * values.shape[1]
         unclaimed.require_shape(scale_name, scale, (rows, columns // GROUP), f"for groups of {GROUP} inputs")

@@ -1,12 +1,12 @@
-"""NVFP4: groups of 16 numbers of four bits with an FP8 scale each, and one scale for the whole weight.
+"""NVFP4: groups of 16 4-bit numbers with an FP8 scale each, and one scale for the whole weight.
 
 A weight [N, K] that would be `X.weight` is stored by compressed-tensors (`nvfp4-pack-quantized`) as
 
     X.weight_packed        uint8 [N, K / 2], two E2M1 numbers a byte, the first in the low half
     X.weight_scale         float8_e4m3fn [N, K / 16]
-    X.weight_global_scale  float32 [1]: a group's scale divided by this is what its numbers are multiplied by
+    X.weight_global_scale  float32 [1]: a group's numbers are multiplied by its scale / this
 
-and by ModelOpt as `X.weight` (the numbers), `X.weight_scale` and `X.weight_scale_2`, which multiplies.
+and by ModelOpt as `X.weight` (the numbers), `X.weight_scale` and `X.weight_scale_2`, which is a factor.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Nvfp4Codec:
     """Numbers times their group's scale.
 
     Attributes:
-        divides: whether the scale of the whole divides those of the groups.
+        divides: whether the global scale divides the group scales.
     """
 
     divides: bool
@@ -60,7 +60,7 @@ class Nvfp4:
             return None
         values = unclaimed.need(values_name, either, "the numbers")
         scale = unclaimed.need(scale_name, either, "the groups' scales")
-        whole = unclaimed.need(whole_name, either, "the scale of the whole")
+        whole = unclaimed.need(whole_name, either, "the global scale")
         unclaimed.require_dtype(values_name, values, "U8")
         unclaimed.require_dtype(scale_name, scale, "F8_E4M3")
         unclaimed.require_dtype(whole_name, whole, "F32")
@@ -68,7 +68,7 @@ class Nvfp4:
             raise unclaimed.error(whole_name, whole, f"has shape {list(whole.shape)}, expected one number")
         if len(values.shape) != 2 or values.shape[1] * 2 % GROUP:
             raise unclaimed.error(
-                values_name, values, f"has shape {list(values.shape)}, expected a multiple of 8 bytes a row"
+                values_name, values, f"has shape {list(values.shape)}, expected a multiple of 8 bytes per row"
             )
         rows, columns = values.shape[0], 2 * values.shape[1]
         unclaimed.require_shape(scale_name, scale, (rows, columns // GROUP), f"for groups of {GROUP} inputs")

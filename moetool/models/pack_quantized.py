@@ -13,10 +13,10 @@ from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed
 
 @dataclass(frozen=True, slots=True)
 class PackCodec:
-    """Packed values less their zero point, times their scale, in the type of the scale.
+    """(packed value - zero point) * scale, in the type of the scale.
 
     Attributes:
-        bits: of a value.
+        bits: bits per value.
         columns: inputs; the last word of a row may hold more.
     """
 
@@ -42,8 +42,8 @@ class PackQuantized:
     """The format.
 
     Attributes:
-        bits: of a value: 2, 4 or 8.
-        group: inputs that share a scale; 0 for all of a row.
+        bits: bits per value: 2, 4 or 8.
+        group: inputs that share a scale; 0: a whole row.
         symmetric: whether there are no zero points.
     """
 
@@ -85,7 +85,7 @@ class PackQuantized:
         if self.symmetric == (zero is not None):
             if zero is None:
                 raise unclaimed.error(stem + PACKED, words, f"has no {ZERO}, expected it: the config is asymmetric")
-            raise unclaimed.error(stem + ZERO, zero, "is there, expected none: the config is symmetric")
+            raise unclaimed.error(stem + ZERO, zero, "exists, expected none: the config is symmetric")
         if zero is not None:
             unclaimed.require_dtype(stem + ZERO, zero, "I32")
             unclaimed.require_shape(stem + ZERO, zero, (ceil_div(rows * self.bits, 32), columns // group), why)
@@ -99,7 +99,7 @@ class PackQuantized:
         )
 
     def _columns(self, stem: str, words: Tensor, shape: tuple[int, ...], unclaimed: Unclaimed) -> int:
-        """The inputs by the record of the shape, which must agree with the words."""
+        """Number of inputs from the stored shape, which must match the words."""
         rows, wide = words.shape
         if len(shape) != 2 or shape[0] != rows or ceil_div(shape[1] * self.bits, 32) != wide:
             expected = f"[{shape[0]}, {ceil_div(shape[-1] * self.bits, 32)}]" if shape else "two numbers there"

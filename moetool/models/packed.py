@@ -1,12 +1,12 @@
-"""Weights of a few bits: groups with a scale each, packed into int32 words as compressed-tensors' `pack-quantized`.
+"""Low-bit weights: groups with a scale each, packed into int32 words as compressed-tensors' `pack-quantized`.
 
 A linear weight [O, I] that would be `X.weight` is stored as
 
     X.weight_packed      int32 [O, ceil(I * bits / 32)]: each value plus 2^(bits - 1), the first in the lowest bits
-    X.weight_scale       [O, I / group]: a value times this, less its zero point, is the weight
-    X.weight_zero_point  int32 [ceil(O * bits / 32), I / group], packed down the columns; absent where symmetric
+    X.weight_scale       [O, I / group]: the weight is (value - zero point) * this
+    X.weight_zero_point  int32 [ceil(O * bits / 32), I / group], packed along the columns; absent if symmetric
     X.weight_shape       int64 [2]
-    X.weight_g_idx       the group of each input, of weights whose groups are no consecutive inputs; not read here
+    X.weight_g_idx       the group of each input, if groups are not consecutive inputs; not read here
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ FORMAT = "pack-quantized"
 METHOD = "compressed-tensors"
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 ORDER = "weight_g_idx"
-_CHUNK = 2**19  # numbers that are unpacked at a time
-BITS = (2, 4, 8)  # those of which none lies across two words
+_CHUNK = 2**19  # numbers unpacked at a time
+BITS = (2, 4, 8)  # widths whose values never span two words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Scheme:
         return -(1 << (self.bits - 1))
 
     def weight_bytes(self, rows: int, columns: int, scale_bytes: int) -> int:
-        """Bytes of a weight [rows, columns] with its scales and zero points, without the record of its shape."""
+        """Bytes of a weight [rows, columns] with its scales and zero points, without its stored shape."""
         words = rows * -(-columns * self.bits // 32)
         zeros = 0 if self.symmetric else -(-rows * self.bits // 32) * (columns // self.group)
         return 4 * (words + zeros) + rows * (columns // self.group) * scale_bytes
@@ -66,19 +66,19 @@ class Rounded(NamedTuple):
     zero: torch.Tensor | None
 
     def dense(self) -> torch.Tensor:
-        """The weight that they stand for, in the type of the scale."""
+        """The dequantized weight, in the type of the scale."""
         return _dense(self.values, self.scale, self.zero)
 
 
 def round_weight(
     weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, shrink: torch.Tensor | None = None
 ) -> Rounded:
-    """Round to nearest, with scales that just hold each group.
+    """Round to nearest, with the smallest scales that cover each group.
 
     Args:
         weight: [..., O, I].
-        scale_dtype: that scales are stored in; values are chosen for the stored scale.
-        shrink: factor [..., O, I / group] on each group's range; what lies outside is cut off. None for 1.
+        scale_dtype: stored type of scales; values are rounded with the stored scale.
+        shrink: factor [..., O, I / group] on each group's range; values outside are clipped (default: 1).
     """
     group = weight.float().unflatten(-1, (-1, scheme.group))
     values, scale, zero = nearest_values(group, ranges(group, scheme), scheme, scale_dtype, shrink)
@@ -89,7 +89,7 @@ Ranges = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def ranges(group: torch.Tensor, scheme: Scheme) -> Ranges:
-    """The width [..., G] of the range that just holds each group [..., G, s], and its lower end where it has one."""
+    """Width [..., G] of the smallest range that covers each group [..., G, s], and its lower end if it has one."""
     if scheme.symmetric:
         return 2 * group.abs().amax(-1), None
     low, high = group.amin(-1).clamp(max=0), group.amax(-1).clamp(min=0)
@@ -103,10 +103,10 @@ def nearest_values(
     scale_dtype: torch.dtype,
     shrink: torch.Tensor | float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The nearest values of groups [..., G, s], as numbers of float32; their scales and zero points [..., G].
+    """Nearest values of groups [..., G, s], as float32; their scales and zero points [..., G].
 
     Args:
-        shrink: as for `round_weight`, or one for all.
+        shrink: as for `round_weight`, or one factor for all.
     """
     width, low = within
     if shrink is not None:
@@ -135,14 +135,14 @@ def write_dense(
     zero: torch.Tensor | None,
     multiple: int = 1,
 ) -> None:
-    """Write a weight [O, I], in the type of its scales and then that of `out`, some rows at a time.
+    """Write a weight [O, I] in the type of its scales, then that of `out`, a few rows at a time.
 
     Args:
-        values: gives the values int8 of rows.
+        values: returns the int8 values of rows.
         scale, zero: [O, I / group].
-        multiple: how many rows must be requested together.
+        multiple: number of rows that must be requested together.
     """
-    # Another device has no such cache as a processor's, and each call costs it a launch.
+    # Other devices have no CPU cache, and each call costs a launch.
     rows = max(1, _CHUNK // (out.shape[1] * multiple)) * multiple if out.device.type == "cpu" else max(1, len(out))
     for first in range(0, len(out), rows):
         part = slice(first, first + rows)
@@ -154,7 +154,7 @@ def write_dense(
 
 
 def _dense_into(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> None:
-    """Write the weight to `out`, of the type of the scales, where each step is made in that type."""
+    """Write the weight to `out`, computing every step in the type of the scales."""
     grouped = out.copy_(values).unflatten(-1, (scale.shape[-1], -1))
     if zero is not None:
         grouped -= zero[..., None].to(scale.dtype)
@@ -171,7 +171,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """The values int8 [..., O, I] of words, I = `columns`."""
+    """Values int8 [..., O, I] of words, I = `columns`."""
     if bits == 4:
         return unpack_pairs(words.contiguous().view(torch.uint8))[..., :columns]
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
@@ -180,9 +180,9 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 
 
 def unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
-    """The values int8 [..., O, I] of bytes [..., O, I / 2]: each byte widened, and its upper half moved to the new one.
+    """Values int8 [..., O, I] of bytes [..., O, I / 2]: widen each byte and move its upper half.
 
-    All steps are on whole vectors and but one in place: half the time of laying the halves side by side.
+    All steps use whole vectors, and all but one work in place: half the time of interleaving the halves.
     """
     wide = pairs.to(torch.int16)
     wide |= wide << 4
@@ -193,7 +193,7 @@ def unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def to_tensors(name: str, weight: Rounded, bits: int) -> dict[str, torch.Tensor]:
-    """Stored tensors of the weight [O, I] called `name`, which ends in `.weight`."""
+    """Stored tensors of the weight [O, I] named `name`, which ends in `.weight`."""
     stem = name.removesuffix("weight")
     made = {
         stem + PACKED: pack(weight.values, bits),
@@ -226,8 +226,8 @@ class Block(NamedTuple):
         return out
 
     def into(self, out: torch.Tensor, bits: int) -> None:
-        """Write the weight to `out`, as the type of its scales has it; some rows at a time, so that they stay in the
-        processor's cache between one step and the next.
+        """Write the weight to `out`, rounded to the type of its scales; a few rows at a time, so that they stay in the
+        CPU cache between steps.
         """
         zero = self.zero_points(bits)
         write_dense(out, lambda part: unpack(self.words[part], bits, self.columns), self.scale, zero)
@@ -238,18 +238,18 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Its bytes."""
         return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
 
 class PackedWeight(NamedTuple):
-    """A weight that stays packed until something is computed with it: blocks one under the other."""
+    """A weight that stays packed until it is used: concatenated blocks."""
 
     blocks: tuple[Block, ...]
     bits: int
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The dense weight. It is made in the type of the scales, as transformers makes experts, then widened."""
+        """The dense weight, computed in the type of the scales, as transformers does for experts, then widened."""
         first = self.blocks[0]
         if len(self.blocks) == 1 and self.numel <= _CHUNK:
             return first.dense(self.bits).to(dtype)
@@ -260,17 +260,17 @@ class PackedWeight(NamedTuple):
         return out
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, I] times the transpose of the weight, in the type of `x`."""
+        """x [T, I] times the transposed weight, in the type of `x`."""
         return functional.linear(x, self.to(x.dtype))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, packed."""
+        """Its bytes, packed."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
     def numel(self) -> int:
-        """Numbers that it holds."""
+        """Number of its values."""
         return sum(len(block.words) * block.columns for block in self.blocks)
 
 
@@ -278,15 +278,15 @@ def quantization_config(scheme: Scheme, ignore: list[str], experts: Scheme | Non
     """config.json entry of a model with packed linear weights.
 
     Args:
-        ignore: names of linear modules that are not; `re:` begins a pattern.
-        experts: the scheme of the routed experts where it is another.
+        ignore: names of linear modules that are not packed; `re:` begins a pattern.
+        experts: the scheme of the routed experts, if it differs.
     """
     groups = {"group_0": _group(scheme, ["Linear"])}
     if experts is not None and experts != scheme:
-        # The first group that names experts is theirs, for transformers; a pattern wins over a class.
+        # transformers uses the first group that names experts; a pattern wins over a class.
         groups = {"group_0": _group(experts, [r"re:.*\.experts\.\d+\..*"]), "group_1": _group(scheme, ["Linear"])}
     return {
-        # Transformers gives a module that stays packed no room for packed zero points; it unpacks them as it loads.
+        # transformers unpacks zero points on load: a module that stays packed has no tensor for them.
         **({} if scheme.symmetric else {"dequantize": True}),
         "quant_method": METHOD,
         "format": FORMAT,

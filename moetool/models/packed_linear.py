@@ -1,4 +1,4 @@
-"""Linear layers outside the routed experts whose weights stay as they are stored, on a CPU."""
+"""Linear layers outside the routed experts that keep their weights as stored, on a CPU."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
 
 
 def form_of_linear(stored: StoredWeight) -> PackedSlot | ScaledSlot | None:
-    """The form in which a layer that computes in bfloat16 holds a weight packed; None if it is unpacked."""
+    """The packed form of a weight in a layer that computes in bfloat16; None if it is unpacked."""
     if len(stored.shape) != 2 or torch.Size(stored.shape).numel() < MIN_ELEMENTS:
         return None
     layout = layout_of([[stored]])
@@ -107,12 +107,12 @@ def find_packed_linears(
     weights: Mapping[str, StoredWeight],
     read: Callable[[Tensor], bytes],
 ) -> dict[str, StoredWeight]:
-    """Names of the linear layers that can be `PackedLinear`, and their weights.
+    """Names and weights of the linear layers that can be `PackedLinear`.
 
     Args:
-        model: in which each parameter has its name.
-        sources: of its parameters.
-        weights: of the checkpoint.
+        model: the model that the names refer to.
+        sources: sources of its parameters.
+        weights: weights of the checkpoint.
         read: gives the bytes of a small tensor.
     """
     found = {}

@@ -1,4 +1,4 @@
-"""A model in memory as its files pack it: each product unpacks the weight that it needs, and forgets it again."""
+"""A model that stays packed in memory: each product unpacks the weight that it needs, and drops it afterwards."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from moetool.models.packed import PackedWeight
 from moetool.models.spec import MoeLayer
 from moetool.models.stored_expert import Weight
 
-_PACKED = "packed_weights"  # what holds them, on the module whose weights they are
+_PACKED = "packed_weights"  # attribute of the module that holds them
 
 
 def load_packed(checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
     """The decoder of a packed checkpoint: linear modules and experts packed, embeddings as stored, the rest as `dtype`.
 
-    It has no output head, for those who look at gates alone: call `get_decoder()`. Besides `held_bytes` it takes
+    It has no output head, for callers that only need gates: call `get_decoder()`. In addition to `held_bytes` it needs
     `unpacking_bytes` while it runs.
 
     Raises:
-        MismatchError: the files do not make the model.
+        MismatchError: the files do not match the model.
     """
     loaded = load_lazy(checkpoint, dtype)
     files, model = loaded.files, loaded.model
@@ -44,7 +44,7 @@ def load_packed(checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
                 module._parameters["weight"] = nn.Parameter(files.shards.load(stored), requires_grad=False)
                 module.register_forward_hook(lambda module, args, output: output.to(dtype))
         for layer in loaded.layers:
-            assert layer.form.call is Call.INTERFACE, "experts are packed where they are stored one by one"
+            assert layer.form.call is Call.INTERFACE, "packed experts are stored one by one"
             _keep_experts(layer, loaded)
         model.set_output_embeddings(None)
     finally:
@@ -53,7 +53,7 @@ def load_packed(checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
 
 
 def weights_of(layer: MoeLayer, expert: int) -> tuple[Weight, ...]:
-    """The parts of an expert of a model in memory, packed or not."""
+    """Parts of an expert of a model in memory, packed or not."""
     kept = getattr(layer.experts, _PACKED, None)
     if kept is not None:
         mine: tuple[PackedWeight, ...] = kept[expert]
@@ -71,7 +71,7 @@ def held_bytes(model: Any) -> int:
 
 
 def unpacking_bytes(model: Any, dtype: torch.dtype) -> int:
-    """Bytes that the largest expert or linear module takes unpacked; 0 for a model without packed weights."""
+    """Unpacked bytes of the largest expert or linear module; 0 for a model without packed weights."""
     largest = 0
     for module in model.modules():
         for weights in getattr(module, _PACKED, ()):

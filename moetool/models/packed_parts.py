@@ -1,4 +1,4 @@
-"""The parts of experts as slots hold them packed, described for a kernel that multiplies without unpacking."""
+"""Parts of packed experts in slots, described for a kernel that multiplies without unpacking."""
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -16,7 +16,7 @@ from moetool.models.stored_expert import StoredLayout
 from moetool.models.weight_format import FLOATS, Dense
 
 WIDEST = 512
-"""Inputs that a kernel multiplies at a time; groups of more are whole multiples of it."""
+"""Inputs per kernel step; larger groups are multiples of it."""
 
 
 class Values(IntEnum):
@@ -24,22 +24,22 @@ class Values(IntEnum):
 
     E4M3 = auto()  # float8 of a byte
     INT8 = auto()  # two's complement
-    BIASED8 = auto()  # less 128
-    E2M1 = auto()  # two floats of four bits, the first in the lower half
-    BIASED4 = auto()  # two integers less 8
+    BIASED8 = auto()  # minus 128
+    E2M1 = auto()  # two 4-bit floats, the first in the lower half
+    BIASED4 = auto()  # two 4-bit integers, minus 8
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """One part of the experts in all slots of a pool: a weight [O, I] a slot, of values times the scale of their group.
+    """One part of the experts in all slots of a pool: a weight [O, I] per slot, values times group scales.
 
     Attributes:
-        values_SB: bytes of the values, from the first of a slot on; slots are one stride apart.
+        values_SB: bytes of the values, from the first byte in a slot; slots are one stride apart.
         scale_SG: the scales likewise, uint8 for exponents of two with a bias of 127.
-        values: what the bytes are.
-        rounded: the type that a weight is rounded to before it is to the type of the inputs.
+        values: encoding of the bytes.
+        rounded: type that a weight is rounded to before the type of the inputs.
         shape: slots, O, I.
-        row_bytes: of the values of an output.
+        row_bytes: bytes of an output's values.
         block: outputs and inputs that share a scale.
     """
 
@@ -60,13 +60,13 @@ class PackedPart:
 def packed_parts(
     files: ExpertFiles, layer: int, form: ExpertForm, slots: list[torch.Tensor]
 ) -> tuple[torch.Tensor | PackedPart, ...] | None:
-    """The parts of a layer's experts, [slots, ...]; None if the kernel lacks the format of a part.
+    """Parts of a layer's experts, [slots, ...]; None if the kernel does not support the format of a part.
 
-    It knows int4 and int8 of compressed-tensors without zero points, FP8 and int8 with scales by block, row or group,
-    and MXFP4.
+    It supports int4 and int8 of compressed-tensors without zero points, FP8 and int8 with scales by block, row or
+    group, and MXFP4.
 
     Args:
-        slots: all of a pool, one stride apart.
+        slots: all slots of a pool, one stride apart.
     """
     layout = files.stored_layout(files.spec.expert_key(layer, 0))
     stride = slots[1].data_ptr() - slots[0].data_ptr() if len(slots) > 1 else slots[0].numel()
@@ -130,13 +130,13 @@ def _values(codec: object, dtype: torch.dtype) -> Values | None:
 
 
 def _splits(group: int, inputs: int) -> bool:
-    """Whether a kernel's inputs at a time hold whole groups, or lie in one."""
+    """Whether a kernel step's inputs hold whole groups, or are part of one."""
     if group >= inputs:
         return True
     return group % WIDEST == 0 if group > WIDEST else group & (group - 1) == 0
 
 
 def _from(pool_SB: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    """The pool from a byte of each slot on, as numbers; the last bytes of a slot that make none are left out."""
+    """View the pool from one byte of each slot on as numbers, without incomplete last bytes."""
     end = offset + (pool_SB.shape[1] - offset) // dtype.itemsize * dtype.itemsize
     return pool_SB[:, offset:end].view(dtype)

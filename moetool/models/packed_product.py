@@ -1,11 +1,10 @@
-"""Products with weights of four bits that stay packed, by the kernel that torch has for processors.
+"""Products with packed 4-bit weights, by torch's CPU kernel.
 
-The kernel reads the same bytes in its own order: tiles of rows, in each of them column after column, and in a
-byte two rows that lie half a tile apart. Weights are put into it once, as they are read, and in place.
+The kernel reads the same bytes in its own order: tiles of rows, column after column within a tile, and two rows half a
+tile apart in each byte. Weights are reordered once, in place, when they are read.
 
-It multiplies values with scales in float32 and adds in float32, so that no weight is rounded to bfloat16 on the way, as
-it is where a weight is unpacked. Instead it takes scales, and zero points times scales, in bfloat16, to which those of
-float16 are rounded. Either way the product is as far from that of the stored weight as bfloat16 lets it be
+It multiplies values by scales and sums in float32, so that no weight is rounded to bfloat16, unlike an unpacked weight.
+Instead scales, and zero points times scales, are rounded to bfloat16. Both ways have bfloat16's error
 (`tests/unit/test_packed_product.py`).
 """
 
@@ -18,15 +17,15 @@ from torch.nn import functional
 from moetool.models.packed import unpack_pairs, write_dense
 
 FEW_ROWS = 128
-"""Tokens up to which the kernel is faster than unpacking and a dense product."""
-_GROUPS = (32, 64, 128, 256)  # inputs that may share a scale
+"""Most tokens for which the kernel is faster than unpacking and a dense product."""
+_GROUPS = (32, 64, 128, 256)  # supported group sizes
 _TILES = (64, 32)  # rows of a tile: four vectors of float32, by AVX-512 and by AVX2
-CHUNK_BYTES = 2**19  # that are put in order at a time, so that they stay in the processor's cache
+CHUNK_BYTES = 2**19  # reordered at a time, so that they stay in the CPU cache
 
 
 @functools.cache
 def tile_rows() -> int:
-    """Rows of a tile on this processor, found by comparing with torch's own; 0 where they are laid out otherwise."""
+    """Rows of a tile on this CPU, found by comparison with torch's own packing; 0 if its layout is unknown."""
     values_OI = torch.randint(0, 16, (2 * _TILES[0], 32), generator=torch.Generator().manual_seed(0))
     words = (values_OI[:, ::2] | values_OI[:, 1::2] << 4).to(torch.uint8)
     scale_OG = torch.ones(len(values_OI), 1, dtype=torch.bfloat16)
@@ -38,7 +37,7 @@ def tile_rows() -> int:
             if torch.equal(ours.flatten(), theirs.flatten()):
                 made = product(torch.eye(32, dtype=torch.bfloat16), ours.view(torch.int32), pairs(scale_OG, None))
                 return tile if torch.equal(made.T, values_OI.to(made.dtype) - 8) else 0
-    except (AttributeError, RuntimeError):  # NotImplementedError is one: another processor, or another torch
+    except (AttributeError, RuntimeError):  # includes NotImplementedError: another CPU or torch version
         return 0
     return 0
 
@@ -50,7 +49,7 @@ def multiplies(rows: int, columns: int, groups: int) -> bool:
 
 
 def arrange(packed: torch.Tensor, out: torch.Tensor, tile: int) -> None:
-    """Put the bytes [O, I / 2] of a packed weight into the kernel's order.
+    """Reorder the bytes [O, I / 2] of a packed weight for the kernel.
 
     Effects: overwrites `out`, as many bytes in any shape; not the memory of `packed`.
     """
@@ -63,7 +62,7 @@ def arrange(packed: torch.Tensor, out: torch.Tensor, tile: int) -> None:
 
 
 def restore(words: torch.Tensor, rows: int, tile: int) -> torch.Tensor:
-    """The bytes uint8 [O, I / 2] of a packed weight of so many rows, from its words in the kernel's order."""
+    """Restore the bytes uint8 [O, I / 2] of a packed weight from its words in the kernel's order."""
     made = words.view(torch.uint8).view(rows // tile, -1, 2, tile // 2)
     pairs = torch.empty(len(made), 2, tile // 2, made.shape[1], dtype=torch.uint8)
     for part in _parts(pairs):
@@ -74,10 +73,10 @@ def restore(words: torch.Tensor, rows: int, tile: int) -> torch.Tensor:
 
 
 def pairs(scale_OG: torch.Tensor, zero_OG: torch.Tensor | None) -> torch.Tensor:
-    """The kernel's numbers of each group, bfloat16 [G, O, 2]: its scale, and the weight of the value 8.
+    """The kernel's constants per group, bfloat16 [G, O, 2]: the scale, and the weight of the value 8.
 
     Args:
-        zero_OG: the values that make 0; None for 8.
+        zero_OG: the zero points; None: 8.
     """
     made = torch.zeros(scale_OG.shape[1], len(scale_OG), 2, dtype=torch.bfloat16)
     made[..., 0] = scale_OG.T
@@ -94,12 +93,12 @@ def product(x: torch.Tensor, words: torch.Tensor, pairs_GO2: torch.Tensor) -> to
 
 
 class Grouping(NamedTuple):
-    """Scales and zero points of a four-bit weight [O, I], whose values are 0 to 15.
+    """Scales and zero points of a 4-bit weight [O, I], whose values are 0 to 15.
 
     Attributes:
         scale_OG: of each group of inputs.
-        zero_OG: the values that make 0, [O, G]; None for 8.
-        order_I: the inputs group after group, where they are not consecutive.
+        zero_OG: the zero points, [O, G]; None: 8.
+        order_I: the inputs sorted by group, if groups are not consecutive.
     """
 
     scale_OG: torch.Tensor
@@ -108,14 +107,14 @@ class Grouping(NamedTuple):
 
 
 class KernelBlock(NamedTuple):
-    """A weight [O, I] as the kernel takes it, and what makes the weight itself of it.
+    """A weight [O, I] in the kernel's form, with the data to restore it.
 
     Attributes:
         words: int32 [O, I / 8] in the kernel's order.
-        pairs_GO2: as of `pairs`.
-        scale: [O, G] where it is not bfloat16.
-        zero: uint8 [O, G] where it is not 8.
-        order: as of `Grouping`; the inputs of the words are in this order.
+        pairs_GO2: result of `pairs`.
+        scale: [O, G] if it is not bfloat16.
+        zero: uint8 [O, G] if it is not 8.
+        order: see `Grouping`; the order of the words' inputs.
         tile: rows of a tile.
     """
 
@@ -136,7 +135,7 @@ class KernelBlock(NamedTuple):
         return x if self.order is None else x.index_select(1, self.order)
 
     def into(self, out: torch.Tensor) -> None:
-        """Write the weight to `out`, its inputs in the order of the words, as the type of its scales has it."""
+        """Write the weight to `out`, with inputs in the order of the words, rounded to the type of its scales."""
 
         def values(part: slice) -> torch.Tensor:
             words = self.words[part]
@@ -148,7 +147,7 @@ class KernelBlock(NamedTuple):
 
 
 class KernelWeight(NamedTuple):
-    """A weight of four bits in the kernel's order: blocks one under the other."""
+    """A 4-bit weight in the kernel's order: concatenated blocks."""
 
     blocks: tuple[KernelBlock, ...]
 
@@ -161,10 +160,10 @@ class KernelWeight(NamedTuple):
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, I] times the transpose of the weight, in the type of `x`.
+        """x [T, I] times the transposed weight, in the type of `x`.
 
-        For few tokens in bfloat16 it stays packed. Which way it goes depends on nothing else, so that the same tokens
-        give the same product to the bit.
+        For few tokens in bfloat16 it stays packed. Only their number and type decide this, so that equal tokens give
+        bit-identical products.
         """
         few = x.dtype == torch.bfloat16 and len(x) <= FEW_ROWS
         made = [
@@ -183,7 +182,7 @@ class KernelWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Its bytes."""
         tensors = (tensor for block in self.blocks for tensor in block[:5])
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

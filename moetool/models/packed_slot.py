@@ -1,4 +1,4 @@
-"""Slots that hold experts of four bits in the order of `moetool.models.packed_product`, whatever order files have."""
+"""Slots that hold 4-bit experts in the order of `moetool.models.packed_product`."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,30 +18,30 @@ from moetool.models.weight_format import Stored, WeightFormat
 
 @runtime_checkable
 class FourBitCodec(Protocol):
-    """A codec whose values, if they have four bits, can stay packed.
+    """A codec whose 4-bit values can stay packed.
 
     Attributes:
-        bits: of a value.
+        bits: bits per value.
     """
 
     @property
     def bits(self) -> int: ...
 
     def arrange(self, stored: Stored, words: torch.Tensor, tile: int) -> Grouping:
-        """Write the values to words int32 [O, I / 8] in tiles of so many rows, and say what groups they form.
+        """Write the values to words int32 [O, I / 8] in tiles of this number of rows; returns their groups.
 
         Raises:
-            ValueError: its groups are not all of one size.
+            ValueError: its groups differ in size.
         """
 
 
 class _Run(NamedTuple):
-    """Blocks of a part that one product computes: their place in a slot and their data.
+    """Blocks of a part that one product computes, with their position in a slot.
 
     Attributes:
-        blocks: which of the part.
-        offset: in the slot.
-        scale: its data type where it is kept beside the kernel's.
+        blocks: range of blocks of the part.
+        offset: position in the slot.
+        scale: data type of the scale if it is kept besides the kernel's.
     """
 
     blocks: tuple[int, ...]
@@ -59,7 +59,7 @@ class _Run(NamedTuple):
         return self.rows * self.columns // 2 + scales * each + 4 * self.columns * self.ordered
 
     def of(self, slot: torch.Tensor, tile: int) -> KernelBlock:
-        """The block in a slot."""
+        """Return the block in a slot."""
         at = self.offset
 
         def next_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSlot:
-    """A slot that holds an expert packed: for each part the values, their scales and what else makes the weight.
+    """A slot with a packed expert: for each part the values, scales and other data of the weight.
 
     Args:
         layout: of the experts as stored.
@@ -131,7 +131,7 @@ class PackedSlot:
         return tuple(KernelWeight(tuple(run.of(slot, self.tile) for run in runs)) for runs in self._runs)
 
     def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:
-        """Put an expert from memory into a slot. Raises: ValueError: the groups of a weight are not all of one size."""
+        """Write an expert from memory into a slot. Raises: ValueError: a weight's groups differ in size."""
         for part, runs in enumerate(self._runs):
             blocks = layout.blocks(stored, part)
             for run in runs:
@@ -151,7 +151,7 @@ class PackedSlot:
 
 
 def packed_slot(layout: StoredLayout) -> PackedSlot | None:
-    """The slot for experts that the kernel multiplies; None where it multiplies only some of their weights."""
+    """The slot for experts that the kernel multiplies; None if it multiplies only some of their weights."""
     for part, codecs in enumerate(layout.codecs):
         scales = layout.of_part(part, "scale")
         for codec, shape, scale in zip(codecs, layout.shapes[part], scales, strict=False):

@@ -1,4 +1,4 @@
-"""Weight formats of a checkpoint by its config, and the stored weights that they make."""
+"""Weight formats of a checkpoint from its config, and its stored weights."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from moetool.models.tensor_index import Tensor
 from moetool.models.weight_format import StoredWeight, Unclaimed, WeightFormat, as_dense
 
 READ = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "fbgemm_fp8", "modelopt")
-"""Values of `quant_method` that are read."""
+"""Supported values of `quant_method`."""
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 _PARTS = (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_global_scale", ".scales", ".g_idx")
 
@@ -28,8 +28,8 @@ class Targets:
     """Modules that share a weight format.
 
     Attributes:
-        names: of modules; `re:` begins a pattern; a class name such as `Linear` stands for all.
-        format: None for modules that are not quantized.
+        names: module names; `re:` begins a pattern; a class name such as `Linear` stands for all of the class.
+        format: None: not quantized.
     """
 
     names: tuple[str, ...]
@@ -52,8 +52,8 @@ class Quantization:
         method: the config's `quant_method`.
         groups: targets with their formats.
         ignore: names or patterns of modules that are not quantized.
-        wide_scales: whether the scales of weights outside experts are taken as float32, whatever their type, as
-            compressed-tensors does where it unpacks after loading.
+        wide_scales: whether scales of weights outside experts are widened to float32, as compressed-tensors does when
+            it unpacks after loading.
     """
 
     method: str
@@ -67,7 +67,7 @@ class Quantization:
         return tuple(dict.fromkeys(group.format for group in self.groups if group.format is not None))
 
     def format_of(self, module: str) -> WeightFormat | None:
-        """The format of a module by the config; None where it is not quantized."""
+        """The format of a module by the config; None if it is not quantized."""
         if Targets(names=self.ignore, format=None).rank(module) > 1:
             return None
         ranked = [(group.rank(module), group.format) for group in self.groups]
@@ -77,18 +77,17 @@ class Quantization:
     def claim(
         self, tensors: Mapping[str, Tensor], files: Sequence[Path], read: Callable[[Tensor], bytes]
     ) -> dict[str, StoredWeight]:
-        """The weights that the tensors of a checkpoint make, dense ones included, by name.
+        """Find the weights made from a checkpoint's tensors, dense ones included, by name.
 
-        A module that the config ignores may be quantized all the same, and the other way round: it is what its
-        tensors are.
+        Its tensors, not the config, decide whether a module is quantized.
 
         Args:
-            files: that `Tensor.file` counts.
-            read: gives the bytes of a small tensor.
+            files: the files that `Tensor.file` indexes.
+            read: returns the bytes of a small tensor.
 
         Raises:
             MismatchError: tensors are missing, contradict one another or the config.
-            UsageError: they are stored in a way that is not read.
+            UsageError: their storage format is not supported.
         """
         unclaimed = Unclaimed(dict(tensors), files, read)
         found: dict[str, StoredWeight] = {}
@@ -99,7 +98,7 @@ class Quantization:
             if name.endswith(".weight_g_idx"):
                 raise UsageError(
                     f"{files[tensor.file]} orders the groups of a weight by activation ({name}), which moetool does "
-                    "not read: give the model that it was made from"
+                    "not support; use the unquantized model"
                 )
             for format in self._candidates(name):
                 weight = format.weight_of(name)
@@ -131,7 +130,7 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | None:
-    """Quantization of a checkpoint by its config.json; None if not quantized.
+    """Quantization of a checkpoint from its config.json; None if it is not quantized.
 
     Raises:
         UsageError: in a way that is not read, or a value is of the wrong kind.
@@ -163,7 +162,7 @@ def _quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | No
     if method not in READ:
         raise UsageError(
             f"{path} is quantized ({method}); moetool reads float32, float16, bfloat16 and the methods "
-            f"{', '.join(READ)}: give the model that it was made from"
+            f"{', '.join(READ)}; use the unquantized model"
         )
     ignore = tuple(map(str, found.get("modules_to_not_convert") or ()))
     if method == "compressed-tensors":
@@ -195,7 +194,7 @@ def _gptq(found: Mapping[str, Any], path: Path) -> list[Targets]:
     version = found.get("checkpoint_format", found.get("format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
         raise UsageError(
-            f"{path} is quantized by gptq and stored as {version!r}, expected gptq or gptq_v2: give a checkpoint in "
+            f"{path} is quantized by gptq and stored as {version!r}, expected gptq or gptq_v2; use a checkpoint in "
             "one of these"
         )
 
@@ -222,7 +221,7 @@ def _awq(found: Mapping[str, Any], path: Path) -> Targets:
     if bits != 4 or version != "gemm" or found.get("zero_point") is False:
         raise UsageError(
             f"{path} is quantized by awq to {bits!r} bits ({version}, zero_point {found.get('zero_point', True)}), "
-            "expected 4 bits, gemm, with zero points: give a checkpoint in that layout"
+            "expected 4 bits, gemm, with zero points; use a checkpoint in that layout"
         )
     if not isinstance(group, int) or (group < 1 and group != -1):
         raise UsageError(f"{path}: group_size is {group!r}, expected a positive number or -1")
@@ -238,11 +237,11 @@ def _modelopt(found: Mapping[str, Any], path: Path) -> Targets:
 
 
 def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Quantization:
-    for name, what in (("sparsity_config", "leaves out weights (sparsity)"), ("transform_config", "turns weights")):
+    for name, what in (("sparsity_config", "removes weights (sparsity)"), ("transform_config", "rotates weights")):
         own = found.get(name) or {}
         if (own and own.get("format", "dense") != "dense") or own.get("config_groups"):
             raise UsageError(
-                f"{path} also {what}, by its {name}; moetool does not: give the model that it was made from"
+                f"{path} also {what}, by its {name}, which moetool does not support; use the unquantized model"
             )
     form = found.get("format")
     groups = []
@@ -253,7 +252,7 @@ def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Quantization:
             Targets(names=names, format=_scheme(weights, group.get("format") or form, path) if weights else None)
         )
     if not any(group.format for group in groups):
-        raise UsageError(f"{path} names no config_groups with weights in its quantization_config: give the original")
+        raise UsageError(f"{path}: quantization_config has no config_groups with weights; use the unquantized model")
     return Quantization(
         method="compressed-tensors",
         groups=tuple(groups),
@@ -266,18 +265,18 @@ def _scheme(weights: Mapping[str, Any], form: Any, path: Path) -> WeightFormat:
     """The format of one group of modules."""
     bits, kind, size = weights.get("num_bits"), weights.get("type", "int"), weights.get("group_size")
     symmetric = bool(weights.get("symmetric", True))
-    # compressed-tensors derives the strategy from the size where the config does not say it.
+    # compressed-tensors derives a missing strategy from the group size.
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     described = f"{path} is quantized to {bits} bits ({kind}, by {strategy}, {form})"
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise UsageError(f"{path} orders its groups by activation, which moetool does not read: give the original")
+        raise UsageError(f"{path} orders its groups by activation, which is not supported; use the unquantized model")
     if strategy in ("group", "tensor_group") and not (isinstance(size, int) and size > 0):
         raise UsageError(f"{path} is quantized by group with a group_size of {size}, expected a positive number")
     if form == "pack-quantized":
         if kind != "int" or strategy not in ("group", "channel") or bits not in BITS:
             raise UsageError(
-                f"{described}, expected integers of {', '.join(map(str, BITS))} bits by group or channel: give the "
-                "model that it was made from"
+                f"{described}, expected integers of {', '.join(map(str, BITS))} bits by group or channel; use the "
+            "unquantized model"
             )
         return PackQuantized(int(bits), int(size) if strategy == "group" and size else 0, symmetric)
     if form == "nvfp4-pack-quantized" and (kind, bits, size) == ("float", 4, 16) and symmetric:
@@ -293,4 +292,4 @@ def _scheme(weights: Mapping[str, Any], form: Any, path: Path) -> WeightFormat:
         if strategy in ("tensor", "channel") or block is not None:
             name = "fp8_scaled" if kind == "float" else "int8_scaled"
             return Scaled(strategy, block, symmetric, name)
-    raise UsageError(f"{described}, which moetool does not read: give the model that it was made from")
+    raise UsageError(f"{described}, which moetool does not support; use the unquantized model")

@@ -1,4 +1,4 @@
-"""The identity of a checkpoint: distinguishes its weights and config from all others without reading all of them."""
+"""Identity of a checkpoint: distinguishes its weights and config from others without reading all bytes."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ _THREADS, _BATCH = 8, 512
 
 
 def revision_of(config: bytes, index: TensorIndex) -> str:
-    """The revision of a checkpoint: its kind, and a sha256 over the config and a digest of each tensor.
+    """Revision of a checkpoint: its kind, and a sha256 over the config and a digest of each tensor.
 
-    The digest of a tensor covers name, data type, shape, and the first, middle and last KiB of its bytes; of stacked
-    tensors (three dimensions or more) those of every slice of more than three KiB, so that each expert is sampled. How
-    tensors are spread over files does not matter.
+    The digest of a tensor covers name, data type, shape, and the first, middle and last KiB of its bytes; for stacked
+    tensors (three dimensions or more), of every slice over three KiB, so that each expert is sampled. The split of
+    tensors over files does not matter.
 
-    It misses a change of a few values that lies between the samples of one tensor or one expert, such as new rows in
-    the middle of an embedding table.
+    It misses a change of a few values between the samples of a tensor or expert, such as new rows in the middle of an
+    embedding table.
     """
     digests: dict[str, bytes] = {}
     by_file: list[list[tuple[str, Tensor]]] = [[] for _ in index.files]
@@ -42,7 +42,7 @@ def revision_of(config: bytes, index: TensorIndex) -> str:
 
 
 def config_revision(config: bytes) -> str:
-    """Identity of a model known by its config alone; never equal to a checkpoint's."""
+    """Identity of a model from its config only; never equal to a checkpoint's."""
     return hashlib.sha256(config).hexdigest()
 
 
@@ -50,7 +50,7 @@ def _digests(file: Path, tensors: list[tuple[str, Tensor]]) -> dict[str, bytes]:
     found = {}
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: samples lie far apart
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: samples are far apart
         for name, tensor in tensors:
             digest = hashlib.sha256(json.dumps([name, tensor.dtype, tensor.shape]).encode())
             for offset, num_bytes in _samples(tensor):
@@ -62,7 +62,7 @@ def _digests(file: Path, tensors: list[tuple[str, Tensor]]) -> dict[str, bytes]:
 
 
 def _samples(tensor: Tensor) -> list[tuple[int, int]]:
-    """Offset and length of the runs of bytes that stand for a tensor."""
+    """Offset and length of the sampled byte ranges of a tensor."""
     slices = tensor.shape[0] if len(tensor.shape) > 2 else 1
     if tensor.num_bytes <= slices * 3 * SAMPLE_BYTES:
         slices = 1

@@ -1,4 +1,4 @@
-"""Hooks that observe which experts a layer uses, their weights, and its router's output, for any family."""
+"""Hooks that observe a layer's experts, their weights and its router's output, for any family."""
 
 import contextlib
 import threading
@@ -26,7 +26,7 @@ _BESIDE = _Beside()
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Mark what this thread computes meanwhile as outside the model's own forward: recording hooks skip it."""
+    """Mark this thread's computation as outside the model's own forward, so that recording hooks skip it."""
     _BESIDE.running = True
     try:
         yield
@@ -35,17 +35,17 @@ def beside() -> Iterator[None]:
 
 
 def is_beside() -> bool:
-    """Whether this thread computes something outside the model's own forward."""
+    """Whether this thread computes outside the model's own forward."""
     return _BESIDE.running
 
 
 def watch(layer: MoeLayer, on_routes: Routes) -> RemovableHandle:
-    """Call `on_routes` whenever the layer has chosen its experts, before they are computed.
+    """Call `on_routes` when the layer has chosen its experts, before they are computed.
 
-    What runs `beside` the model's own forward is skipped.
+    Computation `beside` the model's own forward is skipped.
 
-    Most families hand the choice to their experts' module, after grouping, bias and correction; the others return it
-    from the router in a form of their own. It is never computed again from the logits.
+    Most families pass the choice to their experts' module, after grouping, bias and correction; others return it from
+    the router in various forms. It is never recomputed from the logits.
     """
     if layer.form.call in (Call.INTERFACE, Call.EXPERTS):
 
@@ -72,7 +72,7 @@ def scaled_routes(output: Any, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sorted_routes(output: Any, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights from places in [T * K], sorted by expert, and the number of each expert's (jetmoe)."""
+    """Experts and weights from positions in [T * K], sorted by expert, and each expert's count (jetmoe)."""
     places, _, weights, sizes, _ = output
     experts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(places.device)
     experts_TK, weights_TK = torch.empty_like(experts), torch.empty_like(weights)
@@ -81,18 +81,18 @@ def sorted_routes(output: Any, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_logits(layer: MoeLayer, output: Any, family: Family | None) -> torch.Tensor:
-    """The logits [T, E] in what a layer's router returned."""
+    """Find the logits [T, E] in a router's output."""
     logits: torch.Tensor = output[layer.logits_index] if isinstance(output, tuple) else output
-    logits = logits[:, : layer.num_experts]  # zaya has a further one, for no expert
+    logits = logits[:, : layer.num_experts]  # zaya has an extra one for no expert
     return logits.log() if family is not None and family.probabilities else logits
 
 
 def logits_ahead(
     following: Sequence[MoeLayer], args: tuple[Any, ...], kwargs: dict[str, Any], family: Family | None
 ) -> torch.Tensor:
-    """The logits [A, T, E of the widest] that the routers of later layers give on what an earlier one's router got.
+    """Logits [A, T, E of the widest layer] of later layers' routers on an earlier router's input.
 
-    The routers' hooks don't run. What lies beyond a narrower layer's experts is 0.
+    The routers' hooks do not run. Entries beyond a narrower layer's experts are 0.
     """
     rows = [read_logits(layer, layer.router.forward(*args, **kwargs), family) for layer in following]
     width = max(row.shape[1] for row in rows)
@@ -100,7 +100,7 @@ def logits_ahead(
 
 
 def to_float16(values: torch.Tensor) -> np.ndarray:
-    """As a trace holds them: float16, saturating where that cannot hold a value."""
+    """Convert to a trace's form: float16, saturating."""
     limit = torch.finfo(torch.float16).max
     half: np.ndarray = values.detach().float().clamp(-limit, limit).half().cpu().numpy()
     return half

@@ -14,16 +14,16 @@ from moetool.models.router_hooks import is_beside, to_float16
 from moetool.models.spec import MoeLayer
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of the correction bias, which affects the choice of experts and not their weights."""
+"""Names of the correction bias, which affects the choice of experts but not their weights."""
 
 
 class SelectionScores:
     """Scores of all experts plus the router's correction bias (DeepSeek-V3 and its kin), from logits.
 
-    The top-k of a token are the largest of them, within the groups that a group-limited router has chosen.
+    A token's top-k are the largest of them, within the groups chosen by a group-limited router.
 
     Raises:
-        UsageError: how the family turns logits into scores is not known, or not a function of the logits.
+        UsageError: the family's rule from logits to scores is unknown, or not a function of the logits.
     """
 
     def __init__(self, model: Any, layers: Sequence[MoeLayer]) -> None:
@@ -62,14 +62,14 @@ Norms = Callable[[torch.Tensor], None]
 def watch_norms(layer: MoeLayer, on_norms: Norms) -> RemovableHandle:
     """Call `on_norms` whenever a layer computes its experts, with the norm of each one's output before its weight.
 
-    Experts in a pool (`moetool.runtime.expert_forward`) give their outputs; experts in memory are computed a second
+    Experts in a pool (`moetool.runtime.expert_forward`) provide their outputs; experts in memory are computed a second
     time, one choice of each token at a time.
 
     Raises:
-        UsageError: the family does not hand its experts the choice.
+        UsageError: the family does not pass routes to its experts.
     """
     if layer.form.call not in (Call.INTERFACE, Call.EXPERTS):
-        raise UsageError(f"cannot keep norms of {type(layer.experts).__name__}: its arguments do not name the experts")
+        raise UsageError(f"cannot keep norms of {type(layer.experts).__name__}: its arguments lack the routes")
     pool = getattr(layer.experts, "moetool_binding", None)
     if pool is not None:
         handle: RemovableHandle = pool[0].watch_products(layer, lambda products_TKD: on_norms(_norms(products_TKD)))

@@ -1,8 +1,8 @@
-"""A row of a weight times rows of x, and unpacked, as functions for numba's code.
+"""Dot products of a weight's row with rows of x, and unpacking, as functions for numba.
 
 Each output is one dot product, accumulated in float32 by fused multiply-adds over interleaved partial sums that are
-added pairwise. That order depends on the kind of weight and its width alone: not on the processor, the number of
-threads, or the rows and weights computed together. So a row has the same result, to the bit, in any batch.
+added pairwise. That order depends only on the kind of weight and its width, not on the CPU, the number of threads, or
+the rows and weights computed together. So a row's result is bit-identical in any batch.
 """
 
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ from moetool.models.row_numbers import byte_scales, run, run_length
 class RowJob(NamedTuple):
     """The first numbers of a call of a kernel; those of `RowShape` and the lists follow.
 
-    The lists: for each weight the address of its numbers and of its scales, and the first of its pairs, with the end
-    of the last one's; then for each pair the row of x and the row of the output that it makes.
+    The lists: for each weight the addresses of its values and scales and its first pair, then the end of the last
+    weight's pairs; for each pair the row of x and the row of the output.
 
     Attributes:
-        next_task: 0; counted up by the threads.
+        next_task: 0; the threads increment it.
         x: address of rows as `moetool.models.row_inputs` orders them.
-        output: address, [R, O] of float32 or bfloat16; of unpacked weights bfloat16 [O, I].
+        output: address, [R, O] of float32 or bfloat16; for unpacked weights bfloat16 [O, I].
         narrow: 1 if the output is in bfloat16, else 0.
         ahead: bytes.
         weights: their number.
@@ -59,15 +59,15 @@ class RowShape(NamedTuple):
 
 
 SCALE_BYTES = 4
-"""Of the scale of a whole row, before those of its groups."""
+"""Bytes of a row's own scale, before those of its groups."""
 PLACES = {name: place for place, name in enumerate(RowJob._fields + RowShape._fields)}
 
 
 def dot_of(kind: RowKind, count: int) -> Any:
     """numba's `dot(weight, scale, job, pair, row)`, written in LLVM's vectors.
 
-    It computes the dot products of a row of a weight with `count` rows of x. From `job[pair]` on lie the numbers of a
-    row of x and of the row of the output that it makes, for each.
+    It computes the dot products of a row of a weight with `count` rows of x. `job[pair]` and the following entries hold
+    the row numbers of x and of the output.
     """
     from numba.core import cgutils, types
     from numba.extending import intrinsic
@@ -90,7 +90,7 @@ def dot_of(kind: RowKind, count: int) -> Any:
                 builder.store(vectors.all(vectors.float32, 0.0), place)
 
         def add(first: Any, sums: list[list[Any]]) -> None:
-            """The products of `unroll` vectors from the `first` on."""
+            """Products of `unroll` vectors, starting with `first`."""
             chain = 0
             for step in range(kind.unroll):
                 vector = builder.add(first, vectors.number(step))
@@ -187,7 +187,7 @@ def unpacking_of(kind: RowKind) -> Any:
     run_bytes = kind.row_bytes(length)
 
     def factors_of(vectors: Vectors, scale: Any, group: Any) -> list[Any]:
-        """Of each vector of a run."""
+        """For each vector of a run."""
         builder, planes_a_run = vectors.builder, length // LANES
         if not kind.scales_a_block:
             one = vectors.load(builder.add(scale, vectors.times(group, 4)), vectors.float32)

@@ -1,4 +1,4 @@
-"""Compiled kernels for products of few rows with weights as they are stored, and for unpacking them.
+"""Compiled kernels for products of few rows with stored weights, and for unpacking them.
 
 numba compiles a kernel for each kind of weight (`moetool.models.row_kinds`) when it is first needed.
 """
@@ -19,10 +19,10 @@ from moetool.models.row_numbers import run_length
 from moetool.models.row_threads import PoolCall, next_task_of, on_pool
 
 BLOCK_ROWS = 32
-"""Rows of a weight that one thread takes at a time."""
+"""Rows of a weight per task of a thread."""
 _PREFETCH_BYTES = (0, 2048)
-"""Prefetch distances of a kernel, in bytes; prefetching is faster on some processors and slower on others."""
-_TRIAL_BYTES = 2**26  # more than most caches hold
+"""Prefetch distances of a kernel, in bytes; prefetching is faster on some CPUs and slower on others."""
+_TRIAL_BYTES = 2**26  # larger than most caches
 _ONE_IN_FP8 = 0x38
 _HEAD = len(PLACES)
 
@@ -33,8 +33,7 @@ class RowKernel(NamedTuple):
     """A compiled kernel.
 
     Attributes:
-        prefetch_bytes: how far ahead of itself it is the fastest to ask for a weight on this processor. It changes no
-            result.
+        prefetch_bytes: the fastest prefetch distance on this CPU. It does not affect results.
     """
 
     multiply: PoolCall
@@ -47,19 +46,19 @@ class RowKernel(NamedTuple):
 
 @functools.cache
 def find_kernel(kind: RowKind = BFLOAT16) -> RowKernel | None:
-    """The compiled kernel; None where numba is missing or does not compile it for this processor."""
+    """Return the compiled kernel; None if numba is missing or does not compile it for this CPU."""
     try:
         multiply = _compile(kind)
         unpack = None if kind is BFLOAT16 else _compile_unpacking(kind)
         _require_sound(kind, multiply)
         return RowKernel(multiply, unpack, _fastest_prefetch(kind, multiply))
     except Exception as error:  # numba raises many kinds; torch computes the same products
-        _log.warning("products of few rows stay with torch: numba does not compile the kernel (%s)", error)
+        _log.warning("products of few rows use torch, because numba does not compile the kernel (%s)", error)
         return None
 
 
 def _require_sound(kind: RowKind, call: PoolCall) -> None:
-    """Raises: RuntimeError where the kernel multiplies ones otherwise than it should."""
+    """Raises: RuntimeError: the kernel's product of ones is wrong."""
     rows, blocks = 7, 2 * kind.unroll
     row_bytes = blocks * kind.block_bytes
     ones = kind.one * (BLOCK_ROWS * row_bytes // len(kind.one))
@@ -73,11 +72,11 @@ def _require_sound(kind: RowKind, call: PoolCall) -> None:
     job = [*_trial(kind, weight, x, output, 0), weight.data_ptr(), scale.data_ptr(), 0, rows, *pairs]
     call(job, torch.get_num_threads())
     if not (output == blocks * kind.numbers).all():
-        raise RuntimeError("it computes something else")
+        raise RuntimeError("its result is wrong")
 
 
 def _fastest_prefetch(kind: RowKind, call: PoolCall, rounds: int = 4) -> int:
-    """Which of `_PREFETCH_BYTES` is the fastest here: the least processor time of one thread, of some tries in turn."""
+    """The fastest of `_PREFETCH_BYTES`: least CPU time of one thread, over alternating trials."""
     blocks = 4096 // kind.block_bytes
     row_bytes = blocks * kind.block_bytes
     weight = torch.empty(_TRIAL_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS, row_bytes, dtype=torch.uint8)
@@ -135,7 +134,7 @@ def _compile(kind: RowKind) -> PoolCall:
             first = (task % blocks) * BLOCK_ROWS
             r = job[starts + which]
             end = job[starts + which + 1]
-            while r < end:  # the block of the weight stays in the processor's cache from one pass to the next
+            while r < end:  # the weight's block stays in the CPU cache between passes
                 for row in range(first, first + BLOCK_ROWS):
                     weight = job[_HEAD + which] + row * row_bytes
                     scale = job[scales + which] + row // scale_rows * scale_bytes

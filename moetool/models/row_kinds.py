@@ -1,4 +1,4 @@
-"""Kinds of weights that kernels for few rows read as they are stored."""
+"""Kinds of stored weights that kernels for few rows read."""
 
 from dataclasses import dataclass, replace
 
@@ -10,20 +10,19 @@ class RowKind:
     """A kind of weight.
 
     Attributes:
-        name: of the numbers.
-        numbers: in a block, which a kernel reads at a time.
-        ways: numbers of a word of the block.
+        name: name of the number format.
+        numbers: numbers in a block, the kernel's unit.
+        ways: numbers per word of the block.
         chains: accumulators of a row that hide the latency of an addition.
         unroll: blocks at a time.
-        rows: of x that one pass over a row of the weight multiplies, the most first.
-        scale: `none`; `float32`, for blocks of rows and columns; `exponent`, a byte for each 32 numbers of a row;
-            `float8`, for each row a float32 for all of its numbers, then a byte for each 16; `own` if a block holds its
-            scales beside its numbers.
-        one: bytes that, repeated, are numbers of 1.
-        block_bytes: of a block.
-        factor: of its scales of float32, for the way in which the kernel reads its numbers.
+        rows: numbers of rows of x per pass over a row of the weight, largest first.
+        scale: `none`; `float32`, for blocks of rows and columns; `exponent`, a byte per 32 numbers of a row;
+            `float8`, a float32 per row, then a byte per 16 numbers; `own`: blocks contain their scales.
+        one: bytes that, repeated, encode ones.
+        block_bytes: bytes of a block.
+        factor: factor on float32 scales, because of how the kernel reads numbers.
         ggml: type of ggml's blocks.
-        divides: whether the scale of a row divides the others.
+        divides: whether a row's scale divides the others.
     """
 
     name: str
@@ -46,16 +45,16 @@ class RowKind:
 
     @property
     def has_scales(self) -> bool:
-        """Whether its scales lie apart from its numbers."""
+        """Whether its scales are stored apart from its numbers."""
         return self.scale in ("float32", "exponent", "float8")
 
     @property
     def scales_a_block(self) -> int:
-        """Bytes of the scales that a row has for each block; 0 where its scales are for blocks of another size."""
+        """Bytes of a row's scales per block; 0 if its scales belong to blocks of another size."""
         return {"exponent": self.numbers // 32, "float8": self.numbers // 16}.get(self.scale, 0)
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of so many numbers."""
+        """Bytes of this number of values."""
         return columns * self.block_bytes // self.numbers
 
 

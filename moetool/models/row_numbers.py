@@ -6,11 +6,11 @@ from moetool.models.ggml_numbers import block_numbers
 from moetool.models.llvm_vectors import LANES, Vectors
 from moetool.models.row_kinds import BFLOAT16, FP8, INT8, VECTOR_BYTES, RowKind
 
-_RUN = 32  # numbers that are unpacked at a time, where a block has no scales of its own
+_RUN = 32  # numbers unpacked at a time, if blocks contain no scales
 
 
 def planes(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
-    """The numbers of a block: the words' first ones, then their second ones and so on."""
+    """Numbers of a block: the first of each word, then the second of each, and so on."""
     builder = vectors.builder
     if kind.ggml is not None:
         return block_numbers(vectors, kind.ggml, address)
@@ -36,7 +36,7 @@ def planes(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
 
 
 def byte_scales(vectors: Vectors, kind: RowKind, address: Any, count: int) -> Any:
-    """So many scales of a byte: powers of two, or 2**-8 of FP8 numbers."""
+    """One-byte scales: powers of two, or 2**-8 of FP8 numbers."""
     builder, stored = vectors.builder, vectors.load(address, vectors.of(vectors.int8, count), 1)
     if kind.scale == "exponent":
         return vectors.powers(stored)
@@ -45,12 +45,12 @@ def byte_scales(vectors: Vectors, kind: RowKind, address: Any, count: int) -> An
 
 
 def run_length(kind: RowKind) -> int:
-    """Numbers that `run` gives."""
+    """Numbers that `run` returns."""
     return kind.numbers if kind.ggml is not None else _RUN
 
 
 def run(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
-    """Some numbers in their order in the weight."""
+    """Numbers in their order in the weight."""
     if kind.ggml is not None:
         return block_numbers(vectors, kind.ggml, address)
     builder = vectors.builder

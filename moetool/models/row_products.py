@@ -1,10 +1,9 @@
-"""Products of few rows with weights on a CPU, at the speed of its memory.
+"""Products of few rows with weights on a CPU, at memory bandwidth.
 
 A decode step multiplies one row, or a few, with every weight that it reads, so memory bandwidth bounds it. torch's
-products of few rows stay far below that bound (`tests/bench/test_row_products.py`). The kernels here
-(`moetool.models.row_kernels`) stream the weights as they are stored, in bfloat16 or fewer bits, for all experts of a
-layer in one call. A row has the same result, to the bit, in any batch that a kernel takes. It differs from torch's
-product in rounding only.
+products of few rows are far below that bound (`tests/bench/test_row_products.py`). The kernels here
+(`moetool.models.row_kernels`) stream the stored weights, in bfloat16 or fewer bits, for all experts of a layer in one
+call. A row's result is bit-identical in any batch that a kernel computes, and differs from torch's only in rounding.
 """
 
 import functools
@@ -22,16 +21,16 @@ from moetool.models.row_kinds import BFLOAT16
 from moetool.models.scaled_weight import ScaledWeight, kernel_of
 
 MAX_ROWS = 2
-"""Rows of a product with bfloat16 up to which the kernel is faster than torch's (`tests/bench/test_row_products.py`):
-beyond them arithmetic bounds both, and torch's multiplies bfloat16 in pairs where the processor can."""
+"""Most rows for which the bfloat16 kernel is faster (`tests/bench/test_row_products.py`): beyond them
+arithmetic bounds both, and torch's uses the CPU's bfloat16 pair products."""
 MAX_SCALED_ROWS = 16
-"""The same for weights that would have to be unpacked for torch."""
+"""The same for weights that torch must unpack."""
 MIN_ELEMENTS = 2**18
-"""Numbers in a weight below which calling the kernel costs more than it saves, and so compiling it."""
+"""Smallest weight, in numbers, for which calling and compiling the kernel pays."""
 
 
 class RowsOf(NamedTuple):
-    """The rows of x that one weight [O, I] multiplies, and the rows of the output that they make."""
+    """A weight [O, I], its rows of x and their rows of the output."""
 
     weight: torch.Tensor | ScaledWeight
     sources: Sequence[int]
@@ -39,19 +38,19 @@ class RowsOf(NamedTuple):
 
 
 def multiplies(x: torch.Tensor, weight: Any) -> bool:
-    """Whether the kernel takes the product of rows x [T, I] with the transpose of a weight [O, I]."""
+    """Whether the kernel supports the product of rows x [T, I] with a transposed weight [O, I]."""
     return 0 < len(x) <= max_rows(weight)
 
 
 def max_rows(weight: Any) -> int:
-    """Rows of a product with this weight [O, I] up to which the kernel takes it; 0 where it takes none."""
+    """Most rows of a product with this weight [O, I] in the kernel; 0 if it is unsupported."""
     if isinstance(weight, ScaledWeight):
         return MAX_SCALED_ROWS
     return MAX_ROWS if takes(weight) else 0
 
 
 def takes(weight: Any) -> bool:
-    """Whether the kernel takes products with this weight [O, I] of bfloat16."""
+    """Whether the kernel supports this bfloat16 weight [O, I]."""
     return (
         isinstance(weight, torch.Tensor)
         and weight.dtype == torch.bfloat16
@@ -65,7 +64,7 @@ def takes(weight: Any) -> bool:
 
 
 def products(xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | ScaledWeight]) -> list[torch.Tensor]:
-    """The products x @ weight.T of several weights of one shape and kind, computed in one call.
+    """Compute x @ weight.T for several weights of one shape and kind in one call.
 
     Args:
         xs: the rows [T, I] of each weight, at most `max_rows`, all of one dtype, on the CPU.
@@ -83,7 +82,7 @@ def products(xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | Scaled
 
 
 def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: int) -> torch.Tensor:
-    """The products of several weights of one shape and kind with rows of one x, each written to its row of one output.
+    """Multiply rows of one x by several weights of one shape and kind, each into its row of one output.
 
     Args:
         x_TI: rows on the CPU.
@@ -129,7 +128,7 @@ def _row_shape(num_outputs: int, num_inputs: int) -> RowShape:
 
 
 class RowLinear(torch.nn.Linear):
-    """A linear layer that the kernel computes for few rows, and torch for many.
+    """A linear layer computed by the kernel for few rows and by torch for many.
 
     `adopt` turns a `torch.nn.Linear` into one in place.
     """
@@ -145,7 +144,7 @@ class RowLinear(torch.nn.Linear):
 
 
 def adopt(model: torch.nn.Module) -> int:
-    """Have the kernel compute the linear layers of a model that it takes; returns how many.
+    """Let the kernel compute a model's linear layers that it supports; returns their number.
 
     Effects: changes the class of those layers to `RowLinear` and moves their weights into huge pages; compiles the
         kernel if there is one such layer.

@@ -1,6 +1,6 @@
 """Compiled functions on the threads of torch's own OpenMP pool.
 
-A second pool would take the cores from the first at every change from one to the other.
+A second pool would compete with the first for the cores at every switch.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def on_pool(work: Any) -> PoolCall:
 def _thread_pool() -> Any:
     """`GOMP_parallel(function, data, threads, flags)` of the OpenMP library that torch computes with.
 
-    None where torch uses another library; the kernel then runs on the calling thread.
+    None if torch uses another library; the kernel then runs on the calling thread.
     """
     root = Path(torch.__file__).parent
     for path in [*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*"), "libgomp.so.1"]:

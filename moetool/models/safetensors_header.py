@@ -1,8 +1,7 @@
-"""The header of a safetensors file; it refuses what the safetensors library refuses.
+"""Read the header of a safetensors file, with all checks of the safetensors library.
 
 Source: https://github.com/huggingface/safetensors, `Metadata::validate` and `SafeTensors::read_metadata`.
-Deviations: a key that stands twice and a tensor that is described by an array are refused, which serde lets
-pass; -0 is read as 0.
+Deviations: duplicate keys and tensors described by an array are refused, which serde accepts; -0 is read as 0.
 """
 
 import os
@@ -38,15 +37,15 @@ def read_header(file: Path) -> dict[str, HeaderEntry]:
     """The tensors of a safetensors file, in the order of its bytes.
 
     Raises:
-        MismatchError: it is not a safetensors file, is cut short, or its tensors overlap, leave holes, or have another
-            size than data type and shape say.
+        MismatchError: it is not a safetensors file, is truncated, or its tensors overlap, leave gaps, or contradict
+            data type and shape in size.
     """
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
-                raise ValueError(f"its header would be {length:,} bytes long, and the file has {size:,}")
+                raise ValueError(f"its header should have {length:,} bytes, but the file has {size:,}")
             header = parse_object(stream.read(length))
         return parse_header(header, 8 + length, size)
     except ValueError as error:
@@ -54,10 +53,10 @@ def read_header(file: Path) -> dict[str, HeaderEntry]:
 
 
 def parse_header(header: dict[str, Any], base: int, size: int) -> dict[str, HeaderEntry]:
-    """The tensors that a header describes.
+    """Parse the tensors of a header.
 
     Args:
-        base: byte of the file at which their data begin.
+        base: byte offset of the data in the file.
         size: bytes of the file.
 
     Raises:
@@ -67,7 +66,7 @@ def parse_header(header: dict[str, Any], base: int, size: int) -> dict[str, Head
     if metadata is None:
         metadata = {}
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
-        raise ValueError("its __metadata__ is not a table of texts")
+        raise ValueError("its __metadata__ is not a table of strings")
     "".join([*header, *metadata, *metadata.values()]).encode()  # half of a surrogate pair is not text
     entries = {name: _entry(name, entry, base) for name, entry in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
@@ -76,11 +75,11 @@ def parse_header(header: dict[str, Any], base: int, size: int) -> dict[str, Head
         if entry.begin != at or entry.end < entry.begin:
             raise ValueError(
                 f"{name} has bytes {entry.begin:,} to {entry.end:,}, expected them to begin at {at:,}, "
-                "where the tensor before it ends"
+                "the end of the previous tensor"
             )
         at = entry.end
     if at > size:
-        raise ValueError(f"it is cut short: {size:,} bytes, expected {at:,} for {name}")
+        raise ValueError(f"it is truncated: {size:,} bytes, expected {at:,} for {name}")
     if at < size:
         raise ValueError(f"it has {size:,} bytes, expected {at:,}: the last {size - at:,} belong to no tensor")
     return ordered
@@ -96,7 +95,7 @@ def _entry(name: str, entry: Any, base: int) -> HeaderEntry:
     if bits is None:
         raise ValueError(f"{name} has the data type {dtype!r}, which safetensors does not know")
     if not (_whole_numbers(shape) and _whole_numbers(offsets) and len(offsets) == 2):
-        raise ValueError(f"{name} has shape {shape!r} and data_offsets {offsets!r}, expected whole numbers from 0 on")
+        raise ValueError(f"{name} has shape {shape!r} and data_offsets {offsets!r}, expected whole numbers, 0 or more")
     elements = 1
     for length in shape:
         elements *= length

@@ -1,12 +1,12 @@
-"""Values of eight bits times a scale: compressed-tensors' `float-quantized`, `int-quantized` and kin, and fbgemm's FP8.
+"""8-bit values times a scale: compressed-tensors' `float-quantized` and `int-quantized`, and fbgemm's FP8.
 
 A weight that would be `X` is stored as
 
     X             float8_e4m3fn or int8, of the weight's shape
-    X_scale       a number for the weight, for each of its rows ([N, 1]), or for each group or block of inputs
-    X_zero_point  int8, of the scale's shape: it is subtracted first; absent where symmetric
+    X_scale       a number for the weight, per row ([N, 1]), or per group or block of inputs
+    X_zero_point  int8, of the scale's shape: it is subtracted first; absent if symmetric
 
-Settings of activations are skipped: only the weights are rounded here.
+Settings of activations are ignored: only weights are rounded here.
 """
 
 import math
@@ -20,10 +20,10 @@ from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed
 
 @dataclass(frozen=True, slots=True)
 class ScaledCodec:
-    """Values less their zero point, times their scale, in the type of the scale.
+    """(value - zero point) * scale, in the type of the scale.
 
     Attributes:
-        block: rows and columns that share a scale; None where one broadcast does it.
+        block: rows and columns that share a scale; None if broadcasting suffices.
     """
 
     block: tuple[int, int] | None
@@ -41,7 +41,7 @@ class ScaledCodec:
         write_scaled(out, lambda part: eight_bits(values[part]), groups, own)
 
     def _by_row(self, scale: torch.Tensor, rows: int) -> torch.Tensor:
-        """Scales or zero points [N, G], or [1, G] where all rows have the same."""
+        """Scales or zero points [N, G], or [1, G] if all rows share them."""
         numbers = scale_values(scale)
         if self.block is not None:
             return numbers.repeat_interleave(self.block[0], dim=0)[:rows]
@@ -54,7 +54,7 @@ class Scaled:
 
     Attributes:
         strategy: the unit that shares a scale: `tensor`, `channel`, `group` or `block`.
-        block: rows and columns that share one, of groups and blocks.
+        block: rows and columns that share a scale, for groups and blocks.
         symmetric: whether there are no zero points.
     """
 
@@ -64,7 +64,7 @@ class Scaled:
     name: str = "fp8_scaled"
 
     def weight_of(self, tensor: str) -> str | None:
-        """Scales mark weights; those of stacked experts are not called `weight`."""
+        """Scales identify weights; stacked experts' are not named `weight`."""
         return tensor.removesuffix("_scale") if tensor.endswith(("weight_scale", "_proj_scale")) else None
 
     def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
@@ -91,7 +91,7 @@ class Scaled:
         if self.symmetric == (zero is not None):
             if zero is None:
                 raise unclaimed.error(weight, values, f"has no {zero_name}, expected it: the config is asymmetric")
-            raise unclaimed.error(zero_name, zero, "is there, expected none: the config is symmetric")
+            raise unclaimed.error(zero_name, zero, "exists, expected none: the config is symmetric")
         tensors = {"values": values, "scale": scale}
         if zero is not None:
             unclaimed.require_dtype(zero_name, zero, "I8")

@@ -1,4 +1,4 @@
-"""Slots with experts in FP8, int8, MXFP4, NVFP4 or ggml's blocks as stored, scales in the form of the kernels."""
+"""Slots with stored FP8, int8, MXFP4, NVFP4 or ggml experts, with scales in the kernels' form."""
 
 import math
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ class _Place(NamedTuple):
     """A part of an expert in a slot.
 
     Attributes:
-        kind: of its numbers; None where they are unpacked, as biases are.
-        shape: of the part; of numbers that are kept, [rows, columns] as stored.
-        offset, scale_offset: in the slot.
-        group, scale_rows: as of `ScaledWeight`.
-        scale_bytes: of the scales.
+        kind: kind of its numbers; None if they are unpacked, as biases are.
+        shape: shape of the part; for kept numbers, [rows, columns] as stored.
+        offset, scale_offset: positions in the slot.
+        group, scale_rows: see `ScaledWeight`.
+        scale_bytes: bytes of the scales.
     """
 
     kind: RowKind | None
@@ -61,9 +61,9 @@ class ScaledSlot:
     """A slot that holds an expert as stored; tensors without a scale are unpacked.
 
     Args:
-        layout: of the experts as stored.
-        shapes: of the parts.
-        dtype: of parts that are unpacked.
+        layout: layout of the stored experts.
+        shapes: shapes of the parts.
+        dtype: data type of unpacked parts.
     """
 
     layout: StoredLayout
@@ -98,7 +98,7 @@ class ScaledSlot:
         return tuple(self._view(place, slot) for place in self._places)
 
     def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:
-        """Put an expert from memory into a slot."""
+        """Write an expert from memory into a slot."""
         for part, place in enumerate(self._places):
             view, blocks = self._view(place, slot), layout.blocks(stored, part)
             if not isinstance(view, ScaledWeight):
@@ -120,7 +120,7 @@ class ScaledSlot:
             scales = torch.cat([scale_values(block["scale"]).flatten() for block in blocks])
             view.scale.flatten().copy_(scales * view.kind.factor)
             if place.kind is FP8 and _has_nan(view.values):
-                view.scale.fill_(torch.nan)  # the kernel reads what is no number as one
+                view.scale.fill_(torch.nan)  # the kernel reads NaN as a number
 
     def _view(self, place: _Place, slot: torch.Tensor) -> torch.Tensor | ScaledWeight:
         if place.kind is None:
@@ -135,7 +135,7 @@ class ScaledSlot:
 
 
 def scaled_slot(layout: StoredLayout, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> ScaledSlot | None:
-    """The slot for experts of which the kernels multiply matrices as stored; None where they multiply none."""
+    """The slot for experts whose stored matrices the kernels multiply; None if they multiply none."""
     if dtype != torch.bfloat16 or not any(_scaling_of(layout, part) for part in range(len(shapes))):
         return None
     return ScaledSlot(layout, shapes, dtype)
@@ -183,7 +183,7 @@ def takes_scaled(format: WeightFormat, rows: int, columns: int, declared: torch.
 
 
 def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
-    """Scales of a part, for the kernel; its blocks lie one under the other."""
+    """Scales of a part, for the kernel; its blocks are concatenated."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
     if isinstance(codecs[0], GgmlCodec):
         return _blocks_of(codecs[0], shapes[0]) if len(codecs) == 1 else None
@@ -209,7 +209,7 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
         if kind is None or (isinstance(codec, Fp8BlockCodec) and kind is INT8):
             return None
         if isinstance(codec, ScaledCodec) and any(field.dtype == torch.float16 for field in scales):
-            return None  # its library rounds such weights to float16 first, and the kernels do not
+            return None  # its library rounds such weights to float16 first; the kernels do not
         shared_by = {
             codec.block or _shared_by(field.shape, size[0], columns) for field, size in zip(scales, sizes, strict=True)
         }
@@ -229,7 +229,7 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
 
 
 def _byte_scaled(kind: RowKind, shape: tuple[int, int], group: int, transposed: bool) -> _Place:
-    """Scales of a byte; a kernel reads some beyond those of the last row."""
+    """One-byte scales; a kernel reads some beyond those of the last row."""
     num_bytes = shape[0] * scaled_weight.scale_bytes(kind, shape[1], group) + kind.scales_a_block
     return _Place(kind, shape, 0, 0, group, 1, num_bytes, transposed)
 
@@ -252,7 +252,7 @@ def _fill_byte_scales(view: ScaledWeight, blocks: Sequence[Stored]) -> None:
 
 
 def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> _Place | None:
-    """ggml's blocks of one type, whose scales lie in them."""
+    """ggml blocks of one type, which contain their scales."""
     kind = next((kind for kind in GGML_KINDS if all(found == kind.ggml for _, found in codec.kinds)), None)
     if kind is None or codec.undo is not None or len(shape) != 2:
         return None
@@ -263,9 +263,9 @@ def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> _Place | None:
 
 
 def _shared_by(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, int] | None:
-    """Rows and columns that share a scale where scales of this shape are broadcast over a weight [rows, columns].
+    """Rows and columns that share a scale if scales of this shape are broadcast over a weight [rows, columns].
 
-    None for shapes of which the kernels take none, such as [1, columns]: a scale for each column.
+    None for shapes that the kernels do not support, such as [1, columns]: one scale per column.
     """
     if shape in ((), (1,), (1, 1)):
         return rows, columns
@@ -277,8 +277,8 @@ def _shared_by(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, in
 
 
 def _has_nan(values: torch.Tensor) -> bool:
-    """Whether a byte is FP8's NaN: the greatest without a sign, 0x7F, or with one, 0xFF."""
-    numbers = values.numpy()  # whose maxima take a tenth of torch's time
+    """Whether a byte is FP8's NaN: 0x7F or 0xFF."""
+    numbers = values.numpy()  # numpy's maxima take a tenth of torch's time
     return bool(numbers.view(np.int8).max() == 0x7F or numbers.max() == 0xFF)
 
 

@@ -1,4 +1,4 @@
-"""Weights of eight or four bits kept as stored, with scales."""
+"""8-bit and 4-bit weights kept as stored, with scales."""
 
 import functools
 import math
@@ -16,22 +16,21 @@ from moetool.models.row_kernels import BLOCK_ROWS, RowKernel, find_kernel
 from moetool.models.row_kinds import FP8, INT8, RowKind
 
 MOST_UNPACKED = 2**24
-"""Numbers of a weight that lie unpacked in memory at a time, about; experts have fewer."""
+"""Approximate number of unpacked values in memory at a time; experts have fewer."""
 _room = threading.local()
 
 
 class ScaledWeight(NamedTuple):
-    """A weight [O, I] in the memory of a processor, and what its numbers are multiplied by.
+    """A stored weight [O, I] in CPU memory, with its scales.
 
-    Products take the numbers times their scales in float32: no weight is rounded to bfloat16, unless so many rows are
-    multiplied that it is the faster to unpack it first. Then it is rounded as an unpacked weight is.
+    Products multiply numbers by scales in float32: no weight is rounded to bfloat16. For many rows it is faster to
+    unpack the weight first; it is then rounded like an unpacked weight.
 
     Attributes:
-        kind: of the numbers.
+        kind: kind of the numbers.
         values: uint8 [O, bytes of a row].
-        scale: float32 [S, G] times the kind's factor, or with some more bytes of 0 uint8 [O * G] of exponents or
-            [O * (4 + G)], a row's float32 times the kind's factor before its FP8 numbers; empty where blocks hold their
-            own.
+        scale: float32 [S, G] times the kind's factor, or uint8, padded with zeros: [O * G] exponents, or [O * (4 + G)],
+            a row's float32 times the kind's factor before its FP8 numbers; empty if blocks contain their scales.
         columns: I.
         group: columns that share a scale.
         scale_rows: rows that share a row of scales.
@@ -53,7 +52,7 @@ class ScaledWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Its bytes."""
         return self.values.nbytes + self.scale.nbytes
 
     @property
@@ -63,12 +62,12 @@ class ScaledWeight(NamedTuple):
         return _row_shape(self.kind, outputs, self.columns, self.group, self.scale_rows, row_bytes)
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, rounded to bfloat16."""
+        """Return the weight, rounded to bfloat16."""
         dense = self._unpacked(torch.empty(self.shape, dtype=torch.bfloat16)).to(dtype)
         return dense.T if self.transposed else dense
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, I] times the transpose of [O, I], in the type of `x`; unpacked into memory that is used again."""
+        """x [T, I] times the transpose of [O, I], in the type of `x`; the memory for unpacking is reused."""
         size = unpacked_at_once(self.values.shape[0] * self.columns)
         shared = math.lcm(BLOCK_ROWS, self.scale_rows if self.scale_rows < len(self.values) else 1)
         step = max(1, size // self.columns // shared) * shared
@@ -83,7 +82,7 @@ class ScaledWeight(NamedTuple):
         return functional.linear(x, dense.to(x.dtype))
 
     def _parts(self, step: int) -> "Iterator[ScaledWeight]":
-        """So many rows at a time, which begin with a row of scales, or all share one."""
+        """Yield this number of rows at a time; each part begins with a row of scales, or all share one."""
         for first in range(0, len(self.values), step):
             skipped = first // self.scale_rows * scale_bytes(self.kind, self.columns, self.group)
             scale = self.scale.view(-1)[skipped // self.scale.itemsize :]
@@ -122,14 +121,14 @@ def scale_bytes(kind: RowKind, columns: int, group: int) -> int:
 
 
 def unpacked_at_once(numbers: int) -> int:
-    """About how many numbers of a weight of so many lie unpacked in memory while it is multiplied."""
+    """Approximate number of a weight's values in memory unpacked while it is multiplied."""
     return min(numbers, MOST_UNPACKED)
 
 
 def kernel_of(kind: RowKind) -> RowKernel:
-    """The kernel of a kind of which there is a weight."""
+    """The kernel of a kind; a weight of that kind exists."""
     kernel = find_kernel(kind)
-    assert kernel is not None, "a weight is kept as stored only where there is a kernel"
+    assert kernel is not None, "a weight is kept as stored only if a kernel exists"
     return kernel
 
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a model, open, and reading them without the page cache."""
+"""A model's open safetensors files, read without the page cache."""
 
 import contextlib
 import mmap
@@ -14,7 +14,7 @@ from moetool.models.weight_format import STORED_DTYPES, Dense, unpack
 from moetool.models.weight_index import WeightIndex
 
 _BLOCK = 4096
-_KEPT_BYTES = 384 << 20  # of a buffer for later reads: any expert's; an embedding's would stay as long as the thread
+_KEPT_BYTES = 384 << 20  # largest buffer kept for later reads: fits any expert; an embedding's is freed
 
 
 class WeightsChanged(OSError):
@@ -22,21 +22,20 @@ class WeightsChanged(OSError):
 
 
 class Shards:
-    """The safetensors files of a model, open: aligned reads of their bytes.
+    """A model's open safetensors files, with aligned reads.
 
-    A file that is written to while it is open would mix old weights with new: each read looks at the file after it has
-    its bytes, and from the first that finds it changed on, all reads fail. One that another is renamed over is no such
-    case: the bytes of the old one stay until it is closed. Writes through a memory map are seen when the system next
-    notes the time of them.
+    Writing to an open file would mix old and new weights. So each read checks the file after reading, and once a change
+    is found all reads fail. Renaming another file over it is safe: the old bytes stay until the file is closed. Writes
+    through a memory map are detected when the system updates the file's time.
 
     Args:
-        weights: of the checkpoint.
-        direct: read with O_DIRECT, so that the page cache can neither help nor be filled. Falls back to ordinary
-            reads where the file system refuses (`direct` then becomes False).
+        weights: weights of the checkpoint.
+        direct: read with O_DIRECT, so that the page cache neither helps nor fills up. Falls back to ordinary reads if
+            the file system refuses (`direct` then becomes False).
 
     Attributes:
         weights: by name.
-        changed: why nothing more is read; empty while all is well.
+        changed: why reads fail; empty without a problem.
 
     Effects: keeps the files open until `close`. Reads may come from several threads.
 
@@ -72,11 +71,11 @@ class Shards:
         self._scratch = threading.local()
 
     def read(self, file: int, offset: int, num_bytes: int) -> memoryview:
-        """Read a run of bytes into this thread's scratch buffer; valid until its next read.
+        """Read a byte range into this thread's scratch buffer; valid until its next read.
 
         Raises:
             OSError: the disk failed, or the file ended early.
-            WeightsChanged: the file has been written to.
+            WeightsChanged: the file was written to.
         """
         start = offset // _BLOCK * _BLOCK
         span = (offset + num_bytes - start + _BLOCK - 1) // _BLOCK * _BLOCK
@@ -92,7 +91,7 @@ class Shards:
             reached = done + max(0, got)
             if reached < needed:
                 reached = reached // _BLOCK * _BLOCK  # O_DIRECT continues at a block
-            if reached == done:  # and a file that ends inside one would give the same bytes again, for ever
+            if reached == done:  # a file that ends inside a block would return the same bytes forever
                 self._require_unchanged(file)
                 end = os.fstat(self._descriptors[file]).st_size
                 raise OSError(f"{self.files[file].name} ends at byte {end:,}, expected {offset + num_bytes:,}")
@@ -105,17 +104,17 @@ class Shards:
         self.changed = self.changed or why
 
     def drop_buffer(self) -> None:
-        """Give up this thread's buffer for reads; the next read makes another."""
+        """Free this thread's read buffer; the next read makes another."""
         self._scratch.__dict__.pop("buffer", None)
 
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """One whole weight, in its own memory.
+        """Read one whole weight into its own memory.
 
         Args:
-            dtype: of a weight that has to be unpacked; others are as they are stored.
+            dtype: data type of unpacked weights; others keep their stored type.
 
         Raises:
-            MismatchError: it has a data type that moetool does not read.
+            MismatchError: its data type is not supported.
         """
         weight = self.weights[name]
         if isinstance(weight.codec, Dense):
@@ -126,7 +125,7 @@ class Shards:
         return unpack(weight.codec, stored, weight.shape, dtype)
 
     def stored(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors that store a weight, by role, in their own memory."""
+        """Read the tensors of a weight, by role, into their own memory."""
         return {role: self._load(name, tensor, STORED_DTYPES) for role, tensor in self.weights[name].tensors.items()}
 
     def _load(self, name: str, tensor: Tensor, dtypes: dict[str, torch.dtype]) -> torch.Tensor:
@@ -150,7 +149,7 @@ class Shards:
             elif found.num_bytes != expected.num_bytes:
                 self.changed = f"{name} has changed from {expected.num_bytes:,} to {found.num_bytes:,} bytes in place"
             else:
-                self.changed = f"{name} has been written to since the model was opened"
+                self.changed = f"{name} was written to after the model was opened"
         if self.changed:
             raise WeightsChanged(self.changed)
 

@@ -1,4 +1,4 @@
-"""Unpacking the experts of several slots on their device, by operations whose number hardly grows with the experts."""
+"""Unpack the experts of several slots on their device, with a nearly constant number of operations."""
 
 import torch
 
@@ -11,23 +11,23 @@ from moetool.models.stored_expert import Field, StoredLayout
 from moetool.models.weight_format import Codec, Dense
 
 _ROOM_BYTES = 2**27
-"""For unpacked experts. What unpacking takes on its way is about three times as much."""
+"""Bytes for unpacked experts. Temporary memory is about three times as much."""
 _MOST = 64
 
 
 class SlotUnpacking:
-    """Room for some experts unpacked.
+    """Memory for some unpacked experts.
 
-    Formats whose tensors lie row by row (integers of compressed-tensors, FP8 in blocks or by row or group, MXFP4) are
-    gathered from all slots and unpacked as one tall weight; the others slot by slot.
+    Formats with row-wise tensors (compressed-tensors integers, FP8 by block, row or group, MXFP4) are gathered from all
+    slots and unpacked as one tall weight; others slot by slot.
 
     Args:
-        files: say what slots hold.
-        slots: all of a pool, one stride apart.
+        files: describe the content of slots.
+        slots: all slots of a pool, one stride apart.
         dtype: of the unpacked weights.
 
     Attributes:
-        capacity: experts that are unpacked together.
+        capacity: experts unpacked together.
     """
 
     def __init__(self, files: ExpertFiles, slots: list[torch.Tensor], dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ class SlotUnpacking:
         self._room = [torch.empty(self.capacity * size, dtype=dtype, device=slots[0].device) for size in self._sizes]
 
     def unpack(self, layer: int, slots: list[int]) -> tuple[torch.Tensor, ...]:
-        """The parts [capacity, ...] of experts of a layer, of which the first are those in `slots`.
+        """Parts [capacity, ...] of a layer's experts; the first ones are those in `slots`.
 
         Valid until the next call. Computations queued with the earlier ones run first, on the same stream.
         """
@@ -76,7 +76,7 @@ class SlotUnpacking:
             row += rows
 
     def _gathered(self, fields: list[Field], index_A: torch.Tensor) -> torch.Tensor:
-        """The tensors of one role, which lie together, from several slots: one under the other."""
+        """Gather the adjacent tensors of one role from several slots, concatenated."""
         first, num_bytes = fields[0], sum(field.num_bytes for field in fields)
         bytes_S = self._pool[:, first.offset : first.offset + num_bytes]
         widest = next(
@@ -89,12 +89,12 @@ class SlotUnpacking:
 
 
 def rows_of(codec: Codec, shape: tuple[int, ...]) -> int:
-    """Rows of what a codec writes for a weight of this shape."""
+    """Rows of a codec's output for a weight of this shape."""
     return shape[1] if codec.transposed else shape[0]
 
 
 def is_by_rows(layout: StoredLayout, part: int) -> bool:
-    """Whether the tensors of a part, one expert's under the other's, are those of one tall weight."""
+    """Whether the concatenated tensors of a part form one tall weight."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
     first = codecs[0]
     if set(codecs) != {first} or not isinstance(first, Dense | PackCodec | Fp8BlockCodec | Mxfp4Codec | ScaledCodec):

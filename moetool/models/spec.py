@@ -20,7 +20,7 @@ class MoeLayer:
         layer_id: absolute index among the model's layers.
         experts: the module that holds the experts; called with hidden states, indices and weights.
         router: the module that returns the logits, as `_can_record_outputs` names it.
-        logits_index: place of the logits in what the router returns.
+        logits_index: position of the logits in the router's output.
         path: the experts' name in the model, such as `model.layers.0.mlp.experts`.
         top_k: experts that a token uses.
         form: matrices of one expert.
@@ -37,12 +37,12 @@ class MoeLayer:
 
     @property
     def num_experts(self) -> int:
-        """Experts that the router chooses among."""
+        """Number of experts that the router chooses from."""
         return self.form.num_experts + self.form.num_identity
 
 
 def moe_layers(model: Any) -> list[MoeLayer]:
-    """The MoE layers of a model, in order. Raises: UsageError: it has none that moetool can hook."""
+    """Return a model's MoE layers, in order. Raises: UsageError: it has none that moetool can hook."""
     model_type = model.config.get_text_config().model_type
     families.require_supported(model_type)
     routers = _router_classes(model, families.known(model_type))
@@ -80,7 +80,7 @@ def moe_layers(model: Any) -> list[MoeLayer]:
 
 
 def _router_classes(model: Any, family: families.Family | None) -> dict[str, int]:
-    """Names of the classes that route, with the place of the logits in their output."""
+    """Names of router classes, with the position of the logits in their output."""
     classes = dict.fromkeys(family.routers, 0) if family is not None else {}
     for module in model.modules():
         recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -94,9 +94,7 @@ def _top_k(model: Any, parent: Any, router: Any) -> int:
     places = ((router, "top_k"), (parent, "top_k"), (model.config.get_text_config(), "top_k_experts"))
     top_k = next((value for place, name in places if (value := getattr(place, name, None))), None)
     if not isinstance(top_k, int):
-        raise UsageError(
-            f"the config of {type(model).__name__} does not say how many experts a token uses; give one that does"
-        )
+        raise UsageError(f"the config of {type(model).__name__} lacks the number of experts per token; add it")
     return top_k
 
 
@@ -107,10 +105,10 @@ def spec_of(
 
     Args:
         layers: its MoE layers.
-        name: of the checkpoint, for people.
-        expert_bytes_L: of an expert in the checkpoint.
+        name: display name of the checkpoint.
+        expert_bytes_L: bytes of an expert in the checkpoint.
 
-    Raises: UsageError where moetool does not know its family.
+    Raises: UsageError: moetool does not know its family.
     """
     config = model.config.get_text_config()
     family = families.find(config.model_type)
@@ -132,7 +130,7 @@ def spec_of(
 
 
 def offloaded(layers: list[MoeLayer]) -> set[str]:
-    """Names of the parameters that routed experts are made of; all others stay in memory."""
+    """Parameter names of the routed experts; all others stay in memory."""
     return {f"{layer.path}.{name}" for layer in layers for name in layer.form.parameters}
 
 

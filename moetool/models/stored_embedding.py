@@ -1,4 +1,4 @@
-"""Input embeddings that stay in the weight file, of which a token needs one row."""
+"""Input embeddings that stay in the weight file: a token needs one row."""
 
 import os
 import weakref
@@ -16,21 +16,21 @@ from moetool.models.weight_format import STORED_DTYPES, Dense, StoredWeight, unp
 from moetool.models.weight_index import WeightIndex
 
 LEAST_BYTES = 64 << 20
-"""Bytes of an embedding in memory from which reading rows is worth the wait for the disk."""
+"""Smallest embedding, in bytes, for which reading rows from disk is worth the delay."""
 
 
 class StoredEmbedding(nn.Module):
     """Embedding [V, H] whose rows are read from a weight file when tokens need them.
 
-    Reads go through the page cache, which holds the rows of frequent tokens as far as memory allows.
+    Reads go through the page cache, which keeps the rows of frequent tokens while memory allows.
 
     Args:
         weights: index of the checkpoint.
         name: the embedding's weight in it; `is_readable` must hold.
-        dtype: of the rows that `forward` returns. Each number is converted as it would be in memory.
-        on_change: is told when a forward finds that the file has been written to, before that raises.
+        dtype: type of the rows that `forward` returns. Numbers are converted as in memory.
+        on_change: called before the error when a forward finds that the file was written to.
 
-    Effects: keeps one file open as long as the module lives.
+    Effects: keeps one file open while the module lives.
 
     Raises:
         OSError: the file cannot be opened.
@@ -44,7 +44,7 @@ class StoredEmbedding(nn.Module):
         self._stored = weights.weights[name]
         (self._tensor,) = self._stored.tensors.values()
         self.num_embeddings, self.embedding_dim = self._stored.shape
-        # A model's device and type are those of its first parameter, which this often is.
+        # A model's device and type are those of its first parameter, often this one.
         self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, dtype=dtype), requires_grad=False)
         self._row_bytes = self._tensor.num_bytes // self.num_embeddings
         self._path, self._stamp = weights.files[self._tensor.file], weights.stamps[self._tensor.file]
@@ -69,7 +69,7 @@ class StoredEmbedding(nn.Module):
         offsets = [self._tensor.offset + row * self._row_bytes for row in ids.tolist()]
         data = bytearray(len(offsets) * self._row_bytes)
         if len(offsets) > 1:
-            for offset in offsets:  # all reads are under way before the first is waited for
+            for offset in offsets:  # start all reads before waiting for the first
                 os.posix_fadvise(self._file, offset, self._row_bytes, os.POSIX_FADV_WILLNEED)
         view = memoryview(data)
         for number, offset in enumerate(offsets):
@@ -97,13 +97,13 @@ class StoredEmbedding(nn.Module):
 
     def _require_unchanged(self) -> None:
         if FileStamp.of(os.fstat(self._file)) != self._stamp:
-            why = f"{self._path.name} has been written to since the model was opened"
+            why = f"{self._path.name} was written to after the model was opened"
             self._on_change(why)
             raise OSError(why)
 
 
 def embedding_to_store(model: Any, dtype: torch.dtype) -> str | None:
-    """Name of a model's input embedding if rows are all that the model needs of it, and the whole is large."""
+    """Name of a model's input embedding if it is large and the model needs only rows of it."""
     embedding = model.get_input_embeddings()
     if type(embedding) is not nn.Embedding or model.config.get_text_config().tie_word_embeddings:
         return None  # subclasses scale rows or add to them
@@ -113,7 +113,7 @@ def embedding_to_store(model: Any, dtype: torch.dtype) -> str | None:
 
 
 def is_readable(source: TensorSource, weights: dict[str, StoredWeight]) -> bool:
-    """Whether rows of a parameter can be read apart: one stored tensor is the parameter, in plain numbers or blocks."""
+    """Whether rows of a parameter can be read alone: it is one stored tensor of plain numbers or blocks."""
     names = [name for some in source.names.values() for name in some]
     if source.converter is not None or len(names) != 1:
         return False

@@ -1,4 +1,4 @@
-"""One expert as its files store it: which tensors it is made of, how they lie in memory, and computing with them."""
+"""One stored expert: its tensors, their memory layout, and computation with them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from moetool.models.weight_format import STORED_DTYPES, Codec, Dense, Stored, St
 
 
 class LazyWeight(NamedTuple):
-    """A weight kept as stored until something is computed with it: blocks stacked by rows."""
+    """A weight kept as stored until it is used: blocks stacked by rows."""
 
     blocks: tuple[Stored, ...]
     codecs: tuple[Codec, ...]
@@ -29,21 +29,21 @@ class LazyWeight(NamedTuple):
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, I] times the transpose of the weight [O, I], in the type of `x`."""
+        """x [T, I] times the transposed weight [O, I], in the type of `x`."""
         return functional.linear(x, self.to(x.dtype))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, as stored."""
+        """Its bytes, as stored."""
         return sum(tensor.nbytes for block in self.blocks for tensor in block.values())
 
 
 Weight = torch.Tensor | PackedWeight | KernelWeight | ScaledWeight | LazyWeight
-"""A part of an expert, ready to be computed with."""
+"""A part of an expert, ready for computation."""
 
 
 class Field(NamedTuple):
-    """A tensor of an expert and its place in memory."""
+    """A tensor of an expert and its position in memory."""
 
     part: int
     block: int
@@ -58,18 +58,18 @@ class Field(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in the memory of an expert."""
+        """Return the tensor in an expert's memory."""
         return memory[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class StoredLayout:
     """Memory layout of stored experts: wide types first, so that all are aligned and none is
-    padded; of one type the tensors of a part that have one role together.
+    padded; within a type, a part's tensors of one role are adjacent.
 
     Attributes:
-        codecs: by part and block.
-        shapes: of the blocks, by part and block, unpacked.
+        codecs: codecs by part and block.
+        shapes: unpacked shapes by part and block.
         fields: all tensors.
     """
 
@@ -93,11 +93,11 @@ class StoredLayout:
         return all(isinstance(codec, Dense | PackCodec) for part in self.codecs for codec in part)
 
     def of_part(self, part: int, role: str) -> list[Field]:
-        """The fields of a part that have a role, block after block."""
+        """Fields of a part with a role, block by block."""
         return [field for field in self.fields if (field.part, field.role) == (part, role)]
 
     def blocks(self, memory: torch.Tensor, part: int) -> tuple[Stored, ...]:
-        """The tensors of a part, block by block."""
+        """Tensors of a part, block by block."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in self.codecs[part]]
         for field in self.fields:
             if field.part == part:
@@ -105,7 +105,7 @@ class StoredLayout:
         return tuple(found)
 
     def views(self, memory: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Weight, ...]:
-        """The parts of an expert in memory, which have these shapes."""
+        """Parts of an expert in memory, with these shapes."""
         return tuple(self._part(memory, part, shape) for part, shape in enumerate(shapes))
 
     def _part(self, memory: torch.Tensor, part: int, shape: tuple[int, ...]) -> Weight:
@@ -117,7 +117,7 @@ class StoredLayout:
         if not isinstance(first, PackCodec) or set(codecs) != {first}:
             return LazyWeight(self.blocks(memory, part), codecs, self.shapes[part])
         words, scale, zero = (self.of_part(part, role) for role in ("words", "scale", "zero"))
-        # Tensors that lie together are unpacked together, unless zero points end inside a word between them.
+        # Adjacent tensors are unpacked together, unless zero points end inside a word between them.
         together = not zero or all(field.shape[0] * first.bits % 32 == 0 for field in words[:-1])
         cuts = [slice(None)] if together else [slice(i, i + 1) for i in range(len(words))]
         made = [
@@ -133,14 +133,14 @@ class StoredLayout:
 
 
 def _lying_together(memory: torch.Tensor, fields: Sequence[Field]) -> torch.Tensor:
-    """Tensors that follow each other in memory, as one: one under the other."""
+    """View consecutive tensors in memory as one."""
     first = fields[0]
     flat = memory[first.offset : first.offset + sum(field.num_bytes for field in fields)]
     return flat.view(first.dtype).view(sum(field.shape[0] for field in fields), *first.shape[1:])
 
 
 def layout_of(parts: Sequence[Sequence[StoredWeight]]) -> StoredLayout:
-    """The layout of an expert of these weights, by part and block."""
+    """Layout of an expert with these weights, by part and block."""
     tensors = [
         (-STORED_DTYPES[tensor.dtype].itemsize, part, role, block, tensor)
         for part, weights in enumerate(parts)
@@ -162,11 +162,11 @@ def layout_of(parts: Sequence[Sequence[StoredWeight]]) -> StoredLayout:
 
 @dataclass(frozen=True, slots=True)
 class DenseSlot:
-    """A slot that holds an expert unpacked, its parts one after the other.
+    """A slot with an unpacked expert, its parts contiguous.
 
     Attributes:
         shapes: of the parts.
-        transposed: by part, whether it lies there as its transpose, which is the faster to multiply with.
+        transposed: by part, whether it is stored transposed, for a faster product.
         dtype: of the numbers.
     """
 

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint's safetensors files hold, and where each one lies."""
+"""Tensors of a checkpoint's safetensors files, and their positions."""
 
 import os
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Tensor(NamedTuple):
-    """A tensor's place in a shard: `offset` counts from the start of the file."""
+    """A tensor's position in a shard: `offset` counts from the start of the file."""
 
     file: int
     offset: int
@@ -41,7 +41,7 @@ class FileStamp(NamedTuple):
 
 
 class TensorIndex(NamedTuple):
-    """The tensors of a checkpoint by name, as its files have them, and the files that `Tensor.file` counts.
+    """Tensors of a checkpoint by name, and the files that `Tensor.file` indexes.
 
     Attributes:
         stamps: of the files, before their headers were read.
@@ -67,9 +67,9 @@ def read_index(folder: Path) -> TensorIndex:
     """Read the header of every safetensors file of a checkpoint, once.
 
     Raises:
-        UsageError: there are none, or one that the index names is missing.
-        MismatchError: one is damaged, two hold a tensor of the same name, or the index names a file elsewhere or a
-            tensor that its file does not hold.
+        UsageError: there is no file, or one in the index is missing.
+        MismatchError: a file is damaged, two hold a tensor of the same name, or the index names a file outside the
+            folder or a tensor that its file lacks.
     """
     files, weight_map = _weight_files(folder)
     stamps = tuple(FileStamp.of(file.stat()) for file in files)
@@ -91,17 +91,17 @@ def read_index(folder: Path) -> TensorIndex:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are safetensors files in a folder, or it is a GGUF file."""
+    """Whether a folder has safetensors files, or the path is a GGUF file."""
     return folder.is_file() or any(folder.glob("*.safetensors"))
 
 
 def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """The safetensors files of a model in order, and the file of each tensor by its index."""
+    """Return a model's safetensors files in order, and the index's file of each tensor."""
     index = folder / _INDEX
     if not index.is_file():
         found = tuple(sorted(folder.glob("*.safetensors")))
         if not found:
-            raise UsageError(f"{folder} holds no .safetensors weights; moetool reads no other format")
+            raise UsageError(f"{folder} has no .safetensors weights; moetool reads only those and GGUF")
         return found, {}
     content = read_json(index, advice="download the model again")
     weight_map = content.get("weight_map")

@@ -1,4 +1,4 @@
-"""Which weight formats are tested with which family, against what the format's own library or writer says."""
+"""Weight formats tested with each family, against the format's own library or writer."""
 
 from moetool.models.families import FAMILIES, INFERRED, WITHIN_OTHERS
 from moetool.models.gguf_architectures import ARCHITECTURES
@@ -16,15 +16,15 @@ _QUANTIZED = {
     "qwen3_next": ("fp8_block",),
 }
 _GGUF = {"deepseek_v2", "glm4_moe_lite", *(architecture.family for architecture in ARCHITECTURES.values())}
-"""The first two are of the architecture `deepseek2` too."""
+"""The first two also have the architecture `deepseek2`."""
 INFERRED_AND_RUN = (
     *("aria_text", "granitemoe_swa", "hy_v4", "inkling_text", "kolibri1", "minimax_m3_vl_text", "qwen4_exp_text"),
 )
-"""Inferred families whose logits are tested too."""
+"""Inferred families with tested logits."""
 WITHIN_AND_RUN = ("glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "qwen3_vl_moe_text")
-"""Those among the families within other models."""
+"""The same for families within multimodal models."""
 UNLISTED = tuple(sorted({*INFERRED, *INFERRED_AND_RUN, *WITHIN_OTHERS} - {*FAMILIES}))
-"""Families that are inferred and known to work."""
+"""Inferred families that are known to work."""
 
 
 def format_table() -> dict[str, dict[str, bool]]:

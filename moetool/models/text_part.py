@@ -1,4 +1,4 @@
-"""Building the language model of a checkpoint, which may be a part of one that also sees or hears."""
+"""Build a checkpoint's language model, which may be part of a multimodal model."""
 
 import copy
 from pathlib import Path
@@ -17,17 +17,17 @@ def stands_alone(config: Any) -> bool:
 
 
 def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
-    """The language model of a config, with every tensor on the meta device.
+    """Build the language model of a config on the meta device.
 
-    Where transformers builds a text part only inside a model with other parts, it is that model without them: its
-    forward is transformers' own for text alone.
+    If transformers builds a text part only inside a larger model, it is that model without the other parts; its forward
+    is transformers' own for text only.
 
     Args:
-        whole: the checkpoint's config, of all its parts.
-        path: of the checkpoint, for errors.
+        whole: the checkpoint's full config.
+        path: path of the checkpoint, for errors.
 
     Raises:
-        UsageError: transformers has no language model of this config, or the config lacks a value.
+        UsageError: transformers has no language model for this config, or the config lacks a value.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -37,13 +37,13 @@ def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
     if not alone and type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UsageError(
             f"{path} is of the model type {whole.model_type!r}, whose text part ({text.model_type}) transformers "
-            "builds only with other parts, not as a language model alone; 'moetool models' lists what moetool reads"
+            "builds only with other parts, not as a language model; 'moetool models' lists supported families"
         )
     kind, config = (AutoModelForCausalLM, text) if alone else (AutoModelForImageTextToText, whole)
     try:
         with torch.device("meta"):
             model = kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
-    except Exception as error:  # a config that lacks a value fails wherever the model first needs it
+    except Exception as error:  # a missing value fails where the model first needs it
         raise UsageError(
             f"transformers cannot build a {text.model_type} model from {path / 'config.json'}: "
             f"{shortened(first_line(error), 200)}; a value there is missing or wrong"

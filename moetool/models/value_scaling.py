@@ -1,6 +1,6 @@
-"""The arithmetic of the weight formats: values of a few bits as numbers, and numbers times the scale of their group.
+"""Arithmetic of weight formats: low-bit values as numbers, and numbers times their group's scale.
 
-On a processor values become numbers by tables of pairs, which is several times as fast there as torch's own conversion.
+On a CPU tables of pairs convert values to numbers, several times as fast as torch's own conversion.
 """
 
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 CHUNK = 2**16
-"""Numbers that are unpacked at a time, so that they stay in the processor's cache from one step to the next."""
+"""Numbers unpacked at a time, so that they stay in the CPU cache between steps."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -42,7 +42,7 @@ def eight_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def four_bits(pairs: torch.Tensor, e2m1: bool) -> torch.Tensor:
-    """Values [..., 2 * K] of bytes [..., K] that hold two each, the first in the lower half, as float32.
+    """Values [..., 2 * K] of bytes [..., K] with two values each, the first in the lower half, as float32.
 
     Args:
         e2m1: whether they are numbers of sign, exponent and fraction; otherwise they are 0 to 15.
@@ -57,7 +57,7 @@ def four_bits(pairs: torch.Tensor, e2m1: bool) -> torch.Tensor:
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as numbers of float32; bytes are exponents of two with a bias of 127 (E8M0)."""
+    """Scales as float32; bytes are exponents of two with a bias of 127 (E8M0)."""
     if scale.dtype == torch.uint8:
         return (scale.to(torch.float32) - 127).exp2()
     return scale.to(torch.float32)
@@ -65,13 +65,13 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The scales of a weight [N, K].
+    """Scales of a weight [N, K].
 
     Attributes:
-        scale_NG: float32 [N, G], or [1, G] where all rows have the same.
-        zero_NG: zero points like them; None for 0.
-        size: consecutive inputs that make a group; the last may be cut off.
-        index_K: the group of each input, where they are not consecutive.
+        scale_NG: float32 [N, G], or [1, G] if all rows share them.
+        zero_NG: zero points of the same shape; None: 0.
+        size: consecutive inputs per group; the last group may be shorter.
+        index_K: the group of each input, if groups are not consecutive.
     """
 
     scale_NG: torch.Tensor
@@ -114,15 +114,15 @@ def write_scaled(
     rounded: torch.dtype = torch.float32,
     multiple: int = 1,
 ) -> None:
-    """Write a weight [N, K], some rows at a time.
+    """Write a weight [N, K], a few rows at a time.
 
     Args:
-        numbers: gives rows of it before they are scaled, as float32 that may be overwritten.
-        rounded: the type that the weight is rounded to before it is to the type of `out`.
-        multiple: how many rows must be requested together.
+        numbers: returns unscaled rows as float32 that may be overwritten.
+        rounded: type that the weight is rounded to before the type of `out`.
+        multiple: number of rows that must be requested together.
     """
     rows, columns = out.shape
-    # Another device has no such cache, and each call costs it a launch.
+    # Other devices have no CPU cache, and each call costs a launch.
     step = max(1, CHUNK // max(1, columns * multiple)) * multiple if out.device.type == "cpu" else max(1, rows)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))

@@ -1,9 +1,8 @@
-"""The contract of the weight formats: which stored tensors make a weight, how many bytes, and how to unpack them.
+"""Contract of weight formats: the stored tensors of a weight, their bytes, and how to unpack them.
 
-Each format has its own file beside this one. A format recognises its weights by the names of their tensors, takes its
-parameters from the checkpoint's config and checks the tensors against them. What it makes is a `StoredWeight`, which
-goes by the name and the shape that an unquantized checkpoint would give it, so that the rest of the package need not
-know more.
+Each format is a module of this package. A format recognizes its weights by tensor names, takes its parameters from the
+checkpoint's config and checks the tensors against them. It returns a `StoredWeight` with the name and shape of an
+unquantized checkpoint, so that the rest of the package is independent of formats.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,19 +28,18 @@ STORED_DTYPES = FLOATS | {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
-"""Data types of safetensors files, as torch has them."""
+"""Data types of safetensors files as torch types."""
 
 
 Stored = Mapping[str, torch.Tensor]
-"""The tensors of a weight by role."""
+"""Tensors of a weight, by role."""
 
 
 class Codec(Protocol):
-    """Codec from stored tensors to a weight. Equal codecs unpack alike.
+    """Codec from stored tensors to a weight. Equal codecs unpack identically.
 
     Attributes:
-        transposed: whether the weight is [in, out], and what `into` writes is its transpose, which is the faster to
-            multiply with.
+        transposed: whether the weight is [in, out] and `into` writes its transpose, for a faster product.
     """
 
     @property
@@ -50,10 +48,10 @@ class Codec(Protocol):
     def into(self, stored: Stored, out: torch.Tensor) -> None:
         """Write the weight [out, in] to `out`, which is contiguous.
 
-        It is rounded as the format's own library rounds it, and then to the type of `out`.
+        It is rounded like the format's own library, then to the type of `out`.
 
         Args:
-            stored: the tensors by role.
+            stored: tensors by role.
         """
 
 
@@ -81,7 +79,7 @@ class DenseTransposed:
 
 
 def unpack(codec: Codec, stored: Stored, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The weight that stored tensors make.
+    """Unpack stored tensors to their weight.
 
     Args:
         shape: of the weight.
@@ -98,13 +96,13 @@ def unpack(codec: Codec, stored: Stored, shape: Sequence[int], dtype: torch.dtyp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight:
-    """A weight and the tensors that store it.
+    """A weight and its stored tensors.
 
     Attributes:
-        name: of the weight in a checkpoint that is not quantized.
-        shape: of the weight.
-        tensors: by role.
-        codec: makes the weight of them.
+        name: name of the weight in an unquantized checkpoint.
+        shape: shape of the weight.
+        tensors: tensors by role.
+        codec: makes the weight from them.
         format: name of the weight format.
     """
 
@@ -120,10 +118,10 @@ class StoredWeight:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def share(self, index: int, count: int, shape: tuple[int, ...]) -> "StoredWeight":
-        """One of `count` equal shares of a weight that lies stacked, each of this shape.
+        """Return one of `count` equal shares of a stacked weight, each of this shape.
 
         Raises:
-            ValueError: a tensor cannot be cut like that.
+            ValueError: a tensor cannot be split so.
         """
         return replace(self, shape=shape, tensors={r: _cut(t, index, count) for r, t in self.tensors.items()})
 
@@ -137,7 +135,7 @@ def _cut(tensor: Tensor, index: int, count: int) -> Tensor:
 
 
 def as_dense(name: str, tensor: Tensor) -> StoredWeight:
-    """A tensor that is a weight as it stands."""
+    """Return a tensor that is the weight itself."""
     return StoredWeight(name=name, shape=tensor.shape, tensors={"weight": tensor}, codec=DENSE, format="dense")
 
 
@@ -145,37 +143,37 @@ class WeightFormat(Protocol):
     """A weight format with the parameters that a config gives.
 
     Attributes:
-        name: of the format in tables.
+        name: name of the format in tables.
     """
 
     @property
     def name(self) -> str: ...
 
     def weight_of(self, tensor: str) -> str | None:
-        """The name of the weight that a tensor of this name marks; None for a tensor that marks none."""
+        """Name of the weight that a tensor's name identifies; None if it identifies none."""
 
     def claim(self, weight: str, unclaimed: "Unclaimed") -> StoredWeight | None:
-        """Take the tensors of a weight; None where they turn out to be of another format.
+        """Claim the tensors of a weight; None if they belong to another format.
 
         Raises:
             MismatchError: one is missing, or they contradict one another or the config.
         """
 
     def stored_bytes(self, rows: int, columns: int, number_bytes: int) -> int:
-        """Bytes of a stored matrix [rows, columns], scales and all.
+        """Bytes of a stored matrix [rows, columns], scales included.
 
         Args:
-            number_bytes: of a number of the model's own data type, which scales have where the format fixes none.
+            number_bytes: bytes per number of the model's data type, for scales without a fixed type.
         """
 
 
 class Unclaimed:
-    """The tensors of a checkpoint that no weight has claimed yet.
+    """Tensors of a checkpoint that no weight has claimed yet.
 
     Args:
-        tensors: by name; claimed ones are taken out.
-        files: that `Tensor.file` counts.
-        read: gives the bytes of a small tensor.
+        tensors: tensors by name; claimed ones are removed.
+        files: the files that `Tensor.file` indexes.
+        read: returns the bytes of a small tensor.
     """
 
     def __init__(self, tensors: dict[str, Tensor], files: Sequence[Path], read: Callable[[Tensor], bytes]) -> None:
@@ -187,7 +185,7 @@ class Unclaimed:
         return iter(list(self._tensors))
 
     def get(self, name: str) -> Tensor | None:
-        """A tensor that stays unclaimed."""
+        """Return a tensor without claiming it."""
         return self._tensors.get(name)
 
     def take(self, name: str) -> Tensor | None:
@@ -195,41 +193,40 @@ class Unclaimed:
         return self._tensors.pop(name, None)
 
     def need(self, name: str, beside: Tensor, what: str) -> Tensor:
-        """A tensor, claimed. Raises: MismatchError where it is missing.
+        """Claim a tensor. Raises: MismatchError: it is missing.
 
         Args:
-            beside: one of the same weight.
-            what: it is, for the error.
+            beside: another tensor of the same weight.
+            what: description of the tensor, for the error.
         """
         tensor = self.take(name)
         if tensor is None:
             raise MismatchError(
-                f"{self._files[beside.file]}: {name} is missing: {what} of a weight that is there; download the model "
-                "again"
+                f"{self._files[beside.file]}: {name}, {what} of a weight, is missing; download the model again"
             )
         return tensor
 
     def integers(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """The values of a small tensor of integers."""
+        """Return the values of a small integer tensor."""
         self.require_dtype(name, tensor, "I64", "I32")
         size = {"I64": 8, "I32": 4}[tensor.dtype]
         data = self._read(tensor)
         return tuple(int.from_bytes(data[i : i + size], "little", signed=True) for i in range(0, len(data), size))
 
     def error(self, name: str, tensor: Tensor, problem: str) -> MismatchError:
-        """The error for a wrong tensor: file, name, what was found and what was expected."""
+        """Error for a wrong tensor, with file, name, found and expected value."""
         return MismatchError(f"{self._files[tensor.file]}: {name} {problem}; download the model again")
 
     def require_dtype(self, name: str, tensor: Tensor, *dtypes: str) -> None:
-        """Raises: MismatchError for a tensor of none of these data types."""
+        """Raises: MismatchError: a tensor has none of these data types."""
         if tensor.dtype not in dtypes:
             raise self.error(name, tensor, f"is stored as {tensor.dtype}, expected {' or '.join(dtypes)}")
 
     def require_shape(self, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
-        """Raises: MismatchError for a tensor of another shape.
+        """Raises: MismatchError: a tensor has another shape.
 
         Args:
-            why: it is expected, for the error.
+            why: reason for the expected shape, for the error.
         """
         if tuple(tensor.shape) != tuple(expected):
             raise self.error(name, tensor, f"has shape {list(tensor.shape)}, expected {list(map(int, expected))} {why}")

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by the names that an unquantized one has for them, and the tensors that store each."""
+"""Weights of a checkpoint by their names in an unquantized one, with the stored tensors of each."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from moetool.models.weight_format import StoredWeight, as_dense
 
 
 class WeightIndex(NamedTuple):
-    """The weights of a checkpoint.
+    """Weights of a checkpoint.
 
     Attributes:
-        files, stamps: those that `Tensor.file` counts.
-        weights: by name.
-        quantization: how they are stored; None where all are plain numbers.
+        files, stamps: the files that `Tensor.file` indexes.
+        weights: weights by name.
+        quantization: weight formats; None if all are plain numbers.
     """
 
     files: tuple[Path, ...]
@@ -28,11 +28,11 @@ class WeightIndex(NamedTuple):
 
 
 def index_weights(index: TensorIndex, quantization: Quantization | None) -> WeightIndex:
-    """Put one weight in the place of the tensors that store it, once they have been found to agree.
+    """Replace stored tensors by their weights, after checking that they agree.
 
     Raises:
         MismatchError: they contradict one another or the config.
-        UsageError: weights are stored in a way that is not read.
+        UsageError: the storage format of a weight is not supported.
     """
     if quantization is None:
         weights = {name: as_dense(name, tensor) for name, tensor in index.tensors.items()}

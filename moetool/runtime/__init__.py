@@ -1,1 +1,1 @@
-"""The runtime: how a model runs larger than its memory, from batches and KV cache to expert pools and their tiers."""
+"""The runtime that runs models larger than memory: batching, KV cache, expert pools and memory tiers."""

@@ -1,4 +1,4 @@
-"""Putting an engine together: a model, a memory budget and a policy."""
+"""Build an engine from a model, a memory budget and a policy."""
 
 import contextlib
 import logging
@@ -61,51 +61,50 @@ class ServeOptions:
     """Settings of `moetool serve --set`.
 
     Attributes:
-        device: `cpu` or `cuda`: where the model computes and the expert slots are.
-        devices: that share the experts (`moetool.caching._devices`): their slots and the host memory are shared out
-            evenly. The first has the dense weights and the KV cache besides. `--device-memory` is for all together. On
-            the CPU each is a pool of its own.
-        host_memory_bytes: for experts in host memory, between the disk and the device (0: none but what moving them
-            takes; see `moetool.runtime.expert_store.ExpertStore`). It comes on top of the device's memory.
-        dtype: data type of everything but the experts, which stay as the checkpoint has them.
-        kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
-        prefill_chunk: prompt tokens of one forward at most. A longer prompt takes several forwards, and each of them
-            may need every expert.
-        max_prompt_wait: seconds that requests which decode wait for a chunk of another's prompt, about and at most;
-            chunks become smaller for it, and a long prompt then reads experts several times (0: no bound).
-        prefix_caching: keep the KV cache of earlier prompts and answers while nothing else needs the room, and forward
-            only what of a new prompt differs from them.
-        borrowed_slots: expert slots that a prompt chunk of full length borrows for its activations; shorter ones borrow
-            fewer, and up to 256 tokens none. On a CPU and one device, without pinned experts and with a policy that
-            computes nothing on the host (0: none).
-        first_kv_tokens: tokens that the KV cache holds at first, where slots may be borrowed; it grows to `kv_tokens`
-            on demand (0: it has its full size).
-        kv_slots: expert slots that it borrows for that.
-        max_requests: requests that are forwarded together; the rest queue. 0 chooses 8 where not every expert has a
-            slot, because each request more needs more experts at once; where all have one, up to 64, those beyond 8
-            as far as the KV cache holds all of them at their full length.
-        io_threads: threads that read experts, for each device.
-        threads: threads of the model's own arithmetic (0 chooses).
-        products: whether slots hold quantized experts in the form that is the fastest to compute with on a CPU
-            (`moetool.models.expert_files.ExpertFiles`): in bfloat16, integers of four bits, FP8, int8, MXFP4 and most
-            of ggml's blocks are multiplied as they are packed, where their weights are not rounded to bfloat16 first
-            (`moetool.models.packed_product`, `moetool.models.scaled_weight`), and other formats are unpacked. Without
-            it slots hold experts as stored, which are unpacked for each product.
+        device: `cpu` or `cuda`: the device of the model and of the expert slots.
+        devices: number of devices that share the experts (`moetool.caching._devices`). Slots and host memory are split
+            evenly. The first device also has the dense weights and the KV cache. `--device-memory` is the total over
+            all. On the CPU each device is a separate pool.
+        host_memory_bytes: host memory for experts, the tier between disk and device (0: only the transfer buffers; see
+            `moetool.runtime.expert_store.ExpertStore`). It is not part of the device memory.
+        dtype: data type of all weights except the experts, which keep the checkpoint's form.
+        kv_tokens: tokens in the KV cache, over all requests; also the longest context of one request.
+        prefill_chunk: most prompt tokens of one forward. A longer prompt takes several forwards, and each may need
+            every expert.
+        max_prompt_wait: approximate limit in seconds on how long decoding requests wait for another request's prompt
+            chunk. Smaller chunks keep to it, and a long prompt then reads experts several times (0: no limit).
+        prefix_caching: keep the KV cache of earlier prompts and answers until its memory is needed, and forward only
+            the part of a new prompt that differs from them.
+        borrowed_slots: expert slots that a full prompt chunk borrows for its activations; shorter chunks borrow fewer,
+            and chunks of up to 256 tokens none. Needs one device, a CPU, no pinned experts and a policy that computes
+            nothing on the host (0: none).
+        first_kv_tokens: tokens in the KV cache at first, where slots may be borrowed; it grows to `kv_tokens` on demand
+            (0: full size from the start).
+        kv_slots: expert slots that the KV cache borrows to grow.
+        max_requests: requests per batch; others queue. 0 is automatic: 8 if some experts have no slot, because each
+            further request needs more experts at once; otherwise up to 64, with more than 8 only if the KV cache holds
+            all of them at full length.
+        io_threads: threads per device that read experts.
+        threads: compute threads (0: automatic).
+        products: whether slots hold quantized experts in the form that computes fastest on a CPU
+            (`moetool.models.expert_files.ExpertFiles`). In bfloat16, 4-bit integers, FP8, int8, MXFP4 and most ggml
+            blocks are multiplied packed, without rounding their weights to bfloat16 (`moetool.models.packed_product`,
+            `moetool.models.scaled_weight`); other formats are unpacked. If false, slots hold experts as stored and each
+            product unpacks them.
         policy: options of the cache policy.
-        pool: `one` for all layers, `layer` (each layer has as many slots as the others) or `mixed` (half of the slots
-            so). None: the plan's form, else `one`.
-        prefetch: limits of its prefetching; the plan's, or none, if not said.
-        warm_start: keep residents and statistics in the user's cache folder and begin with them next
-            time (`moetool cache`); not while a gate log is written, so that its replay begins as the server did.
-        oracle_s: seconds from one comparison with LRU, the plan's policy and Belady on the server's own last events to
-            the next, for `/stats` and the log (0: none).
-        change_policy: hand over to another policy that needs no predictor where these comparisons show one that loads
-            clearly fewer experts; on one device, without pinned experts.
-        remember_policy: with `warm_start` and `change_policy`: keep which policy is in force, and what each has
-            learned; `moetool.runtime.automatic.choose` begins with it next time.
-        state: file that what the policy learns is kept in from one run to the next (empty: none).
-        log_segment_s: seconds after which what `--log` records is closed into a segment, which others can read and a
-            kill leaves.
+        pool: `one` for all layers, `layer` (the same number of slots for each layer) or `mixed` (half of the slots per
+            layer). None: the plan's pool, else `one`.
+        prefetch: limits of prefetching (default: the plan's, else none).
+        warm_start: keep residents and statistics in the user's cache folder and load them at the next start (`moetool
+            cache`). Off while a gate log is written, so that its replay begins as the server did.
+        oracle_s: seconds between comparisons with LRU, the plan's policy and Belady on the server's most recent events,
+            for `/stats` and the log (0: no comparison).
+        change_policy: switch to another policy without a predictor if these comparisons show that it loads clearly
+            fewer experts. Needs one device and no pinned experts.
+        remember_policy: with `warm_start` and `change_policy`: keep the name of the current policy and the state of
+            each; `moetool.runtime.automatic.choose` starts with them next time.
+        state: file that keeps the policy's learned state between runs (empty: none).
+        log_segment_s: seconds after which `--log` closes a segment. Closed segments can be read and survive a kill.
     """
 
     device: str = "cpu"
@@ -148,7 +147,7 @@ def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int
 
 
 def slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
-    """Bytes that an expert takes in a slot."""
+    """Bytes of an expert's slot."""
     fastest = parse_dtype(options.dtype) if options.products and options.device == "cpu" else None
     return checkpoint.slot_bytes(fastest)
 
@@ -168,28 +167,28 @@ def build_engine(
 
     Args:
         plan: decides policy, predictor and slots where the other arguments do not.
-        policy: `lru` where neither this nor a plan says.
-        device_memory_bytes: for dense weights, KV cache, predictor and expert slots together; without it (and
-            without a plan, whose own it is otherwise) every expert gets a slot.
-        log: where to write the server's own trace.
-        open_runtime: opens the runtime that computes the experts (default: on this machine).
+        policy: cache policy (default: the plan's, else `lru`).
+        device_memory_bytes: total for dense weights, KV cache, predictor and expert slots (default: the plan's; without
+            a plan, every expert gets a slot).
+        log: path of the server's own trace.
+        open_runtime: opens the runtime that computes experts (default: on this machine).
 
-    Effects: allocates all of that. The engine is not started. It reads the checkpoint's files until it is closed.
-        Where something fails, nothing stays open. On a CPU with bounded memory, the C library returns large
-        blocks as soon as they are freed, for the life of the process.
+    Effects: allocates the memory of all parts but does not start the engine. The engine reads the checkpoint's files
+        until it is closed. After a failure nothing stays open. On a CPU with bounded memory, the C library returns
+        large blocks as soon as they are freed, for the life of the process.
 
     Raises:
-        UsageError: unknown model, policy or option, or a policy without the predictor that it needs.
-        MismatchError: the plan, the predictor and the model do not belong together, or weights are damaged.
-        CapacityError: it does not fit.
+        UsageError: unknown model, policy or option, or the policy needs a predictor and has none.
+        MismatchError: plan, predictor and model do not match, or weights are damaged.
+        CapacityError: the model does not fit in the memory.
     """
     dtype, device = parse_dtype(options.dtype), parse_devices(options.device, options.devices)[0]
     name = policy or (plan.policy if plan else "lru")
     kind = policy_class(name)
     if kind.needs_future:
-        raise UsageError(f"policy {name} needs future requests, so it works in replay only; choose another to serve")
+        raise UsageError(f"policy {name} needs future requests, so it works in replay only; choose another one")
     from_plan = plan is not None and plan.policy == name
-    # Another runtime may send what its slots hold to other machines.
+    # Another runtime may send the content of its slots to other machines.
     with contextlib.ExitStack() as undo:
         products = options.products and open_runtime is ExpertRuntime
         loaded = load_lazy(checkpoint, dtype, device, products=products, packed_linears=options.products)
@@ -337,17 +336,18 @@ def open_pooled(
     host_memory_bytes: int | None = None,
     kv_bytes: int = 0,
 ) -> LoadedModel:
-    """A model whose experts live in a pool of what the memory leaves beside its dense weights and `kv_bytes`.
+    """Open a model with an expert pool in the memory that dense weights and `kv_bytes` leave free.
 
-    For `moetool.capture.run`: the pool is LRU, and every forward must be announced (`LoadedModel.begin_forward`).
+    For `moetool.capture.run`: the pool's policy is LRU, and every forward must be announced
+    (`LoadedModel.begin_forward`).
 
     Args:
-        host_memory_bytes: for the tier below it, as in `ServeOptions`.
+        host_memory_bytes: memory of the host tier, as in `ServeOptions`.
 
     Effects: allocates the pool; `LoadedModel.close` ends its threads.
 
     Raises:
-        CapacityError: not even the smallest legal pool fits.
+        CapacityError: the smallest possible pool does not fit.
     """
     with contextlib.ExitStack() as undo:
         loaded = load_lazy(checkpoint, dtype, device, products=True)
@@ -371,14 +371,14 @@ def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
     predictor = load_predictor(Path(plan.predictor.path))
     if predictor.sha256 != plan.predictor.sha256:
         raise MismatchError(
-            f"the predictor at {plan.predictor.path} is {predictor.sha256[:12]}, but the plan was made with "
-            f"{plan.predictor.sha256[:12]}; make the plan again, or give the right one with --predictor"
+            f"the predictor at {plan.predictor.path} has sha256 {predictor.sha256[:12]}, but the plan was made with "
+            f"{plan.predictor.sha256[:12]}; make a new plan, or give the right predictor with --predictor"
         )
     return predictor
 
 
 def expert_slots(loaded: LoadedModel, memory_bytes: int, dense_bytes: int, kv_bytes: int) -> int:
-    """Expert slots that fit beside dense weights and KV cache. Raises: CapacityError."""
+    """Number of expert slots that fit beside dense weights and KV cache. Raises: CapacityError."""
     return _slots(loaded, memory_bytes, dense_bytes, kv_bytes, 0)
 
 

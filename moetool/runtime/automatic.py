@@ -1,4 +1,4 @@
-"""Choose how a model is served from what the checkpoint, the machine and its free memory are."""
+"""Choose serving options from the checkpoint, the machine and its free memory."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -46,7 +46,7 @@ class ServeSetup:
         options: every option, set or chosen.
         device_memory_bytes: for weights, KV cache and expert slots.
         policy: cache policy.
-        choices: (setting, value, why) for people.
+        choices: (setting, value, reason) for display.
     """
 
     options: ServeOptions
@@ -68,17 +68,17 @@ def choose(
     """Choose what the user has not set.
 
     Args:
-        values: of `ServeOptions`, as set by the user or a plan.
-        planned: names of values, `memory` and `policy` that are a plan's.
-        device_memory_bytes: bounds weights, KV cache and expert slots.
-        process_memory_bytes: bounds the resident memory of this process, on a CPU; by default what the control groups
-            and free memory allow.
-        policy: cache policy; `auto` is the one that the last run ended with, else the best that needs no trained
-            predictor; unless set otherwise it starts warm, and others may take over.
+        values: fields of `ServeOptions` set by the user or a plan.
+        planned: names of the values that come from a plan, `memory` and `policy` included.
+        device_memory_bytes: limit of weights, KV cache and expert slots.
+        process_memory_bytes: limit of this process's resident memory, on a CPU (default: as control groups and free
+            memory allow).
+        policy: cache policy; `auto` is the policy in force at the end of the last run, else the best one without a
+            trained predictor. Unless set otherwise, `auto` starts warm and may switch policies.
 
     Raises:
-        UsageError: a value is none that the option takes.
-        CapacityError: the model does not fit, with the parts and the least that it needs.
+        UsageError: the option does not accept a value.
+        CapacityError: the model does not fit, with its parts and the minimum.
     """
     why: dict[str, str] = dict.fromkeys(values, "as set") | dict.fromkeys(planned, "the plan's")
     chosen = dict(values)
@@ -89,7 +89,7 @@ def choose(
     if "dtype" not in values:
         chosen["dtype"], why["dtype"] = _dtype(checkpoint, device)
     if "io_threads" not in values:
-        chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "readers of experts"
+        chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "threads reading experts"
     options = parse(ServeOptions, chosen, "--set")  # refuse bad values before they are used
     if device.type == "cuda":
         limit, source = int(torch.cuda.mem_get_info(device)[0] * (1 - _GPU_HEADROOM)), "free on the GPU"
@@ -167,7 +167,7 @@ def choose(
 
 
 def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: int = 0) -> Footprint:
-    """Memory of a checkpoint's parts on the device and in the dtype of the options."""
+    """Memory of a checkpoint's parts on the options' device and in their dtype."""
     spec, config, dtype = checkpoint.spec, checkpoint.config, parse_dtype(options.dtype)
     empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
     return Footprint(
@@ -183,19 +183,19 @@ def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: in
 
 
 def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Activations of one token at their peak, in an MoE layer, in a dense one or in attention."""
+    """Peak bytes of activations per token, over MoE layers, dense layers and attention."""
     spec, config = checkpoint.spec, checkpoint.config
     rows = max(spec.top_k_L) + spec.num_shared_experts
-    # Rows of its experts: gathered, made and summed.
+    # Rows of its experts: gathered, computed and summed.
     experts = rows * spec.hidden_size * (3 * dtype.itemsize + 8) + 16 * spec.num_experts
     dense = 3 * (getattr(config, "intermediate_size", None) or 0) * dtype.itemsize
     queries = 4 * max(config.num_attention_heads * width for _, width in map(kv_shape, config.per_layer_config))
-    mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # of a chunk after others, in two forms
+    mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # of a later chunk, in two forms
     return 8 * spec.hidden_size * dtype.itemsize + max(experts, dense, queries * dtype.itemsize + mask)
 
 
 def _shared(checkpoint: Checkpoint, model: Footprint, split: MemorySplit, values: Mapping[str, Any]) -> dict[str, int]:
-    """Options by which prompt chunks and a KV cache that the user has not set borrow expert slots."""
+    """Options for borrowing expert slots for prompt chunks and KV cache, where the user has not set them."""
     if "borrowed_slots" in values:
         return {}
     kv_is_free = values.keys().isdisjoint(("kv_tokens", "first_kv_tokens", "kv_slots"))
@@ -205,7 +205,7 @@ def _shared(checkpoint: Checkpoint, model: Footprint, split: MemorySplit, values
 
 
 def _attends_fully(config: Any) -> bool:
-    """Whether every layer attends to the whole context, by the paged KV cache."""
+    """Whether every layer attends to the whole context through the paged KV cache."""
     kinds = getattr(config, "layer_types", None)
     sliding = getattr(config, "sliding_window", None) is not None if kinds is None else set(kinds) != {"full_attention"}
     return not sliding and not own_cache(config)
@@ -229,7 +229,7 @@ def _policy(slots: int, num_experts: int) -> tuple[str, str]:
         return "lru", "every expert has a slot"
     if not _compiles():
         return "lfru", "numba, which foresight needs, fails"
-    return "foresight", "expects what followed similar tokens"
+    return "foresight", "predicts from similar earlier tokens"
 
 
 def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:

@@ -1,8 +1,8 @@
-"""Choosing the tokens of a batch on a GPU: all requests together, in operations that ask the device nothing.
+"""Sample the tokens of a batch on a GPU, all requests together, without synchronizing with the device.
 
-By the same rule as `moetool.runtime.sampling.gumbel_scores`, with noise of another kind: a counter hashed on the device
-(splitmix64 of a request's key and the token's id), so that no noise is made on a processor and copied. So a seed gives
-the same text alone and in any batch of one kind of device, and another text on a GPU than on a CPU.
+The rule is that of `moetool.runtime.sampling.gumbel_scores`, with other noise: a counter hashed on the device
+(splitmix64 of a request's key and the token's id), so that no noise is copied from the host. A seed gives the same text
+alone and in any batch on one kind of device; GPU and CPU give different texts.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from moetool.request import SamplingParams
 
 _WHOLE = 2**52
-"""Probabilities are summed as whole parts of it: the sum of integers is the same in every order."""
+"""Probabilities are summed as integer multiples of 1 / this: integer sums do not depend on the order."""
 _STEP, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -21,10 +21,10 @@ class Draws(NamedTuple):
     """Sampling parameters of the rows of a batch, each [B] on the device.
 
     Attributes:
-        key: of the row's noise, int64.
+        key: key of the row's noise, int64.
         temperature, min_p, top_p: float32.
-        top_k: int64; the vocabulary's size for no limit.
-        limited: whether any row leaves tokens out.
+        top_k: int64; the vocabulary's size if unlimited.
+        limited: whether any row excludes tokens.
     """
 
     key: torch.Tensor
@@ -36,7 +36,7 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[SamplingParams, int]], vocabulary: int, device: torch.device) -> "Draws":
-        """From the parameters and the key of each row, by one copy that is not waited for."""
+        """Build from each row's parameters and key, with one asynchronous copy."""
         numbers = torch.tensor(
             [(p.temperature, p.min_p, p.top_p, p.top_k if 0 < p.top_k < vocabulary else vocabulary) for p, _ in rows],
             dtype=torch.float64,
@@ -49,37 +49,37 @@ class Draws(NamedTuple):
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the CPU on a device, without waiting for it."""
+    """Copy a small CPU tensor to a device asynchronously."""
     if device.type != "cuda":
         return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until it has been copied
+    return values.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until the copy ends
 
 
 def batched_gumbel_scores(logits_BV: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Scores [B, V] whose argmax is in each row a sample among the tokens that its parameters leave.
+    """Return scores [B, V]: each row's argmax is a sample from the tokens that its parameters allow.
 
     Args:
-        logits_BV: float32, of which each row has a finite maximum.
+        logits_BV: float32; each row has a finite maximum.
     """
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / draws.temperature[:, None]
     noise_BV = gumbel_noise(draws.key, logits_BV.shape[1])
     if not draws.limited:
         return scaled_BV + noise_BV
-    values_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)  # of equal ones the lower ids first
+    values_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)  # lower ids first among equal values
     likely_BV = values_BV.softmax(-1)
     ranks_V = torch.arange(values_BV.shape[1], device=values_BV.device)
     kept_BV = (likely_BV >= draws.min_p[:, None] * likely_BV[:, :1]) & (ranks_V < draws.top_k[:, None])
     likely_BV = values_BV.masked_fill(~kept_BV, float("-inf")).softmax(-1)
     parts_BV = (likely_BV.double() * _WHOLE).long()
     before_BV = (parts_BV.cumsum(-1) - parts_BV).double() / _WHOLE
-    # The likeliest stays also where float32 has no number as small as top_p.
+    # The most likely token stays even if top_p is below float32's smallest number.
     kept_BV &= (before_BV < draws.top_p[:, None]) | (ranks_V == 0) | (draws.top_p >= 1)[:, None]
     drawn_BV = (values_BV + noise_BV.gather(1, ids_BV)).masked_fill(~kept_BV, float("-inf"))
     return torch.empty_like(scaled_BV).scatter_(1, ids_BV, drawn_BV)
 
 
 def gumbel_noise(key_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise float32 [B, V], of the key and the token alone."""
+    """Return Gumbel noise, float32 [B, V], a function of key and token only."""
     ids_V = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=key_B.device)
     z = key_B[:, None] + ids_V * _STEP  # wraps around
     z = (z ^ _shifted(z, 30)) * _FIRST
@@ -90,5 +90,5 @@ def gumbel_noise(key_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """z shifted to the right as if it had no sign."""
+    """Shift z right as an unsigned integer."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

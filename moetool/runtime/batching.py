@@ -1,8 +1,8 @@
-"""The one place that touches transformers' continuous batching, which is private and moves between versions.
+"""Adapter of transformers' continuous batching, which is private and changes between versions; nothing else uses it.
 
-Its manager brings scheduling and a paged KV cache. We drive its loop from our own thread, one forward a `step`,
-instead of letting it run its own: so the batch of every forward is known before it starts, capture composes
-batches deterministically, and a forward that fails takes only its own requests with it.
+Its manager provides scheduling and a paged KV cache. Our own thread drives its loop, one forward per `step`. So the
+batch of every forward is known before it starts, capture composes batches deterministically, and a failing forward
+fails only its own requests.
 """
 
 import contextlib
@@ -40,20 +40,20 @@ from moetool.types import ForwardInfo, Phase
 _LOG = logging.getLogger(__name__)
 _ATTENTION = "moetool_paged"
 LEAST_CHUNK = 64
-"""Prompt tokens of one forward that others wait for, at least: each forward may need every expert."""
+"""Fewest prompt tokens of a forward that other requests wait for: each forward may need every expert."""
 
 
 @dataclass(slots=True)
 class _Request:
     prompt: list[int]
     params: SamplingParams
-    done: int = 0  # new tokens that were reported
-    reused: int | None = None  # tokens of the prompt whose pages were there
+    done: int = 0  # new tokens reported so far
+    reused: int | None = None  # prompt tokens with cached pages
     admitted: bool = False  # handed to the manager
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV cache that it takes at its full length."""
+        """KV cache pages that it needs at full length."""
         return -(-(len(self.prompt) + self.params.max_tokens) // PAGE_TOKENS)
 
 
@@ -64,26 +64,25 @@ class Batcher:
 
     Args:
         model: a transformers model in memory.
-        max_requests: requests that are forwarded together; the rest queue.
-        kv_tokens: tokens that the KV cache has to hold, over all requests together.
-        max_batch_tokens: tokens of one forward; longer prompts arrive in chunks.
-        unreserved: so many requests are let in however long they may get: where the KV cache turns out too small, one
-            of them begins again. More than these only as far as it holds all at their full length.
-        max_prompt_wait_s: how long a forward with prompt tokens may take while others decode; chunks become smaller
-            where it took longer, down to `LEAST_CHUNK` tokens (0: chunks are as large as they may be).
-        prefix_caching: keep the pages of requests that have ended, and forward only what of a prompt has no page yet.
-            It has no effect where some layers have a sliding window.
-        first_kv_tokens: tokens that the KV cache holds at first (`GrowingPages`); 0: all, as where some layers have a
-            sliding window.
+        max_requests: requests per batch; others queue.
+        kv_tokens: tokens in the KV cache, over all requests.
+        max_batch_tokens: most tokens of one forward; longer prompts come in chunks.
+        unreserved: number of requests admitted whatever their length: if the KV cache proves too small, one of them
+            restarts. Further requests are admitted only if the cache holds all at full length.
+        max_prompt_wait_s: time limit of a forward with prompt tokens while others decode. Chunks shrink after a longer
+            forward, down to `LEAST_CHUNK` tokens (0: chunks have full size).
+        prefix_caching: keep the pages of finished requests, and forward only the part of a prompt without a page. No
+            effect on models with sliding-window layers.
+        first_kv_tokens: initial tokens of the KV cache (`GrowingPages`); 0, and models with sliding-window layers: all.
 
     Attributes:
-        kv_tokens: tokens that the KV cache holds.
+        kv_tokens: tokens in the KV cache.
         kv_bytes: its bytes.
-        graphs: runs the decode steps, where there are any (`record_steps`).
-        fixed_shapes: whether the sequences of a decode step attend in one call, by tensors of fixed shapes; by default
-            on a GPU, where many calls take longer than what they waste.
+        graphs: runs decode steps once they are recorded (`record_steps`).
+        fixed_shapes: whether the sequences of a decode step attend in one call, by tensors of fixed shapes; default on
+            a GPU, where many calls cost more than padding.
 
-    Effects: switches the model to moetool's paged attention, hooks its forward; `close` undoes both.
+    Effects: switches the model to moetool's paged attention and hooks its forward; `close` undoes both.
 
     Raises:
         UsageError: transformers refuses continuous batching for this family.
@@ -113,7 +112,7 @@ class Batcher:
         self._unreserved = max_requests if unreserved is None else unreserved
         self._eos = eos_ids(model)
         self._requests: dict[int, _Request] = {}
-        self._leaving: set[int] = set()  # cancelled, which the manager has yet to hear
+        self._leaving: set[int] = set()  # cancelled, but the manager does not know yet
         self._forward_id = 0
         self._batch: Batch | None = None
         self._generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self._eos) or [-1])
@@ -127,12 +126,12 @@ class Batcher:
             use_cuda_graph=False,
             use_async_batching=False,
             auto_switch_to_flash=False,  # looking for kernels may ask the hub
-            disable_nccl_graph_mixing=False,  # no CUDA graphs, so nothing to disable and to warn of
+            disable_nccl_graph_mixing=False,  # no CUDA graphs, so nothing to disable
         )
         self._attention = model.config._attn_implementation
         text = model.config.get_text_config()
         self._latent = (text.num_key_value_heads, text.head_dim) if is_latent(text) else None
-        if self._latent is not None:  # the cache reads its shape off the config, where latent attention has another
+        if self._latent is not None:  # the cache takes its shape from the config, and latent attention has another
             text.num_key_value_heads, text.head_dim = kv_shape(text)
         self._sampler = Sampler(self._eos)
         self._max_prompt_wait_s = max_prompt_wait_s
@@ -145,62 +144,62 @@ class Batcher:
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def close(self) -> None:
-        """Give the model back its attention and forget all requests."""
+        """Restore the model's attention and drop all requests."""
         self._hook.remove()
         self.processor = self._manager = self.graphs = None
         self._restore()
 
     @property
     def running(self) -> int:
-        """Requests that have a place in the batch."""
+        """Requests in the batch."""
         return len(self.processor.scheduler.active_requests) if self.processor is not None else 0
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for one."""
+        """Requests in the queue."""
         return len(self._requests) - self.running
 
     @property
     def evicted_pages(self) -> int:
-        """Pages of earlier requests that others needed."""
+        """Number of pages of earlier requests that were evicted."""
         return self._pages.evicted
 
     @property
     def borrowed_kv_tokens(self) -> int:
-        """Tokens of KV cache beyond the first, now; all where it does not grow."""
+        """Current KV cache tokens beyond the initial ones; all if it does not grow."""
         return self.kv_tokens if self._growing is None else self._growing.borrowed_tokens
 
     @property
     def held_kv_bytes(self) -> int:
-        """Bytes of `kv_bytes` that the cache has not grown into."""
+        """Bytes of `kv_bytes` that the cache does not use yet."""
         return 0 if self._growing is None else self._growing.held_bytes
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to forward."""
+        """Whether no request is waiting or running."""
         return not self._requests
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer together that one request may have."""
+        """Most tokens of one request, prompt and answer together."""
         return context_of(self.model, self.kv_tokens)
 
     def record_steps(self, layers: Sequence[MoeLayer], runtime: StepExperts) -> None:
-        """Have decode steps recorded as CUDA graphs from now on, if their shapes are fixed."""
+        """Record decode steps as CUDA graphs from now on, if their shapes are fixed."""
         if self.fixed_shapes:
             self.graphs = DecodeGraphs(self.model, layers, runtime, self._announce, self._locate)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuse what cannot run; nothing may fail later inside the batch (`check_request`)."""
+        """Refuse a request that cannot run, so that none fails inside the batch (`check_request`)."""
         check_request(self.model, self.max_context, prompt, params)
 
     def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
-        """Queue a request that `check` has passed and that asks for at least one token.
+        """Queue a request that passed `check` and asks for at least one token.
 
-        It may have the number of one that was cancelled.
+        Numbers of cancelled requests may be reused.
 
         Args:
-            drawn: as of `Sampler.add`.
+            drawn: as in `Sampler.add`.
         """
         self._requests[request] = _Request(prompt, params)
         self._sampler.add(str(request), params, prompt, drawn)
@@ -214,9 +213,9 @@ class Batcher:
                 self._leaving.add(request)
 
     def step(self) -> list[Output]:
-        """Run one forward and report its new tokens, ended requests and failures.
+        """Run one forward and report new tokens, finished requests and failures.
 
-        A forward that raises fails the requests that were in it, and only those.
+        A forward that raises fails only its own requests.
         """
         with self._on_stream():
             return self._step()
@@ -262,14 +261,14 @@ class Batcher:
         return logits
 
     def _admit(self) -> None:
-        """Hand requests to the manager, in the order in which they came."""
+        """Pass requests to the manager in order of arrival."""
         inside = [request for request in self._requests.values() if request.admitted]
         if len(inside) == len(self._requests):
             return
         free_pages = self.kv_tokens // PAGE_TOKENS - sum(request.num_pages for request in inside)
         num_inside = len(inside)
         for number, request in self._requests.items():
-            if request.admitted or number in self._leaving:  # the manager would take one that comes again for the old
+            if request.admitted or number in self._leaving:  # the manager would confuse the two
                 continue
             if num_inside >= self._unreserved and (num_inside >= self.max_requests or request.num_pages > free_pages):
                 return
@@ -285,16 +284,16 @@ class Batcher:
             free_pages -= request.num_pages
 
     def _fit_chunk(self, took_s: float) -> None:
-        """Choose the size of the next chunk that others wait for, by how long the last one took."""
+        """Choose the next chunk size from the time of the last chunk."""
         info = None if self._batch is None else self._batch.info
         num_prompt = 0 if info is None else sum(phase is Phase.PREFILL for phase in info.phase_T)
         if num_prompt < min(LEAST_CHUNK, self._chunk_tokens) // 2:
-            return  # a decode step, or the rest of a prompt
+            return  # a decode step, or the end of a prompt
         wanted = int(num_prompt * self._max_prompt_wait_s / took_s)
         self._chunk_tokens = min(self._config.max_batch_tokens, max(LEAST_CHUNK, min(wanted, 2 * num_prompt)))
 
     def _may_reuse(self, name: str) -> bool:
-        """Whether a request may begin with pages that are there: one that wants its routes has to be forwarded."""
+        """Whether a request may reuse cached pages: one whose routes are recorded must be forwarded."""
         found = self._requests.get(int(name))
         return found is not None and not found.params.return_routes
 
@@ -306,7 +305,7 @@ class Batcher:
         if self.processor is not None:  # of a batch that broke: the error may hold on to it
             give_back(self.processor.cache.cache_tensor)
         try:
-            self.model.set_attn_implementation("sdpa")  # the manager only takes what it knows; ours comes right after
+            self.model.set_attn_implementation("sdpa")  # the manager accepts only known ones; ours is set right after
             self._manager = self.model.init_continuous_batching(self._generation, self._config)
             self._manager.logit_processor = ContinuousBatchingLogitsProcessorList([])
             self._manager.logit_processor.logits_processor = [self._sampler.processor()]
@@ -319,7 +318,7 @@ class Batcher:
             self._restore()
             raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
         if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # what was filled on another stream
+            torch.cuda.synchronize(self.model.device)  # filled on another stream
         self._manager.batch_processor = self.processor
         if self.graphs is not None:
             self.graphs.forget()
@@ -332,19 +331,19 @@ class Batcher:
         self.kv_bytes = int(self.processor.cache.cache_tensor.numel())
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream that the manager computes on, for its inputs and results too: nothing then has to be ordered."""
+        """Use the manager's stream for its inputs and results too, so that no ordering is needed."""
         stream = getattr(self.processor.inputs_and_outputs, "compute_stream", None)
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def _restore(self) -> None:
-        """Undo what was changed on the model."""
+        """Undo the changes to the model."""
         self.model.set_attn_implementation(self._attention)
         if self._latent is not None:
             text = self.model.config.get_text_config()
             text.num_key_value_heads, text.head_dim = self._latent
 
     def _recover(self, error: Exception, prepared: bool) -> list[Output]:
-        """After a failed forward: fail its requests; where even that fails, fail all and begin afresh."""
+        """After a failed forward, fail its requests; if that fails too, fail all and rebuild the manager."""
         failed = [r.state.request_id for r in self.processor.inputs_and_outputs.requests_in_batch] if prepared else None
         try:
             if failed is None:
@@ -379,12 +378,12 @@ class Batcher:
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self.processor is None or "cache" not in kwargs or "sequence_ends" in kwargs:
-            return args, kwargs  # a plain forward, not one of ours, or one that is announced
+            return args, kwargs  # a plain forward, or one already announced
         kwargs = self._announce(kwargs)
         return args, self._locate(kwargs) if self._decodes else kwargs
 
     def _announce(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Report the batch to `on_forward`; gives the model's arguments with the ends of the batch's sequences."""
+        """Report the batch to `on_forward`; returns the model's arguments with the ends of the batch's sequences."""
         request_T: list[int] = []
         phase_T: list[int] = []
         iteration_T: list[int] = []
@@ -395,8 +394,8 @@ class Batcher:
                 found.reused = int(future.state.position_offset) - future.query_length
             iteration = found.done
             request_T += [request] * future.query_length
-            # No token yet since the request was (re)started: a request whose KV was dropped for want of room is
-            # forwarded again from its beginning, as a prompt.
+            # No token since the request (re)started: a request that lost its KV cache is forwarded again from its
+            # beginning, as a prompt.
             prefill = future.state.generated_len() == 0
             phase_T += [Phase.PREFILL if prefill else Phase.DECODE] * future.query_length
             iteration_T += [iteration] * future.query_length
@@ -427,15 +426,15 @@ class Batcher:
 
     @property
     def _key_rooms(self) -> dict[str, int]:
-        """Room for the keys of one sequence of the batch, by the kind of layer."""
+        """Key slots for one sequence of the batch, by kind of layer."""
         longest = self.processor.inputs_and_outputs.max_length_k
         return {kind: min(DecodeRows.room_for(num_keys), self.kv_tokens) for kind, num_keys in longest.items()}
 
     @property
     def _decodes(self) -> bool:
-        """Whether the batch has one token of each sequence, and they attend in one call.
+        """Whether the batch has one token per sequence and attends in one call.
 
-        Not where sequences differ so much in length that the keys gathered for it would be more than the cache holds.
+        False if lengths differ so much that the gathered keys would exceed the cache.
         """
         batch = self.processor.inputs_and_outputs
         if not self.fixed_shapes or batch.max_length_q != 1:
@@ -443,7 +442,7 @@ class Batcher:
         return max(self._key_rooms.values()) * len(batch.requests_in_batch) <= self.kv_tokens
 
     def _locate(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a decode step with the places of its keys in the cache."""
+        """Add the cache positions of its keys to a decode step's arguments."""
         places = self.processor.inputs_and_outputs.read_index_storage
         rows = []
         for allocator in self.processor.cache.cache_allocators.values():
@@ -454,7 +453,7 @@ class Batcher:
 
 
 def brought(*vectors: torch.Tensor) -> list[list[int]]:
-    """The values of some vectors of integers, by one transfer."""
+    """Return the values of several integer vectors, with one transfer."""
     values = torch.cat(vectors).tolist()
     ends = list(accumulate(map(len, vectors)))
     return [values[end - len(vector) : end] for vector, end in zip(vectors, ends, strict=True)]

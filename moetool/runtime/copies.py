@@ -1,8 +1,8 @@
-"""Memory of the device and of the host, and copies from one to the other beside the computing.
+"""Device and host memory, and copies between them that overlap computation.
 
-A *mark* is a point in the device's work. `copy` gives one that is passed when its bytes are there, `mark` one that is
-passed when all computing asked for so far is done; None is always passed. Only `finish` blocks a thread: everything
-else orders the device's own queues, so that the model's thread runs ahead of them.
+A *mark* is a point in the device's work. `copy` returns a mark that is passed when its bytes have arrived; `mark`
+returns one that is passed when all computation queued so far is done; None is always passed. Only `finish` blocks a
+thread: everything else orders the device's queues, so that the model's thread runs ahead of them.
 """
 
 import threading
@@ -16,34 +16,34 @@ from moetool.errors import CapacityError, first_line
 from moetool.models.huge_pages import ask_for_huge_pages
 
 ALIGNMENT = 256
-"""Alignment of every expert in memory: kernels, and so summation order, depend on it."""
+"""Alignment of every expert in memory: the choice of kernel, and so the summation order, depends on it."""
 
 
 class Copies(Protocol):
     """Device copies for the store. All but `mark` and `wait` may be called from any thread.
 
     Attributes:
-        device: where slots are.
-        staged: whether a slot can be filled by a copy from host memory only, not by reading a file into it.
+        device: the slots' device.
+        staged: whether slots can only be filled by a copy from host memory, not by reading a file into them.
     """
 
     device: torch.device
     staged: bool
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory for slots, uint8. Raises: CapacityError where the device does not have it."""
+        """Allocate memory for slots, uint8. Raises: CapacityError if the device lacks it."""
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory to copy from, uint8; pinned where that matters. Raises: CapacityError."""
+        """Allocate memory to copy from, uint8; pinned beside a GPU. Raises: CapacityError."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
-        """Copy from host to device memory as soon as `after` is passed; gives the mark of its end."""
+        """Copy from host to device memory once `after` is passed; returns the mark of its end."""
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Any]]) -> Any:
-        """As `copy`, for several (source, target, after); the mark is that of the end of all."""
+        """Like `copy`, for several (source, target, after); returns the mark of the last one's end."""
 
     def mark(self) -> Any:
-        """The mark of the end of all computing that the calling thread has asked for."""
+        """Return the mark of the end of all computation that the calling thread has queued."""
 
     def wait(self, mark: Any, tier: str) -> None:
         """Order later computations of the calling thread after `mark`.
@@ -53,20 +53,20 @@ class Copies(Protocol):
         """
 
     def passed(self, mark: Any) -> bool:
-        """Whether a mark is passed already."""
+        """Whether a mark is passed."""
 
     def finish(self, mark: Any) -> None:
         """Block the calling thread until `mark` is passed, with the GIL released."""
 
     def stalled(self, tier: str) -> float:
-        """Seconds that the device waited in `wait`, as far as they are over."""
+        """Seconds of completed device waits in `wait`."""
 
     def close(self) -> None:
-        """Finish all copies and give up the host memory. Called once."""
+        """Finish all copies and free the host memory. Call once."""
 
 
 def open_copies(device: torch.device) -> Copies:
-    """The `Copies` of a device."""
+    """Return the `Copies` of a device."""
     return CudaCopies(device) if device.type == "cuda" else CpuCopies()
 
 
@@ -107,8 +107,8 @@ class CpuCopies:
 class CudaCopies:
     """A GPU: copies have a stream of their own, marks are CUDA events.
 
-    Host memory is allocated in pages and then registered with the driver, because torch's own pinned memory comes in
-    powers of two: a budget of 100 GB would take 128.
+    Host memory is allocated in pages and then registered with the driver: torch rounds its own pinned memory up to
+    powers of two, so a budget of 100 GB would take 128.
     """
 
     staged = True
@@ -124,7 +124,7 @@ class CudaCopies:
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         memory = _allocate(num_bytes, self.device)
-        # Its zeros are written by the stream of the calling thread: no copy, and no other stream, may come before them.
+        # Its zeros are written by the stream of the calling thread: no copy and no other stream may run before them.
         torch.cuda.current_stream(self.device).synchronize()
         return memory
 
@@ -134,8 +134,8 @@ class CudaCopies:
             error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         if error:
             raise CapacityError(
-                f"the driver does not pin {num_bytes:,} bytes of host memory (CUDA error {error}); give less "
-                "--host-memory; 'moetool doctor' says what this machine has"
+                f"the driver cannot pin {num_bytes:,} bytes of host memory (CUDA error {error}); lower "
+                "--host-memory; 'moetool doctor' shows this machine's memory"
             )
         self._registered.append(memory)
         return memory
@@ -161,7 +161,7 @@ class CudaCopies:
             return
         stream = torch.cuda.current_stream(self.device)
         if self._waited[0] is mark and self._waited[1] == stream:
-            return  # copies that were asked for together share a mark
+            return  # copies queued together share a mark
         self._waited = (mark, stream)
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -193,9 +193,9 @@ class CudaCopies:
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Aligned memory; the few bytes that aligning takes come on top."""
+    """Allocate aligned memory; the few bytes for alignment come on top."""
     try:
-        # Zeros and not just room: what a budget takes is taken now, and no load pays for the first touch of a page.
+        # Zeros touch every page now, so that no load pays for the first touch later.
         memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
         if device.type == "cpu":
             ask_for_huge_pages(memory)
@@ -210,7 +210,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Small numbers on a device, int32, without waiting for it."""
+    """Copy small integers to a device as int32, asynchronously."""
     made = torch.tensor(numbers, dtype=torch.int32)
     if device.type != "cuda":
         return made.to(device)
@@ -223,6 +223,6 @@ def stride_of(slot_bytes: int) -> int:
 
 
 def cut(memory: torch.Tensor, count: int, num_bytes: int) -> list[torch.Tensor]:
-    """So many aligned slots of `num_bytes` each out of a pool."""
+    """Cut aligned slots of `num_bytes` each out of a pool."""
     stride = stride_of(num_bytes)
     return [memory[i * stride : i * stride + num_bytes] for i in range(count)]

@@ -3,7 +3,7 @@
 from collections import deque
 
 _MOVED = 0.1
-"""Relative change of an average that is reported to a policy: few changes keep the log small."""
+"""Smallest relative change of an average that is reported to a policy: few reports keep the log small."""
 _EVERY = 16
 
 
@@ -13,7 +13,7 @@ class CostMeter:
     Source: SMoE, section V-A: "the past p instances of these times".
 
     Args:
-        past: p, which is not printed.
+        past: p; the paper gives no value.
     """
 
     def __init__(self, past: int = 32) -> None:
@@ -23,20 +23,20 @@ class CostMeter:
         self._loads = 0
 
     def loaded(self, seconds: float) -> None:
-        """A load took so long, from its first byte to its last."""
+        """Record a load's seconds, from first byte to last."""
         self._load_s.append(seconds)
 
     def hosted(self, seconds: float) -> None:
-        """An expert took the host so long."""
+        """Record the seconds of an expert on the host."""
         self._host_s.append(seconds)
 
     def due(self) -> bool:
-        """Whether this load is to be waited for, on a device that else copies beside everything: one in 16."""
+        """Whether to wait for this load and time it, on a device that copies asynchronously: one in 16."""
         self._loads += 1
         return self._loads % _EVERY == 1
 
     def news(self) -> tuple[float, float] | None:
-        """Mean seconds of a load and of the host, where one has moved by a tenth; None while either is unknown."""
+        """Mean seconds of a load and of a host computation if one changed by a tenth; None while either is unknown."""
         load_s, host_s = list(self._load_s), list(self._host_s)
         if not load_s or not host_s:
             return None

@@ -1,12 +1,12 @@
-"""Decode steps as CUDA graphs: one launch for everything between two calls of experts.
+"""Decode steps as CUDA graphs: one launch for everything between two expert calls.
 
-One token of a large model is thousands of small launches, and asking for them takes a processor ten times as long as
-the GPU takes to carry them out. So a step is recorded once for each shape of batch and replayed from then on. Modules
-that must run in Python are gaps between two graphs: experts, which ask the residency what is where, and whatever has a
-hook. While every expert has a slot and nothing is hooked, a step is one graph.
+One token of a large model takes thousands of small launches, and launching them takes the CPU ten times as long as the
+GPU takes to run them. So a step is recorded once per batch shape and replayed from then on. Modules that must run in
+Python are gaps between two graphs: experts, which ask the residency for slots, and modules with hooks. While every
+expert has a slot and nothing is hooked, a step is one graph.
 
-Recording computes nothing and calls no gap: it only needs the shapes. Kernels and shapes of a replayed step are those
-of the step that runs without graphs, so both give the same bits.
+Recording computes nothing and calls no gap: it needs only the shapes. A replayed step uses the kernels and shapes of a
+step without graphs, so both give the same bits.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from moetool.models.spec import MoeLayer
 
 _LOG = logging.getLogger(__name__)
 MOST_PROGRAMS = 16
-"""Shapes of batches that have graphs at a time; the oldest gives way. On an H100 eight layers of one take 4 MB."""
+"""Most batch shapes with graphs at a time; the oldest is dropped. On an H100, eight layers of one shape take 4 MB."""
 _MOST_REQUESTS = 32
-"""Requests of a step up to which it has graphs: above it the GPU has enough to do for each launch."""
+"""Most requests of a step with graphs: above it the GPU has enough work per launch."""
 
 
 class StepExperts(Protocol):
     """Computes the experts of a step (`moetool.runtime.expert_forward.ExpertRuntime`).
 
     Attributes:
-        defers_events: whether experts may be computed before the residency gets their event.
-        deferred_events: the events of the step that it gets afterwards.
-        recorded: graphs of experts that may be used in the step, by layer.
+        defers_events: whether experts may be computed before the residency receives their event.
+        deferred_events: events of the step that it receives afterwards.
+        recorded: graphs of experts usable in the step, by layer.
     """
 
     deferred_events: list[tuple[MoeLayer, torch.Tensor]]
@@ -44,24 +44,24 @@ class StepExperts(Protocol):
     def defers_events(self) -> bool: ...
 
     def computes_by_table(self, layer: MoeLayer, num_rows: int) -> bool:
-        """Whether `compute_by_table` may be called for so many choices."""
+        """Whether `compute_by_table` may be called for this number of choices."""
 
     def compute_by_table(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """The output [T, D] of a layer's experts, all of which are where a table on the device says."""
+        """Return the output [T, D] of a layer's experts, with slots from a table on the device."""
 
 
 class RecordedExperts:
-    """The products of a layer's experts as a graph, for when the host has brought all of them into slots.
+    """The products of a layer's experts as a graph, run once the host has all of them in slots.
 
     Args:
-        pool: memory of the graphs that it runs between.
-        compute: what is recorded.
-        hidden_TD, index_TK, weights_TK: its arguments, in memory of the graph before.
+        pool: memory of the neighbouring graphs.
+        compute: the function to record.
+        hidden_TD, index_TK, weights_TK: its arguments, in memory of the previous graph.
 
     Attributes:
-        output_TD: its result, in memory that the graph after reads.
+        output_TD: its result, in memory that the next graph reads.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RecordedExperts:
     ) -> None:
         self._compute = compute
         self._hidden_TD, self._index_TK, self._weights_TK = hidden_TD, index_TK, weights_TK
-        self._other: RecordedExperts | None = None  # for routes that come from elsewhere
+        self._other: RecordedExperts | None = None  # for routes from another source
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -90,12 +90,12 @@ class RecordedExperts:
         return hidden_TD.data_ptr() == self._hidden_TD.data_ptr() and hidden_TD.shape == self._hidden_TD.shape
 
     def run(self, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """The output for what the input's memory holds now, and routes that a hook or a policy may have replaced."""
+        """Return the output for the current input and routes, which a hook or a policy may have replaced."""
         if index_TK.data_ptr() == self._index_TK.data_ptr() and weights_TK.data_ptr() == self._weights_TK.data_ptr():
             self._graph.replay()
             return self.output_TD
         if self._other is None or self._other._index_TK.shape != index_TK.shape:
-            # In memory of its own: the graphs around it are using theirs now, and observers keep the router's choice.
+            # In separate memory: the neighbouring graphs use theirs now, and observers keep the router's choice.
             pool, routes = torch.cuda.graph_pool_handle(), (index_TK.clone(), weights_TK.clone())
             self._other = RecordedExperts(pool, self._compute, self._hidden_TD, *routes)
         self._other._index_TK.copy_(index_TK)
@@ -105,16 +105,16 @@ class RecordedExperts:
 
 
 class DecodeGraphs:
-    """Runs the decode steps of a model, and records each shape of them when it comes for the second time.
+    """Runs a model's decode steps, and records each shape when it occurs for the second time.
 
     Args:
         model: a transformers model on a GPU.
         layers: its MoE layers.
-        runtime: computes their experts.
-        announce: called once before each step with the model's arguments; gives them with what else the model gets.
-        locate: gives the same with what must be computed from them on the device first, inside the graph.
+        runtime: computes the experts.
+        announce: called once before each step with the model's arguments; returns them with additions.
+        locate: adds values that must be computed from them on the device, inside the graph.
 
-    Effects: keeps graphs and their memory on the GPU. To be called on a stream that is not the default one.
+    Effects: keeps graphs and their memory on the GPU. Call it on a stream other than the default one.
     """
 
     def __init__(
@@ -132,23 +132,23 @@ class DecodeGraphs:
         self._layer_of = {layer.experts: layer for layer in layers}
         self._modules = [module for module in model.modules() if module is not model]
         self._pool = torch.cuda.graph_pool_handle()
-        self._programs: OrderedDict[Any, _Program | None] = OrderedDict()  # None: has come once
+        self._programs: OrderedDict[Any, _Program | None] = OrderedDict()  # None: seen once
         self._failed = False
 
     @property
     def num_recorded(self) -> int:
-        """Shapes of batches that have graphs."""
+        """Number of batch shapes with graphs."""
         return sum(program is not None for program in self._programs.values())
 
     def forget(self) -> None:
-        """Drop all graphs: the memory that they read, the KV cache's above all, is going to be another."""
+        """Drop all graphs, because the memory that they read, such as the KV cache, is about to be replaced."""
         self._programs.clear()
 
     def _supports_logits_to_keep(self) -> bool:  # transformers asks a model for it
         return bool(self._model._supports_logits_to_keep())
 
     def __call__(self, **kwargs: Any) -> SimpleNamespace:
-        """The step's `logits`, which hold until the next one."""
+        """Run a step; its `logits` are valid until the next step."""
         kwargs = self._announce(kwargs)
         program = self._program(kwargs)
         if program is None:
@@ -160,7 +160,7 @@ class DecodeGraphs:
             self._runtime.recorded = {}
 
     def _program(self, kwargs: dict[str, Any]) -> "_Program | None":
-        """The graphs of a step, recorded if its shape comes for the second time; None where it has none."""
+        """Return the step's graphs, recorded when its shape occurs for the second time; None if it has none."""
         num_requests = kwargs["input_ids"].shape[1]
         if self._failed or num_requests > _MOST_REQUESTS:
             return None
@@ -179,7 +179,7 @@ class DecodeGraphs:
             return program
         try:
             program = self._programs[key] = self._record(kwargs, gaps)
-        except Exception as error:  # a model may do anything in its forward, and a library may refuse it in many ways
+        except Exception as error:  # a model's forward may do anything, and libraries fail in many ways
             self._failed = True
             self.forget()
             _LOG.warning("decode steps run without CUDA graphs: %s", error)
@@ -202,7 +202,7 @@ class DecodeGraphs:
 
     @contextlib.contextmanager
     def _as_gaps(self, modules: list[Any], program: "_Program") -> Iterator[None]:
-        """Have modules recorded as gaps meanwhile, without their hooks."""
+        """Record modules as gaps meanwhile, without their hooks."""
         kept = [(m, m._forward_pre_hooks, m._forward_hooks, m.__dict__.get("forward")) for m in modules]
         try:
             for module in modules:
@@ -221,23 +221,23 @@ class DecodeGraphs:
     def _record_experts(
         self, program: "_Program", layer: MoeLayer, hidden: torch.Tensor, *routes: torch.Tensor
     ) -> torch.Tensor:
-        """An output of a layer's experts, whatever they compute, and a graph of it where there can be one."""
+        """Return an output of a layer's experts, with any values, and its graph if it can have one."""
         if len(routes) != 2 or not self._runtime.computes_by_table(layer, routes[0].numel()):
             return torch.zeros_like(hidden)
         compute = partial(self._runtime.compute_by_table, layer)
-        compute(*map(torch.zeros_like, (hidden.reshape(-1, hidden.shape[-1]), *routes)))  # kernels are compiled now
+        compute(*map(torch.zeros_like, (hidden.reshape(-1, hidden.shape[-1]), *routes)))  # compiles kernels now
         found = RecordedExperts(self._pool, compute, hidden.reshape(-1, hidden.shape[-1]), *routes)
         program.recorded[layer.index] = found
         return found.output_TD.view(hidden.shape)
 
 
 class _Program:
-    """Graphs, and the modules that are called between them.
+    """Graphs, and the modules called between them.
 
     Attributes:
         recorded: graphs of the products of experts, by layer.
-        logits: of the step, in the memory of the last graph.
-        events: layers and routes that are computed inside the graphs.
+        logits: the step's logits, in the memory of the last graph.
+        events: layers and routes computed inside the graphs.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -250,7 +250,7 @@ class _Program:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what the calling thread asks of the device on its stream."""
+        """Record the calling thread's work on its stream."""
         self._begin()
         try:
             yield
@@ -261,13 +261,13 @@ class _Program:
         self._graphs[-1].capture_end()
 
     def gap(self, module: Any, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """End a graph where a module is called, and begin the next one with outputs of the shape that `make` gives.
+        """End a graph at a module's call, and begin the next one with outputs of the shape of `make`'s.
 
         Raises:
-            RuntimeError: the module's arguments or outputs are more than tensors at fixed places.
+            RuntimeError: the module's arguments or outputs include more than tensors at fixed positions.
         """
         if "sequence_ends" in kwargs:
-            raise RuntimeError(f"{type(module).__name__} has hooks and is told what changes from step to step")
+            raise RuntimeError(f"{type(module).__name__} has hooks and receives values that change from step to step")
         self._graphs[-1].capture_end()
         output = make(*args, **kwargs)
         self._gaps.append((module, args, kwargs, _tensors(output)))
@@ -275,7 +275,7 @@ class _Program:
         return output
 
     def replay(self) -> torch.Tensor:
-        """Run a step; gives the logits."""
+        """Run a step; returns the logits."""
         for graph, (module, args, kwargs, outputs) in zip(self._graphs, self._gaps, strict=False):
             graph.replay()
             for output, found in zip(outputs, _tensors(module(*args, **kwargs)), strict=True):

@@ -19,7 +19,7 @@ PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One forward: who is in it, and what an observer of tokens needs besides.
+    """One forward: its requests, and its tokens for observers.
 
     Attributes:
         info: requests, phases and positions of the tokens.
@@ -33,9 +33,9 @@ class Batch:
 
 
 def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
-    """Bytes of the KV cache for `kv_tokens`: whole pages, and two that the paged cache keeps for itself.
+    """Bytes of the KV cache for `kv_tokens`: whole pages, and two that the paged cache reserves.
 
-    Layers that keep a state of fixed size, or a window, are counted as if they kept all tokens.
+    Layers with a fixed-size state or a window are counted as if they kept all tokens.
     """
     shapes = [kv_shape(layer) for layer in config.per_layer_config]
     token_bytes = sum(2 * heads * head_dim for heads, head_dim in shapes) * dtype.itemsize
@@ -43,7 +43,7 @@ def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
 
 
 def kv_shape(config: Any) -> tuple[int, int]:
-    """Heads of a layer's KV cache, and the width of one."""
+    """Number of heads of a layer's KV cache, and the width of a head."""
     if is_latent(config):  # keys and values are cached expanded
         return config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -56,7 +56,7 @@ def is_latent(config: Any) -> bool:
 
 
 def check_request(model: Any, max_context: int, prompt: list[int], params: SamplingParams) -> None:
-    """Refuse what cannot run.
+    """Refuse a request that cannot run.
 
     Raises:
         UsageError: the prompt is empty or has ids outside the vocabulary.
@@ -64,13 +64,13 @@ def check_request(model: Any, max_context: int, prompt: list[int], params: Sampl
     """
     vocabulary = model.config.get_text_config().vocab_size
     if not prompt:
-        raise UsageError("the prompt is empty: it has no token to begin with; send at least one character")
+        raise UsageError("the prompt is empty; send at least one character")
     if bad := next((t for t in prompt if not 0 <= t < vocabulary), None):
         raise UsageError(f"the prompt has token id {bad}, expected 0 to {vocabulary - 1}")
     if len(prompt) + params.max_tokens > max_context:
         raise CapacityError(
-            f"the prompt has {len(prompt):,} tokens and {params.max_tokens:,} more are asked for, but the context "
-            f"holds {max_context:,}; shorten the prompt or ask for fewer tokens"
+            f"the prompt has {len(prompt):,} tokens and the request asks for {params.max_tokens:,} more, "
+            f"but the context holds {max_context:,}; shorten the prompt or ask for fewer tokens"
         )
 
 
@@ -137,7 +137,7 @@ def _further_logits(model: Any, body: Any, tokens: torch.Tensor, rows: int, made
 
 
 def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:
-    """The forward of one whole prompt by itself."""
+    """Forward one whole prompt alone."""
     count = len(prompt)
     info = ForwardInfo(
         forward_id=forward_id,
@@ -150,14 +150,14 @@ def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:
 
 
 def finish_of(token: int, done: int, params: SamplingParams, eos: frozenset[int]) -> Finish | None:
-    """Finish reason after the newest token, the `done`-th; None if the request continues."""
+    """Finish reason after the newest token, number `done`; None if the request continues."""
     if token in eos and not params.ignore_eos:
         return "stop"
     return "length" if done >= params.max_tokens else None
 
 
 def context_of(model: Any, kv_tokens: int) -> int:
-    """Tokens of prompt and answer together that one request may have."""
+    """Most tokens of one request, prompt and answer together."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or kv_tokens
     return min(int(limit), kv_tokens)
 

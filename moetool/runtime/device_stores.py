@@ -17,14 +17,14 @@ from moetool.runtime.expert_store import ExpertStore, open_store
 
 
 class Stores:
-    """A store for each device; slots count through them, and an expert's key says whose host memory it is in.
+    """One store per device; slots are numbered across devices, and an expert's key determines its host tier.
 
     Attributes:
-        devices: where each store's slots are.
+        devices: the device of each store's slots.
         files: the expert files that all stores read.
-        copies: of the first device, where the model computes all but the others' experts.
+        copies: those of the first device, which computes everything except the other devices' experts.
 
-    Effects: `close` closes them all.
+    Effects: `close` closes all stores.
     """
 
     def __init__(self, stores: Sequence[ExpertStore]) -> None:
@@ -53,35 +53,35 @@ class Stores:
 
     @property
     def stats(self) -> StoreStats:
-        """The counters of all devices, added; two devices that wait at once count twice."""
+        """Sum of all devices' counters; simultaneous waits of two devices count twice."""
         every = [store.stats for store in self._stores]
         return StoreStats(**{f.name: sum(getattr(stats, f.name) for stats in every) for f in fields(StoreStats)})
 
     def device_of(self, slot: int) -> int:
-        """The number of the device that a slot is on."""
+        """Device number of a slot."""
         return bisect_right(self._starts, slot) - 1
 
     def load(self, key: int, slot: int, prefetch: bool) -> None:
-        """As `ExpertStore.load`."""
+        """See `ExpertStore.load`."""
         store, own_slot = self._at(slot)
         store.load(key, own_slot, prefetch)
 
     def ready(self, key: int, slot: int) -> tuple[Weight, ...]:
-        """As `ExpertStore.ready`."""
+        """See `ExpertStore.ready`."""
         store, own_slot = self._at(slot)
         return store.ready(key, own_slot)
 
     def computed(self, slot: int) -> None:
-        """As `ExpertStore.computed`."""
+        """See `ExpertStore.computed`."""
         store, own_slot = self._at(slot)
         store.computed(own_slot)
 
     def host(self, key: int) -> AbstractContextManager[tuple[Weight, ...]]:
-        """As `ExpertStore.host`, in the tier of the expert's own device."""
+        """See `ExpertStore.host`; uses the host tier of the expert's device."""
         return self._stores[key % len(self._stores)].host(key)
 
     def close(self) -> None:
-        """End the threads of all."""
+        """End all stores' threads."""
         for store in self._stores:
             store.close()
 
@@ -93,14 +93,14 @@ class Stores:
 def open_stores(
     loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memory_bytes: int | None = None
 ) -> ExpertStore | Stores:
-    """The store of a model from `load_lazy`: on the model's device, or one on each device of a fleet.
+    """Open the store of a model from `load_lazy`: on the model's device, or one on each device of a fleet.
 
     Args:
         num_threads: I/O threads of each device.
-        host_memory_bytes: shared out evenly.
+        host_memory_bytes: split evenly between devices.
 
     Raises:
-        UsageError: there are fewer GPUs.
+        UsageError: the machine has fewer GPUs.
         CapacityError: as for `ExpertStore`.
     """
     if not isinstance(pool, Fleet):
@@ -120,14 +120,14 @@ def open_stores(
 
 
 def begin_with(keys: Sequence[int], residency: Residency, store: ExpertStore) -> None:
-    """Start to load experts into slots that are free; what has a demand goes ahead of them."""
+    """Start to load experts into free slots; on-demand loads go first."""
     for key in keys[-residency.policy.num_slots :]:
         if (step := residency.bring(key)) is not None:
             store.load(step.key, step.slot, prefetch=True)
 
 
 def fill_device(residency: Pool, store: ExpertStore | Stores) -> None:
-    """Start to load every expert, where a GPU has slots for all: then no layer has to ask which are chosen."""
+    """Start to load every expert if a GPU has slots for all: then no layer has to fetch its routes."""
     total = residency.policy.spec.total_experts
     one = isinstance(residency, Residency) and isinstance(store, ExpertStore)
     if one and store.copies.staged and residency.policy.num_slots >= total:

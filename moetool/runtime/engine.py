@@ -1,4 +1,4 @@
-"""The engine: one thread that forwards the batch, takes requests and cancellations between forwards.
+"""The engine: one thread that forwards batches and takes requests and cancellations between forwards.
 
 submit -> queue -> forward (experts from the pool) -> tokens to each request's sink
 """
@@ -38,22 +38,22 @@ from moetool.types import ForwardInfo
 _LOG = logging.getLogger(__name__)
 SAVE_SECONDS = 300.0
 _FEW = 8
-"""Requests that it takes without having begun them, however few run together."""
+"""Most requests in the queue, whatever the batch size."""
 
 
 class Engine:
-    """Serves a model by a cache policy.
+    """Serves a model with a cache policy.
 
     `submit`, `cancel`, `prompt_logprobs` and `metrics` may be called from any thread.
 
     Args:
         loaded: a model from `load_lazy`.
-        runtime: computes the model's experts; its residency decides about the expert slots.
-        batcher: forwards the same model's requests.
+        runtime: computes the model's experts; its residency assigns expert slots.
+        batcher: forwards the requests of the same model.
         model_name: the model's name for clients.
         log: records the gate stream and the decisions.
-        save: called when the engine closes, and every few minutes: keeps what the policy has learned.
-        lent: whether somebody else closes the model, which may then serve further engines.
+        save: saves the policy's learned state; called every few minutes and at close.
+        lent: whether the caller closes the model, which may serve further engines.
 
     Effects: owns the model and the runtime. `start` starts the thread, `close` ends it, frees the runtime's threads and
         closes the model's files.
@@ -92,7 +92,7 @@ class Engine:
         self._oracle: LiveOracle | None = None
         self._changes: PolicyChanges | None = None
         self._share: MemoryShare | None = None
-        self._coming: list[PolicyChoice] = []  # in charge from the next forward on
+        self._coming: list[PolicyChoice] = []  # in force from the next forward on
         self._changed: list[dict[str, Any]] = []
         self._save = save
         self._saved = time.monotonic()
@@ -119,7 +119,7 @@ class Engine:
         self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
 
     def change_policy(self, choice: PolicyChoice) -> bool:
-        """Put another policy in charge before the next forward, from any thread; answers whether it will be."""
+        """Switch to another policy before the next forward, from any thread; returns whether it will be done."""
         with self._wake:
             if self._changes is None or self.state != "ready":
                 return False
@@ -128,15 +128,15 @@ class Engine:
         return True
 
     def compare_with(self, oracle: LiveOracle, changes: PolicyChanges | None = None) -> None:
-        """Have the policy compared with others while it serves; the oracle starts and closes with the engine.
+        """Compare the policy with others while serving; the oracle starts and closes with the engine.
 
         Args:
-            changes: of the policy; without it the policy stays (`change_policy`).
+            changes: switches policies (`change_policy`); None: the policy never changes.
         """
         self._oracle, self._changes = oracle, changes
 
     def share_memory(self, share: MemoryShare) -> None:
-        """Have long prompt chunks borrow expert slots, from the next forward on; for one device, which is a CPU."""
+        """Let long prompt chunks borrow expert slots from the next forward on; for a single CPU device."""
         assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
         self._share = share
 
@@ -156,7 +156,7 @@ class Engine:
             self._oracle.start()
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuse what can never be served.
+        """Refuse a request that can never be served.
 
         Raises:
             UsageError: the prompt is empty or has ids outside the vocabulary.
@@ -170,10 +170,10 @@ class Engine:
         """Queue a request; its tokens go to `sink`, on the engine's thread.
 
         Returns:
-            The number of the request, for `cancel`.
+            The request's number, for `cancel`.
 
         Raises:
-            UsageError, CapacityError: as `check`.
+            UsageError, CapacityError: see `check`.
             Unavailable: the engine is starting, draining or has failed.
         """
         self._require_ready()
@@ -190,15 +190,15 @@ class Engine:
         return request
 
     def cancel(self, request: int) -> None:
-        """Stop a request; its sink gets a last message `cancelled` unless it has ended already."""
+        """Stop a request; its sink receives a last message `cancelled` unless the request has ended."""
         with self._wake:
             self._commands.append(lambda: self._cancel(request))
             self._wake.notify()
 
     def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
-        """Log-probabilities of the tokens of a prompt, None for the first; blocks until its forward has run.
+        """Log-probabilities of a prompt's tokens, None for the first; blocks until its forward has run.
 
-        Raises: as `submit`.
+        Raises: see `submit`.
         """
         self._require_ready()
         self.batcher.check(prompt, SamplingParams(max_tokens=0))
@@ -213,10 +213,10 @@ class Engine:
         return answer.result()
 
     def close(self) -> None:
-        """Cancel what is left, end the thread, keep what was learned and the log.
+        """Cancel remaining requests, end the thread, save the policy's state and the log.
 
         Raises:
-            MoetoolError: one of them could not be written.
+            MoetoolError: state or log could not be written.
         """
         with self._wake:
             if self.state != "failed":
@@ -249,7 +249,7 @@ class Engine:
             raise MoetoolError("; ".join(lost))
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges by name, for /metrics and for reports."""
+        """Counters and gauges by name, for /metrics and reports."""
         counts, stats = self.residency.counts, self.store.stats
         return {
             "hits_kept": counts.kept,
@@ -284,11 +284,11 @@ class Engine:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Hit rate by layer, bytes by tier and of an expert, stall, prefetch recall, and memory by what holds it.
+        """Hit rate by layer, bytes by tier, bytes of an expert, stall, prefetch recall, and memory by use.
 
-        `prefetch_recall` is the share of experts that were needed and not kept that a prefetch had brought in time or
-        late. Rates are null before anything was needed. `oracle` compares the last forwards (`LiveOracle`), and
-        `policy_changes` says which policy took over from which forward on.
+        `prefetch_recall` is the share of needed experts not kept in cache that were prefetched, in time or late. Rates
+        are null before the first event. `oracle` compares the last forwards (`LiveOracle`), and `policy_changes` lists
+        each new policy with its first forward.
         """
         counts, read = self.residency.counts, self.store.stats
         lent = self.residency.lent if isinstance(self.residency, Residency) else 0
@@ -328,7 +328,7 @@ class Engine:
     # -- on the engine's thread --------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Carry out what was asked for and run one forward, if there is anything to forward."""
+        """Carry out queued commands and run one forward if any request is pending."""
         while self._commands:
             self._commands.popleft()()
         if self.batcher.idle:
@@ -349,12 +349,12 @@ class Engine:
             self._saved = time.monotonic()
             try:
                 self._save()
-            except MoetoolError as error:  # a full disk must not end the server; `close` tells of it
+            except MoetoolError as error:  # a full disk must not end the server; `close` reports it
                 _LOG.warning("policy state not saved: %s", error)
 
     @property
     def problems(self) -> Sequence[str]:
-        """Why it has failed, or what is wrong while requests are served all the same; names no path."""
+        """Why the engine failed, or what is wrong although it still serves; names no path."""
         if self.state == "failed":
             return (self._reason or "the server's log says why it failed",)
         if self._log is None or not (error := self._log.status().error):
@@ -368,7 +368,7 @@ class Engine:
 
     @property
     def num_pending(self) -> int:
-        """Requests, cancellations and scores that the engine's thread has yet to take."""
+        """Number of requests, cancellations and scores in the engine's inbox."""
         return len(self._commands)
 
     def _run(self) -> None:
@@ -384,7 +384,7 @@ class Engine:
         except WeightsChanged as error:
             reason = f"{error}; start the server again, and replace weights by renaming new files over them"
             self._reason = reason
-            _LOG.error("no more is served: %s", reason)
+            _LOG.error("serving stops: %s", reason)
         except BaseException as error:
             reason = f"the engine failed: {error}"
             _LOG.error("%s", reason)
@@ -393,7 +393,7 @@ class Engine:
             self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """Tell everybody who still waits that there will be no answer."""
+        """Tell all waiting clients that no answer will come."""
         with self._wake:
             if self.state != "draining":
                 self.state = "failed"
@@ -428,13 +428,13 @@ class Engine:
         self.runtime.begin_forward(batch.info)
 
     def _change_policy(self, forward: int) -> None:
-        """Carry out the changes that are to hold from this forward on."""
+        """Apply policy changes before this forward."""
         coming, self._coming = self._coming, []
         for choice in coming:
             assert self._changes is not None
             try:
                 self._changes.change(choice)
-            except (MoetoolError, ValueError) as error:  # a state that does not fit the policy's options, say
+            except (MoetoolError, ValueError) as error:  # e.g. a state that does not fit the policy's options
                 _LOG.warning("%s does not take over: %s", choice.name, error)
                 continue
             self._changed.append({"forward": forward, "policy": choice.name})
@@ -442,7 +442,7 @@ class Engine:
                 self._log.on_change(forward, choice)
 
     def _lend(self, info: ForwardInfo) -> None:
-        """Lend expert slots to a forward that is about to run and to the KV cache, or take them back."""
+        """Lend expert slots to the next forward and to the KV cache, or take them back."""
         if self._share is None:
             return
         assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
@@ -484,10 +484,10 @@ class Engine:
         self._require_unchanged()
 
     def _after_forward(self, failed: bool, ended: set[int]) -> None:
-        """Close the books on the forward that has run, or has failed."""
+        """Account for the forward that ran or failed."""
         try:
             self.runtime.end_forward()
-        except BaseException:  # no token of it is delivered
+        except BaseException:  # none of its tokens is delivered
             self._close_books(True, ended)
             raise
         self._close_books(failed, ended)
@@ -500,7 +500,7 @@ class Engine:
             self._forwards += 1
             if self._log is not None:
                 self._log.end_forward(failed)
-            # A forward that raised ends all of its requests; one that did not may still fail to draw a token of one.
+            # A forward that raised ends all its requests; otherwise sampling may still fail for one of them.
             self._routes.end_forward(failed and ended.issuperset(self._in_forward))
         for request in self._in_forward:
             if request in ended:
@@ -513,7 +513,7 @@ class Engine:
             self._log.end_request(request)
 
     def _require_unchanged(self) -> None:
-        """Raises: WeightsChanged, where a read has found so: what is in memory and what is on disk no longer match."""
+        """Raises: WeightsChanged: a read found that weights in memory and on disk no longer match."""
         if self._files is not None and self._files.changed:
             raise WeightsChanged(self._files.changed)
 

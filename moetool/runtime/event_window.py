@@ -1,4 +1,4 @@
-"""The last forwards of a server as a policy saw them: what each needed, and what it found."""
+"""A server's most recent forwards as its policy saw them: experts needed, hits and misses."""
 
 import threading
 from collections import deque
@@ -9,7 +9,7 @@ from moetool.types import ForwardInfo, GateEvent
 
 MOST_EVENTS = 4096
 MOST_ROWS = 1 << 16
-"""Choices of tokens and layers in a window, at most: each takes about 130 bytes."""
+"""Most (token, layer) choices in a window; each takes about 130 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class WindowForward:
     """One forward.
 
     Attributes:
-        events: of each layer, without the columns that some policies look at.
-        counts: hits, late hits and misses of the experts that it needed.
-        lent: expert slots that were lent while it ran.
+        events: events by layer, without the optional columns that some policies use.
+        counts: hits, late hits and misses of its experts.
+        lent: expert slots lent while it ran.
     """
 
     info: ForwardInfo
@@ -29,7 +29,7 @@ class WindowForward:
 
 
 class EventWindow:
-    """Keeps the last whole forwards, at most `MOST_EVENTS` events and `MOST_ROWS` rows.
+    """Keeps the most recent complete forwards, at most `MOST_EVENTS` events and `MOST_ROWS` rows.
 
     `begin`, `add` and `end` belong to the model's thread, `forwards` may be called from any.
     """
@@ -42,18 +42,18 @@ class EventWindow:
         self._current: list[GateEvent] = []
         self._before = Counts()
         self.passed = 0
-        """Forwards so far, of which the last are kept."""
+        """Number of forwards so far, including dropped ones."""
 
     def begin(self, counts: Counts) -> None:
-        """A forward begins; `counts` are those before it."""
+        """Begin a forward; `counts` are those before it."""
         self._current, self._before = [], counts
 
     def add(self, event: GateEvent) -> None:
-        """One of its events."""
+        """Add an event of the forward."""
         self._current.append(event)
 
     def end(self, info: ForwardInfo, counts: Counts, lent: int = 0) -> None:
-        """The forward is over, whole or not; `lent` slots were lent."""
+        """End the forward, complete or not; `lent` slots were lent."""
         bare = replace(info, embedding_TD=None)
         events = tuple(GateEvent(forward=bare, layer=e.layer, experts_TK=e.experts_TK) for e in self._current)
         self._current = []

@@ -1,4 +1,4 @@
-"""Running the experts of a model from a pool that may be smaller than one event."""
+"""Run a model's experts from a pool that may be smaller than one event."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,47 +33,46 @@ from moetool.types import ForwardInfo, GateEvent
 
 _IMPLEMENTATION = "moetool"
 _FEW_ROWS = 1024
-"""Choices that are computed together at most: what lies between their two products is held for all of them."""
+"""Most choices computed together, because the intermediate values of all are held at once."""
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
 
 class ExpertRuntime:
-    """Computes every MoE layer of a model by the programs of a `Residency`, out of an `ExpertStore`.
+    """Computes every MoE layer of a model from an `ExpertStore`, by the programs of a `Residency`.
 
-    The products of the experts are made in whatever order their weights arrive; each expert's tokens always form
-    one product, and the weighted sum over a token's experts is always taken in the order of its top-k. So for one
-    composition of the batch the result is the same to the bit under every policy, budget and order of loads.
-    Families that sum in another order of their own get the same sum to within rounding.
+    Experts are computed in the order in which their weights arrive; each expert's tokens always form one product, and
+    the weighted sum over a token's experts always follows the order of its top-k. So for one batch composition the
+    result is bit-identical under every policy, budget and order of loads. Families that sum in another order get the
+    same sum up to rounding.
 
-    On a GPU that holds too, with nothing switched on for it: all computing goes through one stream, and none of the
-    operations here adds in an order of its own there (rows are gathered and written, never accumulated).
-    `torch.use_deterministic_algorithms` would add nothing but errors in families whose own layers have no such form.
-    The exception are experts that a policy has computed on the host beside a GPU: a processor rounds otherwise, so
-    the result is then the same to within rounding.
+    The same holds on a GPU without special settings: one stream computes everything, and no operation here has a
+    variable summation order (rows are gathered and written, never accumulated). `torch.use_deterministic_algorithms`
+    would only add errors in families whose layers have no deterministic form. The exception is a policy that computes
+    experts on the host beside a GPU: CPU and GPU round differently, so the result is equal up to rounding.
 
-    Where several devices share the experts, each computes its own: their inputs are sent to it and their outputs come
-    back to the model's device, where the sum is taken.
+    If several devices share the experts, each computes its own: inputs are sent to it, and outputs return to the
+    model's device, which computes the sum.
 
     Args:
         loaded: a model whose experts are on the meta device (`load_lazy`).
         residency: that of one device, or a `Fleet`.
         store: made for it (`moetool.runtime.device_stores.open_stores`).
-        pooled: whether all experts of an event are computed by one product over the pool
-            (`moetool.runtime.pooled_experts`), and not one by one: by default on a GPU that has all slots.
+        pooled: whether one product over the pool computes all experts of an event (`moetool.runtime.pooled_experts`),
+            instead of one product each (default: on a GPU that has all slots).
 
     Attributes:
-        from_pool: whether every expert is computed out of the store, by the residency's steps.
+        from_pool: whether every expert is computed from the store, by the residency's steps.
         uses_L: how often each layer needed an expert.
-        misses_L: how often it was not resident then.
+        misses_L: how often it was not resident.
         window: the last events.
-        recorded: graphs of `compute_by_table` that may be used in this forward, by layer.
-        deferred_events: layers and routes of this forward that the residency gets after it. They are computed, or a
-            CUDA graph is about to compute them.
-        on_costs: called with a forward and the seconds of a load and of the host that are in force from it on.
+        recorded: graphs of `compute_by_table` usable in this forward, by layer.
+        deferred_events: layers and routes of this forward that the residency receives after it. They are computed
+            already, or a CUDA graph is about to compute them.
+        on_costs: called with a forward and the seconds of a load and of a host computation that apply from it on.
 
-    Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
-        owns the store.
+    Effects: becomes the model's experts implementation, or replaces the forward of experts without that interface; owns
+    the store.
     """
 
     from_pool = True
@@ -117,7 +116,7 @@ class ExpertRuntime:
             self._bind(layer)
         self._pooled: PooledExperts | None = None
         wanted = store.copies.device.type == "cuda" if pooled is None else pooled
-        wanted = wanted and self.from_pool and "resident" not in self._needs  # a partial forward begins loads by itself
+        wanted = wanted and self.from_pool and "resident" not in self._needs  # a partial forward starts its own loads
         if wanted and isinstance(residency, Residency) and isinstance(store, ExpertStore):
             self._pooled = PooledExperts(loaded, residency, store, self._host)
         policy = residency.policy
@@ -132,9 +131,9 @@ class ExpertRuntime:
             self._look.require_true(loaded.model)
 
     def begin_forward(self, info: ForwardInfo) -> None:
-        """Announce the forward that is about to run, and start its first prefetches.
+        """Announce the next forward, and start its first prefetches.
 
-        Where the policy looks at embeddings they start when the embedding layer has run.
+        If the policy uses embeddings, they start after the embedding layer has run.
         """
         self._info = info
         self.deferred_events = []
@@ -149,7 +148,7 @@ class ExpertRuntime:
             self._pooled.begin_forward(len(info.request_T))
 
     def end_forward(self) -> None:
-        """The forward is over, complete or not, and for the residency also where it could not hear of all events."""
+        """End the forward, complete or not, for the residency too, even if it did not receive all events."""
         if (info := self._info) is None:
             return
         try:
@@ -162,7 +161,7 @@ class ExpertRuntime:
 
     @property
     def defers_events(self) -> bool:
-        """Whether the residency gets all events of this forward only after it (`deferred_events`)."""
+        """Whether the residency receives all events of this forward only after it (`deferred_events`)."""
         return self._defers and not any(self._watching.values())
 
     def watch_products(self, layer: MoeLayer, on_products: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -173,12 +172,12 @@ class ExpertRuntime:
         return handle
 
     def watch_looks(self, on_logits: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Call `on_logits` with what a partial forward says of each layer but the first: logits [T, E]."""
-        assert self._look is not None, "nothing looks through resident experts"
+        """Call `on_logits` with the partial forward's logits [T, E] of each layer except the first."""
+        assert self._look is not None, "no partial forward runs"
         return self._look.watch(on_logits)
 
     def close(self) -> None:
-        """End the store's threads and leave the model's routers alone."""
+        """End the store's threads and remove the hooks of the model's routers."""
         if self._look is not None:
             self._look.close()
         self._signals.close()
@@ -188,7 +187,7 @@ class ExpertRuntime:
     def forward(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """The output [T, D] of one MoE layer's routed experts. Raises: MoetoolError: an expert could not be read."""
+        """Output [T, D] of one MoE layer's routed experts. Raises: MoetoolError: an expert could not be read."""
         if self._look is not None and self._look.aside is not None:
             return self._look.aside(hidden_TD)
         num_tokens, top_k = index_TK.shape
@@ -231,24 +230,24 @@ class ExpertRuntime:
     def compute_by_table(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """As `forward`, with experts in the slots of the device's table; the residency is not involved."""
+        """Like `forward`, with experts in the slots of the device's table; the residency is not involved."""
         assert self._pooled is not None
         products = self._pooled.compute_all(layer, hidden_TD, index_TK.shape[1], index_TK)
         return _summed(products, weights_TK).to(hidden_TD.dtype)
 
     def computes_by_table(self, layer: MoeLayer, num_rows: int) -> bool:
-        """Whether `compute_by_table` may be called for so many choices."""
+        """Whether `compute_by_table` may be called for this number of choices."""
         called = layer.form.call in _CALLED_WITH_ROUTES
         return called and self._pooled is not None and self._pooled.table_suffices(layer, num_rows)
 
     def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
-        """Route of the layer, for the policy."""
+        """Routes of the layer, for the policy."""
         if self._info is None:
             raise RuntimeError("the model was called outside a forward started by moetool")
         event = GateEvent(
             forward=self._info,
             layer=layer.index,
-            experts_TK=tuple(map(tuple, index_TK.tolist())),  # here the host waits for the device, once a layer
+            experts_TK=tuple(map(tuple, index_TK.tolist())),  # the host waits for the device here, once per layer
             weights_TK=to_float16(weights_TK).astype(np.float32) if "weights" in self._needs else None,
         )
         return self._signals.fill(event)
@@ -256,8 +255,8 @@ class ExpertRuntime:
     def _reroute(
         self, event: GateEvent, routed: Sequence[Sequence[int]], index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> tuple[GateEvent, torch.Tensor, torch.Tensor]:
-        """Put the policy's experts in place of the router's; the weights of a changed token follow from its scores."""
-        assert event.scores_TE is not None, "a policy that routes needs the logits"
+        """Replace the router's experts by the policy's; the weights of a changed token follow from its scores."""
+        assert event.scores_TE is not None, "a policy that changes routes needs the logits"
         chosen_TK = torch.tensor(routed, device=index_TK.device, dtype=index_TK.dtype)
         changed_T = (chosen_TK != index_TK).any(dim=1)
         scores_TE = torch.from_numpy(event.scores_TE).to(weights_TK.device)
@@ -266,7 +265,7 @@ class ExpertRuntime:
         return replace(event, experts_TK=tuple(map(tuple, routed))), chosen_TK, weights_TK
 
     def _layer_max_rows(self, layer: MoeLayer) -> int:
-        """Rows of each of the layer's experts that `_few_products` computes at most."""
+        """Most rows of an expert of the layer in `_few_products`."""
         if isinstance(self.store, Stores) or self.store.copies.staged or self.residency.policy.computes_on_host:
             return 0
         files = self.store.files
@@ -274,7 +273,7 @@ class ExpertRuntime:
         return layer.form.max_rows(files.views(self.store.slots[0], layout))
 
     def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
-        """The residency's steps for an event, counted."""
+        """Return the residency's steps for an event, and count them."""
         self.window.add(event)
         expert_of, needed = self.residency.policy.spec.expert_of, set(event.needed)
         self._under_way.clear()
@@ -308,13 +307,13 @@ class ExpertRuntime:
         return self._pooled is not None and self._pooled.complete and self._may_defer
 
     def _report_deferred(self) -> None:
-        """Tell the residency of the events that are computed already, by one transfer, and start what it asks for."""
+        """Report the deferred events to the residency with one transfer, and start the loads that it asks for."""
         if not self.deferred_events:
             return
         assert self._pooled is not None and self._info is not None
         deferred, self.deferred_events = self.deferred_events, []
         if (device := deferred[0][1].device).type == "cuda":
-            torch.cuda.synchronize(device)  # the forward may have run on a stream of its own
+            torch.cuda.synchronize(device)  # the forward may have run on another stream
         chosen = torch.cat([index_TK.reshape(-1) for _, index_TK in deferred]).tolist()
         self._pooled.computed_all()
         first = 0
@@ -326,9 +325,9 @@ class ExpertRuntime:
             self._start([step for step in self._program(layer, event) if step.kind is not StepKind.COMPUTE])
 
     def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor | None:
-        """As `_products`, for experts of few rows: all that are here in one call, whatever their number.
+        """Like `_products`, for experts with few rows: computes all resident ones in one call.
 
-        None where an expert has more rows than that, or no weights.
+        None if an expert has more rows, or no weights.
         """
         num_rows = sum(map(len, event.experts_TK))
         max_rows = self._max_rows[layer.index]
@@ -344,7 +343,7 @@ class ExpertRuntime:
         base = self.residency.policy.spec.expert_key(layer.index, 0)
         together: list[Step] = []
         made: list[tuple[list[int], torch.Tensor]] = []
-        beside: list[Step] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+        beside: list[Step] = []  # loaded on demand but not needed here: the rest of a whole layer
 
         def compute() -> None:
             shares: list[Share] = []
@@ -367,7 +366,7 @@ class ExpertRuntime:
                 while beside:
                     store.ready(beside[-1].key, beside.pop().slot)
                 if together and not store.arrived(step.key, step.slot):
-                    compute()  # while it is being read
+                    compute()  # overlaps the read
                 together.append(step)
                 continue
             at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
@@ -395,10 +394,10 @@ class ExpertRuntime:
         index_TK: torch.Tensor,
         gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The output [T * K, D] of each token's experts, not yet weighted.
+        """Return the unweighted outputs [T * K, D] of each token's experts.
 
         Args:
-            gather: rows of the experts' inputs, by expert and place in [T * K].
+            gather: returns rows of an expert's inputs, by expert and position in [T * K].
         """
         choices = by_expert(index_TK)
         x_of = choices.split(gather(choices.experts, choices.places))
@@ -425,8 +424,8 @@ class ExpertRuntime:
         """Compute every expert that the event needs, and `put` its output.
 
         Args:
-            rows_of: by expert the places in [T * K] that chose it.
-            inputs: gives what an expert gets for its places.
+            rows_of: positions in [T * K], by expert.
+            inputs: returns an expert's input for its positions.
         """
         expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
         steps = self._program(layer, event)
@@ -435,8 +434,8 @@ class ExpertRuntime:
             return
         sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
-        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # elsewhere, to be put in their place at the end
-        beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # on other devices; written at the end
+        beside: list[tuple[int, int]] = []  # loaded on demand but not needed here: the rest of a whole layer
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             if step.kind is StepKind.HOST:
                 continue
@@ -450,7 +449,7 @@ class ExpertRuntime:
                 if step.kind is StepKind.LOAD and expert not in rows_of:
                     beside.append((step.key, step.slot))
                 continue
-            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # now that loads are under way
+            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # after loads have started
             if sent is None:
                 sent = self._send(layer, steps, rows_of, inputs)
             while beside:
@@ -477,9 +476,9 @@ class ExpertRuntime:
         inputs: Callable[[int, torch.Tensor], torch.Tensor],
         put: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Compute an event whose experts are all in their slots, as many together as have few rows in all.
+        """Compute an event whose experts are all resident, grouping experts with few rows.
 
-        For few rows an expert takes longer to ask for than to compute (`ExpertForm.compute_each`).
+        With few rows a call takes longer than its computation (`ExpertForm.compute_each`).
         """
         expert_of, form = self.residency.policy.spec.expert_of, layer.form
         together: list[tuple[int, Step, torch.Tensor]] = []
@@ -513,10 +512,10 @@ class ExpertRuntime:
         rows_of: Mapping[int, torch.Tensor],
         inputs: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The inputs of the experts that other devices compute, by expert, on those devices.
+        """Send inputs to the devices that compute them; returns them by expert.
 
-        All at once, before anything is computed there: a copy between two devices waits for both, so that a later one
-        would have the model's device wait for what the other was asked to compute.
+        All are sent before any device computes: a copy between two devices waits for both, so a later copy would make
+        the model's device wait for the other's computation.
         """
         sent: dict[int, torch.Tensor] = {}
         if isinstance(self.store, Stores):
@@ -534,7 +533,7 @@ class ExpertRuntime:
         rows_of: Mapping[int, torch.Tensor],
         inputs: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
-        """Begin to compute `experts` in host memory and empty the list; gives what waits for each one's output."""
+        """Start to compute `experts` in host memory and empty the list; yields per expert a wait for its output."""
         while experts:
             expert = experts.pop()
             x = inputs(expert, rows_of[expert])
@@ -547,26 +546,26 @@ class ExpertRuntime:
     def _bind(self, layer: MoeLayer) -> None:
         layer.experts.moetool_binding = (self, layer)
         if layer.form.call is Call.INTERFACE:
-            return  # transformers dispatches by a name on the config; the instance says whose pool serves it
+            return  # transformers dispatches by a name in the config; the instance determines the pool
         forwards: dict[Call, Callable[..., torch.Tensor]] = {
             Call.EXPERTS: self._experts,
             Call.SCALED: self._scaled,
             Call.BLOCK: self._block,
         }
         layer.experts.forward = partial(forwards[layer.form.call], layer)
-        if layer.form.call is Call.SCALED:  # its experts are not told who chose them
+        if layer.form.call is Call.SCALED:  # its experts do not receive the routes
             watch(layer, lambda *routes: self._chosen.update({layer.index: routes}))
 
     def _experts(
         self, layer: MoeLayer, hidden: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """Experts that are called as the interface calls them, but for the shape of the hidden states."""
+        """Experts called as by the interface, except for the shape of the hidden states."""
         flat_TD = hidden.reshape(-1, hidden.shape[-1])
         return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape)
 
     def _scaled(self, layer: MoeLayer, scaled: torch.Tensor) -> torch.Tensor:
-        """Experts that get one copy [E * T, D] of the hidden states each, by its weight, and whose outputs are summed
-        by the caller (llama4). Copies that nobody chose are 0, and so are their outputs.
+        """Experts that each receive a copy of the hidden states scaled by its weight, [E * T, D] in all; the caller
+        sums their outputs (llama4). Copies without a choice are 0, and so are their outputs.
         """
         copies_ETD = scaled.view(layer.num_experts, -1, scaled.shape[-1])
         top_k = layer.top_k
@@ -583,7 +582,7 @@ class ExpertRuntime:
         return output_ETD.view(scaled.shape)
 
     def _block(self, layer: MoeLayer, hidden: torch.Tensor) -> torch.Tensor:
-        """A block that routes by itself and adds a bias to the sum (jetmoe)."""
+        """A block with its own router that adds a bias to the sum (jetmoe)."""
         flat_TD = hidden.reshape(-1, hidden.shape[-1])
         index_TK, weights_TK = sorted_routes(layer.router(flat_TD), layer.top_k)
         return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape) + layer.experts.bias
@@ -606,7 +605,7 @@ def _summed(products: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
 
 
 def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An expert's output from where it was computed, and what the family does with it, by weights that are here."""
+    """Move an expert's output to this device, and apply the family's last operation with local weights."""
     output = output.to(device)
     return output if layer.form.finish is None else layer.form.finish(output)
 

@@ -1,4 +1,4 @@
-"""A layer's choices of experts, put in the order of the experts, and back."""
+"""Sort a layer's choices by expert, and restore their order."""
 
 from itertools import groupby
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import torch
 
 
 class Choices(NamedTuple):
-    """The choices of a layer in the order of their experts.
+    """A layer's choices, sorted by expert.
 
     Attributes:
         experts: the expert of each choice.
-        places: where the choice stands in [T * K].
+        places: the choice's position in [T * K].
         span_of: an expert's choices.
     """
 
@@ -20,22 +20,22 @@ class Choices(NamedTuple):
     span_of: dict[int, slice]
 
     def split(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Each expert's part of what has a row for each choice."""
+        """Split a tensor with one row per choice by expert."""
         return {expert: x[span] for expert, span in self.span_of.items()}
 
     def restore(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows for the choices, in the order of [T * K]."""
+        """Restore rows to the order of [T * K]."""
         restored = torch.empty_like(x)
         restored[self.places] = x
         return restored
 
 
 def by_expert(index_TK: torch.Tensor) -> Choices:
-    """The choices by expert; those of one expert are the first choices first, then by token.
+    """Sort choices by expert; those of one expert by rank, then by token.
 
-    So do the families' own loops order them, and where a row lies can change its last bit.
+    The families' own loops use this order, and a row's position can change its last bit.
     """
-    # On the CPU: on a GPU every question of how many would wait for the answer.
+    # On the CPU: on a GPU every size query would synchronize.
     num_tokens, top_k = index_TK.shape
     ids, order = torch.sort(index_TK.cpu().T.reshape(-1), stable=True)
     places = order % num_tokens * top_k + order // num_tokens

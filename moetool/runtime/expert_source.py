@@ -18,7 +18,7 @@ from moetool.runtime.host_tier import Buffer, HostTier
 
 _LOG = logging.getLogger(__name__)
 _RING_BYTES = 2**30
-"""Bytes of host memory through which experts pass to a device, by default."""
+"""Default bytes of host memory for transfers to a device."""
 
 
 @dataclass(slots=True)
@@ -28,13 +28,13 @@ class StoreStats(JsonRecord):
     Attributes:
         reads: experts read from disk.
         bytes_read: their bytes.
-        prefetch_bytes: bytes among them that a prefetch asked for.
-        host_hits: experts that lay in host memory when they were to be loaded or computed there.
+        prefetch_bytes: the prefetched part of these bytes.
+        host_hits: experts found in host memory when loaded, or computed there.
         host_bytes: their bytes.
-        late: prefetched experts that were waited for.
-        retried: reads that were tried again after an error.
+        late: prefetched experts that arrived late.
+        retried: reads repeated after an error.
         stall_seconds: time the model's thread waited for bytes.
-        host_stall_seconds: the part of it for experts that lay in host memory; the rest is the disk's.
+        host_stall_seconds: the part spent on experts in host memory; the rest is spent on the disk.
     """
 
     reads: int = 0
@@ -52,7 +52,7 @@ class ExpertSource:
     """The tiers below the slots. Every method may be called from any thread.
 
     Args:
-        num_threads: threads that call `fill` besides the model's.
+        num_threads: threads besides the model's that call `fill`.
         host_memory_bytes, hosts: as for `moetool.runtime.expert_store.ExpertStore`.
 
     Attributes:
@@ -62,7 +62,7 @@ class ExpertSource:
     Effects: allocates the host tier.
 
     Raises:
-        CapacityError: `host_memory_bytes` is less than the tier must have, or there is no such memory.
+        CapacityError: `host_memory_bytes` is below the tier's minimum, or the machine lacks the memory.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ExpertSource:
         if count < least:
             raise CapacityError(
                 f"--host-memory {host_memory_bytes:,} holds {count} experts of {stride:,} bytes, expected at least "
-                f"{least}, so that {num_threads} threads can read; give it {least * stride:,}, or leave it out"
+                f"{least}, so that {num_threads} threads can read; set it to {least * stride:,}, or omit it"
             )
         self.pool_bytes = count * stride
         self._host = None
@@ -89,16 +89,16 @@ class ExpertSource:
             self._host = HostTier(cut(copies.host_memory(self.pool_bytes), count, files.stored_bytes))
         if hosts and files.converts:
             (self._converted,) = cut(copies.device_memory(stride_of(files.slot_bytes)), 1, files.slot_bytes)
-        # Two copies out of one buffer must leave it the mark of the later one; a copy that is done needs no mark.
+        # After two copies from one buffer it keeps the later mark; a finished copy needs none.
         self._copying = threading.Lock() if copies.staged else contextlib.nullcontext()
 
     def fill(self, key: int, slot: torch.Tensor, prefetch: bool, freed: Any) -> tuple[str, Any]:
-        """Bring an expert into a slot, or on its way into it once `freed` is passed.
+        """Load an expert into a slot, or queue its copy there after `freed` is passed.
 
         Returns:
-            The tier that it came from, `host` or `disk`, and the mark of the end of its copy.
+            Its source tier, `host` or `disk`, and the mark of the end of its copy.
 
-        Raises: whatever reading or copying raises.
+        Raises: any error of the read or the copy.
         """
         buffer, tier = self._open(key, prefetch)
         if buffer is None or self._host is None:
@@ -116,7 +116,7 @@ class ExpertSource:
         return tier, copied
 
     def read_ahead(self, key: int) -> bool:
-        """Read an expert into a buffer of host memory that holds none; False where there is no such buffer left."""
+        """Read an expert into an empty buffer of host memory; False if no buffer is empty."""
         if self._host is None or (buffer := self._host.open_free(key)) is None:
             return self._host is not None and self._host.holds(key)
         try:
@@ -130,7 +130,7 @@ class ExpertSource:
         return True
 
     def hold(self, key: int) -> Buffer | None:
-        """The buffer of an expert in host memory that is to be copied by `copy_held`; None where it is not there."""
+        """Hold the buffer of an expert in host memory for `copy_held`; None if it is not there."""
         buffer = None if self._host is None or self._files.converts else self._host.hold(key)
         if buffer is not None:
             with self.lock:
@@ -139,7 +139,7 @@ class ExpertSource:
         return buffer
 
     def copy_held(self, loads: Sequence[tuple[Buffer, torch.Tensor, Any]]) -> Any:
-        """Copy held buffers into slots, each after its mark, and let go of them; gives the mark of the end of all."""
+        """Copy held buffers into slots, each after its mark, and release them; returns the last copy's mark."""
         assert self._host is not None
         try:
             with self._copying:
@@ -152,17 +152,17 @@ class ExpertSource:
         return copied
 
     def in_host(self, key: int) -> bool:
-        """Whether an expert lies in host memory; by the next moment it may not."""
+        """Whether an expert is in host memory at the moment."""
         return self._host is not None and self._host.holds(key)
 
     def given_up(self, key: int) -> None:
-        """The device no longer has an expert."""
+        """Record that the device dropped an expert."""
         if self._host is not None:
             self._host.touch(key)
 
     @contextlib.contextmanager
     def host(self, key: int) -> Iterator[tuple[tuple[Weight, ...], str]]:
-        """The weights of an expert in host memory, and the tier that they came from; for one thread at a time.
+        """Weights of an expert in host memory, and their source tier; for one thread at a time.
 
         Raises:
             MoetoolError: the expert could not be read twice.
@@ -175,10 +175,10 @@ class ExpertSource:
                 buffer, tier = self._open(key, prefetch=False)
             except Exception as error:
                 raise self.unreadable(key, error) from error
-        assert buffer is not None and self._host is not None  # there is a buffer for every thread
+        assert buffer is not None and self._host is not None  # every thread has a buffer
         try:
             memory = buffer.memory
-            if self._files.converts:  # as a slot has it, for the same result to the bit
+            if self._files.converts:  # in the slot's form, for bit-identical results
                 self._files.fill(key, memory, self._converted)
                 memory = self._converted
             yield self._files.views(memory, self._files.layout_of(key)), tier
@@ -186,22 +186,22 @@ class ExpertSource:
             self._host.release(buffer)
 
     def count_retry(self, key: int, error: BaseException) -> None:
-        """A read has failed and is tried once more."""
+        """Count a failed read that is tried once more."""
         with self.lock:
             self.stats.retried += 1
         _LOG.warning("%s; trying once more", self.unreadable(key, error))
 
     def unreadable(self, key: int, error: BaseException) -> MoetoolError:
-        """The error for an expert that could not be read."""
+        """Error for an expert that could not be read."""
         layer, expert = self._files.spec.expert_of(key)
         return MoetoolError(f"cannot read expert {expert} of layer {self._files.spec.layer_ids_L[layer]}: {error}")
 
     def _open(self, key: int, prefetch: bool) -> tuple[Buffer | None, str]:
-        """The buffer of the host tier with the expert in it, which the caller releases, and where it came from.
+        """Return the host buffer that holds the expert, for the caller to release, and the source tier.
 
-        None where there is no such tier, or all of it is in use.
+        None if there is no host tier, or all buffers are in use.
 
-        Raises: whatever reading raises; then the tier does not hold the expert.
+        Raises: any error of the read; the tier then does not hold the expert.
         """
         buffer = None if self._host is None else self._host.open(key)
         if buffer is None or self._host is None:

@@ -1,7 +1,7 @@
 """The expert pool: slots of device memory, filled from host memory or disk by I/O threads that only read and copy.
 
-`Residency` decides; the store executes. A load is started and not waited for; `ready` waits for it just before
-the expert is computed. What arrives when changes the seconds lost and nothing else.
+`Residency` decides; the store executes. A load starts without waiting; `ready` waits for it just before the expert is
+computed. Arrival order affects stall time only, never results.
 """
 
 import contextlib
@@ -39,36 +39,36 @@ class _Job:
         self.key = key
         self.slot = slot
         self.prefetch = prefetch
-        self.freed = freed  # mark after which the slot's former expert is computed
+        self.freed = freed  # mark that the slot's former expert is computed
         self.after: _Job | None = None  # the slot's earlier load, while it may still be writing
         self.claimed = False
-        self.done = False  # the slot is filled, or its copy is on the way
+        self.done = False  # the slot is filled, or its copy is queued
         self.copied: Any = None  # mark of that copy's end
-        self.tier = "disk"  # where the expert came from
+        self.tier = "disk"  # source of the expert
         self.error: BaseException | None = None
 
 
 class ExpertStore:
     """A fixed pool of expert slots over host memory and the expert files.
 
-    `load`, `ready`, `computed`, `put`, `bytes_of` and `close` belong to the model's thread, or to whoever holds the
-    lock that keeps it away meanwhile (`moetool.cluster.edge.placed_experts`).
+    `load`, `ready`, `computed`, `put`, `bytes_of` and `close` belong to the model's thread, or to a thread that holds
+    the lock that excludes it (`moetool.cluster.edge.placed_experts`).
 
     Args:
         num_slots: slots of the pool.
         num_threads: I/O threads.
-        host_memory_bytes: for the host tier (`HostTier`). A device that can be filled by copies only needs a buffer
-            for each thread that reads, and so does computing on the host: where this is None, the tier has those and
-            no more, none on a CPU that computes out of slots alone.
+        host_memory_bytes: for the host tier (`HostTier`). A device that only copies can fill needs a buffer per reading
+            thread, and so does computing on the host. None: only these buffers; none on a CPU that computes from slots
+            alone.
         hosts: whether `host` will be called.
         copies: the device; the CPU by default.
 
     Attributes:
-        meter: told how long loads take, where there is one.
+        meter: receives load times, if set.
         pool_bytes: bytes of the slots.
-        host_pool_bytes: bytes of the host tier, at most `host_memory_bytes` where that is given.
+        host_pool_bytes: bytes of the host tier, at most `host_memory_bytes` if set.
 
-    Effects: allocates both at once; starts the threads; `close` ends them.
+    Effects: allocates slots and host tier, and starts the threads; `close` ends them.
 
     Raises:
         CapacityError: `host_memory_bytes` is less than the tier must have, or there is no such memory.
@@ -101,7 +101,7 @@ class ExpertStore:
         self._queued = threading.Condition(self._lock)
         self._finished = threading.Condition(self._lock)
         self._closed = False
-        self._ahead: deque[int] = deque()  # experts that are read into host memory while nothing else is to be done
+        self._ahead: deque[int] = deque()  # experts to read into host memory when idle
         self._threads = [
             threading.Thread(target=self._work, name=f"expert-io-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -110,7 +110,7 @@ class ExpertStore:
 
     @property
     def stats(self) -> StoreStats:
-        """The counters so far. On a GPU the stalls include the time that its own queue waited for copies."""
+        """Current counters. On a GPU, stalls include the time that its queue waited for copies."""
         stats, host, disk = self._source.stats, self.copies.stalled("host"), self.copies.stalled("disk")
         return replace(
             stats,
@@ -119,14 +119,14 @@ class ExpertStore:
         )
 
     def load(self, key: int, slot: int, prefetch: bool) -> None:
-        """Start to bring expert `key` into `slot`, ahead of every prefetch unless it is one.
+        """Start to load expert `key` into `slot`; on-demand loads go ahead of prefetches.
 
-        The slot's former expert must have been computed (`computed`), or not be needed.
+        The slot's former expert must be computed already (`computed`), or not be needed.
         """
         job = self._replace(key, slot, prefetch)
         at_once = not prefetch and self.copies.staged and job.after is None and self._source.in_host(key)
         if at_once and not (self.meter is not None and self.meter.due()):
-            job.claimed = True  # asking for a copy takes no longer than asking a thread to ask for it
+            job.claimed = True  # queueing a copy takes no longer than passing it to a thread
             self._run(job)
             return
         with self._lock:
@@ -134,13 +134,13 @@ class ExpertStore:
             self._queued.notify()
 
     def read_ahead(self, keys: Iterable[int]) -> None:
-        """Have idle threads read experts into host memory, in this order, as long as it has room."""
+        """Let idle threads read experts into host memory, in this order, while it has room."""
         with self._lock:
             self._ahead.extend(keys)
             self._queued.notify_all()
 
     def load_together(self, loads: Sequence[tuple[int, int]]) -> None:
-        """As `load` on demand for each (key, slot), the experts in host memory by one batch of copies with one mark."""
+        """Load each (key, slot) on demand; experts in host memory share one batch of copies and one mark."""
         held: list[tuple[_Job, Buffer]] = []
         for key, slot in loads:
             job = self._replace(key, slot, prefetch=False)
@@ -166,12 +166,11 @@ class ExpertStore:
             self._finished.notify_all()
 
     def ready(self, key: int, slot: int) -> tuple[Weight, ...]:
-        """The weights of expert `key`, which `slot` was to be loaded with (`ExpertFiles.views`).
+        """Return the weights of expert `key` in `slot` (`ExpertFiles.views`).
 
-        Waits until its bytes have been read; where they are still being copied, what the device is asked to compute
-        next waits. A read that failed is tried once more. A slot that does not hold what the program says (nobody
-        asked for the load, or an earlier forward was broken off) is loaded on the spot: a wrong weight is never
-        handed out.
+        Waits until its bytes are read; if they are still being copied, the device's next computation waits. A failed
+        read is tried once more. A slot that does not hold the program's expert (no load was requested, or an earlier
+        forward was aborted) is loaded at once: a wrong weight is never returned.
 
         Raises:
             MoetoolError: the expert could not be read twice.
@@ -205,13 +204,13 @@ class ExpertStore:
         return job is not None and job.key == key and job.done
 
     def holds(self, key: int, slot: int) -> bool:
-        """Whether the expert lies in the slot, whole: nothing that is computed with it has to wait."""
+        """Whether the slot holds the complete expert, so that no computation with it waits."""
         job = self._jobs[slot]
         here = job is not None and job.key == key and job.done and job.error is None
         return here and self.copies.passed(job.copied)  # type: ignore[union-attr]
 
     def stacked(self, layer: int) -> tuple[torch.Tensor, ...] | None:
-        """The parts of a layer's experts in all slots, [slots, ...]; None where slots hold them packed."""
+        """Parts of a layer's experts in all slots, [slots, ...]; None if slots hold packed experts."""
         first = self._views[self.files.layout_of(self.files.spec.expert_key(layer, 0))][0]
         stride, stacked = stride_of(self.files.slot_bytes), []
         for part in first:
@@ -224,7 +223,7 @@ class ExpertStore:
     def release(self, slots: Iterable[int]) -> None:
         """Return the memory of slots to the system, on a CPU; they can be filled again at any time.
 
-        What is in them is lost. Loads into them that have begun are waited for.
+        Their content is lost. Waits for loads into them that have begun.
         """
         for slot in slots:
             with self._lock:
@@ -232,26 +231,26 @@ class ExpertStore:
                 if job is not None:
                     self._source.given_up(job.key)
                 if job is not None and not job.claimed:
-                    job.claimed = True  # nobody needs it now
+                    job.claimed = True  # no longer needed
                     job = job.after
             if job is not None:
                 self._await(job)
             give_back(self.slots[slot])
 
     def computed_together(self, slots: Iterable[int]) -> None:
-        """As `computed`, for several."""
+        """Like `computed`, for several slots."""
         mark = self.copies.mark()
         for slot in slots:
             self._freed[slot] = mark
 
     def computed(self, slot: int) -> None:
-        """All that was to be computed with the expert in `slot` has been asked for: it may be replaced after that."""
+        """Allow the expert in `slot` to be replaced after the computation queued so far."""
         self._freed[slot] = self.copies.mark()
 
     def put(self, key: int, slot: int, data: torch.Tensor) -> None:
-        """Fill `slot` with the bytes of expert `key` that somebody else has read (uint8 [slot_bytes], on the CPU).
+        """Fill `slot` with the bytes of expert `key` from another source (uint8 [slot_bytes], on the CPU).
 
-        What was asked to be computed with the slot's former expert comes first: both are queued on one stream.
+        Queued computation with the slot's former expert runs first: both use one stream.
         """
         before = self._jobs[slot]
         job = self._replace(key, slot, prefetch=False)
@@ -266,27 +265,27 @@ class ExpertStore:
         job.done = True
 
     def bytes_of(self, key: int, slot: int) -> torch.Tensor:
-        """A copy, on the CPU, of what `slot` holds, which is expert `key`. Raises: as `ready`."""
+        """Copy expert `key` from `slot` to the CPU. Raises: see `ready`."""
         self.ready(key, slot)
         return self.slots[slot].to("cpu", copy=True)
 
     @contextlib.contextmanager
     def host(self, key: int) -> Iterator[tuple[Weight, ...]]:
-        """The weights of an expert in host memory, for as long as the context lasts; read if they are not there.
+        """Weights of an expert in host memory while the context lasts; read from disk if missing.
 
-        For one thread at a time, which need not be the model's. Only where `hosts` was announced.
+        For one thread at a time, not necessarily the model's. Needs `hosts`.
 
         Raises:
             MoetoolError: the expert could not be read twice.
         """
         began = time.perf_counter()
         with self._source.host(key) as (weights, tier):
-            if not self.copies.staged:  # otherwise the thread that waits is not the model's
+            if not self.copies.staged:  # otherwise the waiting thread is not the model's
                 self._charge(tier, time.perf_counter() - began)
             yield weights
 
     def close(self) -> None:
-        """Drop what is queued, end the threads, and finish what is being copied."""
+        """Drop queued loads, end the threads, and finish running copies."""
         with self._lock:
             self._closed = True
             self._queue.clear()
@@ -297,14 +296,14 @@ class ExpertStore:
         self.copies.close()
 
     def _replace(self, key: int, slot: int, prefetch: bool) -> _Job:
-        """A new job for the slot in place of its last one, which is never begun if it has not been yet."""
+        """Replace the slot's job by a new one; a job that has not begun is dropped."""
         job = _Job(key, slot, prefetch, self._freed[slot])
         with self._lock:
             before = self._jobs[slot]
             if before is not None:
                 self._source.given_up(before.key)
                 if not before.claimed:
-                    before.claimed = True  # nobody needs it now
+                    before.claimed = True  # no longer needed
                     before = before.after
             if before is not None and not before.done:
                 job.after = before
@@ -312,7 +311,7 @@ class ExpertStore:
         return job
 
     def _wait_for(self, job: _Job) -> None:
-        """Do the job here if no thread has begun it, else wait for the one that has."""
+        """Run the job here if no thread has begun it, else wait for that thread."""
         began = time.perf_counter()
         with self._lock:
             mine = not job.claimed
@@ -349,7 +348,7 @@ class ExpertStore:
             began = time.perf_counter()
             self._run(job)
             if prefetch or (self.meter is not None and self.copies.staged):
-                # Copies have one queue: prefetches that lay in host memory would fill it ahead of demand loads.
+                # Copies share one queue: prefetches from host memory would fill it ahead of demand loads.
                 self.copies.finish(job.copied)
                 if self.meter is not None and self.copies.staged:
                     self.meter.loaded(time.perf_counter() - began)
@@ -358,7 +357,7 @@ class ExpertStore:
         try:
             room = self._source.read_ahead(key)
         except Exception as error:
-            _LOG.warning("%s; it is read again when it is needed", self._source.unreadable(key, error))
+            _LOG.warning("%s; it will be read again when needed", self._source.unreadable(key, error))
             return
         if not room:
             with self._lock:
@@ -383,7 +382,7 @@ class ExpertStore:
                 self._finished.notify_all()
 
     def _charge(self, tier: str, seconds: float) -> None:
-        """Count seconds that the model's thread has waited."""
+        """Count seconds that the model's thread waited."""
         self._source.stats.stall_seconds += seconds
         if tier == "host":
             self._source.stats.host_stall_seconds += seconds
@@ -397,7 +396,7 @@ def open_store(
     *,
     device: torch.device | None = None,
 ) -> ExpertStore:
-    """The store of a model from `load_lazy`, on that model's device unless another is given.
+    """Open the store of a model from `load_lazy`, on the model's device unless another is given.
 
     Arguments and errors are otherwise those of `ExpertStore`.
     """

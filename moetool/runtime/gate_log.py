@@ -44,16 +44,15 @@ class ServeLog:
 
     Args:
         keep: columns besides the experts, as in `moetool capture --keep`.
-        ahead: for how many layers the column `ahead` looks ahead, where it is kept.
-        facts: other inputs that a replay needs to decide the same: policy, options, slots, devices, what was learned
-            before.
+        ahead: number of layers that the column `ahead` looks ahead, if it is kept.
+        facts: other inputs that a replay needs for the same decisions: policy, options, slots, devices, learned state.
         limits: of a segment.
 
-    Effects: `attach` hooks the model and makes `out`. What a killed server left there is renamed to `out.1`, or the
-    next number that is free.
+    Effects: `attach` hooks the model and makes `out`. A killed server's log there is renamed to `out.1`, or the next
+    free number.
 
     Raises:
-        UsageError: `out` exists, and a killed server did not leave it.
+        UsageError: `out` exists and is not a killed server's log.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ServeLog:
         self._forward = -1  # the newest
         self._failed_forwards = 0
         self._reused_tokens = 0
-        self._unseen: set[int] = set()  # requests that have had no forward
+        self._unseen: set[int] = set()  # requests without a forward so far
 
     @property
     def path(self) -> Path:
@@ -89,17 +88,17 @@ class ServeLog:
         return self._out
 
     def attach(self, loaded: LoadedModel, looks: Callable[..., RemovableHandle] | None = None) -> None:
-        """Begin to record the model; `looks` as for `GateRecorder`.
+        """Start recording the model; `looks` as for `GateRecorder`.
 
         Raises:
             UsageError: another process writes there.
-            MoetoolError: nothing can be written there.
+            MoetoolError: the folder cannot be written.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(durable.alone(self._out))
             if _left_open(self._out):
                 kept = durable.set_aside(self._out)
-                _LOG.warning("a server that was killed left the gate log %s; it is now %s", self._out, kept)
+                _LOG.warning("renamed the gate log %s of a killed server to %s", self._out, kept)
             durable.require_absent(self._out, None)
             try:
                 self._out.mkdir()
@@ -120,7 +119,7 @@ class ServeLog:
             self._stack = stack.pop_all()
 
     def add_request(self, request: int, prompt_tokens: int) -> None:
-        """Take in a request."""
+        """Record a request."""
         assert self._writer is not None
         self._writer.add_request(request, prompt_tokens)
         self._unseen.add(request)
@@ -135,23 +134,23 @@ class ServeLog:
                 self._reused_tokens += position
 
     def on_step(self, forward: int, layer: int, step: Step) -> None:
-        """A decision was taken."""
+        """Record a decision."""
         self._digest(forward, layer, step)
 
     def on_costs(self, forward: int, load_s: float, host_s: float) -> None:
-        """Measured costs are in force from a forward on (`Policy.take_costs`)."""
+        """Record measured costs that apply from a forward on (`Policy.take_costs`)."""
         self._costs.append((forward, load_s, host_s))
 
     def on_change(self, forward: int, choice: PolicyChoice) -> None:
-        """Another policy is in charge from a forward on (`moetool.caching._changing`)."""
+        """Record a policy change that applies from a forward on (`moetool.caching._changing`)."""
         self._changes.append((forward, choice.policy, choice.pool))
 
     def on_lent(self, forward: int, slots: int) -> None:
-        """So many expert slots are lent from a forward on (`Residency.lend`)."""
+        """Record the number of expert slots lent from a forward on (`Residency.lend`)."""
         self._lent.append((forward, slots))
 
     def end_forward(self, failed: bool) -> None:
-        """Write the forward that has run; one that failed leaves no rows."""
+        """Write the finished forward; a failed one leaves no rows."""
         assert self._recorder is not None and self._writer is not None
         if failed or self._batch is None:
             self._recorder.discard()
@@ -169,7 +168,7 @@ class ServeLog:
         self._batch = None
 
     def end_request(self, request: int) -> None:
-        """The policy has been told that a request has ended."""
+        """Record the end of a request, after the policy's `end_request`."""
         assert self._writer is not None
         self._writer.end_request(request)
         self._unseen.discard(request)
@@ -182,10 +181,10 @@ class ServeLog:
         return self._writer.status()
 
     def close(self) -> None:
-        """Write what is left and close the trace.
+        """Write remaining rows and close the trace.
 
         Raises:
-            MoetoolError: something could not be written, now or earlier; the trace ends before that.
+            MoetoolError: a write failed, now or earlier; the trace ends before it.
         """
         if self._writer is None or self._recorder is None:
             return
@@ -207,5 +206,5 @@ class ServeLog:
 
 
 def _left_open(out: Path) -> bool:
-    """Whether a log lies there that was never closed, because its server runs still or was killed."""
+    """Whether the folder holds a log that was never closed: its server still runs or was killed."""
     return (out / MANIFEST).is_file() and not Trace(out).closed

@@ -1,4 +1,4 @@
-"""A paged KV cache that begins small and grows on demand, in sixteenths of what it may hold."""
+"""A paged KV cache that begins small and grows on demand, in sixteenths of its full size."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from moetool.runtime.prefix_pages import PrefixPages
 from moetool.runtime.returned_memory import give_back
 
 IDLE_FORWARDS = 256
-"""Forwards after which pages that no running request needed go back."""
+"""Forwards without use by running requests after which pages are returned."""
 _KEPT_PERIODS = 8
 """Times `IDLE_FORWARDS` after which half of the growth for evicted prefixes goes back."""
 _STEPS = 16
 
 
 class GrowingPages:
-    """Holds back sectors of a paged cache of transformers, which has room for all of them, until requests need them.
+    """Holds back sectors of transformers' paged cache until requests need them; its address space covers all.
 
     Pages of earlier prompts are evicted before the cache grows. Where a prompt had pages that were evicted, the cache
     grows by as many, and keeps half of them every eight `IDLE_FORWARDS`. Otherwise it shrinks to what running requests
@@ -22,7 +22,7 @@ class GrowingPages:
     Args:
         cache: on a CPU, with one kind of layers.
         pages: of that cache.
-        first_tokens: that it holds at first.
+        first_tokens: initial tokens of the cache.
     """
 
     def __init__(self, cache: Any, pages: PrefixPages, first_tokens: int) -> None:
@@ -49,7 +49,7 @@ class GrowingPages:
         return len(self._held) * int(self._cache.bytes_per_sector)
 
     def begin_forward(self) -> None:
-        """Shrink, between two forwards, where running requests have needed less for long."""
+        """Shrink, between two forwards, if running requests have needed less for some time."""
         self._most_used = max(self._most_used, self._used)
         self._forwards += 1
         if self._forwards % (_KEPT_PERIODS * IDLE_FORWARDS) == 0:
@@ -71,7 +71,7 @@ class GrowingPages:
         return -(-(taken - self._pages.unused) // per_sector)
 
     def _hold(self, count: int) -> None:
-        """Hold back up to so many sectors, those that no running request uses."""
+        """Hold back up to this number of sectors, only ones that no running request uses."""
         if count <= 0:
             return
         self._pool.try_to_free_sectors()
@@ -87,7 +87,7 @@ class GrowingPages:
             give_back(memory[first * size : end * size])
 
     def _make_room(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """`PagedAttentionCache.can_store_request_tokens`, which may grow."""
+        """Replacement of `PagedAttentionCache.can_store_request_tokens` that may grow the cache."""
         if self._pages.lost > self._lost and not dry_run:
             pages, self._lost = self._pages.lost - self._lost, self._pages.lost
             self._wanted = self._sectors + -(-pages // self._allocator.blocks_per_sector)
@@ -105,7 +105,7 @@ class GrowingPages:
         del self._held[kept:]
 
     def _free_capacity(self, relative: bool = True) -> float:
-        """`PagedAttentionCache.compute_free_capacity`, sectors that are held back included."""
+        """Replacement of `PagedAttentionCache.compute_free_capacity` that includes held-back sectors."""
         total_bytes = self._cache.num_sectors * self._cache.bytes_per_sector
         return float(self._free_share(relative) + self.held_bytes / (total_bytes if relative else 1))
 

@@ -1,4 +1,4 @@
-"""Computing experts where they lie in host memory, in place of bringing them to the device."""
+"""Compute experts in host memory instead of copying them to the device."""
 
 import time
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from moetool.runtime.expert_store import ExpertStore
 class HostCompute:
     """Computes experts out of the host tier of a store.
 
-    On a CPU that is the computation that a slot's expert gets, on the calling thread and to the same bit. Beside a
-    GPU a thread does it while the GPU computes others; what the family does with an expert's output (`finish`, which
-    may have weights of its own there) is left to the GPU.
+    On a CPU the calling thread computes it, bit-identical to an expert in a slot. Beside a GPU another thread computes
+    it while the GPU computes other experts; the GPU runs the family's last operation on the output (`finish`, which may
+    have weights).
 
     Args:
-        store: one that was made with `hosts`, or several.
+        store: made with `hosts`; one or several.
 
     Effects: `close` ends the thread.
     """
@@ -30,15 +30,15 @@ class HostCompute:
         self._thread = ThreadPoolExecutor(1, "expert-host") if store.copies.staged else None
 
     def start(self, form: ExpertForm, key: int, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to compute an expert of its tokens `x`; gives what waits for its output.
+        """Start to compute an expert for its tokens `x`; returns a function that waits for the output.
 
         Raises:
-            MoetoolError: the expert could not be read. What is given raises it too.
+            MoetoolError: the expert could not be read. The returned function raises it too.
         """
         if self._thread is None:
             output = self._compute(form, key, x)
             return lambda: output
-        # Waits for the device once: x must be here before the thread can begin.
+        # Waits for the device once: x must arrive before the thread can begin.
         future = self._thread.submit(self._compute, replace(form, finish=None), key, x.cpu())
 
         def finished() -> torch.Tensor:
@@ -48,7 +48,7 @@ class HostCompute:
         return finished
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish pending computations."""
         if self._thread is not None:
             self._thread.shutdown()
 

@@ -1,4 +1,4 @@
-"""The tier between disk and device: host memory in which experts that were read stay for a while."""
+"""The tier between disk and device: a cache of experts in host memory."""
 
 import threading
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 
 
 class Buffer:
-    """Room for one expert in host memory.
+    """Buffer for one expert in host memory.
 
     Attributes:
         memory: its bytes, uint8.
-        key: the expert that it holds or is being filled with.
-        filled: whether the expert is there, whole.
-        num_bytes: bytes that were read into it.
-        copied: mark of the last copy out of it; it must be passed before the buffer is filled again.
+        key: the expert in it, or being read into it.
+        filled: whether the expert is complete.
+        num_bytes: bytes read into it.
+        copied: mark of the last copy from it, which must be passed before the next read into it.
     """
 
     __slots__ = ("copied", "filled", "key", "memory", "num_bytes", "users")
@@ -31,18 +31,16 @@ class Buffer:
 class HostTier:
     """A cache of experts in host memory, beside the device's slots.
 
-    Inclusive: an expert that is read from disk goes through a buffer of this tier and stays in it when its copy on the
-    device is given up; weights are never changed, so nothing is ever written back. The buffer that is filled next is
-    the one whose expert was neither loaded to the device nor given up by it for longest (LRU). So a tier that is not
-    larger than the pool of slots mostly holds what the device has too, and saves few reads; one that holds all
-    experts reads each once.
+    Inclusive: an expert read from disk passes through a buffer of this tier and stays in it after the device evicts its
+    copy; weights never change, so nothing is written back. Eviction is LRU over loads to the device and evictions from
+    it. So a tier no larger than the pool mostly duplicates the device and saves few reads; a tier for all experts reads
+    each once.
 
-    What it holds depends on when bytes arrive, unlike the slots: it decides where a load comes from, never what is
+    Its content depends on arrival times, unlike the slots': it decides the source of a load, never which expert is
     loaded.
 
     Args:
-        buffers: the memory of each buffer. With fewer buffers than threads that use them at once, `open` may answer
-            None.
+        buffers: memory of each buffer. With fewer buffers than concurrent threads, `open` may return None.
     """
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
@@ -51,13 +49,13 @@ class HostTier:
         self._changed = threading.Condition()
 
     def open(self, key: int) -> Buffer | None:
-        """The buffer of an expert, kept from everybody else's fillings until `release`.
+        """Return the buffer of an expert, protected from reuse until `release`.
 
-        Where it is not `filled`, the caller has to fill it, and to call `publish` or `drop`. Waits while another
-        thread is filling it.
+        If it is not `filled`, the caller must fill it and call `publish` or `drop`. Waits while another thread fills
+        it.
 
         Returns:
-            None where all buffers are in use.
+            None if all buffers are in use.
         """
         with self._changed:
             while (buffer := self._of.get(key)) is not None and not buffer.filled:
@@ -73,7 +71,7 @@ class HostTier:
             return buffer
 
     def open_free(self, key: int) -> Buffer | None:
-        """As `open`, in a buffer that holds nothing; None where there is none, or the expert has one."""
+        """Like `open`, with an empty buffer; None if there is none, or the expert has a buffer."""
         with self._changed:
             if key in self._of or not self._free:
                 return None
@@ -82,7 +80,7 @@ class HostTier:
             return buffer
 
     def hold(self, key: int) -> Buffer | None:
-        """The buffer of an expert that is here, whole, as `open` gives it; None for any other, without waiting."""
+        """Like `open`, for a complete expert in this tier; None for any other, without waiting."""
         with self._changed:
             buffer = self._of.get(key)
             if buffer is None or not buffer.filled:
@@ -92,13 +90,13 @@ class HostTier:
             return buffer
 
     def publish(self, buffer: Buffer) -> None:
-        """The buffer holds its expert, whole."""
+        """Mark the buffer's expert as complete."""
         with self._changed:
             buffer.filled = True
             self._changed.notify_all()
 
     def drop(self, buffer: Buffer) -> None:
-        """The expert could not be read: the buffer holds nothing and is free."""
+        """Empty the buffer after a failed read."""
         with self._changed:
             del self._of[buffer.key]
             buffer.key, buffer.users = -1, 0
@@ -106,18 +104,18 @@ class HostTier:
             self._changed.notify_all()
 
     def release(self, buffer: Buffer) -> None:
-        """The caller no longer uses a filled buffer."""
+        """End the caller's use of a filled buffer."""
         with self._changed:
             buffer.users -= 1
 
     def touch(self, key: int) -> None:
-        """The device gave up an expert: where it is in this tier it counts as just used."""
+        """Count an expert that the device evicted as just used, if it is in this tier."""
         with self._changed:
             if (buffer := self._of.pop(key, None)) is not None:
                 self._of[key] = buffer
 
     def holds(self, key: int) -> bool:
-        """Whether an expert is here, whole; by the next moment it may not be."""
+        """Whether a complete copy of an expert is here at the moment."""
         buffer = self._of.get(key)
         return buffer is not None and buffer.filled
 

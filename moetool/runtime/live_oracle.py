@@ -1,6 +1,6 @@
-"""Replays of a server's last events under other policies, while it runs: whether its own is worth it.
+"""Replay a running server's recent events under other policies, to compare them with its own.
 
-Where the server may change its policy, candidates are replayed too, and one that loads clearly less takes over.
+If the server may change its policy, candidates are replayed too, and one that loads clearly less takes over.
 """
 
 import logging
@@ -32,27 +32,27 @@ CANDIDATES = (
 )
 """Policies without a predictor that loaded the fewest experts on some trace of `moetool bench policies`."""
 _LEAST_COMPARED = 32
-"""Forwards in the second half of a window on which a change may rest."""
+"""Fewest forwards in the second half of a window for a policy change."""
 _CLEARLY = 0.9
-"""Loads of a candidate by the server's own, at most, for a change: less than what a replay from an empty pool errs."""
+"""Largest ratio of a candidate's loads to the server's for a change: the margin covers the error of an empty pool."""
 _LEAST_GAIN = 0.01
-"""Loads for each needed expert that a change saves at least."""
+"""Fewest loads per needed expert that a change must save."""
 _TIMES = 2
-"""Comparisons in a row that a candidate has to win, each with half of what it compares new."""
+"""Consecutive comparisons that a candidate must win, each with at least half of its forwards new."""
 _TOGETHER_S = 1.0
 _ALONE_S = 2.0
-"""Processor seconds after which a comparison begins no further candidate, and after which it gives one up."""
+"""CPU seconds after which a comparison starts no further candidate, and after which it aborts one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OraclePolicies:
-    """Policies that a server's is compared with, besides LRU and Belady.
+    """Policies to compare the server's with, besides LRU and Belady.
 
     Attributes:
-        serving: the policy that serves first.
-        plan: the plan's, where another serves; empty without a plan.
-        plan_options: of the plan's.
-        candidates: that may take over; none where the server keeps its policy.
+        serving: the server's first policy.
+        plan: the plan's policy, if another serves; empty without a plan.
+        plan_options: options of the plan's policy.
+        candidates: policies that may take over; empty if the server keeps its policy.
     """
 
     serving: str
@@ -64,18 +64,18 @@ class OraclePolicies:
 class LiveOracle:
     """Replays the window of a server under LRU, the plan's policy and Belady, on a thread of its own.
 
-    Each begins with an empty pool as large as the server's. The first half of the window fills it, and the second half
-    is compared, for the server as for the others. Belady knows the window's future and no more, loads on demand alone
-    and so bounds loads, not hits: a server that prefetches may have more.
+    Each starts with an empty pool of the server's size. The first half of the window fills it, and the second half is
+    compared, for the server too. Belady knows the window's future only and loads on demand, so it bounds loads, not
+    hits: a server that prefetches may have more hits.
 
     Args:
         every_s: seconds from one comparison to the next, while there are new forwards; 0 never compares.
-        on_choice: called, on the oracle's thread, with a candidate that has won; it answers whether that will be in
-            charge. From then on nothing changes before the window holds forwards of the new policy alone.
-        changes: says which policy is in charge, and how candidates are built; None where the policy stays.
+        on_choice: called on the oracle's thread with a winning candidate; returns whether it takes over. No further
+            change follows until the window holds only forwards of the new policy.
+        changes: the policy in force, and how to build candidates; None: the policy never changes.
 
-    Effects: `start` starts the thread, `close` ends it. A comparison takes about 0.1 s of a processor, with candidates
-        up to 3 s, and yields to the model's thread every few events.
+    Effects: `start` starts the thread, `close` ends it. A comparison takes about 0.1 CPU seconds, with candidates up to
+    3, and yields to the model's thread every few events.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class LiveOracle:
         self._serving = policies.serving
         self._turn = 0  # of the candidates
         self._wins: Counter[PolicyChoice] = Counter()
-        self._counted: dict[PolicyChoice, int] = {}  # forwards that had passed when it last won
-        self._changed = 0  # forwards that had passed at the last change
+        self._counted: dict[PolicyChoice, int] = {}  # forward count when it last won
+        self._changed = 0  # forward count at the last change
         self._latest: dict[str, Any] | None = None
         self._seen = 0
         self._closed = threading.Event()
@@ -108,7 +108,7 @@ class LiveOracle:
         return self._latest
 
     def start(self) -> None:
-        """Compare from now on."""
+        """Start the thread."""
         if self._every_s and self._num_slots < self._spec.total_experts:
             self._thread = threading.Thread(target=self._run, name="oracle", daemon=True)
             self._thread.start()
@@ -120,7 +120,7 @@ class LiveOracle:
             self._thread.join()
 
     def compare(self) -> dict[str, Any] | None:
-        """Replay the window now; None while it is too short."""
+        """Replay the window now; None if it is too short."""
         if self._changes is not None:
             self._serving = self._changes.current.name
         forwards, passed = self._window.forwards(), self._window.passed
@@ -151,7 +151,7 @@ class LiveOracle:
     def _try(
         self, forwards: Sequence[WindowForward], skipped: int, began: float
     ) -> dict[PolicyChoice, dict[str, float]]:
-        """Replay candidates, from where the last comparison ended, as far as time goes; the first always."""
+        """Replay candidates within the time limit, from where the last comparison ended; always the first."""
         tried: dict[PolicyChoice, dict[str, float]] = {}
         for _ in self._policies.candidates:
             choice = self._policies.candidates[self._turn % len(self._policies.candidates)]
@@ -160,7 +160,7 @@ class LiveOracle:
                 continue
             try:
                 counts = self._replay_choice(choice, forwards, skipped)
-            except MoetoolError:  # it needs more slots, or numba, which is missing
+            except MoetoolError:  # it needs more slots, or numba is missing
                 continue
             if counts is not None:
                 tried[choice] = _rates(counts)
@@ -171,7 +171,7 @@ class LiveOracle:
     def _consider(
         self, tried: Mapping[PolicyChoice, Mapping[str, float]], loads: Any, compared: int, passed: int
     ) -> None:
-        """Count who has won, and hand over to the best that has won often enough."""
+        """Count wins, and switch to the best candidate with enough of them."""
         if compared < _LEAST_COMPARED:
             return
         for choice, rates in tried.items():
@@ -186,7 +186,7 @@ class LiveOracle:
         best = min(ready, key=lambda choice: tried[choice]["loads"])
         if self._on_choice(best):
             _LOG.info(
-                "%s takes over from %s: %.3f loads for each needed expert of the last %d forwards, not %.3f",
+                "%s takes over from %s: %.3f loads per needed expert over the last %d forwards, not %.3f",
                 *(best.name, self._serving, tried[best]["loads"], compared, loads),
             )
             self._changed = self._window.passed + 1  # a forward may be running
@@ -194,7 +194,7 @@ class LiveOracle:
             self._counted.clear()
 
     def _plan(self) -> dict[str, Mapping[str, Any]]:
-        """The plan's policy, if it is another one that needs no more than the experts of events."""
+        """The plan's policy, if it differs and needs only the experts of events."""
         name = self._policies.plan
         if name in ("", "lru", self._serving):
             return {}
@@ -213,8 +213,8 @@ class LiveOracle:
         return counts
 
     def _replay_choice(self, choice: PolicyChoice, forwards: Sequence[WindowForward], skipped: int) -> Counts | None:
-        """None where it takes too long."""
-        assert self._changes is not None, "candidates take over from a policy that may change"
+        """None if it takes too long."""
+        assert self._changes is not None, "candidates need a policy that may change"
         options = self._changes.options_of(choice.policy)
         policy = build_policy(choice.policy, self._spec, options, self._num_slots)
         if state := self._changes.learned(choice.policy):
@@ -252,10 +252,10 @@ class LiveOracle:
             self._seen = self._window.passed
             try:
                 self._latest = self.compare() or self._latest
-            except MoetoolError as error:  # a plan whose policy this pool is too small for, say
+            except MoetoolError as error:  # e.g. the pool is too small for the plan's policy
                 _LOG.warning("the server's policy is not compared with others: %s", error)
                 return
-            except ValueError as error:  # of one candidate, say; the next time begins with another
+            except ValueError as error:  # e.g. of one candidate; the next comparison starts with another
                 _LOG.warning("the server's policy was not compared with others this time: %s", error)
                 continue
             if self._latest is not None:
@@ -263,12 +263,12 @@ class LiveOracle:
 
 
 def spelled(compared: Mapping[str, Any]) -> str:
-    """A comparison in a line: hits, and loads for each needed expert."""
+    """A comparison in a line: hits, and loads per needed expert."""
     found = {**compared, **compared.get("candidates", {})}
     rows = {row.get("policy", name): row for name, row in found.items() if isinstance(row, dict) and "loads" in row}
     return ", ".join(f"{name} {row['hit_rate']:.3f} ({row['loads']:.3f} loads)" for name, row in rows.items())
 
 
 def _rates(counts: Counts) -> dict[str, float]:
-    """Share of hits, and loads for each needed expert."""
+    """Share of hits, and loads per needed expert."""
     return {"hit_rate": counts.hit_rate, "loads": counts.loads / counts.needed if counts.needed else 0.0}

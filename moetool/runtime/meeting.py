@@ -1,11 +1,11 @@
-"""Forwards of several requests, each with its own cache, that meet at some modules of the model.
+"""Joint forwards of several requests with separate caches, which meet at some of the model's modules.
 
-Every forward runs on a thread of its own, one at a time. At a module where all meet it waits; when all have come there,
-the module is called once, on the thread of `Meeting.run`, with the tokens of all laid end to end.
+Every forward has its own thread, and one runs at a time. It waits at each module where all meet; when all have arrived,
+the thread of `Meeting.run` calls the module once with the concatenated tokens of all.
 
-The threads are kept between runs, since OpenMP builds a team of compute threads for each of them. N requests together
-thus hold up to N + 1 teams, all but one of them idle. One team would need forwards on one compute thread each, and
-attention runs there.
+The threads are kept between runs, because OpenMP builds a team of compute threads for each. So N requests hold up to N
++ 1 teams, all but one of them idle. A single team would restrict each forward, and its attention, to one compute
+thread.
 """
 
 import threading
@@ -24,7 +24,7 @@ _KINDS: dict[type, type] = {}
 class Meeting:
     """Makes forwards meet at the MoE layers of a model, at its embedding and at its head.
 
-    Effects: while `run` runs those modules have another class; their hooks run on its thread and see the tokens of all.
+    Effects: during `run` these modules have another class; their hooks run on its thread and see all tokens.
     Keeps one thread for each forward of the newest run, until `close`.
     """
 
@@ -38,10 +38,10 @@ class Meeting:
         self._keep(0)
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run forwards together; gives what each returns.
+        """Run forwards together; returns their results.
 
         Raises:
-            Exception: that of the first that failed; the others end there too.
+            Exception: the error of the first failed forward; the others end too.
         """
         if len(works) == 1:
             self._keep(0)
@@ -84,7 +84,7 @@ class Meeting:
             self._threads.append(_Forward(self._local))
 
     def joined(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a call of `module`, made together with the others' where there are others."""
+        """Call `module` jointly with the other forwards, if any; returns this forward's output."""
         forward: _Forward | None = getattr(self._local, "forward", None)
         if forward is None:
             return _plain(module, args, kwargs)
@@ -92,15 +92,15 @@ class Meeting:
 
 
 class _Ended(BaseException):
-    """Unwinds a forward that nobody waits for."""
+    """Unwinds a forward that is no longer needed."""
 
 
 class _Forward:
     """A thread that runs one forward after another, each only while `go_on` waits.
 
     Attributes:
-        call: the module that its forward waits for, with its arguments; None where it has ended.
-        output: of that call, before it goes on.
+        call: the module that its forward waits for, with its arguments; None if it has ended.
+        output: result of that call.
     """
 
     def __init__(self, local: threading.local) -> None:
@@ -125,7 +125,7 @@ class _Forward:
         self._work, self._made = work, None
 
     def go_on(self) -> None:
-        """Let the forward run until it waits for a module or ends. Raises: BaseException: what it raised."""
+        """Let the forward run until it waits for a module or ends. Raises: BaseException: its error."""
         self.call = None
         self._resume.release()
         self._paused.acquire()
@@ -134,12 +134,12 @@ class _Forward:
             raise error
 
     def take(self) -> Any:
-        """Result of the forward; given once."""
+        """Return the forward's result, once."""
         made, self._made = self._made, None
         return made
 
     def end(self) -> None:
-        """End the thread, wherever its forward is."""
+        """End the thread at once."""
         self._ended = True
         self._resume.release()
         self._thread.join()
@@ -176,7 +176,7 @@ class _Forward:
 def _meeting_points(model: Any) -> list[Any]:
     """The embedding, every MoE block, and the head.
 
-    Where router and experts lie in the decoder layer itself, beside its attention, they are two points.
+    Router and experts directly in the decoder layer, beside its attention, are two points.
     """
     points = [model.get_input_embeddings()]
     for layer in moe_layers(model):
@@ -206,7 +206,7 @@ def _plain(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _call(module: Any, forwards: Sequence[_Forward]) -> None:
-    """Call a module once for all forwards that wait for it, and hand out the parts of its output.
+    """Call a module once for all waiting forwards, and split its output between them.
 
     Raises:
         UsageError: the calls differ in more than the tokens of their tensors.
@@ -241,7 +241,7 @@ def _call(module: Any, forwards: Sequence[_Forward]) -> None:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether an argument is the same for two calls; tensors, and tuples of them, only where they are one object."""
+    """Whether two calls have the same argument; tensors, and tuples of them, must be the same object."""
     if value is other:
         return True
     parts = value if isinstance(value, tuple | list) else (value,)

@@ -1,4 +1,4 @@
-"""Memory that expert slots and the activations of prompt chunks share while serving."""
+"""Memory shared by expert slots, activations of prompt chunks and the KV cache."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, MOST_CHUNK, Footp
 
 _STEPS = 16
 _FIRST_KV_TOKENS = 64
-_FIRST_KV_PART = 32  # of the memory for experts, at most, for the KV cache before it grows
+_FIRST_KV_PART = 32  # largest part of the experts' memory, 1/32, for the initial KV cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """How many expert slots a forward borrows for its activations, and the KV cache for its growth.
+    """Numbers of expert slots that a forward borrows for activations, and the KV cache for its growth.
 
-    A forward of up to `LEAST_CHUNK` tokens has memory of its own; a longer one borrows in sixteenths of `most_slots`.
+    A forward of up to `LEAST_CHUNK` tokens borrows nothing; a longer one borrows in sixteenths of `most_slots`.
     One that cannot be cut into chunks, as where a prompt is scored, borrows more than a whole chunk.
 
     Attributes:
-        most_slots: that a whole chunk borrows.
-        chunk_tokens: tokens of a whole chunk.
-        kv_slots: that the KV cache borrows when it has grown by `kv_tokens`.
-        kv_tokens: by which it may grow.
+        most_slots: slots that a full chunk borrows.
+        chunk_tokens: tokens of a full chunk.
+        kv_slots: slots that the fully grown KV cache borrows.
+        kv_tokens: tokens by which it may grow.
     """
 
     most_slots: int
@@ -30,7 +30,7 @@ class MemoryShare:
     kv_tokens: int = 0
 
     def borrowed(self, num_tokens: int) -> int:
-        """Slots that a forward of so many tokens borrows."""
+        """Slots that a forward of this number of tokens borrows."""
         beyond = num_tokens - LEAST_CHUNK
         if beyond <= 0 or not self.most_slots:
             return 0
@@ -38,18 +38,18 @@ class MemoryShare:
         return -(-self.most_slots * steps // _STEPS)
 
     def borrowed_by_cache(self, num_tokens: int) -> int:
-        """Slots that a KV cache borrows which has grown by so many tokens."""
+        """Slots that the KV cache borrows after growing by this number of tokens."""
         return -(-self.kv_slots * min(num_tokens, self.kv_tokens) // self.kv_tokens) if self.kv_tokens else 0
 
 
 def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) -> dict[str, int]:
-    """Slots beyond those of `split` that there can be while prompts are short and the KV cache is small.
+    """Slots beyond those of `split` that fit while prompts are short and the KV cache is small.
 
     A chunk that borrows may be longer than that of `split`, as long as half of the slots stay: a prompt in fewer chunks
     reads fewer experts twice.
 
     Args:
-        split: of the memory with a whole chunk and a full KV cache.
+        split: division of the memory with a full chunk and a full KV cache.
         chunk, cache: which of the two borrow.
 
     Returns:

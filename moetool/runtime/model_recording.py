@@ -1,4 +1,4 @@
-"""Recording the routing of a transformers model that anyone's code runs."""
+"""Record the routing of a transformers model that the caller runs."""
 
 import contextlib
 import hashlib
@@ -30,8 +30,8 @@ class ModelRecorder:
     """Recording of a `record` block so far.
 
     Attributes:
-        requests: sequences that were begun.
-        tokens: tokens that were forwarded, padding left out.
+        requests: sequences so far.
+        tokens: forwarded tokens, without padding.
     """
 
     def __init__(self, recorder: GateRecorder, writer: TraceWriter, task: str, *, drop_tokens: bool = False) -> None:
@@ -49,11 +49,11 @@ class ModelRecorder:
         self._held = 0
 
     def label(self, task: str) -> None:
-        """Name the task of the sequences that begin from here on."""
+        """Set the task of later sequences."""
         self._task = task
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook that runs before a forward of the model."""
+        """Hook that runs before a forward of the model."""
         self._recorder.discard()  # of a forward that failed
         ids, real_BS, seen = _inputs(args, kwargs)
         num_rows, width = real_BS.shape
@@ -62,7 +62,7 @@ class ModelRecorder:
         elif num_rows != len(self._mine_B):
             raise MismatchError(
                 f"a forward continues {len(self._mine_B)} sequences with {num_rows} rows (beam search, or a cache of "
-                f"another batch), expected as many; record without beams"
+                f"another batch), expected as many; record without beam search"
             )
         else:
             self._iteration_B += 1 if width == 1 else self._iteration_B > 0
@@ -71,7 +71,7 @@ class ModelRecorder:
         position_BS = self._length_B[:, None] + np.cumsum(real_BS, axis=1) - 1
         self._prompt_tokens_B += length_B * prompt_B
         self._length_B += length_B
-        # Arrays in place of tuples: nothing but the recorder reads them, and it would make arrays of them.
+        # Arrays instead of tuples: only the recorder reads them, and it needs arrays.
         about: dict[str, Any] = {
             "request_T": np.repeat(self._mine_B, width),
             "phase_T": np.repeat(np.where(prompt_B, Phase.PREFILL, Phase.DECODE), width),
@@ -85,7 +85,7 @@ class ModelRecorder:
         self._pending = batch, real_BS.ravel()
 
     def after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        """The hook that runs after a forward of the model."""
+        """Hook that runs after a forward of the model."""
         if self._pending is None:
             return
         batch, real_T = self._pending
@@ -99,7 +99,7 @@ class ModelRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what is held to the writer."""
+        """Pass buffered forwards to the writer."""
         if not self._kept:
             return
         rows, embeddings_TD = self._recorder.rows()
@@ -110,7 +110,7 @@ class ModelRecorder:
         self._writer.append(rows.select(keep_T))
 
     def finish(self, dataset: str, provenance: dict[str, Any], spell: Callable[[int], str] | None = None) -> None:
-        """Write what is held, and the requests; `spell` gives the text of a token."""
+        """Write buffered forwards and the requests; `spell` returns a token's text."""
         self.flush()
         self._end_batch()
         for request in range(self.requests):
@@ -137,7 +137,7 @@ class ModelRecorder:
         self._length += self._length_B.tolist()
 
     def _write_embeddings(self, rows: TokenBatch, embeddings_TD: np.ndarray) -> None:
-        """The mean over each request's tokens of each forward."""
+        """Write the mean embedding of each request's tokens in each forward."""
         pairs = np.stack([rows.forward_T, rows.request_T])
         keys, first, place_T = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
         means_ND = np.zeros((keys.shape[1], embeddings_TD.shape[1]), np.float32)
@@ -147,7 +147,7 @@ class ModelRecorder:
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Token ids [B, S] (-1 where only embeddings are given), which of them are no padding, and tokens in the cache."""
+    """Token ids [B, S] (-1 with embeddings only), the mask of non-padding tokens, and tokens in the cache."""
     ids, embeds = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
     given = embeds if ids is None else ids
     if given is None:
@@ -164,9 +164,9 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[np.ndarray, 
 
 
 def _spec(model: Any, layers: list[MoeLayer]) -> ModelSpec:
-    """The spec of the checkpoint that the model came from, where that is a folder; else of what is in memory.
+    """The spec of the model's checkpoint folder, if it has one; else of the model in memory.
 
-    Effects: remembers it as long as the model lives: to identify a checkpoint takes longer than a short block.
+    Effects: keeps it while the model lives, because identifying a checkpoint takes longer than a short block.
     """
     if (known := _SPECS.get(model)) is None:
         known = _SPECS[model] = _found_spec(model, layers)
@@ -198,10 +198,10 @@ def record(
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Iterator[ModelRecorder]:
-    """Record the routing of every forward that the block makes the model run, as a trace.
+    """Record the routing of the model's forwards in a `with` block as a trace.
 
-    A forward without keys and values from before begins a request in each row; later ones continue them. Padding, as
-    the attention mask has it, is left out. Any code that calls the model is recorded, `generate` included.
+    A forward without earlier keys and values begins one request per row; later forwards continue them. Padding, by the
+    attention mask, is left out. Any call of the model is recorded, `generate` included.
 
         with moetool.record(model, "trace"):
             model.generate(**tokenizer(["Hello"], return_tensors="pt"))
@@ -210,24 +210,24 @@ def record(
         model: a causal language model of transformers, of a family that moetool knows (`moetool models`).
         out: folder of the trace; it appears there whole at the end of the block, or not at all.
         keep: columns to record besides experts and weights, from `KEEP`.
-        task: of the requests; `label` of what the block is given changes it.
-        drop_tokens: leave out token ids: they spell what people wrote.
+        task: task of the requests; the recorder's `label` changes it.
+        drop_tokens: leave out token ids, because they reveal the text.
         tokenizer: of the model; needed to keep `text`.
-        overwrite: replace a trace that is there.
+        overwrite: replace an existing trace.
 
     Yields:
-        What has been recorded so far.
+        The recorder, with its counts.
 
     Effects: adds hooks to the model, which the end of the block removes.
 
     Raises:
-        UsageError: the model is no MoE that can be hooked, `keep` has something else, `out` exists, or nothing ran.
+        UsageError: the model is no MoE that can be hooked, `keep` has an unknown column, `out` exists, or nothing ran.
         MismatchError: the rows of a batch change while it decodes (beam search).
     """
     if unknown := set(keep) - set(KEEP):
         raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
     if "text" in keep and (tokenizer is None or drop_tokens):
-        raise UsageError("to keep text, give record the tokenizer, and leave drop_tokens out")
+        raise UsageError("to keep text, pass the tokenizer to record and do not set drop_tokens")
     if not hasattr(model, "config"):
         raise UsageError(f"{type(model).__name__} is not a transformers model, expected a causal language model")
     out = Path(out)

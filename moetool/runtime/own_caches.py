@@ -1,8 +1,8 @@
 """Batches of requests that each keep a transformers cache of their own, for families that the paged cache cannot hold.
 
-Linear and chunked attention, states of fixed size and attention sinks have no place in transformers' paged cache; with
-the model's own attention and its own cache they run like in `generate`. The forwards of the requests meet at every MoE
-layer (`moetool.runtime.meeting`), so that experts are loaded and multiplied once for all.
+Transformers' paged cache does not support linear and chunked attention, fixed-size states and attention sinks; with the
+model's own attention and cache they run as in `generate`. The forwards of the requests meet at every MoE layer
+(`moetool.runtime.meeting`), so that experts are loaded and multiplied once for all.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from moetool.types import ForwardInfo, Phase
 
 
 def own_cache(config: Any) -> bool:
-    """Whether the paged cache cannot hold the family, by its text config."""
+    """Whether the family needs caches of its own, by its text config."""
     family = families.known(config.model_type)
     return family is not None and bool(family.own_cache)
 
@@ -52,7 +52,7 @@ def open_batcher(
     max_prompt_wait_s: float = 0.0,
     first_kv_tokens: int = 0,
 ) -> "Batcher | OwnCaches":
-    """The batcher that the model's family can be served by; arguments as for `Batcher`."""
+    """Open the batcher for the model's family; arguments as for `Batcher`."""
     if own_cache(model.config.get_text_config()):
         return OwnCaches(
             model,
@@ -84,7 +84,7 @@ class _Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has at its full length."""
+        """Tokens at full length."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
@@ -99,22 +99,22 @@ class _Request:
 
 
 class OwnCaches:
-    """Continuous batching with a cache for each request; otherwise as `Batcher`.
+    """Continuous batching with one cache per request; otherwise like `Batcher`.
 
-    Requests begin in the order in which they came, as far as their caches at full length fit. A prompt is forwarded as
-    a whole, whatever its length. States of fixed size cannot go back to an earlier token, so a prompt can only go on
-    where a whole earlier request ended.
+    Requests begin in order of arrival, if their caches fit at full length. A prompt is forwarded whole, whatever its
+    length. States of fixed size cannot go back to an earlier token, so a prompt can only go on where a whole earlier
+    request ended.
 
     Args:
         model: a transformers model in memory.
-        max_requests: requests that are forwarded together; the rest queue.
-        kv_tokens: tokens that the caches have to hold, over all requests together.
-        max_batch_tokens: tokens of one forward, unless a single prompt has more.
+        max_requests: requests per batch; others queue.
+        kv_tokens: tokens in the caches, over all requests.
+        max_batch_tokens: most tokens of one forward, unless a single prompt has more.
         prefix_caching: keep the cache of the request that ended last while there is room, for a prompt that begins
             with all of its tokens.
 
     Attributes:
-        kv_bytes: an upper bound of the bytes of the caches, which grow with the requests.
+        kv_bytes: upper bound of the caches' bytes; they grow with the requests.
     """
 
     evicted_pages = held_kv_bytes = 0
@@ -139,12 +139,12 @@ class OwnCaches:
         self._eos = eos_ids(model)
         self._sampler = Sampler(self._eos)
         self._requests: dict[int, _Request] = {}
-        self._inside: list[_Request] = []  # in the order in which they were let in
+        self._inside: list[_Request] = []  # in order of admission
         self._forward_id = 0
         self._meeting = Meeting(model)
 
     def close(self) -> None:
-        """Forget all requests and end the threads of their forwards."""
+        """Drop all requests and end their threads."""
         self._requests.clear()
         self._inside.clear()
         self._ended = None
@@ -152,17 +152,17 @@ class OwnCaches:
 
     @property
     def running(self) -> int:
-        """Requests that have a place in the batch."""
+        """Requests in the batch."""
         return len(self._inside)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for one."""
+        """Requests in the queue."""
         return len(self._requests) - self.running
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to forward."""
+        """Whether no request is waiting or running."""
         return not self._requests
 
     @property
@@ -172,15 +172,15 @@ class OwnCaches:
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer together that one request may have."""
+        """Most tokens of one request, prompt and answer together."""
         return context_of(self.model, self.kv_tokens)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuse what cannot run (`check_request`)."""
+        """Refuse a request that cannot run (`check_request`)."""
         check_request(self.model, self.max_context, prompt, params)
 
     def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
-        """Queue a request that `check` has passed and that asks for at least one token; `drawn` as of `Sampler.add`."""
+        """Queue a request that passed `check` and asks for at least one token; `drawn` as in `Sampler.add`."""
         self._requests[request] = _Request(request, prompt, params)
         self._sampler.add(str(request), params, prompt, drawn)
 
@@ -190,9 +190,9 @@ class OwnCaches:
             self._end(request)
 
     def step(self) -> list[Output]:
-        """Run one forward and report its new tokens, ended requests and failures.
+        """Run one forward and report new tokens, finished requests and failures.
 
-        A forward that raises fails the requests that were in it, and a sampler that raises the request it samples.
+        A forward that raises fails its own requests; a sampler that raises fails the request that it samples.
         """
         self._admit()
         requests = self._next_batch()
@@ -249,7 +249,7 @@ class OwnCaches:
         return decoding + prompts
 
     def _forward(self, requests: list[_Request]) -> torch.Tensor:
-        """Forward the coming tokens of each; gives the logits [R, V] float32 of the tokens after it."""
+        """Forward each request's next tokens; returns the logits [R, V] float32 of the following tokens."""
         if self.on_forward is not None:
             self.on_forward(_batch(requests, self._forward_id))
         with torch.inference_mode():

@@ -24,14 +24,14 @@ class SequenceEnds(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """Places in a paged cache of the keys of sequences with one new token each, in tensors of fixed shapes.
+    """Positions in a paged cache of the keys of sequences with one new token each, in fixed-shape tensors.
 
-    They are found on the device and have room for more keys than there are, so that a step can be recorded as a CUDA
-    graph and the next one, with longer sequences, is the same.
+    They are computed on the device and padded, so that a step recorded as a CUDA graph also fits longer sequences.
 
     Attributes:
-        index_BN: places in the cache, int64 [sequences, room]; beyond a sequence's keys 0, where no number is infinite.
-        newest_B: which of all these places, one after the other, are the new tokens'.
+        index_BN: positions in the cache, int64 [sequences, room]; 0 beyond a sequence's keys, a position without
+            infinite values.
+        newest_B: flat indices of the new tokens' positions.
         mask_B11N: 0 for keys of the sequence, minus infinity beyond them.
     """
 
@@ -41,7 +41,7 @@ class DecodeRows(NamedTuple):
 
     @classmethod
     def of(cls, index: torch.Tensor, ends: torch.Tensor, room: int, dtype: torch.dtype) -> "DecodeRows":
-        """From the places of all sequences' keys, end to end, and their cumulative lengths, from 0."""
+        """Build from the concatenated positions of all sequences' keys and their cumulative lengths, from 0."""
         first, end = ends[:-1, None], ends[1:, None]
         place_BN = first + torch.arange(room, device=index.device)
         inside_BN = place_BN < end
@@ -53,15 +53,15 @@ class DecodeRows(NamedTuple):
 
     @staticmethod
     def room_for(num_keys: int) -> int:
-        """Room for so many keys, and some more."""
+        """Padded number of keys."""
         return max(_LEAST_ROOM, 1 << (num_keys - 1).bit_length())
 
 
 class Unwritten:
-    """A paged cache that an attention may use and leaves as it was: what it writes is taken back at once.
+    """A paged cache whose writes are undone at once, so that attention leaves it unchanged.
 
     Args:
-        cache: that of transformers' continuous batching.
+        cache: of transformers' continuous batching.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -71,7 +71,7 @@ class Unwritten:
     def update(
         self, *, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of earlier tokens as they are cached, and these of the new ones."""
+        """Return cached keys and values of earlier tokens with those of the new ones."""
         allocator = self.layer_to_allocator[layer_idx]
         slots = kwargs["write_index"][allocator.index]
         views = allocator._kv_token_views[layer_idx]
@@ -97,9 +97,9 @@ def paged_attention(
     decode_rows: Sequence[DecodeRows] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a batch of sequences laid end to end, each one over its own keys only.
+    """Attention of a batch of concatenated sequences, each over its own keys only.
 
-    The arguments are those that transformers gives to every attention function, by position and by name.
+    The arguments are those of every transformers attention function.
 
     transformers' own sdpa path attends over all sequences at once under a mask: on a CPU 251 ms a step at batch
     64 where this takes 36.
@@ -148,7 +148,7 @@ def _decode(
 
     Args:
         views: keys and values of the layer in the cache, [., KV heads, head].
-        slots: where the new ones are written, [B].
+        slots: positions of the new ones, [B].
     """
     held = []
     for view, new in zip(views, (key, value), strict=True):
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _causal_mask(num_q: int, num_k: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """True where a query may look; None where plain causality says it all."""
+    """True where a query attends; None if plain causal attention suffices."""
     if (window is None or num_k <= window) and (num_q in (1, num_k)):
         return None
     mask = torch.ones(num_q, num_k, dtype=torch.bool, device=device).tril(num_k - num_q)
@@ -188,4 +188,4 @@ def _causal_mask(num_q: int, num_k: int, window: int | None, device: torch.devic
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The attention mask: none, since `paged_attention` knows what belongs together."""
+    """Return no mask, since `paged_attention` separates the sequences."""

@@ -1,16 +1,16 @@
 """Partial forward: the next router's logits if only resident and shared experts had been computed.
 
-It takes the hidden states from before a MoE layer's block, adds what resident and shared experts give them, and goes
-through the next layer's norms, attention and router. The model's own forward computes what it would have computed.
+It takes the hidden states before an MoE layer's block, adds the output of resident and shared experts, and runs the
+next layer's norms, attention and router. The model's own forward is unchanged.
 
 Source: SMoE (Zhu et al., "Enabling MoE on the Edge via Importance-Driven Expert Scheduling"), § IV-C. Readings and
 deviations:
 
-- Computed are the experts that the layer uses and that are resident when its router has chosen, with the weights that
-  they have in the sum. What is missing adds nothing; no weight is scaled up.
-- Attention reads the true keys and values of earlier forwards. Those of the forward itself come from the partial hidden
-  states, of a prompt's other tokens too, since no true ones exist before the layer has run.
-- What of the residents is computed here is computed again in the model's own forward.
+- It computes the chosen experts that are resident when the router has chosen, with their weights in the sum. Missing
+  experts add nothing; no weight is scaled up.
+- Attention reads the true keys and values of earlier forwards. Those of the current forward come from the partial
+  hidden states, also for a prompt's other tokens, since true ones do not exist yet.
+- The model's own forward computes these resident experts again.
 """
 
 import copy
@@ -30,7 +30,7 @@ from moetool.models.spec import MoeLayer
 from moetool.runtime.paged_attention import Unwritten
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_CLOSE = 0.02  # of the widest logit: how far a sum in another order may be off, in half precision
+_CLOSE = 0.02  # tolerance of the summation order in half precision, relative to the largest logit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def decoder_layers(model: Any, layers: list[MoeLayer]) -> list[DecoderLayer]:
     """The decoder layers of the MoE layers.
 
     Raises:
-        UsageError: they are not of the usual shape, or not one after the other.
+        UsageError: they are not of the usual shape, or not consecutive.
     """
     modules = dict(model.named_modules())
     found: list[DecoderLayer] = []
@@ -63,11 +63,11 @@ def decoder_layers(model: Any, layers: list[MoeLayer]) -> list[DecoderLayer]:
         whole, block = modules[match[1]], match[2]
         parts = {name for name, _ in whole.named_children()}
         if parts != {*_NORMS, "self_attn", block}:
-            raise unusual(model, f"layer {layer.layer_id} is made of {', '.join(sorted(parts))}")
+            raise unusual(model, f"layer {layer.layer_id} consists of {', '.join(sorted(parts))}")
         if layer.form.call not in (Call.INTERFACE, Call.EXPERTS):
             raise unusual(model, "its experts are not called with indices and weights")
         if found and layer.layer_id != found[-1].layer.layer_id + 1:
-            raise unusual(model, f"between the MoE layers {found[-1].layer.layer_id} and {layer.layer_id} is another")
+            raise unusual(model, f"layers {found[-1].layer.layer_id} and {layer.layer_id} are not consecutive")
         found.append(
             DecoderLayer(
                 layer=layer,
@@ -84,14 +84,14 @@ def unusual(model: Any, why: str) -> UsageError:
     """The error for a model whose layers are not of the usual shape."""
     name = model.config.get_text_config().model_type
     return UsageError(
-        f"cannot look through resident experts for {name}: {why}; expected MoE layers one after the other, each of an "
+        f"cannot run a partial forward of {name}: {why}; expected consecutive MoE layers, each with an "
         f"input_layernorm, self_attn, post_attention_layernorm and its experts; leave resident out of --keep, or set "
         f"policy.look=ahead"
     )
 
 
 class PartialForward:
-    """Hooks on a model's layers that know what a partial forward begins with.
+    """Hooks on a model's layers that keep the inputs of a partial forward.
 
     Effects: adds hooks, which `close` removes.
 
@@ -102,7 +102,7 @@ class PartialForward:
     def __init__(self, model: Any, layers: list[MoeLayer]) -> None:
         self._layers = decoder_layers(model, layers)
         self._family = families.known(model.config.get_text_config().model_type)
-        self._residual: torch.Tensor | None = None  # of the layer that ran last, and what its block got
+        self._residual: torch.Tensor | None = None  # of the last layer run, and its block's input
         self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._handles: list[RemovableHandle] = []
         for part in self._layers:
@@ -115,9 +115,9 @@ class PartialForward:
             self._handles.pop().remove()
 
     def through(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The logits [T, E] of MoE layer i + 1, after layer i's block as the experts at hand make it.
+        """Return the logits [T, E] of MoE layer i + 1, from layer i's block with resident experts.
 
-        Layer i's block runs again (`beside`), and who binds its experts sees to it that only some are computed.
+        Layer i's block runs again (`beside`); the binding of its experts restricts it to resident ones.
 
         Args:
             args, kwargs: arguments of layer i + 1's attention in this forward, without its hidden states.
@@ -138,13 +138,13 @@ class PartialForward:
         return read_logits(part.layer, output, self._family)
 
     def _require_true(self, model: Any, said: list[torch.Tensor]) -> None:
-        """Run a few tokens, for which the second forward must say what the routers say.
+        """Run a few tokens and compare the partial forward's logits with the routers'.
 
         Args:
-            said: the logits of each layer but the first, filled meanwhile.
+            said: logits of each layer but the first, filled during the run.
 
         Raises:
-            UsageError: it does not.
+            UsageError: they differ.
         """
         true: list[torch.Tensor] = []
 
@@ -161,13 +161,13 @@ class PartialForward:
             with torch.inference_mode():
                 model(input_ids=torch.arange(min(8, vocabulary), device=model.device)[None], use_cache=False)
         except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
-            raise unusual(model, f"its layers are called otherwise ({error})") from error
+            raise unusual(model, f"its layers take other arguments ({error})") from error
         finally:
             for handle in hooks:
                 handle.remove()
         for part, logits_TE, true_TE in zip(self._layers[1:], said, true, strict=True):
             if not torch.allclose(logits_TE.float(), true_TE, rtol=0, atol=_CLOSE * float(true_TE.abs().max())):
-                raise unusual(model, f"layer {part.layer.layer_id} adds up in another way")
+                raise unusual(model, f"layer {part.layer.layer_id} has other logits in a partial forward")
 
     def _on_block_norm(self, module: Any, args: tuple[Any, ...]) -> None:
         self._residual = args[0]
@@ -178,7 +178,7 @@ class PartialForward:
 
 
 def _unwritten(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
-    """The caches among the arguments of an attention, as ones that are not changed by it."""
+    """Replace the caches among attention's arguments by ones that it leaves unchanged."""
     made: dict[str, Any] = {}
     if (paged := kwargs.get("cache")) is not None:
         made["cache"] = Unwritten(paged)
@@ -186,6 +186,6 @@ def _unwritten(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
         if (past := kwargs.get(name)) is not None:
             made[name] = copy.copy(past)
             made[name].layers = list(past.layers)
-            for layer in past.layers[attention.layer_idx :][:1]:  # one that grows has none yet
+            for layer in past.layers[attention.layer_idx :][:1]:  # a growing cache has none yet
                 made[name].layers[attention.layer_idx] = copy.deepcopy(layer)
     return made

@@ -35,14 +35,14 @@ def save_state(
     residents: Sequence[int] | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write what the policy `name` has learned, as a whole or not at all; nothing where there is nothing.
+    """Write the learned state of policy `name` atomically; write nothing if it has none.
 
     Args:
-        residents: keys of experts, to be kept beside it.
-        facts: kept beside it too, for `read_facts`.
+        residents: keys of experts, kept with it.
+        facts: kept with it, for `read_facts`.
 
     Raises:
-        MoetoolError: the disk failed. The former file is still there.
+        MoetoolError: the disk failed. The former file is intact.
     """
     arrays = policy.state()
     if residents is not None:
@@ -63,7 +63,7 @@ def save_state(
 
 
 def _remove_left(path: Path) -> None:
-    """Remove the halves of files that killed processes have left beside `path`."""
+    """Remove incomplete files of killed processes beside `path`."""
     for partial in path.parent.glob(f"{glob.escape(path.name)}*.partial"):
         owner = partial.name.removeprefix(path.name).removesuffix(".partial").removeprefix(".")
         if not owner or (owner.isdigit() and not psutil.pid_exists(int(owner))):
@@ -71,7 +71,7 @@ def _remove_left(path: Path) -> None:
 
 
 def read_facts(path: Path, name: str, revision: str) -> dict[str, str]:
-    """Facts that `save_state` kept for the policy `name`; none where there is no such file, or a damaged one."""
+    """Facts that `save_state` kept for policy `name`; empty if the file is missing or damaged."""
     try:
         require_regular(path)
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -83,17 +83,17 @@ def read_facts(path: Path, name: str, revision: str) -> dict[str, str]:
 
 
 def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
-    """Give the policy `name` what an earlier run has learned.
+    """Restore the learned state of policy `name` from an earlier run.
 
     Returns:
-        The residents that were kept beside it; None where there is no file.
+        The residents kept with it; None if there is no file.
 
     Raises:
-        MismatchError: the file is another policy's or model's, or damaged.
+        MismatchError: the file belongs to another policy or model, or is damaged.
     """
     if not path.exists():
         return None
-    advice = "remove it to start afresh"
+    advice = "remove it to start without learned state"
     try:
         require_regular(path)
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -105,7 +105,7 @@ def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
     expected = (_KIND, name, policy.spec.revision)
     if found != expected:
         raise MismatchError(
-            f"{path} holds what {found[1] or 'something else'} learned of model {str(found[2])[:12]}, expected {name} "
+            f"{path} holds the state of {found[1] or 'another policy'} for model {str(found[2])[:12]}, expected {name} "
             f"and {expected[2][:12]}; {advice}"
         )
     try:
@@ -121,11 +121,11 @@ def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
 
 
 def _residents(arrays: dict[str, np.ndarray], spec: ModelSpec) -> list[int]:
-    """Take the residents out of a file's arrays. Raises: ValueError where they are no experts of the model."""
+    """Remove the residents from a file's arrays. Raises: ValueError: they are not experts of the model."""
     found = arrays.pop(_RESIDENTS)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(f"residents is {found.dtype} of shape {found.shape}, expected a list of keys")
     keys: list[int] = found.tolist()
     if len(set(keys)) != len(keys) or not all(0 <= key < spec.total_experts for key in keys):
-        raise ValueError("residents has keys that are no experts of the model, or one twice")
+        raise ValueError("residents has a key that is not an expert of the model, or a duplicate")
     return keys

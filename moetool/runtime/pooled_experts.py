@@ -1,8 +1,8 @@
-"""Computing the experts of a layer by one product over the pool (`moetool.runtime.slot_products`), for a GPU.
+"""Compute a layer's experts by one product over the pool (`moetool.runtime.slot_products`), for a GPU.
 
-The routes of an event become slots by a table on the device, and come to the host once a layer, so that the residency
-can decide. While every expert of the model lies in its slot, even that can wait: the products are asked for at once,
-and the residency hears of all layers' events when the forward has ended, in their order.
+A table on the device maps an event's routes to slots; the host receives the routes once per layer, for the residency's
+decisions. While every expert of the model has a slot, even that can wait: the products are queued at once, and the
+residency receives all layers' events in order after the forward.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from moetool.runtime.slot_backends import find_multiply, find_multiply_packed
 from moetool.runtime.slot_products import FEW_ROWS, SlotRows
 
 Parts = tuple[torch.Tensor | PackedPart, ...]
-"""The parts of a layer's experts in all slots."""
+"""Parts of a layer's experts in all slots."""
 
 
 class _Input(NamedTuple):
@@ -39,14 +39,14 @@ class PooledExperts:
 
     Args:
         loaded: the model; packed weights are unpacked to its data type.
-        residency: decides about the slots.
-        store: has them.
-        host: computes what the residency leaves in host memory.
+        residency: assigns the slots.
+        store: holds them.
+        host: computes experts that the residency leaves in host memory.
 
     Attributes:
-        complete: whether every expert of the model lies in its slot, so that `compute_all` may be called.
+        complete: whether every expert of the model has a slot, so that `compute_all` may be called.
 
-    Effects: allocates the table and, where experts are packed, room to unpack some.
+    Effects: allocates the table and, for packed experts, memory to unpack some.
     """
 
     def __init__(self, loaded: LoadedModel, residency: Residency, store: ExpertStore, host: HostCompute) -> None:
@@ -73,10 +73,10 @@ class PooledExperts:
                 self._packed_L = [packed_parts(loaded.files, layer, form, store.slots) for layer, form in forms]
         self._most_chosen = max(layer.top_k for layer in loaded.layers)
         self.complete = False
-        self._checked = False  # whether the table says where every expert is
+        self._checked = False  # whether the table covers every expert
 
     def begin_forward(self, num_tokens: int) -> None:
-        """Find out whether every expert is in its slot, and can be computed where it is."""
+        """Determine whether every expert has a slot and can be computed there."""
         spec, slot_of = self._residency.policy.spec, self._residency.slot_of
         few = num_tokens * self._most_chosen <= FEW_ROWS
         suffices = all(parts or (few and packed) for parts, packed in zip(self._parts_L, self._packed_L, strict=True))
@@ -89,13 +89,13 @@ class PooledExperts:
                 self._place(layer, {e: slot_of[spec.expert_key(layer, e)] for e in range(form.num_experts)})
 
     def moved(self) -> None:
-        """An expert has been given another slot."""
+        """Record that an expert has another slot."""
         self._checked = False
 
     def compute_all(self, layer: MoeLayer, x: torch.Tensor, each: int, index_TK: torch.Tensor) -> torch.Tensor:
-        """The outputs [T * K, D] of the choices before their weights, by experts that are where the table says.
+        """Return the unweighted outputs [T * K, D] of the choices, with slots from the table.
 
-        Only where `table_suffices`.
+        Needs `table_suffices`.
 
         Args:
             x: input rows; choice r is of row r // `each`.
@@ -106,21 +106,21 @@ class PooledExperts:
         return _finished(layer.form, self._run(layer.form, given, self._table_LE[layer.index], parts, None), given)
 
     def computed_all(self) -> None:
-        """No slot may be filled before all that was asked for so far is computed."""
+        """Protect all slots from reuse until the computation queued so far is done."""
         self._store.computed_together(range(self._store.num_slots))
 
     def table_suffices(self, layer: MoeLayer, num_rows: int) -> bool:
-        """Whether products of so many choices of a layer need the table only, and nothing is unpacked first."""
+        """Whether products of this number of a layer's choices need only the table, and nothing is unpacked first."""
         return bool(self._parts_L[layer.index] or (num_rows <= FEW_ROWS and self._packed_L[layer.index]))
 
     def settle(self, layer: MoeLayer, steps: Sequence[Step]) -> Sequence[Step] | None:
-        """Bring all experts of an event into slots and update the table, before later work on the device.
+        """Load all experts of an event into slots and update the table, before later work on the device.
 
-        To be followed by the products and `settled`.
+        Call the products and `settled` afterwards.
 
         Returns:
-            The steps that must wait for the products; None, with nothing done, where the event takes several waves or
-            the host.
+            The steps that must wait for the products; None, with nothing done, if the event needs several waves or the
+            host.
 
         Raises:
             MoetoolError: an expert could not be read.
@@ -145,15 +145,15 @@ class PooledExperts:
         return steps[first_later:]
 
     def settled(self, steps: Sequence[Step], later: Sequence[Step]) -> None:
-        """Carry out the steps that `settle` left, once the products of the event are queued."""
+        """Run the steps that `settle` returned, once the event's products are queued."""
         self._store.computed_together(step.slot for step in steps if step.kind is StepKind.COMPUTE)
         for slot, key in self._start(later, {}).items():
             self._store.ready(key, slot)
 
     def _start(self, steps: Sequence[Step], needed: dict[int, int]) -> dict[int, int]:
-        """Begin loads and prefetches; gives the slots of those on demand that are not among `needed`, with their keys.
+        """Start loads and prefetches; returns slots and keys of on-demand loads that are not among `needed`.
 
-        Loads with nothing between them are one batch of copies.
+        Consecutive loads form one batch of copies.
         """
         beside: dict[int, int] = {}
         missed: list[tuple[int, int]] = []
@@ -175,7 +175,7 @@ class PooledExperts:
     def compute(
         self, layer: MoeLayer, steps: Sequence[Step], x: torch.Tensor, each: int, index_TK: torch.Tensor
     ) -> torch.Tensor:
-        """As `compute_all`, by the steps of the residency: in one call, or in waves where slots have to change hands.
+        """Like `compute_all`, by the residency's steps: in one call, or in waves if slots are reused.
 
         Raises:
             MoetoolError: an expert could not be read.
@@ -187,8 +187,8 @@ class PooledExperts:
         output: torch.Tensor | None = None
         begun: list[tuple[torch.Tensor, Any]] | None = None
         together: list[Step] = []
-        missed: list[Step] = []  # loads that nothing has come between
-        beside: list[Step] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+        missed: list[Step] = []  # consecutive loads
+        beside: list[Step] = []  # loaded on demand but not needed here: the rest of a whole layer
 
         def load() -> None:
             store.load_together([(step.key, step.slot) for step in missed])
@@ -199,7 +199,7 @@ class PooledExperts:
             nonlocal output, begun
             load()
             if begun is None:
-                begun = self._begin_on_host(layer, hosted, given, index_TK)  # now that loads are under way
+                begun = self._begin_on_host(layer, hosted, given, index_TK)  # after loads have started
             while beside:
                 store.ready(beside[-1].key, beside.pop().slot)
             slots = {step.key - base: step.slot for step in together if step.key - base < form.num_experts}
@@ -232,7 +232,7 @@ class PooledExperts:
     def _wave(
         self, layer: MoeLayer, slots: dict[int, int], given: _Input, output: torch.Tensor | None, *, whole: bool
     ) -> torch.Tensor:
-        """Compute the experts of `slots`, which are all of the event if `whole`, into the output's rows."""
+        """Compute the experts of `slots` into the output's rows; if `whole`, these are all of the event's."""
         parts = self._parts(layer, given.rows)
         if parts is not None:
             table_E = self._place(layer.index, slots) if whole else self._table_of(slots)
@@ -247,7 +247,7 @@ class PooledExperts:
         return output
 
     def _parts(self, layer: MoeLayer, rows: SlotRows) -> Parts | None:
-        """Parts that are multiplied in their slots; None if slots hold packed experts that must be unpacked first."""
+        """Parts to multiply in their slots; None if slots hold packed experts that must be unpacked first."""
         few = rows.order_R is None
         return self._parts_L[layer.index] or (self._packed_L[layer.index] if few else None)
 
@@ -259,14 +259,14 @@ class PooledExperts:
         parts: Parts,
         output: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Both products, with the gate between them, of rows whose experts have a slot by the table."""
+        """Compute both products, with the gate between them, for rows whose experts have a slot in the table."""
         x, each, rows = given
         second, count = len(parts) // 2, len(rows.expert_R)
         up, down = (
             part.transpose(-1, -2) if transposed and isinstance(part, torch.Tensor) else part
             for part, transposed in ((parts[0], form.up_transposed), (parts[second], form.down_transposed))
         )
-        first = x.new_empty(count, up.shape[1])  # rows without a slot hold anything, and nothing is made of them
+        first = x.new_empty(count, up.shape[1])  # rows without a slot have arbitrary values that are never used
         self._times(x.contiguous(), each, rows, table_E, up, first)
         if form.has_bias:
             slot_R = torch.where(_weighty(form, rows), table_E[rows.expert_R.clamp(max=form.num_experts - 1)], -1)
@@ -287,7 +287,7 @@ class PooledExperts:
         part: torch.Tensor | PackedPart,
         out_RO: torch.Tensor,
     ) -> None:
-        """As `moetool.runtime.slot_products.multiply`, by weights of either kind."""
+        """See `moetool.runtime.slot_products.multiply`; for plain and packed weights."""
         if isinstance(part, torch.Tensor):
             self._multiply(x, each, rows, table_E, part, out_RO)
         else:
@@ -297,7 +297,7 @@ class PooledExperts:
     def _begin_on_host(
         self, layer: MoeLayer, experts: set[int], given: _Input, index_TK: torch.Tensor
     ) -> list[tuple[torch.Tensor, Any]]:
-        """Begin to compute experts in host memory; gives the places of each one's rows and what waits for them."""
+        """Start to compute experts in host memory; returns each one's row positions and a wait for its rows."""
         begun = []
         chosen = index_TK.reshape(-1).tolist() if experts else []
         for expert in sorted(experts):
@@ -308,17 +308,17 @@ class PooledExperts:
         return begun
 
     def _place(self, layer: int, slots: dict[int, int]) -> torch.Tensor:
-        """The layer's table, once it says where these experts are; of others it may say anything."""
+        """Return the layer's table with these experts' slots; other entries are arbitrary."""
         known, staged_E = self._slots_LE[layer], self._staged_LE[layer].numpy()
         if new := [(expert, slot) for expert, slot in slots.items() if known[expert] != slot]:
-            # An earlier copy that is still to be carried out brings these entries too: no kernel before it reads them.
+            # An earlier queued copy brings these entries too: no kernel before it reads them.
             for expert, slot in new:
                 known[expert] = staged_E[expert] = slot
             self._table_LE[layer].copy_(self._staged_LE[layer], non_blocking=True)
         return self._table_LE[layer]
 
     def _table_of(self, slots: dict[int, int]) -> torch.Tensor:
-        """A table of these experts and no others."""
+        """Return a table of only these experts."""
         numbers = [-1] * self._num_experts
         for expert, slot in slots.items():
             numbers[expert] = slot
@@ -326,17 +326,17 @@ class PooledExperts:
 
 
 def _bias(part: torch.Tensor | PackedPart) -> torch.Tensor:
-    assert isinstance(part, torch.Tensor), "a bias is stored as it is"
+    assert isinstance(part, torch.Tensor), "a bias is stored unpacked"
     return part
 
 
 def _weighty(form: ExpertForm, rows: SlotRows) -> torch.Tensor:
-    """Which rows are of an expert that has weights."""
+    """Mask of rows whose expert has weights."""
     return rows.expert_R < form.num_experts
 
 
 def _finished(form: ExpertForm, output: torch.Tensor, given: _Input) -> torch.Tensor:
-    """The outputs after the family's own steps; experts without weights return their input."""
+    """Apply the family's own steps to the outputs; experts without weights return their input."""
     if form.finish is not None:
         output = form.finish(output)
     if form.num_identity:

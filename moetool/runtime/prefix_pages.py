@@ -1,7 +1,7 @@
-"""Prefix caching over the paged KV cache: pages of earlier prompts and answers, least recently used out first.
+"""Prefix caching over the paged KV cache: pages of earlier prompts and answers, with LRU eviction.
 
-transformers shares pages whose tokens, and all tokens before them, are the same. It keeps those that no request uses
-until memory runs short, and then drops all of them; here it drops as many as are needed.
+transformers shares pages whose tokens, and all tokens before them, are equal. It keeps unused pages until memory runs
+short and then drops all of them; here it drops only as many as needed.
 """
 
 import heapq
@@ -16,11 +16,11 @@ class PrefixPages:
 
     Args:
         cache: made with `allow_block_sharing`.
-        may_reuse: whether a request, by its name, may begin with pages that are there.
+        may_reuse: whether a request, by its name, may reuse cached pages.
 
     Attributes:
-        active: whether the cache shares pages: it does where every layer attends to the whole context.
-        evicted: pages so far.
+        active: whether the cache shares pages: only if every layer attends to the whole context.
+        evicted: pages evicted so far.
         lost: evicted pages so far that a later prompt had again, of as many as the whole cache has.
     """
 
@@ -42,27 +42,27 @@ class PrefixPages:
 
     @property
     def unused(self) -> int:
-        """Pages that are kept for prompts to come."""
+        """Number of unused pages, kept for later prompts."""
         return len(self._ledger.cached_blocks) if self.active else 0
 
     def begin_forward(self) -> None:
-        """Advance the clock: pages released from now on are more recently used than those before."""
+        """Advance the LRU clock."""
         if self.active:
             self._ledger.clock += 1
 
     def forget(self, request: str) -> None:
-        """Drop the pages of a request whose values may be wrong, except those that others use."""
+        """Drop the pages of a request with possibly wrong values, except those that others use."""
         if self.active:
             self._cache.free_blocks(request, no_cache=True)
 
     def evict(self, count: int) -> None:
-        """Drop up to so many unused pages, the least recently used first."""
+        """Drop up to this number of unused pages, the least recently used first."""
         if self.active and (victims := self._ledger.evict(min(count, self.unused))):
             self.evicted += len(victims)
             self._cache.pool.free_blocks(self._allocator.index, victims)
 
     def _search(self, request: str, prompt: list[int]) -> int:
-        """`PagedAttentionCache.search_prefix_match`, for those that may."""
+        """Replacement of `PagedAttentionCache.search_prefix_match` that asks `may_reuse`."""
         if not self._may_reuse(request):
             return 0
         matched: int = self._match(request, prompt)
@@ -70,7 +70,7 @@ class PrefixPages:
         return matched
 
     def _make_room(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """`PagedAttentionCache.can_store_request_tokens`, which may evict."""
+        """Replacement of `PagedAttentionCache.can_store_request_tokens` that may evict."""
         if self._store(state, request_len, dry_run):
             return True
         pool, index = self._cache.pool, self._allocator.index
@@ -85,7 +85,7 @@ class PrefixPages:
         return stored
 
     def _free_capacity(self, relative: bool = True) -> float:
-        """`PagedAttentionCache.compute_free_capacity`, pages that may be evicted included."""
+        """Replacement of `PagedAttentionCache.compute_free_capacity` that includes evictable pages."""
         unused_bytes = self.unused * self._allocator.bytes_per_block
         total_bytes = self._cache.num_sectors * self._cache.bytes_per_sector
         return float(self._free_share(relative) + unused_bytes / (total_bytes if relative else 1))
@@ -106,12 +106,12 @@ class _Ledger(BlockLedger):
         freed: bool = super().release(block_id, no_cache)
         self._released += 1
         if block_id in self.cached_blocks:
-            # A request releases its pages from the first to the last; the last is of no use without those before it.
+            # A request releases its pages from first to last; the last is useless without those before it.
             self._order[block_id] = (self.clock, -self._released)
         return freed
 
     def evict(self, count: int) -> list[int]:
-        """Forget so many unused pages."""
+        """Drop this number of unused pages."""
         victims = heapq.nsmallest(count, self.cached_blocks, key=self._order.__getitem__)
         for block in victims:
             del self.cached_blocks[block], self._order[block]

@@ -1,4 +1,4 @@
-"""Recording what the routers of a running model do."""
+"""Record the routers of a running model."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,20 +21,20 @@ _FROM_LOGITS = frozenset({"logits", "logits32", "scores"})
 class GateRecorder:
     """Hooks on the routers and experts of a model that collect one forward at a time.
 
-    The experts and weights are those that were really used (`moetool.models.router_hooks.watch`).
+    Experts and weights are those that the model used (`moetool.models.router_hooks.watch`).
 
     Args:
         keep: `logits`, `hidden`, `ahead`, `resident`, `scores`, `logits32`, `norms` and `embeddings` besides the
             experts and their weights.
-        ahead: for how many layers `ahead` looks ahead.
-        resident: share of a layer's experts that `resident` takes to be resident.
-        looks: where a server makes `resident` itself (`ExpertRuntime.watch_looks`): calls what it is given with the
-            logits of each layer but the first.
+        ahead: number of layers that `ahead` looks ahead.
+        resident: share of a layer's experts that `resident` assumes resident.
+        looks: registers a function that receives the logits of each layer but the first, if a server computes
+            `resident` itself (`ExpertRuntime.watch_looks`).
 
     Effects: adds forward hooks, which `close` removes.
 
     Raises:
-        UsageError: a column is asked of a model that cannot give it (`moetool.runtime.resident_gates`,
+        UsageError: the model does not provide a column (`moetool.runtime.resident_gates`,
             `moetool.models.router_scores`).
     """
 
@@ -85,32 +85,32 @@ class GateRecorder:
             self._beside.close()
 
     def begin_batch(self) -> None:
-        """Forget earlier forwards."""
+        """Drop earlier forwards."""
         if self._beside is not None:
             self._beside.begin()
 
     def discard(self) -> None:
-        """Forget what the hooks have collected since the last `hold` or `take`: that forward failed."""
+        """Drop the data collected since the last `hold` or `take`, after a failed forward."""
         for columns in self._columns().values():
             columns.clear()
         self._embedding = None
 
     def take(self, batch: Batch) -> tuple[TokenBatch, np.ndarray | None]:
-        """The rows of the forward that has just run, and its embeddings, as from `rows`."""
+        """Return the last forward's rows and embeddings, as `rows` does."""
         self.hold(batch)
         return self.rows()
 
     def hold(self, batch: Batch) -> None:
-        """Keep what the hooks have collected of the forward that has just run, as it is and where it is."""
+        """Keep the last forward's data on its device."""
         if self._resident is not None:
             self._resident.append(torch.zeros_like(self._resident[-1]))  # after the last layer
         self._held.append((batch, {name: list(tensors) for name, tensors in self._columns().items()}, self._embedding))
         self.discard()
 
     def rows(self) -> tuple[TokenBatch, np.ndarray | None]:
-        """The rows of all forwards that are held, at least one, and no longer hold them.
+        """Return and release the rows of all held forwards, at least one.
 
-        Until here everything stays on the model's device: each column costs one copy from it, not one a layer.
+        Data stays on the model's device until then: each column costs one copy, not one per layer.
 
         Returns:
             The rows, and the output of the embedding layer [T, D] float32 or None.

@@ -1,4 +1,4 @@
-"""The experts that the tokens of single requests use, for clients that ask for them with their answer."""
+"""Routes of single requests, for clients that ask for them with the answer."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from moetool.trace.rows import TokenBatch
 
 
 class RequestRoutes:
-    """Follows requests from their first forward to their last; the model is hooked only while one is followed.
+    """Records requests from first to last forward; the model has hooks only while a request is recorded.
 
     All methods belong to the engine's thread.
     """
@@ -23,21 +23,21 @@ class RequestRoutes:
         self._dtype = np.uint8 if loaded.spec.num_experts <= 256 else np.uint16
         self._recorder: GateRecorder | None = None
         self._batch: Batch | None = None
-        self._rows: dict[int, list[TokenBatch]] = {}  # not yet given out
-        self._positions: dict[int, int] = {}  # the next one to come
+        self._rows: dict[int, list[TokenBatch]] = {}  # not yet delivered
+        self._positions: dict[int, int] = {}  # the next one
 
     def __contains__(self, request: int) -> bool:
         return request in self._rows
 
     def check(self) -> None:
-        """Raises: UsageError where layers differ in their experts or top-k, which an array cannot hold."""
+        """Raises: UsageError: layers differ in experts or top-k, which one array cannot hold."""
         try:
             require_even(self._loaded.spec, "routed_experts")
         except MismatchError as error:
             raise UsageError(str(error)) from None
 
     def follow(self, request: int) -> None:
-        """Begin to follow a request. Effects: hooks the model if no other is followed."""
+        """Start recording a request. Effects: hooks the model if no other request is recorded."""
         if self._recorder is None:
             self._recorder = GateRecorder(self._loaded.model, self._loaded.layers, ())
         self._rows[request], self._positions[request] = [], 0
@@ -49,7 +49,7 @@ class RequestRoutes:
             self._batch = batch
 
     def end_forward(self, failed: bool) -> None:
-        """The forward that began has run, or has raised and leaves no rows."""
+        """End the forward; one that raised leaves no rows."""
         batch, self._batch = self._batch, None
         if self._recorder is None or batch is None:
             return
@@ -65,9 +65,9 @@ class RequestRoutes:
                 self._positions[request] = int(mine.position_T[-1]) + 1
 
     def attach(self, output: Output) -> Output:
-        """An output of a request that is followed, with its experts since the last one.
+        """Add a recorded request's experts since the last output to its output.
 
-        Effects: one that ends its request ends the following.
+        Effects: the last output ends the recording.
         """
         request = output.request
         if self._rows[request] and output.token is not None:

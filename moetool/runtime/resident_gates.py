@@ -1,13 +1,12 @@
-"""Recording what the next router would say if only resident experts had been computed: the column `resident`.
+"""Record the next router's logits if only resident experts were computed: the column `resident`.
 
-Beside every MoE layer but the first runs a second, smaller forward (`moetool.runtime.partial_forward`). Besides what is
-said there:
+A second, smaller forward runs at every MoE layer but the first (`moetool.runtime.partial_forward`). In addition:
 
-- Which experts are resident is decided here and not by a cache that serves: of each layer those used last, as many as
-  `share` says. At the start of a batch they are its first ones, so that rows depend on their batch alone. The experts
-  of one forward count as used in the order of how many of its tokens use them, the most used last, then by number.
-- Weights of 0 stand for experts that are left out, so that recording takes about a second forward, where a server would
-  compute the less, the fewer experts are resident.
+- This module, not a serving cache, decides which experts are resident: in each layer the most recently used ones, up to
+  `share`. A batch starts with the layer's first experts, so that rows depend on their batch alone. Within a forward,
+  experts are ordered by their number of tokens, the most used last, then by id.
+- Omitted experts get weight 0, so recording costs about a second forward; a server's cost falls with the number of
+  resident experts.
 """
 
 from collections.abc import Callable
@@ -33,8 +32,8 @@ class ResidentForward(PartialForward):
         share: of a layer's experts that are resident.
         on_logits: called with the logits [T, E] of each MoE layer but the first, before that layer runs.
 
-    Effects: adds hooks, which `close` removes; runs a few tokens to see that with every expert resident the second
-        forward gives what the routers really say.
+    Effects: adds hooks, which `close` removes; runs a few tokens to check that the second forward with every expert
+    resident matches the routers.
 
     Raises:
         UsageError: the layers are not of the usual shape, or the experts are not in memory.
@@ -45,15 +44,15 @@ class ResidentForward(PartialForward):
     ) -> None:
         if any(parameter.is_meta for layer in layers for parameter in layer.experts.parameters()):
             raise UsageError(
-                "cannot keep resident while experts are loaded when needed: the second forward would take them in "
+                "cannot keep resident while experts are loaded when needed: the second forward would load them in "
                 "another order; capture without --device-memory, or leave resident out of --keep"
             )
         super().__init__(model, layers)
         said: list[torch.Tensor] = []
         self._on_logits: Callable[[torch.Tensor], None] = said.append
         self._kept_L = tuple(layer.num_experts for layer in layers)
-        self._used_L: list[list[int]] = []  # residents of each layer, the one used last at the end
-        self._here_L: list[torch.Tensor | None] = [None] * len(layers)  # who was resident when the router chose
+        self._used_L: list[list[int]] = []  # residents of each layer, most recently used last
+        self._here_L: list[torch.Tensor | None] = [None] * len(layers)  # residents when the router chose
         for i, part in enumerate(self._layers):
             self._handles.append(part.layer.experts.register_forward_pre_hook(self._on_experts(i)))
             if i:
@@ -68,7 +67,7 @@ class ResidentForward(PartialForward):
         self.begin()
 
     def begin(self) -> None:
-        """A batch begins: the first experts of each layer are resident."""
+        """Begin a batch with the first experts of each layer resident."""
         self._used_L = [list(range(kept))[::-1] for kept in self._kept_L]
 
     def _on_experts(self, i: int) -> Callable[..., Any]:

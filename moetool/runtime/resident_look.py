@@ -1,4 +1,4 @@
-"""The partial forward of a server: what the next router says after resident experts, while misses are on their way."""
+"""A server's partial forward: the next router's logits after resident experts, while misses load."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,22 +23,22 @@ from moetool.types import GateEvent
 
 
 class ResidentLook(PartialForward):
-    """Fills `GateEvent.resident_TE` of a running model, as its log will hold it.
+    """Fills `GateEvent.resident_TE` of a running model, as in its log.
 
-    Resident are the experts of the event that had a slot when its router had chosen, after substitution. The next
-    layer's attention gets what this one's got: masks and positions are those of the whole forward. On a GPU the partial
-    forward has a stream of its own, so that it waits for no load that the model's stream waits for.
+    Resident experts are the event's experts with a slot when the router chose, after substitution. The next layer's
+    attention receives this layer's arguments: masks and positions are those of the whole forward. On a GPU the partial
+    forward has its own stream, so that it does not wait for the model stream's loads.
 
     Args:
-        store: where the experts are; None where they are not all in it.
+        store: holds the experts; None if it does not hold all.
 
     Attributes:
         aside: outputs of the experts during the partial forward, else None.
 
-    Effects: as `PartialForward`; allocates a stream on a GPU.
+    Effects: see `PartialForward`; allocates a stream on a GPU.
 
     Raises:
-        UsageError: this model or pool has no such forward.
+        UsageError: this model or pool does not support it.
     """
 
     def __init__(self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores | None) -> None:
@@ -47,12 +47,12 @@ class ResidentLook(PartialForward):
         if not isinstance(residency, Residency) or not isinstance(store, ExpertStore):
             why = "the experts are not all in one device's pool"
         elif predictor is not None and "resident" in predictor.needs:
-            why = "a predictor is asked before it can run; choose another predictor"
+            why = "the predictor is needed before it can run; choose another predictor"
         elif own_cache(loaded.model.config.get_text_config()):
-            why = "each request of this family runs a forward of its own"
+            why = "each request of this family runs its own forward"
         if why:
             raise UsageError(
-                f"no forward through resident experts (the column resident) can be run here: {why}; set "
+                f"cannot run a partial forward through resident experts (the column resident): {why}; set "
                 f"policy.look=ahead, or replay a trace captured with --keep topk,logits,resident"
             )
         assert isinstance(residency, Residency) and isinstance(store, ExpertStore)
@@ -61,8 +61,8 @@ class ResidentLook(PartialForward):
         self._residency = residency
         self._store = store
         self._spec = residency.policy.spec
-        self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # of the event at hand
-        self._under_way: set[int] = set()  # its loads that have begun
+        self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # of the current event
+        self._under_way: set[int] = set()  # its loads in progress
         self._watchers: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._stream = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
@@ -70,10 +70,10 @@ class ResidentLook(PartialForward):
             self._handles.append(part.attention.register_forward_pre_hook(self._on_attention, with_kwargs=True))
 
     def require_true(self, model: Any) -> None:
-        """Try it with experts that give back what they get; `model` must call them already.
+        """Test it with experts that return their input; `model` must call them already.
 
         Raises:
-            UsageError: the partial forward does not say what the routers say.
+            UsageError: the partial forward and the routers give different logits.
         """
         said: list[torch.Tensor] = []
 
@@ -95,17 +95,17 @@ class ResidentLook(PartialForward):
         return handle
 
     def begin(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-        """A layer is about to compute these experts with these weights."""
+        """Begin a layer's event with these experts and weights."""
         self._routes = layer, index_TK, weights_TK
 
     def program(self, event: GateEvent) -> list[Step]:
-        """The residency's program of the event that has begun; its first loads are under way when this returns."""
+        """Return the residency's program for the current event; its first loads have started."""
         self._under_way.clear()
         last = event.layer + 1 == self._spec.num_layers
         return self._residency.event(event, None if last else self._fill)
 
     def began(self, step: Step) -> bool:
-        """Whether a step of the program is a load that is under way."""
+        """Whether a step of the program is a load in progress."""
         return step.kind is StepKind.LOAD and step.key in self._under_way
 
     def _fill(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
@@ -138,12 +138,12 @@ class ResidentLook(PartialForward):
         return replace(event, resident_TE=next_scores(self._spec, event.layer, to_float16(wide_TE)))
 
     def _logits(self, i: int) -> torch.Tensor:
-        """The logits [T, E] of MoE layer i + 1, while layer i is about to compute its experts; on the CPU."""
+        """Return the logits [T, E] of MoE layer i + 1 on the CPU, before layer i computes its experts."""
         if self._stream is None:
             return self.through(i, *self._attended)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            return self.through(i, *self._attended).cpu()  # waits for this stream alone
+            return self.through(i, *self._attended).cpu()  # waits for this stream only
 
     def _on_attention(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._attended = args, kwargs

@@ -1,4 +1,4 @@
-"""Memory that goes back to the system while the process runs, on Linux; elsewhere it stays with the process."""
+"""Return memory to the system while the process runs, on Linux; elsewhere the process keeps it."""
 
 import ctypes
 import functools
@@ -35,7 +35,7 @@ def return_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return what the C library keeps of memory that was freed."""
+    """Return freed memory that the C library keeps."""
     if (library := _library()) is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 

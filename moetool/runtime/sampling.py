@@ -1,8 +1,8 @@
-"""Choosing tokens inside transformers' continuous batching: constraints, penalties, sampling and log-probabilities.
+"""Sample tokens inside transformers' continuous batching: constraints, penalties, sampling and log-probabilities.
 
-The manager samples with one seed for everybody. So it is told to take the argmax, and this processor makes the
-argmax a sample by the Gumbel-max rule, with noise that depends on a request's seed and the token's place in its
-answer alone: the same text alone or in any batch.
+The manager samples with one seed for all requests. So it takes the argmax, and this processor makes the argmax a sample
+by the Gumbel-max rule. The noise depends only on a request's seed and the token's position: the text is the same alone
+and in any batch.
 
 The order is vLLM's: grammar, logit bias, penalties, temperature, min_p, top_k, top_p.
 """
@@ -19,25 +19,25 @@ from moetool.request import Matcher, SamplingParams, TokenLogprob
 from moetool.runtime.batched_sampling import Draws, batched_gumbel_scores, on_device
 
 NOT_NUMBERS = (
-    "the model's scores are not finite (NaN or infinity): a broken checkpoint, or a data type too narrow for it"
+    "the model's scores are not finite (NaN or infinity): the checkpoint is damaged or the data type too narrow"
 )
-"""Why a request ends whose next token cannot be chosen."""
-NO_TOKEN_LEFT = "no token is left to choose: the grammar and logit_bias together exclude every one"
-"""The same, where the model's scores are sound."""
+"""Error of a request whose next token cannot be sampled."""
+NO_TOKEN_LEFT = "no token is left to sample: grammar and logit_bias together exclude all of them"
+"""The same, if the model's scores are finite."""
 
 _COLDEST = 1e-5
-"""At and below this temperature the likeliest token is all but certain, and dividing by it may overflow."""
+"""At and below this temperature the most likely token is almost certain, and division may overflow."""
 _PREFIXES = (256, 4096)
-"""So many likeliest tokens are tried as the nucleus before all are sorted (`tests/bench/test_sampling_cost.py`)."""
+"""Number of most likely tokens tried as the nucleus before all are sorted (`tests/bench/test_sampling_cost.py`)."""
 
 
 class _Choice:
     """The sampling state of one request.
 
     Attributes:
-        broken: why its next token cannot be chosen; empty where it can.
+        broken: why its next token cannot be sampled; empty if it can.
         prompt_ids: distinct tokens of its prompt, for the repetition penalty.
-        counts: how often its answer has each token.
+        counts: how often each token occurs in its answer.
     """
 
     __slots__ = ("broken", "counts", "drawn", "logprobs_V", "matcher", "params", "prompt_ids", "seed")
@@ -55,7 +55,7 @@ class _Choice:
         self.take(answer)
 
     def take(self, tokens: Iterable[int]) -> None:
-        """Take note of tokens of the answer."""
+        """Count tokens of the answer."""
         for token in tokens:
             if self.params.penalizes:
                 self.counts[token] += 1
@@ -67,9 +67,9 @@ class Sampler:
     """Sampling parameters by request, and the logits processor that applies them.
 
     Args:
-        eos: tokens that end an answer; a grammar allows them where the answer is whole, and nowhere else.
-        batched: whether all rows are dealt with together where the scores lie (`moetool.runtime.batched_sampling`); by
-            default on any device but the CPU.
+        eos: tokens that end an answer; a grammar allows them only where the answer is complete.
+        batched: whether all rows are sampled together on the scores' device (`moetool.runtime.batched_sampling`)
+            (default: on any device but the CPU).
     """
 
     def __init__(self, eos: Collection[int] = (), *, batched: bool | None = None) -> None:
@@ -79,11 +79,11 @@ class Sampler:
         self._verdicts: list[_Verdicts] = []
 
     def add(self, request: str, params: SamplingParams, prompt: Sequence[int], drawn: int = 0) -> None:
-        """Take in a request.
+        """Add a request.
 
         Args:
-            drawn: tokens of its answer that were made elsewhere and are now the end of its prompt; those to come are
-                chosen as if they had been made here.
+            drawn: number of its answer's tokens that were generated elsewhere and are now the end of its prompt; later
+                tokens are sampled as if these had been sampled here.
         """
         self._choices[request] = _Choice(params, drawn, prompt)
 
@@ -92,9 +92,9 @@ class Sampler:
         self._choices.pop(request, None)
 
     def take(self, request: str, token: int) -> TokenLogprob | None:
-        """Take note of the token that was drawn; gives its log-probabilities where the request asked for them.
+        """Record a sampled token; returns its log-probabilities if the request asked for them.
 
-        To be called for every token, before the next one of the request is drawn.
+        Call it for every token, before the request's next one.
         """
         choice = self._choices[request]
         choice.take((token,))
@@ -107,17 +107,17 @@ class Sampler:
         return TokenLogprob(float(choice.logprobs_V[token]), top)
 
     def broken(self, request: str) -> str:
-        """Why its newest token means nothing; empty where it is sound."""
+        """Why its newest token is invalid; empty if it is valid."""
         for verdicts in self._verdicts:
             verdicts.tell()
         self._verdicts.clear()
         return self._choices[request].broken
 
     def apply(self, requests: list[str], scores_BV: Tensor) -> Tensor:
-        """Make the argmax of each row the token that its request's parameters choose.
+        """Make the argmax of each row the sampled token of its request.
 
         Args:
-            requests: the request of each row; rows beyond them are left alone.
+            requests: the request of each row; further rows are unchanged.
             scores_BV: logits, float32.
         """
         if self._batched or (self._batched is None and scores_BV.device.type != "cpu"):
@@ -142,7 +142,7 @@ class Sampler:
         return scores_BV
 
     def _apply_together(self, requests: list[str], scores_BV: Tensor) -> Tensor:
-        """As `apply`, in operations that wait for nothing; `broken` asks for what they found."""
+        """Like `apply`, without synchronizing; `broken` reads the result later."""
         found = [(row, choice) for row, request in enumerate(requests) if (choice := self._choices.get(request))]
         if not found:
             return scores_BV
@@ -181,7 +181,7 @@ class Sampler:
                 int32_tensor.zero_()
 
             def prepare_tensor_args(self, requests_with_new_token: Any) -> Tensor:
-                # The parameters stay with us; this call only tells whose logits the rows will be.
+                # The parameters stay here; this call only tells the rows' requests.
                 self.requests = [future.state.request_id for future in requests_with_new_token]
                 return torch.zeros(len(self.requests), dtype=torch.int32)
 
@@ -192,11 +192,11 @@ class Sampler:
 
 
 class _Verdicts:
-    """Which rows of a batch cannot be chosen from, on its way from the device.
+    """Rows of a batch that cannot be sampled, in transfer from the device.
 
     Args:
         found: rows and their requests.
-        broken_2B: whether their scores are no numbers, and whether no token is left.
+        broken_2B: whether their scores are not finite, and whether no token is left.
     """
 
     def __init__(self, found: list[tuple[int, _Choice]], broken_2B: Tensor) -> None:
@@ -209,7 +209,7 @@ class _Verdicts:
             self._arrived = torch.cuda.current_stream(broken_2B.device).record_event()
 
     def tell(self) -> None:
-        """Wait for them, and write them down."""
+        """Wait for the transfer, and record the rows."""
         if self._arrived is not None:
             self._arrived.synchronize()
         unsound, empty = self._broken_2B.tolist()
@@ -240,11 +240,11 @@ def _constrain(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:
 
 
 def gumbel_scores(logits_V: Tensor, params: SamplingParams, seed: int, place: int) -> Tensor:
-    """Scores whose argmax is a sample of softmax(logits / temperature) among the tokens that the parameters leave.
+    """Scores whose argmax is a sample of softmax(logits / temperature) over the allowed tokens.
 
     For scores on a CPU; `moetool.runtime.batched_sampling` has the same rule for a GPU, with other noise.
     """
-    scaled = (logits_V - logits_V.max()) / params.temperature  # at most 0, so that no temperature makes it overflow
+    scaled = (logits_V - logits_V.max()) / params.temperature  # at most 0, so that division cannot overflow
     generator = torch.Generator().manual_seed(_mix(seed, place))
     uniform = torch.rand(scaled.shape, generator=generator, dtype=torch.float64).clamp_(min=1e-300)
     kept = _kept(scaled, params)
@@ -260,9 +260,9 @@ def _gumbel(uniform: Tensor) -> Tensor:
 
 
 def _kept(scaled_V: Tensor, params: SamplingParams) -> Tensor | None:
-    """Ids of the tokens that min_p, top_k and top_p leave, always the likeliest; None where they leave all.
+    """Ids of the tokens that min_p, top_k and top_p allow, always the most likely one; None if all are allowed.
 
-    Each is applied to what the one before has left, and top_p to the probabilities among those.
+    Each is applied to the result of the previous one, and top_p to the renormalized probabilities.
     """
     limited = 0 < params.top_k < len(scaled_V)
     if not limited and params.min_p <= 0.0 and params.top_p >= 1.0:
@@ -279,10 +279,10 @@ def _kept(scaled_V: Tensor, params: SamplingParams) -> Tensor | None:
 
 
 def nucleus(probabilities_V: Tensor, top_p: float) -> Tensor:
-    """Ids of the shortest run of likeliest tokens that reaches `top_p`, in no order; of equal ones the lower ids.
+    """Ids of the fewest most likely tokens that reach `top_p`, unordered; lower ids first among equals.
 
-    The likeliest always belongs to it, also where float32 has no number as small as `top_p`. The same tokens as by
-    sorting all, to the bit: a running sum over the first of the sorted values is the beginning of the whole one.
+    The most likely token always belongs to it, also if `top_p` is below float32's smallest number. Sorting all gives
+    exactly the same tokens: a running sum over the first sorted values is a prefix of the whole sum.
     """
     for size in (*_PREFIXES, len(probabilities_V)):
         size = min(size, len(probabilities_V))
@@ -298,19 +298,19 @@ def nucleus(probabilities_V: Tensor, top_p: float) -> Tensor:
 
 
 def likeliest(scores_V: Tensor, count: int) -> Tensor:
-    """Ids of the `count` highest scores, in no order; of equal ones the lower ids."""
+    """Ids of the `count` highest scores, unordered; lower ids first among equals."""
     return _at_least(scores_V, scores_V.topk(count).values)
 
 
 def _at_least(scores_V: Tensor, values_N: Tensor) -> Tensor:
-    """Ids of the N highest scores, whose values are known: all above the least of them, and the first that equal it."""
+    """Ids of the N highest scores from their values: all above the smallest, and the first that equal it."""
     least = values_N[-1]
     above = (scores_V > least).nonzero()[:, 0]
     return torch.cat([above, (scores_V == least).nonzero()[: len(values_N) - len(above), 0]])
 
 
 def _mix(seed: int, place: int) -> int:
-    """One 63-bit number from two, so that neighbouring seeds and places share no noise (splitmix64)."""
+    """Mix two numbers into 63 bits, so that neighbouring seeds and positions share no noise (splitmix64)."""
     mask = (1 << 64) - 1
     z = (seed * 0x9E3779B97F4A7C15 + place * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

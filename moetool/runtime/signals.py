@@ -18,12 +18,12 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 class Signals:
     """Hooks on the routers and the embedding of a model that fill the optional fields of forwards and gate events.
 
-    Everything is rounded to float16 on its way, as in a trace, so that a replay of the log decides as the server did.
+    All values are rounded to float16, as in a trace, so that a replay of the log takes the server's decisions.
 
     Args:
         needs: `logits`, `hidden`, `ahead` and `embeddings`, of which the first three fill events; `resident` is filled
             while an event runs (`moetool.runtime.expert_forward`).
-        ahead: for how many layers `ahead` looks ahead.
+        ahead: number of layers that `ahead` looks ahead.
         on_embedded: called when the embedding layer has run, with embedding_TD float32: each token's request's mean.
             Only where `embeddings` is needed.
 
@@ -63,7 +63,7 @@ class Signals:
             self._handles.pop().remove()
 
     def fill(self, event: GateEvent) -> GateEvent:
-        """The event with what its layer's router said in this forward."""
+        """Fill the event with its layer's router outputs of this forward."""
         seen: dict[str, Any] | None = self._seen.pop(event.layer, None)
         return replace(event, **seen) if seen else event
 

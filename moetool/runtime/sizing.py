@@ -6,15 +6,15 @@ from moetool.errors import CapacityError
 from moetool.runtime.decoding import PAGE_TOKENS
 
 GOOD_CONTEXT = 8192
-"""Tokens of KV cache up to which they compete with expert slots, as far as the model's context reaches."""
+"""Tokens of KV cache that compete with expert slots for memory, limited by the model's context."""
 LEAST_CONTEXT = 1024
-"""Tokens of KV cache below which a server is of little use."""
+"""Fewest useful tokens of KV cache."""
 MOST_KV_TOKENS = 65_536
-"""Tokens of KV cache beyond which more is not kept, unless one context is longer, even where memory is left."""
+"""Most tokens of KV cache, even with free memory, unless one context is longer."""
 MOST_CHUNK = 8192
-"""Prompt tokens of one forward; longer prompts arrive in several."""
+"""Most prompt tokens of one forward; longer prompts take several."""
 LEAST_CHUNK = 256
-_SHARE = 16  # one part in so many of what experts could use goes to the KV cache, then to activations
+_SHARE = 16  # 1/16 of the memory for experts goes to the KV cache, then 1/16 to activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class Footprint:
         min_slots: slots of the smallest pool that works.
         kv_token_bytes: KV cache of one token.
         token_bytes: activations of one token of a forward, at their peak.
-        context_bytes: memory for reading the KV cache, for one token of context: one layer's keys and values, copied.
-        max_context: tokens that the model was made for.
+        context_bytes: memory for reading the KV cache per token of context: a copy of one layer's keys and values.
+        max_context: longest context that the model was trained for.
     """
 
     dense_bytes: int
@@ -49,9 +49,9 @@ class MemorySplit:
     Attributes:
         slots: expert slots.
         kv_tokens: tokens of the KV cache, whole pages.
-        chunk_tokens: prompt tokens of one forward at most.
+        chunk_tokens: most prompt tokens of one forward.
         unused_bytes: the rest.
-        why: for each of the three, in a few words.
+        why: reason for each of the three, in a few words.
     """
 
     slots: int
@@ -67,15 +67,15 @@ def divide(
     """Divide memory between activations, KV cache and expert slots.
 
     A KV cache of `LEAST_CONTEXT` tokens and activations of `LEAST_CHUNK` come first. Beyond them each gets a fixed
-    share of what is left, up to `GOOD_CONTEXT` and `MOST_CHUNK`, as long as experts lack slots. Where every expert has
-    a slot, the KV cache grows into the rest.
+    share of the rest, up to `GOOD_CONTEXT` and `MOST_CHUNK`, while experts lack slots. If every expert has a slot, the
+    KV cache takes the rest.
 
     Args:
         memory_bytes: for weights, activations, KV cache and slots together.
-        kv_tokens, chunk_tokens: fixed by the user; None chooses.
+        kv_tokens, chunk_tokens: fixed by the user; None: automatic.
 
     Raises:
-        CapacityError: the memory does not hold the least of each; the message lists the parts.
+        CapacityError: the memory is below the minimum; the message lists the parts.
     """
     why = {"kv_tokens": "as set", "chunk_tokens": "as set"}
     context = min(model.max_context, GOOD_CONTEXT)
@@ -86,10 +86,10 @@ def divide(
     left = memory_bytes - fixed - model.min_slots * model.slot_bytes
     if left < 0:
         raise CapacityError(
-            f"{memory_bytes:,} bytes are too little: weights outside the experts take {model.dense_bytes:,}, KV cache "
+            f"{memory_bytes:,} bytes are too few: weights outside the experts take {model.dense_bytes:,}, KV cache "
             f"for {kv:,} tokens {kv * kv_token_bytes:,}, activations {chunk * model.token_bytes:,} and at least "
             f"{model.min_slots} expert slots {model.min_slots * model.slot_bytes:,}: {memory_bytes - left:,} in all; "
-            "allow that much, or set fewer kv_tokens"
+            "allow that much, or lower kv_tokens"
         )
     if kv_tokens is None:
         more = _more(left // _SHARE, kv_token_bytes, context - kv) // PAGE_TOKENS * PAGE_TOKENS
@@ -112,14 +112,14 @@ def divide(
 
 
 def _said(everything: str, complete: bool, more: int) -> str:
-    """Why a part is as large as it is."""
+    """Reason for the size of a part."""
     if complete:
         return everything
-    return f"1/{_SHARE} of what experts could use" if more else "the least, so that experts have room"
+    return f"1/{_SHARE} of the experts' memory" if more else "the minimum, to leave memory for experts"
 
 
 def _more(room_bytes: int, item_bytes: int, most: int) -> int:
-    """Number of further items of a size that fit, at most `most`."""
+    """Number of further items that fit, at most `most`."""
     return max(0, min(most, room_bytes // item_bytes))
 
 

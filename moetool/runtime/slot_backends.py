@@ -1,4 +1,4 @@
-"""Which products over slots a device has."""
+"""Choose a device's products over slots."""
 
 import functools
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import torch
 from moetool.runtime.slot_products import SlotRows, multiply
 
 Multiply = Callable[[torch.Tensor, int, SlotRows, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Called as `moetool.runtime.slot_products.multiply`."""
+"""Same arguments as `moetool.runtime.slot_products.multiply`."""
 
 
 @functools.cache
 def find_multiply(device_type: str) -> Multiply:
-    """The products of a device: Triton's kernels beside a GPU (`moetool.runtime.slot_kernels`), else torch's."""
+    """Return a device's products: Triton's kernels on a GPU (`moetool.runtime.slot_kernels`), else torch's."""
     if device_type == "cuda" and (kernels := triton_kernels()) is not None:
         made: Multiply = kernels.multiply
         return made
@@ -22,13 +22,13 @@ def find_multiply(device_type: str) -> Multiply:
 
 
 def find_multiply_packed(device_type: str) -> Callable[..., None] | None:
-    """The product of few rows with weights that stay packed; None where a device has none."""
+    """Return the product of few rows with packed weights; None if the device has none."""
     kernels = triton_kernels() if device_type == "cuda" else None
     return None if kernels is None else kernels.multiply_packed
 
 
 def triton_kernels() -> Any:
-    """The module with Triton's kernels; None where Triton is missing."""
+    """Return the module with Triton's kernels; None without Triton."""
     try:
         from moetool.runtime import slot_kernels
     except ImportError:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`moetool.runtime.slot_products.multiply` in Triton: weights are read where they lie, by the slot that the table says.
+"""`moetool.runtime.slot_products.multiply` in Triton: weights are read from the slots that the table names.
 
-Both kernels add in float32 along the inputs, in an order that depends on the weight's width alone.
+Both kernels sum the inputs in float32, in an order that depends only on the weight's width.
 """
 
 from typing import Any
@@ -115,7 +115,7 @@ def few_packed_rows(
         else:
             mask = inside_O[:, None] & (inputs < num_inputs)[None, :]
             bits = tl.load(values + inputs[None, :], mask=mask, other=0).to(tl.int32)
-        if VALUES == 1:  # exponent and fraction where a float32 has them, less the difference of the biases
+        if VALUES == 1:  # exponent and fraction at a float32's positions, minus the difference of the biases
             part = ((bits & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
             part = tl.where(bits >= 128, -part, part)
             part = tl.where((bits & 127) == 127, float("nan"), part)
@@ -201,7 +201,7 @@ def multiply(
     weight_SOI: torch.Tensor,
     out_RO: torch.Tensor,
 ) -> None:
-    """As `moetool.runtime.slot_products.multiply`; rows of `x` and `out_RO` must be contiguous."""
+    """See `moetool.runtime.slot_products.multiply`; rows of `x` and `out_RO` must be contiguous."""
     _, num_outputs, num_inputs = weight_SOI.shape
     sizes = (each, rows.num_experts, num_outputs, num_inputs, x.stride(0), *weight_SOI.stride())
     if rows.order_R is None:
@@ -225,7 +225,7 @@ def multiply(
 def multiply_packed(
     x: torch.Tensor, each: int, rows: SlotRows, table_E: torch.Tensor, part: PackedPart, out_RO: torch.Tensor
 ) -> None:
-    """As `multiply` for few rows, of weights that stay packed."""
+    """Like `multiply`, for few rows and packed weights."""
     assert rows.order_R is None
     _, num_outputs, num_inputs = part.shape
     grid: Any = (triton.cdiv(num_outputs, _FEW_OUTPUTS), len(rows.expert_R))

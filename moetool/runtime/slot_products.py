@@ -1,12 +1,11 @@
-"""Products of an event's rows with weights that lie in slots of a pool: a few calls, however many experts there are.
+"""Products of an event's rows with weights in slots of a pool: a few calls for any number of experts.
 
-A device's table says for each expert of a layer which slot it is in, so that routes become addresses on the device and
-the host is not asked. Experts that the table gives no slot are passed over and their rows left as they are: an event
-that needs the pool in several waves makes the same call for each with another table.
+A device's table maps each expert of a layer to its slot, so that the device finds addresses without the host. Experts
+without a slot in the table are skipped and their rows left unchanged: an event in several waves makes the same call for
+each wave with another table.
 
-Which kernel computes depends on the number of rows and of experts alone, and a row's result on that row and the weight
-alone. So an expert's rows have the same result, to the bit, wherever its slot is and whichever others are computed in
-the same wave.
+The choice of kernel depends only on the numbers of rows and experts, and a row's result only on that row and the
+weight. So an expert's rows are bit-identical for every slot and every composition of the wave.
 """
 
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ import torch
 from torch.nn import functional
 
 FEW_ROWS = 64
-"""Rows up to which each reads its expert's weights for itself: rows of one expert are then rare."""
+"""Up to this number of rows each reads its expert's weights separately: rows rarely share an expert."""
 _MAX_GROUPS = 1023
-"""Groups that torch's grouped product takes on a GPU."""
+"""Most groups of torch's grouped product on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,9 @@ class SlotRows:
     """The rows of an event on the device: row r of the output is a choice, and reads row r // `each` of its input.
 
     Attributes:
-        expert_R: the expert of each row, int32; numbers from the table's length on have no weights.
+        expert_R: the expert of each row, int32; ids beyond the table have no weights.
         num_experts: E, with weights.
-        block_rows: rows that a block holds at most; 0 where rows are few and each is by itself.
+        block_rows: most rows of a block; 0 if rows are few and each is separate.
         order_R: the rows by expert, int32.
         first_E, end_E: of each expert's rows among them, int32.
         expert_B: the expert of each block, int32; E for blocks that are not needed.
@@ -45,7 +44,7 @@ class SlotRows:
 
     @classmethod
     def of(cls, index_TK: torch.Tensor, num_experts: int) -> "SlotRows":
-        """The rows of the choices [T, K], put in order without asking the device how many there are of anything."""
+        """Sort the rows of the choices [T, K] without synchronizing with the device."""
         expert_R = index_TK.reshape(-1).to(torch.int32)
         count = len(expert_R)
         if count <= FEW_ROWS:
@@ -100,7 +99,7 @@ def multiply(
     else:
         group_R, count = experts, rows.num_experts
         weights = weight_SOI[table_E.clamp(min=0)].to(x.dtype)
-    # Rows without a weight go to the end, where no group reaches.
+    # Rows without a weight go to the end, beyond all groups.
     sorted_R, order_R = torch.where(here_R1[:, 0], group_R, count).sort(stable=True)
     ends = torch.searchsorted(sorted_R, torch.arange(count, device=x.device).to(sorted_R), right=True, out_int32=True)
     made = functional.grouped_mm(x[order_R // each], weights.transpose(-2, -1), offs=ends)

@@ -15,13 +15,13 @@ from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30
-"""All files together; beyond it the oldest go."""
+"""Limit of all files together; beyond it the oldest are removed."""
 _SUFFIX = ".warm.safetensors"
 _ALL = "auto"
-"""In place of a policy's name: what all policies that took turns have learned, and which was in force at the end."""
+"""Stands for a policy's name: the state of all policies that took turns, and the one in force at the end."""
 _REMEMBERED = (*CANDIDATES, PolicyChoice("lru"))
 _ALIKE = 0.8
-"""Slots of the smaller of two pools by those of the larger, at least, for both to be served best by one policy."""
+"""Smallest ratio of two pool sizes for which one policy is assumed best for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def kept_models() -> list[KeptModel]:
     for path in cache_folder().glob(f"*{_SUFFIX}"):
         try:
             facts = path.stat()
-        except OSError:  # another process has removed it
+        except OSError:  # another process removed it
             continue
         name = path.name.removesuffix(_SUFFIX)
         found.append(KeptModel(model=name, path=path, num_bytes=facts.st_size, changed=facts.st_mtime))
@@ -53,9 +53,9 @@ def kept_models() -> list[KeptModel]:
 
 
 def policy_in_force(spec: ModelSpec, num_slots: int) -> PolicyChoice | None:
-    """The policy that the last server of a model ended with, of those that may take over.
+    """The policy in force at the end of the model's last server, among those that may take over.
 
-    None where none is kept, its file is damaged, or its pool was of another size.
+    None if none is kept, its file is damaged, or its pool had another size.
     """
     facts = read_facts(_file(spec, _ALL), _ALL, spec.revision)
     slots = int(text) if (text := facts.get("slots", "")).isdecimal() else 0
@@ -71,14 +71,14 @@ def _file(spec: ModelSpec, policy: str) -> Path:
 
 
 class WarmStart:
-    """The file of one checkpoint, by its name and revision, and one policy, or all that take turns.
+    """State file of one checkpoint, by name and revision, and of one policy, or all that take turns.
 
-    Two servers of one model each replace the whole file; the later one counts.
+    Two servers of one model each replace the whole file; the later one wins.
 
     Args:
         learned: the policy, or those of several devices.
-        residents: gives the keys that have a slot, the longest resident first.
-        facts: gives what is kept beside it.
+        residents: returns the keys with a slot, the longest resident first.
+        facts: returns values kept with it.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class WarmStart:
         return cls(changes.spec, _ALL, LearnedByAll(changes, known), residents, facts)
 
     def restore(self) -> Sequence[int]:
-        """Give the policy what earlier runs learned.
+        """Restore the policy's state from earlier runs.
 
-        A file that cannot be used is left alone, with one warning; it is replaced when this run is saved.
+        An unusable file is left alone, with one warning, and replaced when this run is saved.
 
         Returns:
             Keys of the experts that were resident, the longest resident first.
@@ -115,11 +115,11 @@ class WarmStart:
         try:
             return restore_state(self.path, self._policy, self._learned) or []
         except MoetoolError as error:
-            _LOG.warning("the server starts cold: %s", error)
+            _LOG.warning("the server starts without warm state: %s", error)
             return []
 
     def save(self) -> None:
-        """Replace the file, and keep the folder within its bound. A disk that fails costs a warning and no more."""
+        """Replace the file, and keep the folder within its limit. A disk failure only causes a warning."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             save_state(self.path, self._policy, self._learned, list(self._residents()), self._facts())

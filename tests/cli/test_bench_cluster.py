@@ -45,7 +45,7 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) ->
         (["--set", "rounds=3"], "bench.NAME"),
         (["--set", "bench.gaps_s=[]"], "above 0"),
         (["--data", "arithmetic,code"], "2 sets of prompts for 3 servers"),
-        (["--data", "arithmetic,arithmetic,code"], "a set of its own"),
+        (["--data", "arithmetic,arithmetic,code"], "one set per server"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], says: str, run: Run) -> None:

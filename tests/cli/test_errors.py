@@ -352,7 +352,7 @@ def test_devices_and_tiers_that_cannot_be_had(run: Run, tmp_path: Path, monkeypa
     capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
     serve = ("serve", "reference", "--port", 0)
     for command in (capture, serve):
-        _one_line(run(*command, "--device", "cuda"), 2, "finds no usable GPU", "moetool doctor", "leave --device out")
+        _one_line(run(*command, "--device", "cuda"), 2, "finds no usable GPU", "moetool doctor", "omit --device")
         _one_line(run(*command, "--device", "gpu"), 2, "unknown device 'gpu'", "cpu, cuda")
     _one_line(run(*capture, "--device", "cuda", "--workers", 2), 2, "finds no usable GPU")
     _one_line(run(*serve, "--set", "device=cuda"), 2, "finds no usable GPU")

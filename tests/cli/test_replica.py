@@ -103,12 +103,12 @@ def test_train_capture_evaluate_bench(
     assert "KL divergence" in printed and "float32 left out with" in printed
     args.append("--overwrite")
     assert _main("bench", "serve", replica, *args[:1], model, *args[2:]) == 3
-    assert "expected packed and smaller ones after --beside" in capsys.readouterr().err
+    assert "expected smaller, packed ones after --beside" in capsys.readouterr().err
     for wrong, says in (
         (["--routes", trace], "found --routes too"),
         (["--policy", "belady"], "belady needs the future"),
         (["--policy", "duoserve"], "duoserve needs a predictor"),
-        (["--budget", "1%"], "there is nothing to serve: lru needs 2 slots"),
+        (["--budget", "1%"], "no budget is large enough: lru needs 2 slots"),
     ):
         assert _main("bench", "serve", model, "--beside", replica, "--data", "all", *_with(wrong)) in (2, 4)
         assert says in capsys.readouterr().err

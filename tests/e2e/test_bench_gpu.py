@@ -65,7 +65,7 @@ def test_cells_beyond_the_limit_are_not_begun(folder: Path) -> None:
         folder=folder / "late",
         command="",
     )
-    assert {cell.why for cell in made.cells} == {"not begun within 0 s"}
+    assert {cell.why for cell in made.cells} == {"not started within 0 s"}
 
 
 def test_a_missing_gpu_and_wrong_shares_are_refused(folder: Path) -> None:

@@ -163,7 +163,7 @@ def test_other_routes_than_the_traces_would_be_noticed(subject: Subject, monkeyp
     monkeypatch.setattr(stage, "ForcedRoutes", Shifted)
     made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
     assert made.lines[1].as_replayed is False
-    assert made.notes == ("lru with 8 slots: the counts are not those of replay",)
+    assert made.notes == ("lru with 8 slots: the counts differ from replay",)
 
 
 def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> No
 
 def test_nothing_left_to_serve_is_said(subject: Subject) -> None:
     options = ServingBenchOptions(rounds=1, requests=3, new_tokens=6, threads=1, resident=False)
-    with pytest.raises(CapacityError, match=r"nothing to serve: moesys needs 16 slots: left out with .*; give larger"):
+    with pytest.raises(CapacityError, match=r"can be served: moesys needs 16 slots: left out with .*; give larger"):
         bench_serve(subject, policies=["moesys"], budgets=["25%"], options=options)
 
 
@@ -192,7 +192,7 @@ def test_requests_must_be_long_enough(subject: Subject) -> None:
 
 def test_what_looks_at_scores_is_not_benched_on_made_up_ones(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lru.Policy, "needs", frozenset({"experts", "logits"}))
-    with pytest.raises(UsageError, match=r"policy lru looks at logits, .* bench it on a MODEL that routes by itself"):
+    with pytest.raises(UsageError, match=r"policy lru needs logits, .* bench it on a MODEL with its own routing"):
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
 
 
@@ -293,8 +293,8 @@ def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: 
     [
         ("--policy lru --budget 25%", "a MODEL or a --shape"),
         ("reference --shape deepseek-v2-lite --policy lru --budget 25%", "a MODEL or a --shape"),
-        ("reference --policy lru --budget 25%", "--routes DIR to follow, or --data"),
-        ("reference --layers 2 --data chat --policy lru --budget 25%", "--layers cuts a --shape"),
+        ("reference --policy lru --budget 25%", "--routes DIR, or --data"),
+        ("reference --layers 2 --data chat --policy lru --budget 25%", "--layers works with --shape only"),
         ("--shape deepseek-v2-lite --policy lru --budget 25%", "give --routes DIR"),
         ("reference --data chat --policy belady --budget 25%", "needs future requests"),
         ("reference --data chat --policy duoserve --budget 25%", "needs a predictor"),

@@ -64,7 +64,7 @@ def copy_over(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(scribble, "has been written to since"), (cut, "bytes in place"), (copy_over, "has been written to since")],
+    [(scribble, "was written to after"), (cut, "bytes in place"), (copy_over, "was written to after")],
 )
 def test_a_server_whose_weights_are_written_to_stops_and_says_why(model: Path, change: Any, reason: str) -> None:
     with served(model) as url:

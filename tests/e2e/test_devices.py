@@ -181,8 +181,8 @@ def test_fewer_gpus_than_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert parse_devices("cuda", 1) == [torch.device("cuda", 0)]
     assert parse_devices("cuda", 3) == [torch.device("cuda", index) for index in range(3)]
     assert parse_devices("cpu", 2) == [torch.device("cpu")] * 2
-    with pytest.raises(UsageError, match=r"devices is 4, and torch finds 3 GPUs that it can use.* set fewer devices"):
+    with pytest.raises(UsageError, match=r"devices is 4, but torch can use 3 GPUs.* set fewer devices"):
         parse_devices("cuda", 4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UsageError, match="devices is 2, and torch finds 1 GPU that it can use"):
+    with pytest.raises(UsageError, match="devices is 2, but torch can use 1 GPU"):
         build_engine(Checkpoint.open("reference"), options=ServeOptions(device="cuda", devices=2))

@@ -255,5 +255,5 @@ def test_what_was_learned_outlives_a_full_disk_and_a_kill(
     assert not list(tmp_path.glob("*.partial"))
 
     state.write_bytes(learned[:-10])
-    with pytest.raises(MismatchError, match="remove it to start afresh"):
+    with pytest.raises(MismatchError, match="remove it to start without learned state"):
         _learning(state)

@@ -189,18 +189,18 @@ def test_where_it_cannot_be_had_it_is_refused_by_name(lazy: Any, full: Any, tmp_
     doubled = load_full(full.checkpoint, torch.float32)
     doubled.model.model.layers[3].mlp.register_forward_hook(lambda module, args, output: output * 2)
     doubled.model.model.layers[3].register_forward_hook(lambda module, args, output: output * 1.5)
-    with pytest.raises(UsageError, match=r"qwen3_moe: layer 4 adds up in another way; expected .* leave resident out"):
+    with pytest.raises(UsageError, match=r"qwen3_moe: layer 4 has other logits in .*; expected .* leave resident out"):
         GateRecorder(doubled.model, doubled.layers, ["resident"])
 
 
 USUAL = ("deepseek_v2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 UNUSUAL = {
-    "jamba": "is made of",
-    "gemma4_text": "is made of",
-    "qwen3_next": "is made of",
-    "longcat_flash": "is made of",
-    "jetmoe": "is made of",
-    "granitemoe": "adds up in another way",
+    "jamba": "consists of",
+    "gemma4_text": "consists of",
+    "qwen3_next": "consists of",
+    "longcat_flash": "consists of",
+    "jetmoe": "consists of",
+    "granitemoe": "has other logits in a partial forward",
 }
 
 
@@ -208,8 +208,8 @@ UNUSUAL = {
 def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(families.config(family))
-    if "made of" in UNUSUAL.get(family, ""):
-        with pytest.raises(UsageError, match=f"resident experts for {family}: .* {UNUSUAL[family]}"):
+    if "consists of" in UNUSUAL.get(family, ""):
+        with pytest.raises(UsageError, match=f"partial forward of {family}: .* {UNUSUAL[family]}"):
             decoder_layers(model, moe_layers(model))
         return
     families.save(family, tmp_path / "model")
@@ -218,7 +218,7 @@ def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> 
     if family in UNUSUAL:
         for layer in loaded.model.model.layers:
             layer.residual_multiplier = 0.25  # as its checkpoints have
-        with pytest.raises(UsageError, match=f"resident experts for {family}: .* {UNUSUAL[family]}"):
+        with pytest.raises(UsageError, match=f"partial forward of {family}: .* {UNUSUAL[family]}"):
             ResidentForward(loaded.model, loaded.layers, 0.5, said.append)
         return
     beside = ResidentForward(loaded.model, loaded.layers, 0.5, said.append)

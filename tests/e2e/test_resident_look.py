@@ -131,9 +131,9 @@ def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) 
         ExpertRuntime(loaded, pool, stores)
     stores.close()
     told = build("resident_forward", loaded.spec).eval()
-    with pytest.raises(UsageError, match="asked before it can run"):
+    with pytest.raises(UsageError, match="needed before it can run"):
         engine(model, None, "promoe", 8, predictor=told)
     families.save("granitemoe", tmp_path / "other", residual_multiplier=0.25)
-    with pytest.raises(UsageError, match="granitemoe: layer 1 adds up in another way"):
+    with pytest.raises(UsageError, match="granitemoe: layer 1 has other logits in a partial forward"):
         engine(tmp_path / "other", None, "smoe", 8, options={"look": "resident"})
     loaded.close()

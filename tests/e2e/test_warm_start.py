@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(cache: Path, caplo
 
 
 IN_FORCE = ("lfu, equal slots per layer", "policy that was in force at the end of the last run")
-AS_BEFORE = ("foresight, equal slots per layer", "expects what followed similar tokens")
+AS_BEFORE = ("foresight, equal slots per layer", "predicts from similar earlier tokens")
 
 
 def _end_under_lfu() -> dict[str, Any]:

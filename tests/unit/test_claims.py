@@ -130,7 +130,7 @@ def test_what_the_assumed_machine_rules_out_cannot_be_tested() -> None:
         verdict = judge(Check(at_least={"x": 1.42}), found, wanted, ceiling={"x": ceiling})
         assert verdict.answer == answer
         if ceiling == 1.06:
-            assert verdict.why == "x cannot be more than 1.06 on the assumed machine, and 1.42 is asked for"
+            assert verdict.why == "x is at most 1.06 on the assumed machine, below the claimed 1.42"
 
 
 def test_two_predictors_of_one_class_are_two_replays(tmp_path: Path) -> None:

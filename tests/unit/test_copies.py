@@ -120,7 +120,7 @@ def test_host_memory_is_registered_and_given_back(cuda: _Cuda) -> None:
     copies.close()
     assert cuda.log == [("register", "5000"), ("host", "wait", "copies"), ("unregister",)]
     cuda.refuse = 2
-    with pytest.raises(CapacityError, match=r"does not pin 5,000 bytes .*CUDA error 2"):
+    with pytest.raises(CapacityError, match=r"cannot pin 5,000 bytes .*CUDA error 2"):
         copies.host_memory(5000)
 
 

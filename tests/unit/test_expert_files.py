@@ -134,7 +134,7 @@ def test_truncated_shard_is_refused_by_name(reference: Path, tmp_path: Path) -> 
 def test_garbage_shard_is_refused(reference: Path, tmp_path: Path) -> None:
     path = _break(reference, tmp_path / "m")
     (path / "model.safetensors").write_bytes(b"not a safetensors file, but long enough to have a header length")
-    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: its header would be"):
+    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: its header should have"):
         load_lazy(Checkpoint.open(path), torch.float32)
 
 

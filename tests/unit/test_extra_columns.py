@@ -147,7 +147,7 @@ def test_text_labels_and_pairs_go_through_capture_and_edits(captured: Trace, tok
 
 
 def test_what_cannot_be_kept_is_refused(full: Any, captured: Trace, recorded: Trace, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="give record the tokenizer"), moetool.record(full.model, "t", keep=["text"]):
+    with pytest.raises(UsageError, match="tokenizer to record"), moetool.record(full.model, "t", keep=["text"]):
         pass
     with pytest.raises(UsageError, match=r"no request of .* has a label"):
         split(recorded, tmp_path / "t", by="label")

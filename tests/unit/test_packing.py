@@ -42,7 +42,7 @@ def _config(quantization: dict[str, Any] | None = None, **weights: Any) -> dict[
         (_config(actorder="dynamic"), "orders its groups"),
         (_config({"sparsity_config": {"format": "sparse-24-bitmask"}}), "sparsity"),
         (_config({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}), "transform_config"),
-        (_config({"config_groups": {}}), "names no config_groups"),
+        (_config({"config_groups": {}}), "has no config_groups"),
     ],
 )
 def test_other_ways_to_quantize_are_refused(config: dict[str, Any], reason: str) -> None:
@@ -109,7 +109,7 @@ def test_a_missing_shape_is_what_the_words_hold(tmp_path: Path) -> None:
     [
         (Scheme(group=8), {}, r"a.weight_scale has shape \[12, 6\], expected \[12, 3\] for rows of 48 inputs"),
         (Scheme(group=16), {"group": 0}, r"a.weight_scale has shape \[12, 3\], expected \[12, 1\]"),
-        (Scheme(group=16, symmetric=False), {}, "a.weight_zero_point is there, expected none"),
+        (Scheme(group=16, symmetric=False), {}, "a.weight_zero_point exists, expected none"),
         (Scheme(group=16), {"symmetric": False}, "has no weight_zero_point, expected it"),
         (Scheme(group=16, bits=8), {}, "a.weight_shape says"),
     ],

@@ -256,7 +256,7 @@ def test_phases_of_a_run_that_ends_before_eq_4_is_asked_cannot_be_told(tmp_path:
     assert found.values == {"prism, before": [1.0], "prism, after": [1.0]}
     assert "Eq. 4 asked 1 to 1 times a run" in found.on
     late = replace(options, simulation={**options.simulation, "replan_s": 60.0})
-    with pytest.raises(CannotTestError, match="first asked at 60 s"):
+    with pytest.raises(CannotTestError, match=r"first decision by Eq\. 4 at 60 s"):
         edge_servers.run(stage, late)
 
 

@@ -1,1 +1,1 @@
-"""Edge servers with a task each: placements, and single machines, against each other under the same arrivals."""
+"""Edge servers with one task each: compare placements and single machines under the same arrivals."""

@@ -29,13 +29,13 @@ class ClusterStage:
     """Inputs of the runs.
 
     Attributes:
-        tasks: of each server.
-        texts: the prompts that are served, by server.
-        planned: traces that placements are made from, by the name of the server.
-        served: traces of the prompts that are served.
-        profile: what computing costs here.
-        expert_s: one expert for one token, of the profile unless the options say.
-        even_bytes_s: the rate at which a hidden state takes as long.
+        tasks: task of each server.
+        texts: served prompts, by server.
+        planned: traces for planning, by server name.
+        served: traces of the served prompts.
+        profile: this machine's cost profile.
+        expert_s: seconds of one expert for one token (default: the profile's).
+        even_bytes_s: link rate at which sending a hidden state takes as long.
     """
 
     model: str
@@ -49,7 +49,7 @@ class ClusterStage:
     even_bytes_s: float
 
     def cluster(self, options: ClusterBenchOptions, link: float) -> Cluster:
-        """Servers with the memory of the options, and links of so many times the even rate."""
+        """Servers with the options' memory, and links at this multiple of the even rate."""
         return Cluster(
             servers=tuple(
                 Server(name=task, gpus=(Gpu(memory_bytes=self.slots(share) * self.spec.slot_bytes),))
@@ -59,21 +59,21 @@ class ClusterStage:
         )
 
     def slots(self, share: float) -> int:
-        """Experts in a share of the memory that all of them take."""
+        """Number of experts in a share of the memory of all."""
         return min(self.spec.total_experts, int(share * self.spec.total_experts))
 
     def plans(self, cluster: Cluster, lines: Sequence[str], seed: int) -> dict[str, PlacementPlan]:
-        """The placement of each line that has one."""
+        """The placement of each line with a planner."""
         from moetool.placement._comparing import Setting
 
         names = [name for name in lines if name not in (ALONE, REDIRECTED)]
         return {name: plan_placement(self.planned, cluster, name, {}, setting=Setting(seed=seed))[0] for name in names}
 
     def expected_local(self, plan: PlacementPlan, drawn: Sequence[Sequence[int]]) -> float:
-        """The share of expert calls that a placement computes at home, of these requests, by their traces.
+        """Local compute share of a placement for these requests, from their traces.
 
         Args:
-            drawn: by server the places of the prompts that its requests had.
+            drawn: prompt indices of each server's requests.
         """
         local = pairs = 0.0
         for n, trace in enumerate(self.served.values()):
@@ -87,7 +87,7 @@ class ClusterStage:
 
 
 def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work: Path) -> ClusterStage:
-    """Read the prompts, capture them, and measure what computing costs.
+    """Read the prompts, capture them, and measure compute costs.
 
     Args:
         work: a folder for the traces.
@@ -104,7 +104,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
     if len(tasks) != len(options.memory) or len(set(tasks)) != len(tasks):
         raise UsageError(
             f"{numbered(len(tasks), 'set')} of prompts for {numbered(len(options.memory), 'server')}; give "
-            f"each server a set of its own with --data, or as many with --set bench.memory"
+            f"one set per server with --data, or set as many servers with --set bench.memory"
         )
     spec = Checkpoint.open(model).spec
     parts: tuple[dict[str, list[Prompt]], ...] = ({}, {})
@@ -125,7 +125,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
     made = capture(model, every, work / "trace", how)
     if made.skipped:
         raise UsageError(
-            f"prompts that do not fit into the context of {model}: {made.skipped}; cut them with --set "
+            f"prompts that do not fit into the context of {model}: {made.skipped}; shorten them with --set "
             f"bench.prompt_tokens=200"
         )
     traces = split(Trace(work / "trace"), work / "parts", by="task")

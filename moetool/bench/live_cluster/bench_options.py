@@ -10,10 +10,10 @@ from moetool.placement import _planner as planner
 PLACEMENTS = ("uniform", "redundant", "smartmoe", "eplb", "prism", "prism_exact")
 """Prism's baselines, Prism, and the optimum of its objective."""
 ALONE, REDIRECTED = "alone", "alone, redirected"
-"""A server by itself with the experts that fit and the rest on its disk; and the same, with requests sent on."""
+"""A single server with the experts that fit in memory and the rest on disk; and the same with redirected requests."""
 WHERES = ("processes", "threads", "namespaces")
 STATIC = ("uniform", "redundant")
-"""Placements that Prism § IV-A leaves as they are."""
+"""Placements that Prism § IV-A never changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,28 +21,28 @@ class ClusterBenchOptions:
     """Options of `--set bench.NAME=VALUE`.
 
     Attributes:
-        rounds: in each of which every line runs once, under the same arrivals.
-        requests: of each server in a run.
-        prompts: of each task; every other one is planned from, the rest are served.
-        prompt_tokens: the most of a prompt's words that are kept (0: all), counted at blanks.
-        new_tokens: of each answer.
+        rounds: every line runs once per round, under the same arrivals.
+        requests: requests per server and run.
+        prompts: prompts per task; every other one is for planning, the rest are served.
+        prompt_tokens: most words of a prompt that are kept (0: all), split at blanks.
+        new_tokens: tokens of each answer.
         gaps_s: mean seconds between a server's requests; the first is for the tables, all for the sweep.
         links: link rates, in units of that at which moving a hidden state takes as long as computing an expert; the
             first is for the tables, all for the sweep.
-        memory: of each server for experts, as a share of all experts. Prism's servers have 1, 1 and 2 GPUs of 30 %.
-        migrate: whether lines but uniform and redundant place anew while they run, as Prism has them.
-        interval_s: between two of these decisions.
-        shift: whether to run the last placement twice more, with tasks that change servers in the middle: with
-            migration and without (Prism's Fig. 7).
-        where: `processes`: each server is one; `threads`: all of them share this one, and its interpreter;
-            `namespaces`: each is on a host of its own, a network namespace, and `tc tbf` of the kernel makes the links
-            slow, which else a token bucket of the servers does. For that be root and have iproute2.
-        profile_s: how long to measure the costs.
-        expert_us: microseconds that an expert takes for one token, by which links are scaled (0: as measured).
-        seed: of arrivals and of the choice of prompts.
+        memory: expert memory of each server, as a share of all experts. Prism's servers have 1, 1 and 2 GPUs of 30 %.
+        migrate: whether lines re-place experts while they run, except uniform and redundant, as in Prism.
+        interval_s: seconds between these decisions.
+        shift: whether to run the last placement twice more, with and without migration, with tasks that change servers
+            in the middle (Prism's Fig. 7).
+        where: `processes`: one per server; `threads`: all servers in this process; `namespaces`: each server on its own
+            host, a network namespace, with links shaped by the kernel's `tc tbf` instead of the servers' token buckets.
+            That needs root and iproute2.
+        profile_s: seconds to measure the costs.
+        expert_us: microseconds of an expert for one token, which scale the links (0: as measured).
+        seed: seed of arrivals and of the choice of prompts.
 
     Raises:
-        UsageError: a value that makes no sense.
+        UsageError: a value is invalid.
     """
 
     rounds: int = 3

@@ -9,7 +9,7 @@ from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, ClusterB
 from moetool.json_files import JsonRecord
 
 NAIVE = "redundant"
-"""Prism's "Naive Collaboration": experts at random, called where they are."""
+"""Prism's "Naive Collaboration": experts placed at random and called remotely."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,19 +18,19 @@ class LineRun:
 
     Attributes:
         gap_s, link: the setting (`ClusterBenchOptions`).
-        latencies: by server the seconds of its users' requests.
-        arrived_s: in the same order, when they came, after the beginning.
-        failed: requests that got no answer.
+        latencies: latencies in seconds of users' requests, by server.
+        arrived_s: their arrival times after the start, in the same order.
+        failed: requests without an answer.
         redirected: requests that another server answered.
         other_texts: answers that differ from the first one to the same prompt.
-        local: share of expert calls computed locally; None of servers by themselves.
-        expected_local: the same by the traces of the same prompts, as long as nothing migrates.
-        call_s: what a remote call cost, measured.
-        sent_bytes: between servers.
-        windows: of `moetool.cluster.edge.history.Chronicle`.
-        began_s: when the first of them began.
-        decisions: every one whether to migrate.
-        changed_s: when tasks changed servers, after the beginning; None: they did not.
+        local: local compute share; None for single servers.
+        expected_local: the same from traces of the same prompts, without migration.
+        call_s: measured seconds of a remote call.
+        sent_bytes: bytes sent between servers.
+        windows: windows of `moetool.cluster.edge.history.Chronicle`.
+        began_s: start of the first window.
+        decisions: all migration decisions.
+        changed_s: seconds after the start when tasks changed servers; None: they did not.
     """
 
     line: str
@@ -53,16 +53,16 @@ class LineRun:
 
     @property
     def mean_s(self) -> float:
-        """Over all requests; infinite if none was answered."""
+        """Mean latency of all requests; infinite if none was answered."""
         every = [seconds for server in self.latencies for seconds in server]
         return statistics.fmean(every) if every else float("inf")
 
     def server_s(self, n: int) -> float:
-        """Over one server's."""
+        """Mean latency of one server's requests."""
         return statistics.fmean(self.latencies[n]) if self.latencies[n] else float("inf")
 
     def between_s(self, since_s: float, until_s: float) -> float:
-        """Mean latency of the requests that came then; infinite if none was answered."""
+        """Mean latency of requests in this interval; infinite if none was answered."""
         times, every = (
             [at for came_s in self.arrived_s for at in came_s],
             [s for took_s in self.latencies for s in took_s],
@@ -71,7 +71,7 @@ class LineRun:
         return statistics.fmean(found) if found else float("inf")
 
     def shares(self) -> tuple[list[float], list[float]]:
-        """Seconds after the beginning, and the share computed at home until then since the point before."""
+        """Seconds after the start, and the local compute share since the previous point."""
         times, shares = [], []
         for window in self.windows:
             local, calls = sum(window["local"]), sum(window["local"]) + sum(window["remote"])
@@ -99,15 +99,15 @@ class Simulation:
 
 @dataclass(slots=True, kw_only=True)
 class ClusterBench(JsonRecord):
-    """The whole of it.
+    """All results.
 
     Attributes:
-        slots: experts that each server has room for, of
-        total_experts.
-        expert_s: an expert takes for one token, as profiled.
-        even_bytes_s: rate at which a hidden state takes as long on a link.
+        slots: expert slots of each server.
+        total_experts: number of experts.
+        expert_s: profiled seconds of an expert for one token.
+        even_bytes_s: link rate at which sending a hidden state takes as long.
         runs: every line in every round and setting.
-        shifts: with migration and without, when tasks change servers.
+        shifts: runs with and without migration in which tasks change servers.
     """
 
     model: str
@@ -127,18 +127,18 @@ class ClusterBench(JsonRecord):
     simulated: list[Simulation] = field(default_factory=list)
 
     def of(self, line: str, gap_s: float | None = None, link: float | None = None) -> list[LineRun]:
-        """The rounds of a line in a setting; the tables' without one."""
+        """Rounds of a line in a setting (default: the tables')."""
         gap_s = self.options.gaps_s[0] if gap_s is None else gap_s
         link = self.options.links[0] if link is None else link
         return [run for run in self.runs if (run.line, run.gap_s, run.link) == (line, gap_s, link)]
 
     def paired(self, line: str, against: str) -> list[float]:
-        """Mean latency over that of another line, round by round."""
+        """Ratio of mean latency to another line's, by round."""
         others = {run.number: run.mean_s for run in self.of(against)}
         return [run.mean_s / others[run.number] for run in self.of(line) if run.number in others]
 
     def row(self, line: str) -> dict[str, Any]:
-        """A line of Prism's tables: medians over rounds, and the least and the most of the rounds' means."""
+        """A row of Prism's tables: medians over rounds, and the smallest and largest round means."""
         runs = self.of(line)
         every = [seconds for run in runs for server in run.latencies for seconds in server]
         ordered = sorted(every)
@@ -176,25 +176,25 @@ class ClusterBench(JsonRecord):
 _WHERES = {
     "processes": "processes",
     "threads": "threads of one process",
-    "namespaces": "hosts in network namespaces, with links of tc tbf,",
+    "namespaces": "hosts in network namespaces, with tc tbf links,",
 }
 
 
 def print_cluster_bench(made: ClusterBench) -> None:
-    """Prism's tables, in miniature."""
+    """Print Prism's tables, in miniature."""
     rows = {line: made.row(line) for line in made.lines}
     first = [line for line in (ALONE, REDIRECTED, NAIVE) if line in rows]
     if ALONE in first or REDIRECTED in first:
         _print_latencies(
             made,
-            "single machines with their own disks, and naive collaboration (Prism, Table I)",
+            "single machines that load experts from disk, and naive collaboration (Prism, Table I)",
             [rows[n] for n in first],
         )
     placed = [rows[line] for line in made.lines if line not in (ALONE, REDIRECTED)]
     if placed:
         _print_latencies(made, "placements (Prism, Table II)", placed)
         tables.print_table(
-            "expert calls computed locally: live, by the traces of the same requests, and simulated",
+            "local compute share of expert calls: live, from traces of the same requests, and simulated",
             ["placement", "live", "by traces", "simulated", "remote call", "migrations", "simulated latency"],
             [
                 [
@@ -210,7 +210,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
     settings = list(dict.fromkeys((run.gap_s, run.link) for run in made.runs))
     if len(settings) > 1:
         tables.print_table(
-            "mean latency and local compute share by the gap between requests and the rate of links",
+            "mean latency and local compute share by gap between requests and link rate",
             ["system", *(f"{gap_s:g} s, x{link:g}" for gap_s, link in settings)],
             [[line, *(_cell(made.of(line, gap_s, link)) for gap_s, link in settings)] for line in made.lines],
         )

@@ -1,4 +1,4 @@
-"""The servers of a cluster bench: those that call each other, and those that are by themselves."""
+"""Servers of a cluster bench: edge clusters, and single servers."""
 
 import contextlib
 import threading
@@ -25,12 +25,12 @@ from moetool.serving.server_options import ServerOptions
 
 
 class Alone:
-    """A server by itself: the experts that fit by the policy lru, the rest on its disk.
+    """A single server: experts that fit in memory under policy lru, the rest on disk.
 
     Args:
-        toward: as for `moetool.cluster.edge.worker.WorkerSettings`.
+        toward: see `moetool.cluster.edge.worker.WorkerSettings`.
 
-    Effects: as `moetool.cluster.edge.worker.Worker`.
+    Effects: see `moetool.cluster.edge.worker.Worker`.
     """
 
     def __init__(self, model: str, slots: int, options: ServeOptions, toward: str = "") -> None:
@@ -47,9 +47,9 @@ class Alone:
         self._server.start()
 
     def url(self) -> str:
-        """Once it serves. Raises: MoetoolError if it does not."""
+        """Wait until it serves. Raises: MoetoolError: it does not start."""
         if not self._server.serves(within_s=60.0):
-            raise MoetoolError("a server by itself does not serve")
+            raise MoetoolError("a single server does not start")
         return self._server.url
 
     def close(self) -> None:
@@ -59,11 +59,11 @@ class Alone:
 
 
 class Stand:
-    """Edge servers that stay up while placements come and go, each with its own scheduler.
+    """Edge servers that stay up while placements change, each placement with its own scheduler.
 
     Args:
-        head: of the servers, started.
-        spare: a placement that every other one can be reached from.
+        head: started head of the servers.
+        spare: a placement from which every other can be reached.
     """
 
     def __init__(self, head: EdgeHead, spare: PlacementPlan, turn: "_Turn") -> None:
@@ -75,10 +75,10 @@ class Stand:
         return [info.url for info in self.head.infos() if info is not None]
 
     def arrange(self, plan: PlacementPlan) -> None:
-        """Have each server hold what a plan says, without a server or an expert being away for a moment.
+        """Migrate to a plan's placement without making a server or an expert unavailable.
 
         Raises:
-            MoetoolError: there is no way there.
+            MoetoolError: no migration path exists.
         """
         for target in (plan, self._spare, plan):
             wanted = {n: frozenset(held_by(target, n)) for n in range(len(self.head.names))}
@@ -95,13 +95,13 @@ class Stand:
                     self.head.drop(step.gpu, *step.place)
         wanted = {n: frozenset(held_by(plan, n)) for n in range(len(self.head.names))}
         if dict(enumerate(self.head.held())) != wanted:
-            raise MoetoolError("the servers lack the memory to migrate from one placement to the next; give them more")
+            raise MoetoolError("the servers lack memory to migrate between placements; give them more")
 
     @contextmanager
     def watched(self, plan: PlacementPlan, options: SchedulerOptions) -> Iterator[Scheduler]:
-        """A scheduler from now on; when the block ends it has heard everything, and is switched off."""
+        """Run a scheduler during the block; at its end it has processed all reports and stops."""
         scheduler = Scheduler(plan.spec, plan.cluster, options)
-        self.head.stats()  # what was before is nobody's
+        self.head.stats()  # drop earlier counts
         self._turn.take(scheduler)
         try:
             yield scheduler
@@ -113,7 +113,7 @@ class Stand:
 
 
 class _Turn:
-    """The scheduler whose turn it is."""
+    """The current scheduler."""
 
     tick_s = 0.02
 
@@ -127,7 +127,7 @@ class _Turn:
             self._scheduler = scheduler
 
     def on_tick(self, head: EdgeHead) -> None:
-        """Ask the one whose turn it is."""
+        """Call the current scheduler."""
         with self._lock:
             if self._scheduler is not None:
                 self._scheduler.on_tick(head)
@@ -135,9 +135,9 @@ class _Turn:
 
 @contextmanager
 def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site) -> Iterator[Stand]:
-    """The servers of a plan's cluster, which hold what it says, with its links emulated.
+    """Start the servers of a plan's cluster with its placement and emulated links.
 
-    Effects: starts them; ends them.
+    Effects: starts and ends processes.
     """
     options = ClusterOptions(
         emulate_links=not site.has_links,
@@ -172,7 +172,7 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
 def open_alone(
     model: str, slots: Sequence[int], serve: ServeOptions, site: Site, names: Sequence[str]
 ) -> Iterator[Processes]:
-    """Servers by themselves, each with so many slots."""
+    """Start single servers with these numbers of slots."""
     toward = site.endpoints.toward
     arguments = [{"model": model, "slots": count, "options": serve, "toward": toward} for count in slots]
     processes = site.start(Alone, arguments, names)

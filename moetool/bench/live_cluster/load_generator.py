@@ -1,4 +1,4 @@
-"""Users of the servers: requests that arrive when they do, whether or not the last one has been answered."""
+"""Open-loop load: requests arrive independently of earlier answers."""
 
 import http.client
 import json
@@ -15,13 +15,13 @@ _GIVE_UP_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coming:
-    """A request that will arrive.
+    """A scheduled request.
 
     Attributes:
-        at_s: after the beginning.
-        server: that its user talks to.
-        task: whose prompts it has one of.
-        prompt: the place of that.
+        at_s: seconds after the start.
+        server: its user's server.
+        task: task of its prompt.
+        prompt: index of its prompt.
     """
 
     at_s: float
@@ -32,7 +32,7 @@ class Coming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A request that is over.
+    """A finished request.
 
     Attributes:
         seconds: from its arrival to its answer.
@@ -49,11 +49,11 @@ class Answered:
 def draw(
     requests: int, gap_s: float, prompts: Sequence[int], rng: np.random.Generator, task_of: Sequence[int] | None = None
 ) -> list[Coming]:
-    """So many requests at each server, each server's a Poisson process of its own; prompts come in a random order.
+    """Schedule requests at each server as independent Poisson processes; prompts in random order.
 
     Args:
-        prompts: how many each task has.
-        task_of: the task of each server; its own number without it.
+        prompts: number of prompts per task.
+        task_of: task of each server (default: its own number).
     """
     coming = []
     for server in range(len(prompts)):
@@ -81,7 +81,7 @@ def drive(
     Args:
         urls: by server.
         texts: prompts by task.
-        redirect: send a request to the server with the fewest that are not over, its own among equals.
+        redirect: send a request to the server with the fewest unfinished ones, its own on a tie.
     """
     running = [0] * len(urls)
     lock = threading.Lock()
@@ -109,7 +109,7 @@ def drive(
 
 
 def warm(urls: Sequence[str], model: str, text: str) -> None:
-    """One short request at every server, whose first is always slower."""
+    """Send one short request to every server, because the first is always slower."""
     for url in urls:
         _ask(url, model, text, 2)
 

@@ -1,9 +1,8 @@
-"""Hosts of a cluster on one machine: network namespaces, between which the kernel shapes the links.
+"""Hosts of a cluster on one machine: network namespaces with links shaped by the kernel.
 
-Each host is a namespace with an address of its own, from which nothing leads out of this machine. All are on one
-bridge, at full speed, over which Ray and users reach them; the servers themselves meet on a pair of virtual interfaces
-for each two of them, whose ends a token bucket of the kernel (`tc tbf`) slows down. The bridge is in a namespace too:
-outside of its namespaces this changes nothing on the machine.
+Each host is a namespace with its own address and no route out of this machine. Ray and users reach all of them over one
+bridge at full speed; every two servers share a pair of virtual interfaces, limited by the kernel's token bucket (`tc
+tbf`). The bridge is in a namespace too: nothing outside the namespaces changes.
 """
 
 import contextlib
@@ -28,11 +27,11 @@ _HEAD = 254
 _RAY_PORT = 6379
 _STORE_BYTES = 80 * 2**20
 _BURST_BYTES = 1600
-"""Burst of an idle link: one packet, the least that lets any pass."""
+"""Burst of an idle link: one packet, the minimum."""
 _QUEUE = "400ms"
 _NETNS = Path("/run/netns")
 _FOLDERS = Path("/run")
-"""Root's own; and short, since sockets lie in there, whose paths may have 107 bytes."""
+"""Owned by root; short, since it contains sockets, whose paths are limited to 107 bytes."""
 _CLONE_NEWNET = 0x40000000
 _START_S = 120.0
 _NAME = re.compile(r"moetool-(\d+)(?:-\w+)?")
@@ -40,43 +39,43 @@ _NAME = re.compile(r"moetool-(\d+)(?:-\w+)?")
 
 
 def require_namespaces() -> None:
-    """Raises: UsageError where this user or this machine cannot make hosts."""
+    """Raises: UsageError: this user or machine cannot create hosts."""
     otherwise = "or run the servers without them: --set bench.where=processes"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise UsageError(f"hosts in namespaces need {missing[0]} of iproute2; install it, {otherwise}")
     if os.geteuid() != 0:
-        raise UsageError(f"only root can create hosts in namespaces; this is user {os.geteuid()}; be root, {otherwise}")
+        raise UsageError(f"only root can create hosts in namespaces, not user {os.geteuid()}; run as root, {otherwise}")
 
 
 class Hosts:
-    """A head and so many hosts beside it, each with its own network. One at a time in a process.
+    """A head and several hosts, each with its own network. One instance at a time per process.
 
     Args:
-        count: of hosts besides the head.
+        count: number of hosts besides the head.
         link_bytes_s: rate from one host to another, by (from, to); pairs without one are not shaped.
 
     Attributes:
-        environment: of processes that join their Ray: its token.
-        count: as given.
-        names: of the hosts' namespaces; they carry this process's number.
-        head: the head's.
+        environment: environment of processes that join their Ray, with its token.
+        count: number of hosts.
+        names: names of the hosts' namespaces; they contain this process's id.
+        head: name of the head's namespace.
 
-    Effects: makes namespaces. `close` ends every process in them and them. What an earlier process left that could not
-    close is removed first.
+    Effects: makes namespaces. `close` ends every process in them and removes them. Namespaces left by a killed process
+    are removed first.
 
     Raises:
-        UsageError: this user may not, or iproute2 is not there.
-        MoetoolError: this machine does not let it.
+        UsageError: the user lacks the permission, or iproute2 is missing.
+        MoetoolError: the machine refuses.
     """
 
     _open: ClassVar[bool] = False
-    """Whether this process has some: else what carries its number is of one that had it before."""
+    """Whether this process has an instance: otherwise namespaces with its id belong to an earlier process."""
 
     def __init__(self, count: int, link_bytes_s: Mapping[tuple[int, int], float] | None = None) -> None:
         assert not Hosts._open, "one at a time"
         require_namespaces()
         if not 0 < count < _HEAD:
-            raise UsageError(f"there cannot be {count} hosts, expected 1 to {_HEAD - 1}")
+            raise UsageError(f"{count} hosts, expected 1 to {_HEAD - 1}")
         remove_leftovers()
         self.count = count
         prefix = f"moetool-{os.getpid()}"
@@ -123,7 +122,7 @@ class Hosts:
     def cut(self, n: int, down: bool = True) -> None:
         """Take a host off all networks, or back on."""
         state = "down" if down else "up"
-        # The far ends: what has an end that is down has no way, and keeps its addresses and routes.
+        # The far ends: a link with one end down carries nothing, but keeps addresses and routes.
         _tool("ip", "-n", self._hub, "link", "set", f"host{n}", state)
         for other in range(self.count):
             if other != n:
@@ -136,10 +135,10 @@ class Hosts:
         return ["ip", "netns", "exec", self.namespace(n), *command]
 
     def start_ray(self, names: Sequence[str] = ()) -> None:
-        """Start Ray's head, if it does not run, and join all hosts to it.
+        """Start Ray's head if it is not running, and join all hosts to it.
 
         Args:
-            names: of the servers that they are for, by host; without them any server goes to any host.
+            names: server names by host (default: any server on any host).
 
         Raises:
             MoetoolError: Ray does not start.
@@ -162,12 +161,12 @@ class Hosts:
         return _pids(self.namespace(n))
 
     def kill(self, n: int | None) -> None:
-        """End every process of a host at once, as if its power had gone; its network stays."""
+        """Kill every process of a host, like a power failure; its network stays."""
         _end([self.namespace(n)])
 
     @contextlib.contextmanager
     def inside(self, n: int | None = None) -> Iterator[None]:
-        """Have this thread, and what it starts, be on a host; on the head, if none is said."""
+        """Move this thread and its children to a host (default: the head)."""
         mine = Path("/proc/thread-self/ns/net")
         with mine.open("rb") as before, (_NETNS / self.namespace(n)).open("rb") as there:
             _enter(there.fileno())
@@ -230,13 +229,13 @@ class Hosts:
 
 
 class _Start:
-    """A `ray start` under way."""
+    """A running `ray start`."""
 
     def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str]) -> None:
         self._name = name
-        # A server, which Ray's workers start, is no background job.
+        # Servers started by Ray's workers are not background jobs.
         environment = {**os.environ, **environment, "RAY_worker_niceness": "0"}
-        # Its own session: Ctrl-C is for whoever made the hosts, who then ends them in order.
+        # Its own session: Ctrl-C goes to the creator of the hosts, which ends them in order.
         self._popen = subprocess.Popen(
             command,
             env=environment,
@@ -255,7 +254,7 @@ class _Start:
             self.give_up()
             raise MoetoolError(f"Ray did not start on host {self._name} in {_START_S:g} s") from None
         if self._popen.returncode:
-            lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+            lines = [line for line in said.splitlines() if line.strip()] or ["no output"]
             raise MoetoolError(f"Ray did not start on host {self._name} ({lines[-1].strip()})")
 
     def give_up(self) -> None:
@@ -268,7 +267,7 @@ class _Start:
 
 
 def remove_leftovers() -> None:
-    """Remove the hosts of processes that have ended without doing so."""
+    """Remove the hosts that ended processes left behind."""
     left: dict[int, list[str]] = {}
     for path in [*(_NETNS.iterdir() if _NETNS.is_dir() else ()), *_FOLDERS.glob("moetool-*")]:
         if (found := _NAME.fullmatch(path.name)) and not _lives(int(found[1])):
@@ -285,13 +284,13 @@ def _remove(names: Sequence[str], folder: Path) -> None:
     there = [name for name in names if (_NETNS / name).exists()]
     _end(there)
     for name in there:
-        with contextlib.suppress(MoetoolError):  # the next one removes what is left
+        with contextlib.suppress(MoetoolError):  # the next process removes the rest
             _tool("ip", "netns", "del", name)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end(names: Sequence[str], within_s: float = 10.0) -> None:
-    """Kill all processes of these namespaces, and wait for a while until there are none."""
+    """Kill all processes of these namespaces, and wait until none is left, up to a limit."""
     by = time.monotonic() + within_s
     while (pids := [pid for name in names for pid in _pids(name)]) and time.monotonic() < by:
         for pid in pids:
@@ -301,13 +300,13 @@ def _end(names: Sequence[str], within_s: float = 10.0) -> None:
 
 
 def _pids(name: str) -> list[int]:
-    """Processes whose first thread is in a namespace, but for this one; none where there is no such namespace."""
+    """Other processes whose first thread is in a namespace; none if it does not exist."""
     try:
         said = _tool("ip", "netns", "pids", name)
     except MoetoolError:
         if (_NETNS / name).exists():
             raise
-        return []  # somebody else who found it left over has removed it meanwhile
+        return []  # another process removed it meanwhile
     return [pid for pid in map(int, said.split()) if pid != os.getpid()]
 
 
@@ -319,7 +318,7 @@ def _enter(fd: int) -> None:
 
 
 def _tool(*command: str) -> str:
-    """Run `ip` or `tc`; gives its output. Raises: MoetoolError, in its words."""
+    """Run `ip` or `tc`; returns its output. Raises: MoetoolError, with its message."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"it ended with {done.returncode}").splitlines()[0]

@@ -1,4 +1,4 @@
-"""The bench of a cluster: every line once a round, all lines of a round under the same arrivals."""
+"""The cluster bench: every line once per round, all lines of a round under the same arrivals."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,17 +37,17 @@ def bench_cluster(
     """Run it.
 
     Args:
-        tasks: prompt sets, one a server.
-        lines: of `parse_lines`.
-        command: as a person would give it again.
-        on_progress: called with the share that is done, in percent.
+        tasks: prompt sets, one per server.
+        lines: from `parse_lines`.
+        command: command line that repeats the run.
+        on_progress: called with the percentage done.
 
-    Effects: captures traces into a folder that is gone at the end; starts servers and ends them.
+    Effects: captures traces into a temporary folder; starts and ends servers.
 
     Raises:
         UsageError: the tasks do not fit the servers.
         MoetoolError: a server could not be started, or lacks room.
-        CapacityError: the servers' memory does not hold every expert once.
+        CapacityError: the servers' memory cannot hold every expert once.
     """
     if options.where == "namespaces":
         from moetool.bench.live_cluster.namespaces import require_namespaces
@@ -104,7 +104,7 @@ def bench_cluster(
 
 
 def _turned(lines: Sequence[str], number: int) -> list[str]:
-    """Every round begins with another line."""
+    """Rotate the first line from round to round."""
     start = number % len(lines)
     return [*lines[start:], *lines[:start]]
 
@@ -113,7 +113,7 @@ class _Runner:
     """Runs lines on servers that are up.
 
     Attributes:
-        texts: the answer to each prompt, by (task, prompt), the first time.
+        texts: first answer to each prompt, by (task, prompt).
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Runner:
         self._texts: dict[tuple[int, int], str] = {}
 
     def run(self, line: str, number: int, gap_s: float) -> LineRun:
-        """One line in one round."""
+        """Run one line in one round."""
         rng = np.random.default_rng([self._options.seed, number])
         coming = draw(self._options.requests, gap_s, [len(texts) for texts in self._stage.texts], rng)
         if line in self._plans:
@@ -148,7 +148,7 @@ class _Runner:
         return self._note(line, number, gap_s, answered)
 
     def shift(self, line: str, moves: bool) -> LineRun:
-        """Tasks that change servers when half of the requests have come: each server's to the one before it."""
+        """Run with tasks that change servers after half of the requests: each to the previous server."""
         counts = [len(texts) for texts in self._stage.texts]
         rng = np.random.default_rng([self._options.seed, 10**6])
         gap_s = self._options.gaps_s[0]
@@ -228,7 +228,7 @@ def _simulate(
     gap_s: float,
     link: float,
 ) -> Simulation:
-    """Simulate a line from the same traces, placement, profile and law of arrivals."""
+    """Simulate a line with the same traces, placement, profile and arrival process."""
     from moetool.simulation.simulate import ModeInputs, World, simulate
     from moetool.simulation.simulation_options import SimulationOptions
     from moetool.simulation.workload import read_source

@@ -19,7 +19,7 @@ Build = Callable[..., Any]
 
 
 class Threads:
-    """Workers in this process, for `moetool.cluster.edge.edge_head.EdgeHead`: none restarts and none dies."""
+    """Workers in this process, for `moetool.cluster.edge.edge_head.EdgeHead`: they never restart or die."""
 
     def __init__(self, build: Build, arguments: Sequence[Mapping[str, Any]]) -> None:
         self._workers: list[Any] = []
@@ -34,11 +34,11 @@ class Threads:
         return len(self._workers)
 
     def is_started(self, n: int) -> bool:
-        """All are, from the beginning."""
+        """Return at once: all run from the start."""
         return True
 
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
-        """Call a method of a worker; it takes as long as it takes."""
+        """Call a method of a worker, without a deadline."""
         return getattr(self._workers[n], method)(*args, **kwargs)
 
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
@@ -46,10 +46,10 @@ class Threads:
         raise MoetoolError("a worker of this process cannot be restarted")
 
     def kill(self, n: int) -> None:
-        """Nothing: a thread cannot be ended from outside."""
+        """Do nothing: a thread cannot be ended from outside."""
 
     def watch(self, n: int, on_death: Callable[[int], None]) -> None:
-        """Nothing: it lives as long as this process."""
+        """Do nothing: it lives as long as this process."""
 
     def close(self) -> None:
         """End all."""
@@ -58,14 +58,14 @@ class Threads:
 
 
 class Site:
-    """Site that servers run on.
+    """Site of the servers.
 
     Args:
-        where: of `ClusterBenchOptions`.
-        hosts: which Ray has joined, if they have some of their own.
+        where: see `ClusterBenchOptions`.
+        hosts: hosts joined to Ray, if the servers have their own.
 
     Attributes:
-        endpoints: where users of servers here reach them.
+        endpoints: addresses of the servers for users.
     """
 
     def __init__(self, where: str, hosts: "Hosts | None" = None) -> None:
@@ -74,18 +74,18 @@ class Site:
 
     @property
     def has_links(self) -> bool:
-        """Whether there is something between servers that can be slow by itself."""
+        """Whether links between servers are shaped outside the servers."""
         return self._hosts is not None
 
     def link(self, cluster: Cluster) -> None:
-        """Shape the links as the cluster's, if it has any; link latency is ignored."""
+        """Shape the links like the cluster's, if it has any; link latency is ignored."""
         if self._hosts is not None:
             servers = range(len(cluster.servers))
             for sender, receiver in ((n, m) for n in servers for m in servers if n != m):
                 self._hosts.shape(sender, receiver, cluster.link(sender, receiver)[0])
 
     def start(self, build: Build, arguments: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Processes:
-        """Workers, one a server."""
+        """Workers, one per server."""
         if self._where == "threads":
             return Threads(build, arguments)
         from moetool.cluster.launch import Where, Workers
@@ -97,13 +97,13 @@ class Site:
 
 @contextmanager
 def open_site(where: str, names: Sequence[str]) -> Iterator[Site]:
-    """A place for servers of these names.
+    """Open a site for servers of these names.
 
-    Effects: where they have hosts of their own, makes them, starts Ray on each, has this thread be on the head's
-    meanwhile, and removes all of it.
+    Effects: for servers with their own hosts, creates the hosts, starts Ray on each, moves this thread to the head's
+    host meanwhile, and removes everything.
 
     Raises:
-        UsageError: this user or this machine cannot make hosts.
+        UsageError: this user or machine cannot create hosts.
     """
     if where != "namespaces":
         yield Site(where)
@@ -121,7 +121,7 @@ def open_site(where: str, names: Sequence[str]) -> Iterator[Site]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have this process's environment hold these meanwhile."""
+    """Set these environment variables during the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -136,13 +136,13 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Have the first SIGTERM end this process as an exception does: Ray's daemons on hosts would outlive it."""
+    """Turn the first SIGTERM into an exception: otherwise Ray's daemons on hosts would outlive the process."""
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # the second one ends it at once
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone may say what a signal does
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, end)

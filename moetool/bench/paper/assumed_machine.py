@@ -1,4 +1,4 @@
-"""A machine that nobody measured: a cost profile of assumed costs, for the timeline of a replay."""
+"""A machine with assumed costs, not measured, for the timeline of a replay."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from moetool.costing.pricing import TimelineOptions
 from moetool.machine import read_machine
 from moetool.types import ModelSpec
 
-_FAR = 4096  # tokens up to which the lines are drawn; they go on straight
+_FAR = 4096  # last point of the lines, in tokens; they extend linearly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedMachine:
-    """Costs of a device beside host memory: straight lines, one layer each. They are assumptions, not measured.
+    """Costs of a device with host memory: linear, per layer. They are assumptions, not measured.
 
-    The embedded model's experts are so small that loading one costs less than computing it; what the papers are about
-    begins where it costs far more. These costs put the embedded model's routing on such a machine.
+    The embedded model's experts are so small that loading one costs less than computing it; the papers assume that it
+    costs far more. These costs put the embedded model's routing on such a machine.
 
     Attributes:
-        expert_s: an expert for one token on the device.
+        expert_s: seconds of an expert for one token on the device.
         expert_token_s: for each further token.
         dense_s: attention, router and norms of a layer for one token.
         dense_token_s: for each further token.
@@ -48,7 +48,7 @@ class AssumedMachine:
         require_within(self, "machine: ", links=POSITIVE)
 
     def profile(self, spec: ModelSpec) -> tuple[CostProfile, TimelineOptions]:
-        """The costs as a profile of a model, and which of its machines is meant."""
+        """Return the costs as a model's profile, and the machine in it."""
         devices = [self._compute("cuda", self.expert_s, self.expert_token_s)]
         if self.host_s:
             devices.append(self._compute("cpu", self.host_s, self.host_token_s))

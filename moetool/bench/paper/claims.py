@@ -1,4 +1,4 @@
-"""A paper's claims as a recipe says them: TOML in recipes/papers, choices and no code."""
+"""A paper's claims from a recipe: TOML in recipes/papers, without code."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ class Sizes:
     """Default sizes of a paper's experiments.
 
     Attributes:
-        seeds: runs of everything that has a seed.
-        prompts: of each embedded prompt set.
-        new_tokens: decoded for each.
-        requests: that arrive in a simulation, for each cluster of the recipe's own size.
-        epochs: of predictors that are fitted.
-        rounds: of live measurements.
-        texts: that are fed to the live model, or asked of it, in a round or under a seed.
+        seeds: runs of every seeded experiment.
+        prompts: prompts per embedded set.
+        new_tokens: decoded tokens per prompt.
+        requests: requests per simulation, for a cluster of the recipe's own size.
+        epochs: training epochs of predictors.
+        rounds: rounds of live measurements.
+        texts: texts for the live model per round or seed.
 
     Raises:
         UsageError: one is below 1.
@@ -48,17 +48,17 @@ class Claim:
     """One claim.
 
     Attributes:
-        id: the table, figure or section that it is from.
+        id: its table, figure or section.
         says: the claim in the paper's terms.
-        printed: the numbers that the paper prints.
-        setup: the name of one that several claims share; it says the experiment, and options that are not said here.
+        printed: the paper's numbers.
+        setup: name of a setup shared by several claims; it sets the experiment, and options that are not set here.
         experiment: a module of `moetool.bench.paper.experiments`.
-        options: of that.
+        options: options of the experiment.
         derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
         check: conditions for the claim to agree.
-        size: the printed numbers by the names of values, shares and multiples as numbers.
-        ceiling: the most that values can be on the assumed machine (`moetool.bench.paper.verdict.judge`).
-        here: how the miniature is unlike the paper, where that may matter.
+        size: the printed numbers by name, shares and multiples as numbers.
+        ceiling: largest possible values on the assumed machine (`moetool.bench.paper.verdict.judge`).
+        here: relevant differences between the miniature and the paper.
     """
 
     id: str
@@ -112,9 +112,9 @@ class Paper:
 
     Attributes:
         sizes, quick: how much is done, and how much of it for a quick look.
-        machine: the machine and model whose costs replays are timed by.
+        machine: machine and model whose costs time the replays.
         setup: experiments that claims share, by name.
-        claim: the claims, in the order of the paper.
+        claim: claims, in the paper's order.
         left_out: tables and figures that are not repeated.
     """
 
@@ -128,15 +128,15 @@ class Paper:
 
 
 def names() -> list[str]:
-    """The papers that there is a recipe for."""
+    """Names of papers with a recipe."""
     return sorted(path.stem for path in assets.path("recipes", "papers").glob("*.toml"))
 
 
 def read_paper(name: str) -> Paper:
-    """A paper's recipe, or one of somebody's own, by a path that ends in `.toml`.
+    """Read a paper's recipe by name, or a user's by a path that ends in `.toml`.
 
     Raises:
-        UsageError: no such paper or file; the recipe names an unknown experiment, or says what none takes.
+        UsageError: no such paper or file; or the recipe has an unknown experiment or option.
     """
     if name.endswith(".toml"):
         try:
@@ -151,7 +151,7 @@ def read_paper(name: str) -> Paper:
 
 
 def parse_paper(text: str, where: str) -> Paper:
-    """A recipe from its text. Raises: UsageError as `read_paper`, or if it is not valid TOML."""
+    """Parse a recipe. Raises: UsageError: see `read_paper`; or it is not valid TOML."""
     try:
         values = parse_toml(text)
     except ValueError as error:
@@ -165,7 +165,7 @@ def parse_paper(text: str, where: str) -> Paper:
 
 
 def _filled(claim: Claim, setups: Mapping[str, ClaimSetup], where: str) -> Claim:
-    """A claim with what its setup says. Raises: UsageError for an unknown setup, or neither it nor an experiment."""
+    """A claim merged with its setup. Raises: UsageError: the setup is unknown, or setup and experiment are missing."""
     if bool(claim.setup) == bool(claim.experiment):
         raise UsageError(f"{where}, {claim.id}: expected either a setup or an experiment")
     if not claim.setup:
@@ -177,10 +177,10 @@ def _filled(claim: Claim, setups: Mapping[str, ClaimSetup], where: str) -> Claim
 
 
 def choose(claims: Sequence[Claim], only: Sequence[str]) -> list[Claim]:
-    """The claims of some tables or figures; `Figure 8` is also `Figure 8(a)`, and no names are all.
+    """Claims of some tables or figures; `Figure 8` includes `Figure 8(a)`; no names select all.
 
     Raises:
-        UsageError: a name that no claim has.
+        UsageError: no claim has this name.
     """
     chosen: list[Claim] = []
     for name in only:

@@ -1,4 +1,4 @@
-"""Results of a bench as a figure: values with their spread over the runs, beside curves."""
+"""Results of a bench as a figure: values with their spread over runs, and curves."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a
 
 
 def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
-    """Draw results by name as SVG files of these names. Effects: writes into `folder`; gives the paths."""
+    """Draw results as SVG files by name; returns their paths. Effects: writes into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg" for name in founds]
     for path, found in zip(paths, founds.values(), strict=True):
@@ -35,7 +35,7 @@ def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
 
 
 def draw(path: Path, title: str, found: Found) -> None:
-    """Draw into a file, in the format that its name ends in. Effects: writes `path`."""
+    """Draw into a file, in the format of its suffix. Effects: writes `path`."""
     runs, rows = len(next(iter(found.values.values()))), len(found.values)
 
     def paint(figure: "Figure") -> None:
@@ -50,7 +50,7 @@ def draw(path: Path, title: str, found: Found) -> None:
 
 
 def _values(axes: "Axes", found: Found) -> None:
-    """Bars from 0; points on a logarithmic axis where the least of the bars could not be seen."""
+    """Draw bars from 0, or points on a logarithmic axis if the smallest bar would be invisible."""
     names = list(found.values)
     means, halves = zip(*(interval(each) for each in found.values.values()), strict=True)
     scale, unit = (100, "%") if found.unit == "%" else (1, found.unit)
@@ -115,10 +115,10 @@ def _curves(axes: "Axes", found: Found) -> None:
 
 
 def average(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float] | None]:
-    """Abscissae that all of some curves have, the mean ordinates there, and half of their 95 % intervals.
+    """Common abscissae of several curves, mean ordinates there, and half of their 95 % intervals.
 
-    No intervals of a single curve. What not all have, such as the last window of a run, is left out; where they share
-    nothing, the first curve stands for all.
+    A single curve has no intervals. Points that not all curves have, such as the last window of a run, are left out;
+    without common points the first curve represents all.
     """
     shared = sorted(set.intersection(*(set(x) for x, _ in curves)))
     if len(curves) == 1 or not shared:

@@ -1,4 +1,4 @@
-"""Machines and models by name: vendors' figures and published configs, and the costs that follow from the two."""
+"""Machines and models by name: vendors' figures and published configs, and the costs derived from both."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,19 +17,19 @@ _MATRICES = 3  # of an expert: gate, up and down
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedMachine:
-    """A machine of `recipes/machines`, by the figures that vendors print.
+    """A machine of `recipes/machines`, with vendors' figures.
 
     Attributes:
-        name: for people.
-        gpus: of a node.
-        memory_bytes, memory_bytes_s: of a GPU's memory: its size and bandwidth.
-        half_flops: float16 operations a second of a GPU, without sparsity.
-        host_bytes_s: from host memory, or a disk where the GPU shares that, to a GPU; one way.
-        gpu_link_bytes_s: of a GPU's link to the others of its node, one way; 0: there is none.
-        node_link_bytes_s: of all links of a node to another together, one way; 0: there is none.
+        name: display name.
+        gpus: GPUs per node.
+        memory_bytes, memory_bytes_s: size and bandwidth of a GPU's memory.
+        half_flops: float16 operations per second of a GPU, without sparsity.
+        host_bytes_s: rate to a GPU from host memory, or from disk if the GPU shares host memory; one way.
+        gpu_link_bytes_s: rate of a GPU's link to others in its node, one way; 0: none.
+        node_link_bytes_s: total rate of a node's links to another, one way; 0: none.
 
     Raises:
-        UsageError: a figure that no machine has.
+        UsageError: a figure is impossible.
     """
 
     name: str
@@ -58,16 +58,16 @@ class NamedModel:
     """A model of `recipes/models`, by its published config.
 
     Attributes:
-        name: for people.
+        name: display name.
         layers: MoE layers.
-        experts, top_k: of a layer, and how many a token uses.
-        hidden, expert_width: of the residual stream, and of an expert's inner layer.
-        value_bytes: of a number of an expert, scales included.
-        dense_parameters: of a layer without its routed experts: attention, router, shared experts.
-        dense_value_bytes: of a number of these.
+        experts, top_k: experts per layer and per token.
+        hidden, expert_width: width of the residual stream and of an expert's inner layer.
+        value_bytes: bytes per expert weight, scales included.
+        dense_parameters: parameters of a layer without its routed experts: attention, router, shared experts.
+        dense_value_bytes: bytes per dense parameter.
 
     Raises:
-        UsageError: a size that no model has.
+        UsageError: a size is impossible.
     """
 
     name: str
@@ -87,7 +87,7 @@ class NamedModel:
 
     @property
     def expert_parameters(self) -> int:
-        """Numbers of one routed expert."""
+        """Parameters of one routed expert."""
         return _MATRICES * self.hidden * self.expert_width
 
     @property
@@ -103,18 +103,18 @@ class NamedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineChoice:
-    """A machine and a model by name, or costs in seconds; a cost that is given replaces the derived one.
+    """A machine and a model by name, or costs in seconds; a given cost replaces the derived one.
 
     Attributes:
         machine, model: names in `recipes/machines` and `recipes/models`, both or neither.
-        link_share, memory_share, compute_share: of the printed rates, what copies, one-token products and products of
-            many tokens reach. The link's is 25 of 31.5 GB/s of PCIe 4.0 from pinned memory.
+        link_share, memory_share, compute_share: shares of the vendors' rates that copies, one-token products and
+            products of many tokens reach. The link's is 25 of 31.5 GB/s, PCIe 4.0 from pinned memory.
         links: rate of all links, those of loads, of GPUs and of servers, as a multiple of what else would follow.
 
     The other attributes are those of `AssumedMachine`.
 
     Raises:
-        UsageError: an unknown name, or one of the two alone.
+        UsageError: a name is unknown, or one of the two is missing.
     """
 
     machine: str = ""
@@ -141,10 +141,10 @@ class MachineChoice:
         require_within(self, "machine: ", links=POSITIVE)
 
     def assumed(self) -> AssumedMachine:
-        """The costs: derived where machine and model are named, else `AssumedMachine`'s own.
+        """Return the costs: derived if machine and model are named, else `AssumedMachine`'s own.
 
-        A load and a move take an expert's bytes over the link; an expert takes one reading of its weights for its first
-        token, and the arithmetic of each further one; so does the dense part of a layer. Launches are not in these.
+        A load or move takes an expert's bytes over the link. An expert takes one read of its weights for its first
+        token, and the arithmetic of each further token; so does the dense part of a layer. Launches are not included.
         """
         values: dict[str, float] = {}
         if self.machine:
@@ -163,18 +163,18 @@ class MachineChoice:
         return replace(costs, load_s=costs.load_s / self.links)
 
     def read(self) -> tuple[NamedMachine, NamedModel]:
-        """The two. Raises: UsageError for an unknown name."""
+        """Return machine and model. Raises: UsageError: a name is unknown."""
         return read_named_machine(self.machine), read_named_model(self.model)
 
     def gpu_link_bytes_s(self) -> float:
-        """Bytes a second between GPUs of a node. Raises: UsageError if they have no link."""
+        """Bytes per second between GPUs of a node. Raises: UsageError: they have no link."""
         machine = read_named_machine(self.machine)
         if not machine.gpu_link_bytes_s:
             raise UsageError(f"GPUs of machine {self.machine!r} have no link; name a machine with several")
         return machine.gpu_link_bytes_s * self.link_share
 
     def move_s(self) -> float:
-        """Seconds of an expert on its way to another GPU of the node. Raises: UsageError if GPUs have no link."""
+        """Seconds to move an expert to another GPU of the node. Raises: UsageError: the GPUs have no link."""
         return read_named_model(self.model).expert_bytes / self.gpu_link_bytes_s()
 
 
@@ -201,22 +201,22 @@ def simulated_costs(machine: AssumedMachine, batch: int = 1) -> AssumedCosts:
 
 
 def machine_names() -> list[str]:
-    """The machines that there are figures of."""
+    """Names of machines with figures."""
     return _names("machines")
 
 
 def model_names() -> list[str]:
-    """The models that there are sizes of."""
+    """Names of models with sizes."""
     return _names("models")
 
 
 def read_named_machine(name: str) -> NamedMachine:
-    """A machine by name. Raises: UsageError for an unknown one."""
+    """Read a machine by name. Raises: UsageError: it is unknown."""
     return config.parse(NamedMachine, _read("machine", name), f"machine {name}")
 
 
 def read_named_model(name: str) -> NamedModel:
-    """A model by name. Raises: UsageError for an unknown one."""
+    """Read a model by name. Raises: UsageError: it is unknown."""
     return config.parse(NamedModel, _read("model", name), f"model {name}")
 
 

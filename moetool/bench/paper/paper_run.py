@@ -14,7 +14,7 @@ from moetool.bench.paper.workbench import Workbench
 from moetool.errors import CapacityError, MismatchError
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
-"""Errors of an experiment that make its claim untestable: model, trace or machine lack something."""
+"""Errors of an experiment that make its claim untestable: model, trace or machine lack a requirement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class Tested:
     """A claim with its verdict.
 
     Attributes:
-        found: what was measured; None where it could not be.
-        seconds: that the experiment took; 0 where another claim had asked for the same.
-        pictures: names of the files that show it.
+        found: measured values; None if untestable.
+        seconds: run time of the experiment; 0 if another claim ran it.
+        pictures: names of its figure files.
     """
 
     claim: Claim
@@ -73,10 +73,10 @@ def run_paper(
         quick: take the recipe's small sizes.
         given: traces to use instead of those of the embedded model, by name.
         out: a folder for a figure of each experiment, SVG and PNG.
-        on_progress: called with the number of claims that are judged.
+        on_progress: called with the number of judged claims.
 
     Raises:
-        UsageError: a name that no claim has, or a claim about what was not measured.
+        UsageError: no claim has a name, or a claim refers to an unmeasured value.
     """
     claims = choose(paper.claim, only)
     stage = Workbench(
@@ -134,7 +134,7 @@ def _judged(
 
 
 def _measure(stage: Workbench, claim: Claim) -> Found | Verdict:
-    """Run the claim's experiment; a verdict where it cannot be run here."""
+    """Run the claim's experiment; a verdict if it cannot run here."""
     module = plugins.load("experiment", claim.experiment)
     options = config.parse(module.Options, claim.options, f"{claim.id}, {claim.experiment}")
     try:

@@ -1,4 +1,4 @@
-"""Requests that queue for servers of one request at a time, with the seconds that each takes known."""
+"""Queueing of requests with known service times at servers with one request at a time."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ def serve_in_turn(
     """Serve requests first come, first served.
 
     Args:
-        work: of each request when it arrives, at which server, and how long it takes there; in the order of arrival.
-        redirect: a request goes to the server that is free first, ties to its own, then to the lower number.
+        work: arrival time, server and service time of each request, in order of arrival.
+        redirect: a request goes to the first free server; its own, then the lowest number, on ties.
 
     Returns:
-        Of each request the server that it came to, and the seconds from its arrival to its end.
+        Each request's server and latency in seconds.
     """
     free = [0.0] * num_servers
     latencies = []
@@ -27,7 +27,7 @@ def serve_in_turn(
 
 
 def mean_by_server(served: Sequence[tuple[int, float]]) -> list[float]:
-    """Mean latency of the requests of each server that has any, by number, then of all."""
+    """Mean latency per server with requests, by number, then over all."""
     servers = sorted({server for server, _ in served})
     groups = [[s for server, s in served if server == mine] for mine in servers] + [[s for _, s in served]]
     return [sum(group) / len(group) for group in groups]

@@ -15,14 +15,14 @@ Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
 ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
 _KINDS = ("less", "times", "minus")
 _LEAST_EFFECT = 0.01
-"""Smallest difference of two ordered values, as a share of the larger, that counts as one."""
+"""Smallest relevant difference of two ordered values, as a share of the larger."""
 _LEAST_TRACES = 3
 _FACTOR = 1.5
-"""A value is as large as a printed one if neither is more than this many times the other."""
+"""A value matches a printed one if neither is more than this many times the other."""
 
 
 class CannotTestError(MoetoolError):
-    """An experiment needs what is not here; the message says what."""
+    """A requirement of an experiment is missing; the message names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,14 @@ class Found:
     """Results of an experiment.
 
     Attributes:
-        values: by the name of what was compared, a value for each seed; the same seeds in all, so that they pair.
-        what: what the values are, as an axis says it, without the unit.
-        unit: of the values: `s`, `%` (of values that are shares), or anything that stands behind a number.
-        on: what it was measured on, for people.
-        curves: lines of a figure, one for each seed, or one over all of them: abscissae and ordinates.
-        axes: what the curves' axes are.
+        values: values by compared name, one per seed; all have the same seeds, so that they pair.
+        what: quantity of the values, as an axis label without unit.
+        unit: unit of the values: `s`, `%` (for shares), or another suffix.
+        on: description of the measurement, for display.
+        curves: lines of a figure, one per seed, or one over all: abscissae and ordinates.
+        axes: labels of the curves' axes.
         exact: whether the values are counted, so that one run decides.
-        traces: independent traces behind them (0: not counted); fewer than three decide nothing.
+        traces: number of independent traces (0: not counted); fewer than three decide nothing.
     """
 
     values: Mapping[str, Sequence[float]]
@@ -52,15 +52,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The relation that a claim states; all that is given has to hold.
+    """The relation of a claim; every given part must hold.
 
     Attributes:
         order: names, each with a lower value than the next.
-        lowest, highest: a name below, or above, all others of `among` (by default all that was measured).
+        lowest, highest: a name below, or above, all others of `among` (default: all measured ones).
         at_least, at_most: bounds by name.
 
     Raises:
-        UsageError: nothing is given.
+        UsageError: no part is given.
     """
 
     order: tuple[str, ...] = ()
@@ -83,17 +83,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A claim beside what was found.
+    """A claim's verdict.
 
     Attributes:
-        answer: on the direction. `agrees` if every relation holds beyond the spread over the seeds, `differs` if one is
-            turned round beyond it, `undecided` if the spread leaves one open, two values are less than 1 % apart, or
-            there is one run only.
-        why: the relation that decided, or what is missing.
-        size: how the values compare with the printed ones (within a factor of 1.5 or not); empty where the paper
-            prints none.
-        shown: name, mean and half of the 95 % confidence interval (None with one run), of what the claim is about.
-        unit: of those; by name, since what is derived may have another.
+        answer: verdict on the direction: `agrees` if every relation holds beyond the spread over seeds, `differs` if
+            one is reversed beyond it, `undecided` if the spread leaves one open, two values are less than 1 % apart, or
+            there is only one run.
+        why: the deciding relation, or the missing requirement.
+        size: comparison with the printed values (within a factor of 1.5 or not); empty if the paper prints none.
+        shown: name, mean and half of the 95 % confidence interval (None with one run) of the claim's values.
+        unit: their units by name, since derived values may have another.
     """
 
     answer: Answer
@@ -104,12 +103,12 @@ class Verdict:
 
 
 def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list]:
-    """Values that follow from others, seed by seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b.
+    """Values derived from others, per seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b.
 
     A share of 0, or a multiple of it, is NaN.
 
     Raises:
-        UsageError: another kind, not two names, or one that was not measured.
+        UsageError: the kind is unknown, there are not two names, or one was not measured.
     """
     made: dict[str, list] = {name: list(given) for name, given in values.items()}
     for name, how in wanted.items():
@@ -117,7 +116,7 @@ def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[s
         if kind not in _KINDS:
             raise unknown_name(f"derivation of {name!r}", kind, _KINDS)
         if len(pair) != 2:
-            raise UsageError(f"{name!r} is derived of {len(pair)} values, expected two")
+            raise UsageError(f"{name!r} is derived from {len(pair)} values, expected two")
         first, second = (require(made, one) for one in pair)
         for a, b in zip(first, second, strict=True):
             below = a if kind == "less" else b
@@ -132,7 +131,7 @@ def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[s
 
 
 def require(values: Mapping[str, Sequence[float]], name: str) -> Sequence[float]:
-    """The values of a name. Raises: UsageError if it was not measured."""
+    """The values of a name. Raises: UsageError: it was not measured."""
     if name not in values:
         raise unknown_name("measured value", name, values)
     return values[name]
@@ -146,18 +145,18 @@ def judge(
     size: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ceiling: Mapping[str, float] = MappingProxyType({}),
 ) -> Verdict:
-    """Compare a claim with what was found.
+    """Compare a claim with the measured values.
 
     Args:
-        size: printed values by name, one or several of which ours should be as large as.
-        ceiling: the most that a value can be on the assumed machine, whatever the policy. Where a bound of the check
-            lies above it, the claim cannot be tested here.
+        size: printed values by name, one or several, that ours should match.
+        ceiling: largest value that any policy can reach on the assumed machine. If a bound of the check exceeds it, the
+            claim cannot be tested here.
 
     Raises:
-        UsageError: the claim names what was not measured.
+        UsageError: the claim refers to an unmeasured value.
     """
     values = derive(found.values, wanted)
-    relations: list[tuple[str, list[float], float]] = []  # in words, by how much it holds, and has to, for each seed
+    relations: list[tuple[str, list[float], float]] = []  # description, margin and required margin, per seed
 
     def below(low: str, high: str) -> None:
         lows, highs = require(values, low), require(values, high)
@@ -181,7 +180,7 @@ def judge(
         names += found.values
     shown = tuple((name, *interval(values[name])) for name in dict.fromkeys(names))
     beyond = [
-        f"{name} cannot be more than {most:g} on the assumed machine, and {check.at_least[name]:g} is asked for"
+        f"{name} is at most {most:g} on the assumed machine, below the claimed {check.at_least[name]:g}"
         for name, most in ceiling.items()
         if name in check.at_least and check.at_least[name] > most
     ]

@@ -1,4 +1,4 @@
-"""Experiments behind `moetool bench paper`, one a file; the file's name is what a recipe calls it.
+"""Experiments behind `moetool bench paper`, one per file; recipes use the file's name.
 
 A module has a frozen dataclass `Options`, filled from the claim's table in the recipe, and
 

@@ -1,4 +1,4 @@
-"""Which experts a task uses, against another task and from layer to layer: Prism's Figures 2 and 3."""
+"""Expert usage of a task, compared with another task and between layers: Prism's Figures 2 and 3."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,11 +20,11 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets, a task each; traces that are given take their places.
-        measure: `tasks`, how far the experts of a layer are from those of other requests of the same task, and of
+        data: prompt sets, one per task; given traces replace them.
+        measure: `tasks`, the divergence of a layer's experts from those of other requests of the same task, and of
             another; `layers`, the Gini coefficient of the first task's experts in every layer; `spread`, that of the
-            layers that other requests of the task use the most and the least evenly.
-        layer: of `tasks`.
+            layers that other requests of the task use most and least evenly.
+        layer: layer of `tasks`.
     """
 
     data: tuple[str, ...] = ("arithmetic", "ascii_words")
@@ -33,9 +33,9 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Count experts in halves of disjoint parts of the requests, one part a seed.
+    """Count experts in halves of disjoint parts of the requests, one part per seed.
 
-    Source: Prism § II-A. The figures show one layer or one task; how far requests of one task are apart by chance is
+    Source: Prism § II-A. The figures show one layer or one task; the divergence between requests of one task is
     moetool's addition.
 
     Raises:
@@ -72,7 +72,7 @@ def run(stage: Workbench, options: Options) -> Found:
         curves.setdefault(names[0], []).append((layers, tuple(whole_L.tolist())))
     axes = ("layer", "Gini coefficient")
     if options.measure == "tasks":
-        axes = ("expert", f"choices of 100 in layer {options.layer}")
+        axes = ("expert", f"share of choices in layer {options.layer}, %")
         for name, task_S2LE in zip(names, counts, strict=True):
             shares_SE = task_S2LE.sum(axis=1)[:, options.layer, : spec.num_experts_L[options.layer]]
             shares_SE = 100 * shares_SE / shares_SE.sum(axis=1, keepdims=True)
@@ -80,7 +80,7 @@ def run(stage: Workbench, options: Options) -> Found:
             curves[name] = [(experts, tuple(row_E.tolist())) for row_E in shares_SE]
     return Found(
         values=values,
-        what="divergence of the experts used"
+        what="divergence of expert usage"
         if options.measure == "tasks"
         else f"Gini coefficient of {names[0]}'s experts",
         unit="bits" if options.measure == "tasks" else "",

@@ -1,4 +1,4 @@
-"""Servers of an edge cluster, each with its own requests, under ways to place experts: Prism's testbed, simulated."""
+"""Servers of an edge cluster, each with its own requests, under several placements: Prism's testbed, simulated."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        servers: prompt sets, one a server, and how many GPUs it has; traces that are given take their places.
-        memory: of a GPU, as a share of all experts.
-        mbps: megabits a second of a link.
-        modes: of placement.
-        sweep: of `gpus`, `bandwidth` and `gap`.
-        arrivals: as of `moetool simulate`.
+        servers: prompt sets, one per server, with the server's number of GPUs; given traces replace them.
+        memory: memory of a GPU, as a share of all experts.
+        mbps: megabits per second of a link.
+        modes: placement modes.
+        sweep: values of `gpus`, `bandwidth` and `gap`.
+        arrivals: see `moetool simulate`.
         measure: `latency` in seconds; `local`, the share of calls that are computed on the request's server; `phases`,
             the same before and after Eq. 4 is asked for the first time.
         initial: prompt sets, mixed, that the first placement is made from (default: the past of each server's own); of
@@ -60,16 +60,16 @@ Measure = Literal["latency", "local", "phases", "migrations"]
 _SWEPT = {"gpus": "{} GPUs", "bandwidth": "{}", "gap": "gap {}"}
 _AXES = {"gpus": "GPUs", "bandwidth": "link, Mbit/s", "gap": "gap between a server's requests, ms"}
 _WHAT = {
-    "latency": "mean latency of a request",
-    "local": "expert calls computed on the request's own server",
-    "phases": "expert calls computed on the request's own server",
-    "migrations": "migrations of a run",
+    "latency": "mean latency per request",
+    "local": "expert calls computed on the request's server",
+    "phases": "expert calls computed on the request's server",
+    "migrations": "migrations per run",
 }
 _UNITS = {"latency": "s", "local": "%", "phases": "%", "migrations": ""}
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Simulate every mode at every point of the grid; other parts of the prompts and other arrivals for each seed.
+    """Simulate every mode at every point of the grid, with other prompts and arrivals for each seed.
 
     Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.simulate.simulate`).
     """
@@ -144,7 +144,7 @@ def around(found: Simulated, tick_s: float) -> tuple[float, float]:
     """Shares of the calls that were computed locally before and after a time, by whole windows.
 
     Raises:
-        CannotTestError: all requests were through before it.
+        CannotTestError: all requests ended before it.
     """
     parts = ([], [])  # type: tuple[list[tuple[int, float]], list[tuple[int, float]]]
     for window in found.windows:
@@ -152,7 +152,7 @@ def around(found: Simulated, tick_s: float) -> tuple[float, float]:
     sums = [(sum(calls for calls, _ in part), sum(local for _, local in part)) for part in parts]
     if not all(calls for calls, _ in sums):
         raise CannotTestError(
-            f"all requests were through in {found.seconds:.3g} s, and Eq. 4 is first asked at {tick_s:g} s"
+            f"all requests ended in {found.seconds:.3g} s, before the first decision by Eq. 4 at {tick_s:g} s"
         )
     before, after = (local / calls for calls, local in sums)
     return before, after
@@ -169,10 +169,10 @@ def simulated(
     """Results of simulations of edge servers.
 
     Args:
-        values: by name, one for each seed: seconds, shares of 1, or numbers.
-        curves: the same runs' share of calls at home over time (`over_time`).
-        on: the traces that were simulated.
-        parts: how many independent sets of them.
+        values: by name, one per seed: seconds, shares of 1, or numbers.
+        curves: local compute share of the same runs over time (`over_time`).
+        on: description of the simulated traces.
+        parts: number of independent sets of traces.
     """
     return Found(
         values=values,
@@ -186,19 +186,19 @@ def simulated(
 
 
 def label(at: Mapping[str, str], options: Options) -> str:
-    """The name of a point of the grid: the mode, where there are several, and what is swept."""
+    """Name of a point of the grid: the mode, if there are several, and the swept value."""
     words = [at["mode"]] if len(options.modes) > 1 else []
     return ", ".join([*words, *(_SWEPT[name].format(at[name]) for name in options.sweep)]) or at["mode"]
 
 
 def over_time(found: Simulated) -> Curve:
-    """Local computing in per cent, over the windows that had calls."""
+    """Local compute share in percent, over windows with calls."""
     known = [window for window in found.windows if window.local is not None]
     return tuple(window.until_s for window in known), tuple(100 * (window.local or 0.0) for window in known)
 
 
 def edge_cluster(spec: ModelSpec, names: Sequence[str], gpus: Mapping[str, int], memory: float, mbps: float) -> Cluster:
-    """Servers with as many GPUs as `gpus` says, in turn; arguments as in `Options`.
+    """Servers with the numbers of GPUs in `gpus`; arguments as in `Options`.
 
     Raises:
         UsageError: there are no servers, or one has no GPU.

@@ -21,10 +21,10 @@ from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, Server
 
 _WHAT = {
-    "latency": "mean latency of a request",
+    "latency": "mean latency per request",
     "throughput": "served",
     "unevenness": "standard deviation of the latency of rounds",
-    "planning": "time of one planning",
+    "planning": "planning time",
 }
 _LATENCY_S = 5e-6  # of a link between nodes
 
@@ -54,20 +54,20 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets that come mixed; given traces take their place.
-        machine, model: of `recipes/machines` and `recipes/models`: what computing, links and moves cost.
-        batch: requests that route alike for which each simulated one stands: its tokens count so many times.
+        data: prompt sets, mixed; given traces replace them.
+        machine, model: from `recipes/machines` and `recipes/models`: costs of compute, links and moves.
+        batch: number of identically routed requests that each simulated one represents.
         gpus: sizes of the cluster; a node has as many as the machine.
-        room: of all GPUs together, as a multiple of the experts.
-        runs: by name.
-        ways: bytes a second of the ways by which experts come to a GPU of the same node, by name; 0: over the GPUs'
-            links, which tokens use too.
-        plan_s: seconds that one planning takes, where a run charges it (0: of the processor, as measured).
-        arrivals: as of `moetool simulate`.
-        measure: mean `latency`, `throughput` in tokens a second, `unevenness`, the standard deviation of the latency of
-            rounds, or `planning`, measured seconds of one planning.
-        rounds: of requests, one for each GPU; 0: as many as fit into the sizes' requests.
-        simulation: as of `moetool simulate`.
+        room: capacity of all GPUs, as a multiple of the experts.
+        runs: runs by name.
+        ways: named paths of experts to a GPU in the same node, in bytes per second; 0: over the GPUs' links, shared
+            with tokens.
+        plan_s: seconds per planning, if a run charges it (0: measured CPU time).
+        arrivals: see `moetool simulate`.
+        measure: mean `latency`, `throughput` in tokens per second, `unevenness`, the standard deviation of the latency
+            of rounds, or `planning`, measured seconds of one planning.
+        rounds: rounds of one request per GPU; 0: as many as the sizes' requests allow.
+        simulation: see `moetool simulate`.
     """
 
     data: tuple[str, ...]
@@ -97,7 +97,7 @@ class _Case:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Serve rounds of one request a GPU in every mode; another trace for each seed, and offline placement from others.
+    """Serve rounds of one request per GPU in every mode, with another trace per seed and offline placement from others.
 
     Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort.
 
@@ -154,7 +154,7 @@ def run(stage: Workbench, options: Options) -> Found:
         what=_WHAT[options.measure],
         unit="tokens/s" if options.measure == "throughput" else "s",
         on=(
-            f"{stage.on(list(traces.values()))}; rounds of a request a GPU, simulated at the costs of {model.name} on "
+            f"{stage.on(list(traces.values()))}; rounds of one request per GPU, with costs of {model.name} on "
             f"{machine.name}"
         ),
         curves=curves,
@@ -164,7 +164,7 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]:
-    """All sizes, ways and plannings; the abscissa is what of them varies, the first that does.
+    """All sizes, paths and planning times; the abscissa is the first that varies.
 
     Args:
         links: rates of links, as a multiple of the machine's.
@@ -188,7 +188,7 @@ def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]
 
 
 def _axes(options: Options) -> tuple[str, str]:
-    swept = "an expert's move, µs" if len(options.ways) > 1 else "one planning, ms"
+    swept = "migration time per expert, µs" if len(options.ways) > 1 else "planning time, ms"
     of = "tokens/s" if options.measure == "throughput" else "ms"
     return ("GPUs" if len(options.gpus) > 1 else swept, f"{_WHAT[options.measure]}, {of}")
 
@@ -249,7 +249,7 @@ def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Op
 def _rounds(found: Simulated) -> list[tuple[float, float]]:
     """Start and longest latency of each round in which all GPUs have a request.
 
-    The first to come does not wait for others, so the first round has one request, and the last what is left.
+    The first request does not wait for others, so the first round has one request, and the last round the rest.
     """
     ends: dict[float, list[float]] = {}
     for one in found.served:

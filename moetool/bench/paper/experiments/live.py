@@ -1,4 +1,4 @@
-"""Cache policies in a live engine on this machine, by the clock: what `moetool bench serve` measures, by rounds."""
+"""Cache policies in a live engine on this machine, timed in rounds like `moetool bench serve`."""
 
 import statistics
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ class Options:
     Attributes:
         data: prompt sets.
         policies: cache policies.
-        options: of policies, by name.
-        predictor: for those that predict; trained on a trace of other prompts of the same sets.
-        memory: for experts, as a share of all of them.
-        new_tokens: of each request.
-        measure: `latency` of a request, `ttft`, `tpot`, or `booking`, the policy's own share of a later token's time.
+        options: options of policies, by name.
+        predictor: predictor for policies that need one; trained on a trace of other prompts of the same sets.
+        memory: expert memory, as a share of all experts.
+        new_tokens: new tokens per request.
+        measure: `latency` of a request, `ttft`, `tpot`, or `booking`, the policy's share of the time per output token.
     """
 
     data: tuple[str, ...] = ALL
@@ -35,23 +35,23 @@ class Options:
 
 
 _WHAT = {
-    "latency": "mean latency of a request",
+    "latency": "mean latency per request",
     "ttft": "time to first token",
     "tpot": "time per output token",
-    "booking": "the policy's own share of the time per output token",
+    "booking": "the policy's share of the time per output token",
 }
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Time the policies in paired rounds; a value for each round, in place of seeds.
+    """Time the policies in paired rounds, with one value per round instead of per seed.
 
     Effects: sets torch's number of threads to one.
 
     Raises:
-        CannotTestError: traces were given: what they were made of is not here to run.
+        CannotTestError: only traces were given, and a live run needs the model.
     """
     if stage.given:
-        raise CannotTestError("a live run takes the model itself, and only traces of one were given")
+        raise CannotTestError("a live run needs the model, but only traces were given")
     predictor = None
     if options.predictor:
         predictor = stage.trained(options.predictor, stage.trace(options.data))
@@ -78,7 +78,7 @@ def run(stage: Workbench, options: Options) -> Found:
         if line.rounds and (options.measure != "booking" or line.policy in options.policies)
     }
     unit = {"latency": "s", "ttft": "ms", "tpot": "ms", "booking": "%"}[options.measure]
-    on = f"{MODEL} live on {made.machine.cpu}, {stage.sizes.texts} requests of {options.new_tokens} new tokens a round"
+    on = f"{MODEL} live on {made.machine.cpu}, {stage.sizes.texts} requests x {options.new_tokens} new tokens per round"
     return Found(values=values, what=_WHAT[options.measure], unit=unit, on=on)
 
 

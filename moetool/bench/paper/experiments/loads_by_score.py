@@ -18,16 +18,16 @@ LINKS = True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the experiment, in decode, one request after the other.
+    """Options of the experiment; only decode counts, one request at a time.
 
     Attributes:
-        data: prompt sets, mixed; a given trace takes their place.
+        data: prompt sets, mixed; a given trace replaces them.
         lines: policies by name.
-        memory: for experts, as a share of all of them; of each layer, for a policy that looks ahead through residents.
+        memory: expert memory, as a share of all experts; per layer for a policy with a partial forward.
         alpha: a chosen expert is low-score below (1 + alpha) times the (k+1)-th highest score.
-        measure: `loads`, the share of the low-score and of the top-score choices that were neither resident nor
-            replaced; `time`, what loading each kind takes of a token on the assumed machine, beside computing;
-            `ahead`, the share of the prefetched experts that the router then gave a top score, and that it chose.
+        measure: `loads`, the shares of low-score and top-score choices that were neither resident nor substituted;
+            `time`, each kind's load time per token on the assumed machine, and compute time; `ahead`, the shares of
+            prefetched experts with a top score and of those chosen.
     """
 
     data: tuple[str, ...] = ALL
@@ -38,9 +38,9 @@ class Options:
 
 
 _WHAT = {
-    "loads": "of the router's choices, those that had to be loaded",
-    "time": "of the time per output token",
-    "ahead": "of the prefetched experts",
+    "loads": "share of the router's choices that were loaded",
+    "time": "share of the time per output token",
+    "ahead": "share of the prefetched experts",
 }
 
 
@@ -61,9 +61,9 @@ class _Count:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Count under every policy; another part of the prompts for each seed.
+    """Count under every policy, with another part of the prompts per seed.
 
-    Source: SMoE § IV for what is low-score; Table I's "low-score loading" is on-demand loading of those.
+    Source: SMoE § IV for low scores; Table I's "low-score loading" is on-demand loading of those.
     """
     values: dict[str, list[float]] = {}
     traces = []
@@ -79,7 +79,7 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def _count(stage: Workbench, trace: Trace, line: PolicyLine, options: Options, fold: int) -> _Count:
-    """Go through the decisions of a replay beside the events that they are about."""
+    """Iterate over a replay's decisions with their events."""
     trace.require({"logits"}, "telling low scores from top scores")
     history, later = stage.history(trace)
     predictor = stage.predictor(line.predictor, history, seed=fold, **line.fit) if line.predictor else None
@@ -103,7 +103,7 @@ def _count(stage: Workbench, trace: Trace, line: PolicyLine, options: Options, f
                 elif expert in kind_of:
                     counts.loaded[kind_of[expert]] += 1
     if not sum(counts.chosen):
-        raise CannotTestError(f"{trace.path} has no new tokens in the requests that are measured")
+        raise CannotTestError(f"{trace.path} has no new tokens in the measured requests")
     return counts
 
 
@@ -117,7 +117,7 @@ def _decoded(
 
 
 def _kinds(event: GateEvent, alpha: float) -> dict[int, bool]:
-    assert event.scores_TE is not None, "logits were asked for"
+    assert event.scores_TE is not None, "logits are recorded"
     (scores_E,), (chosen,) = event.scores_TE, event.experts_TK
     following = float(sorted(scores_E.tolist(), reverse=True)[len(chosen)])
     return {expert: float(scores_E[expert]) >= (1 + alpha) * following for expert in chosen}

@@ -1,4 +1,4 @@
-"""Quality of stored expert maps: likeness, hit rates, sizes. FineMoE's Figures 8, 9, 16(a) and 18."""
+"""Quality of stored expert maps: similarity, hit rates, sizes. FineMoE's Figures 8, 9, 16(a) and 18."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets; the given trace takes their place.
-        capacities: of the store, in maps.
-        measure: `pearson`, the correlation of likeness and hit rate; `rise`, the mean hit rate of the pairs in the
-            lowest and in the highest fifth of the likeness that has any; `best`, the mean likeness of the best map;
-            `bytes`, megabytes of a store of so many maps, by what those that it holds take.
+        data: prompt sets; the given trace replaces them.
+        capacities: capacities of the store, in maps.
+        measure: `pearson`, the correlation of similarity and hit rate; `rise`, the mean hit rate of pairs in the lowest
+            and highest nonempty fifth of similarity; `best`, the mean similarity of the best map; `bytes`, megabytes of
+            a store at this capacity.
     """
 
     data: tuple[str, ...] = ALL
@@ -36,7 +36,7 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Make a store of each capacity for each seed, which has its own prompts and draws those that are held out.
+    """Make a store of each capacity per seed; a seed has its own prompts and held-out split.
 
     Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.tuning.map_store.plan_maps`).
     """
@@ -102,7 +102,7 @@ def _values(kind: str, likeness: Likeness, measure: str) -> dict[str, float]:
         return {kind: likeness.best}
     if measure == "pearson":
         if likeness.pearson is None:
-            raise CannotTestError(f"the {kind} likeness or its hit rate does not vary")
+            raise CannotTestError(f"the {kind} similarity or its hit rate does not vary")
         return {kind: likeness.pearson}
     filled = [each[2] for each in likeness.bins if each[3]]
     return {f"{kind}, least alike": filled[0], f"{kind}, most alike": filled[-1]}

@@ -16,13 +16,13 @@ WHOLE = "all experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model of which only sizes matter here, so that it need not be at hand.
+    """Sizes of a model that need not be available.
 
     Attributes:
-        name: for people.
-        layers, experts, top_k, hidden: MoE layers, experts of each, those that a token uses, and the hidden size.
-        expert_bytes: of one expert.
-        dense_bytes: of all weights that are no expert's.
+        name: display name.
+        layers, experts, top_k, hidden: MoE layers, experts per layer, experts per token, and hidden size.
+        expert_bytes: bytes of one expert.
+        dense_bytes: bytes of all other weights.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Options:
 
     Attributes:
         lines: policies by name; a predictor's bytes count with its policy's.
-        model: another model than the embedded one, by its sizes.
+        model: sizes of another model than the embedded one.
     """
 
     lines: Mapping[str, PolicyLine]
@@ -65,12 +65,12 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Dense weights, the slots that a policy makes use of, and its predictor; keys and values are the same for all.
+    """Sum dense weights, the slots that a policy uses, and its predictor; the KV cache is the same for all.
 
     Nothing here varies by seed.
 
     Raises:
-        CannotTestError: traces were given, which do not tell the dense weights.
+        CannotTestError: only traces were given, which lack the dense weights.
     """
     if options.model is not None:
         spec, dense = options.model.spec(), options.model.dense_bytes
@@ -78,7 +78,7 @@ def run(stage: Workbench, options: Options) -> Found:
         checkpoint = Checkpoint.open(MODEL)
         spec, dense = checkpoint.spec, checkpoint.dense_bytes(checkpoint.expert_dtype)
     else:
-        raise CannotTestError("dense weights are counted on the model itself, and only traces of one were given")
+        raise CannotTestError("dense weights are counted on the model, but only traces were given")
     whole = dense + spec.total_experts * spec.slot_bytes
     values = {WHOLE: [1.0]}
     for name, line in options.lines.items():
@@ -90,7 +90,7 @@ def run(stage: Workbench, options: Options) -> Found:
         values[name] = [held / whole]
     return Found(
         values=values,
-        what="held on the device, of the whole model",
+        what="share of the model on the device",
         exact=True,
         unit="%",
         on=f"{spec.name}: {dense / 1e9:.3g} GB of {whole / 1e9:.3g} GB are dense weights",

@@ -1,7 +1,7 @@
-"""One server that loads what it lacks, against servers that call each other's experts: Prism's Table I.
+"""Servers that load missing experts, against servers that call each other's experts: Prism's Table I.
 
-Offloading is replayed on the assumed machine, and the requests queue for their server, or for the one that is free
-first; calling is simulated with the same arithmetic. Both draw from the same requests.
+Offloading is replayed on the assumed machine; requests queue for their server, or for the first free one. Calls are
+simulated with the same arithmetic. Both use the same requests.
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,13 @@ LINKS = True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the experiment; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
+    """Options of the experiment; fields not listed here are those of `moetool.bench.paper.experiments.edge_servers`.
 
     Attributes:
-        policy: how a server offloads.
-        placement: where experts are when servers call each other.
-        load: share of the time that servers which offload alone are busy, on average; the mean gap of Poisson arrivals
-            follows from it.
-        warm: requests of each server that are served first and count nowhere: the pool of a server that offloads is
-            empty before them.
+        policy: cache policy of an offloading server.
+        placement: planner for servers that call each other.
+        load: mean utilization of servers that offload alone; it sets the mean gap of Poisson arrivals.
+        warm: uncounted first requests of each server, which fill an offloading server's pool.
     """
 
     servers: Mapping[str, int]
@@ -53,14 +51,14 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Mean latency of all requests in the three ways; offloaded are the same requests that callers are simulated with.
+    """Mean latency of all requests in the three modes, on the same requests.
 
-    Source: Prism § II-B, Table I. Each server has one GPU's worth of memory a GPU for offloading too, but serves one
-    request at a time, as MoE-Infinity does. Were service times exponential, the latencies of the print would come from
-    servers that are busy for 48, 32 and 24 % of the time with a request each 10 s: `load`.
+    Source: Prism § II-B, Table I. An offloading server also has the memory of its GPUs, but serves one request at a
+    time, as MoE-Infinity does. With exponential service times, the paper's latencies correspond to utilizations of 48,
+    32 and 24 % at one request per 10 s: `load`.
 
     Raises:
-        CannotTestError: a server's trace has no request after those that warm its pool.
+        CannotTestError: a server's trace has no request after the warm-up.
     """
     costs = simulated_costs(stage.machine)
     mbps = stage.machine.links * options.mbps
@@ -92,16 +90,16 @@ def run(stage: Workbench, options: Options) -> Found:
         values[TOGETHER].append(float(np.mean([one.latency_s for one in together.served[first:]])))
     return Found(
         values=values,
-        what="mean latency of a request",
+        what="mean latency per request",
         unit="s",
         traces=stage.parts(used),
-        on=f"{stage.on(list(used.values()))}; a request each {np.mean(gaps_s):.2g} s at each server, without the first "
+        on=f"{stage.on(list(used.values()))}; a request per {np.mean(gaps_s):.2g} s and server, without the first "
         f"{options.warm}; on the assumed machine",
     )
 
 
 def _offloaded(stage: Workbench, trace: Trace, options: Options, share: float, split: float) -> list[float]:
-    """Seconds of each held-out request on a server that goes through the trace, without those that warm its pool."""
+    """Seconds of each held-out request on a server that runs the trace, without the warm-up."""
     budget = int(share * trace.spec.total_experts) * trace.spec.slot_bytes
     row = stage.replayed(trace, options.policy, budget, frozenset(requests_of(trace)))
     drawn = held_out(planned_share(split))

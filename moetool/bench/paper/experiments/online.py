@@ -1,4 +1,4 @@
-"""Requests that arrive at one server under cache policies that begin with nothing: FineMoE's Figure 11."""
+"""Online requests at one server under cache policies without history: FineMoE's Figure 11."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +20,11 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets, mixed; the given trace takes their place.
-        lines: policies by name; none has seen a request before, and predictors are trained on another part of the
-            prompts.
-        memory: for experts, as a share of all of them.
-        busy: share of the time that the server computes under the first policy, which sets the rate of arrivals.
-        arrivals: a file of arrivals in place of a Poisson process; its lengths are not used.
+        data: prompt sets, mixed; the given trace replaces them.
+        lines: policies by name, without history; predictors are trained on another part of the prompts.
+        memory: expert memory, as a share of all experts.
+        busy: utilization under the first policy, which sets the arrival rate.
+        arrivals: file of arrivals instead of a Poisson process; its lengths are not used.
     """
 
     data: tuple[str, ...] = ALL
@@ -79,5 +78,5 @@ def run(stage: Workbench, options: Options) -> Found:
         traces=len(traces),
         on=f"{stage.on(traces)}; replayed on the assumed machine, one request at a time",
         curves={name: [distribution(each)] for name, each in ends.items()},
-        axes=("time from arrival to the last token, s", "requests that took no longer, %"),
+        axes=("time from arrival to the last token, s", "cumulative share of requests, %"),
     )

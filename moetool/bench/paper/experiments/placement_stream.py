@@ -1,4 +1,4 @@
-"""Placements for a stream of batches, scored and not run: DIRECTOR's Figures 3 and 11."""
+"""Scores of placements for a stream of batches: DIRECTOR's Figures 3 and 11."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,16 +24,15 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets that come mixed; the given trace takes their place.
-        gpus: of one node.
-        room: of all GPUs together, as a multiple of the experts; 1 leaves no room for copies.
-        planners: lines by name, each with the options of its planner: that of the line's name, or `planner`.
-        experts: only so many of each layer, those of higher numbers counted as `expert % experts` (0: all), so that
-            an exhaustive search ends.
-        layers: of the MoE layers only these, by number (none: all).
-        batches: at most so many of each seed.
-        tokens: of each request.
-        reported: the modes that are compared.
+        data: prompt sets, mixed; the given trace replaces them.
+        gpus: GPUs of one node.
+        room: capacity of all GPUs, as a multiple of the experts; 1 leaves no capacity for replicas.
+        planners: lines by name, each with the options of its planner: the line's name, or `planner`.
+        experts: experts per layer; higher ids count as `expert % experts` (0: all), so that an exhaustive search ends.
+        layers: indices of the MoE layers (empty: all).
+        batches: most batches per seed.
+        tokens: tokens per request.
+        reported: the compared modes.
     """
 
     data: tuple[str, ...]
@@ -48,7 +47,7 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """T_comp + T_comm of every mode (`moetool.placement._modes`), under every planner; another trace for each seed.
+    """T_comp + T_comm of every mode (`moetool.placement._modes`) and planner, with another trace per seed.
 
     Source: DIRECTOR § III and § VIII-D. Computing a token counts 1 here, and so does sending one
     over links at their usual rate.
@@ -70,7 +69,7 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="cost of a batch, T_comp + T_comm, mean over layers",
         unit="tokens",
-        on=f"{stage.on(list(traces.values()))}; {options.gpus} GPUs of one node, T_comp + T_comm a layer",
+        on=f"{stage.on(list(traces.values()))}; {options.gpus} GPUs of one node, T_comp + T_comm per layer",
         traces=len(traces),
     )
 
@@ -82,7 +81,7 @@ def _latency(cluster: Cluster, links: float) -> Latency:
 
 
 def _batches(trace: Trace, learned: Trace | None, options: Options, seed: int) -> tuple[list[Demand], list[Batch]]:
-    """History from one trace and coming batches from another, or every other request of the one there is."""
+    """History from one trace and batches from another, or every other request of a single trace."""
     spec, size = trace.spec, options.gpus
     experts = (options.experts or spec.num_experts) * (len(options.layers) or spec.num_layers)
     slots = int(np.ceil(options.room * experts / size))
@@ -105,7 +104,7 @@ def _batches(trace: Trace, learned: Trace | None, options: Options, seed: int) -
 
 
 def _folded(demand: Demand, cluster: Cluster, options: Options) -> Demand:
-    """The demand of a model of some layers, in which several experts are one."""
+    """Demand restricted to some layers, with several experts merged into one."""
     spec, tokens_GLE, experts = demand.spec, demand.tokens_GLE, options.experts
     if options.layers:
         chosen = options.layers

@@ -1,4 +1,4 @@
-"""Cache policies beside each other, replayed on the assumed machine: hits, times to first and to each later token."""
+"""Compare cache policies by replay on the assumed machine: hit rate, TTFT and TPOT."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ class PolicyLine:
     """A policy of the comparison.
 
     Attributes:
-        predictor: trained on the history, or on other prompts (`Options.apart`); none without a name.
-        predictor_options, fit: of that (`moetool.learning.training.train`).
-        before: it serves the history before it is measured.
-        synchronous: a layer's experts wait for all that was prefetched (`moetool.costing.pricing.TimelineOptions`).
-        machine: costs of this line alone, as of the experiment's.
+        predictor: trained on the history, or on other prompts (`Options.apart`); empty: none.
+        predictor_options, fit: options of the predictor (`moetool.learning.training.train`).
+        before: whether it serves the history before the measurement.
+        synchronous: whether a layer's experts wait for all prefetches (`moetool.costing.pricing.TimelineOptions`).
+        machine: costs of this line only, like the experiment's.
     """
 
     policy: str
@@ -76,25 +76,25 @@ class Options:
 
 UNITS = {"hits": "%", "ttft": "ms", "tpot": "ms", "sides": "ms", "latency": "s", "speed": "tokens/s"}
 _WHAT = {
-    "hits": "experts needed in decode that were resident",
+    "hits": "hit rate of experts needed in decode",
     "ttft": "time to first token",
     "tpot": "time per output token",
     "sides": "busy with experts, per output token",
-    "latency": "mean latency of a request",
+    "latency": "mean latency per request",
     "speed": "decode speed",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyMeasures:
-    """A line on the requests that are measured.
+    """A line's results on the measured requests.
 
     Attributes:
         decode: counts of the forwards without prompt tokens.
-        request_s: of each request, of its prompt and of its later tokens.
-        request_tokens: of each request its later tokens.
-        decode_s, compute_s, link_s, host_s, forwards: of the forwards without prompt tokens their seconds, those of
-            the device's arithmetic, of the link's transfers and of the host's arithmetic, and how many they are.
+        request_s: seconds of each request's prompt and decode.
+        request_tokens: decode tokens of each request.
+        decode_s, compute_s, link_s, host_s, forwards: totals over decode forwards: seconds, of them device compute,
+            link transfers and host compute, and their number.
     """
 
     decode: Counts
@@ -108,12 +108,12 @@ class PolicyMeasures:
 
     @property
     def token_s(self) -> float:
-        """Seconds of a later token."""
+        """Seconds per output token."""
         return self.decode_s / self.forwards
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Replay every line with every memory and batch; another part of the prompts for each seed."""
+    """Replay every line with every memory and batch, with another part of the prompts per seed."""
     values: dict[str, list[float]] = {}
     each: dict[str, list[float]] = {}  # of all requests of all parts
     traces: dict[str, Trace] = {}
@@ -151,7 +151,7 @@ def run(stage: Workbench, options: Options) -> Found:
         curves = {label: [distribution(values)] for label, values in each.items()}
         axes = (
             "latency, s" if options.measure == "latency" else "decode speed, tokens/s",
-            f"requests that were {'as fast' if options.measure == 'latency' else 'no faster'}, %",
+            "cumulative share of requests, %",
         )
     return Found(
         values=values,
@@ -204,7 +204,7 @@ def _along(values: Mapping[str, Sequence[float]], options: Options) -> tuple[dic
 
 
 def look_through(lines: Mapping[str, PolicyLine]) -> bool:
-    """Whether a policy asks what the next router would say after a forward through resident experts."""
+    """Whether a policy uses a partial forward through resident experts."""
     return any(line.options.get("look") == "resident" for line in lines.values())
 
 
@@ -219,15 +219,15 @@ def measure(
     learned: Trace | None = None,
     machine: AssumedMachine | None = None,
 ) -> PolicyMeasures:
-    """Replay one line on the requests that come after the history; on all of them, if it has learned elsewhere.
+    """Replay one line on the requests after the history, or on all if it learned from other prompts.
 
     Raises:
-        CannotTestError: they have no later tokens, or the line is to serve a history that there is none of.
+        CannotTestError: they have no output tokens, or the line needs a history and there is none.
     """
     if learned is None:
         history, later = stage.history(trace, batch)
     elif line.before:
-        raise CannotTestError(f"{line.policy} needs a history to serve first, and there is none without other requests")
+        raise CannotTestError(f"{line.policy} needs a history to serve first, but the trace has no other requests")
     else:
         history, later = learned, frozenset(requests_of(trace))
     predictor = None
@@ -264,7 +264,7 @@ def measure(
         link_s -= sum(spent.io_s.values())
         host_s -= spent.host_s
     if not forwards:
-        raise CannotTestError(f"{trace.path} has no new tokens in the requests that are measured")
+        raise CannotTestError(f"{trace.path} has no new tokens in the measured requests")
     tokens = {each["request"]: each["tokens"] - each["prompt_tokens"] for each in trace.requests.to_pylist()}
     measured = [request for request in row.timing.request_s if request in later]
     return PolicyMeasures(
@@ -300,7 +300,7 @@ def _value(measured: PolicyMeasures, what: str) -> float:
 
 
 def _by_request(measured: PolicyMeasures, what: str) -> list[float]:
-    """The latency or speed of each request; one without later tokens has no speed."""
+    """Latency or speed of each request; a request without output tokens has no speed."""
     if what == "latency":
         return [prompt_s + later_s for prompt_s, later_s in measured.request_s]
     pairs = zip(measured.request_tokens, measured.request_s, strict=True)
@@ -308,7 +308,7 @@ def _by_request(measured: PolicyMeasures, what: str) -> list[float]:
 
 
 def distribution(values: Sequence[float]) -> Curve:
-    """Per cent of the values that are no larger than each."""
+    """Percentage of values that are at most each value."""
     return tuple(sorted(values)), tuple(100 * (place + 1) / len(values) for place in range(len(values)))
 
 

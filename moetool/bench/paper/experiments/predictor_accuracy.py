@@ -25,8 +25,8 @@ class PredictorLine:
     """A predictor of the comparison.
 
     Attributes:
-        fit: of `moetool.learning.training.train`, besides the epochs of the sizes.
-        data: prompt sets, where the lines differ in them; else those of the experiment.
+        fit: options of `moetool.learning.training.train`, besides the sizes' epochs.
+        data: prompt sets of this line (default: the experiment's).
     """
 
     predictor: str
@@ -40,15 +40,14 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets; the given trace takes their place.
-        apart: what is learned from is all other parts of the prompts, and a part is scored whole for each seed; else
-            the requests of one part are dealt out by each seed, to learn from and to score; so are those of a trace
-            that is given.
-        lines: by name.
-        measure: `match`, the share of the k experts that are among the predicted k; `exact`, of all k; `one`, of one
-            or more; `prompt`, the match of what is said of a prompt before it runs; `size`, bytes as a share of the
-            routed experts'; `overhead`, seconds for a token of a prompt as a share of those of a new token under plain
-            transformers, both measured here on one core.
+        data: prompt sets; the given trace replaces them.
+        apart: train on all other parts of the prompts and score one whole part per seed; otherwise, and for a given
+            trace, each seed splits the requests into training and held-out ones.
+        lines: lines by name.
+        measure: `match`, the share of the k experts among the predicted k; `exact`, all k predicted; `one`, at least
+            one predicted; `prompt`, the match of predictions for a prompt before it runs; `size`, bytes as a share of
+            the routed experts'; `overhead`, prediction time per prompt token as a share of plain transformers' time per
+            new token, both measured on one core.
         distance: layers ahead.
         phase: `prefill`, `decode` or `all`.
     """
@@ -62,17 +61,17 @@ class Options:
 
 
 _WHAT = {
-    "match": "experts of a layer that are among the predicted k",
-    "exact": "layers of a token of which all k experts were predicted",
-    "one": "layers of a token of which one or more experts were predicted",
-    "prompt": "experts of a layer that were predicted before the prompt ran",
-    "size": "size of the predictor, of the routed experts'",
-    "overhead": "prediction of a token, of the time of generating one",
+    "match": "share of a layer's experts among the predicted k",
+    "exact": "share of (token, layer) pairs with all k experts predicted",
+    "one": "share of (token, layer) pairs with one or more experts predicted",
+    "prompt": "share of a layer's experts predicted before the prompt ran",
+    "size": "size of the predictor, relative to the routed experts",
+    "overhead": "prediction time, relative to the time per new token",
 }
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Train each predictor once a seed, and score it on prompts that it has not seen."""
+    """Train each predictor once per seed, and score it on held-out prompts."""
     values: dict[str, list[float]] = {}
     traces: dict[str, Trace] = {}
     apart = options.apart and len(stage.folds) > 1 and not stage.given
@@ -87,7 +86,7 @@ def run(stage: Workbench, options: Options) -> Found:
                 values.setdefault(name, []).append(found.prompt_ms / found.prompt_tokens / _token_ms(stage))
             else:
                 values.setdefault(name, []).append(_value(found, options))
-    scored_on = "other parts than those learned from" if apart else "requests that were held out"
+    scored_on = "other parts than the training data" if apart else "held-out requests"
     return Found(
         values=values,
         traces=len(traces),
@@ -99,7 +98,7 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def _evaluated(stage: Workbench, learned: Trace, trace: Trace, line: PredictorLine, seed: int) -> Evaluation:
-    """The evaluation of a trained predictor: of the same one the same object."""
+    """Evaluate a trained predictor; the same predictor returns the same object."""
     folder = stage.trained(line.predictor, learned, seed=seed, options=line.options, **line.fit)
     found: Evaluation = stage.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
     return found
@@ -122,7 +121,7 @@ def _token_ms(stage: Workbench) -> float:
         return 1e3 * float(np.median([seconds / _TIMED_TOKENS for _, seconds in json.loads(made.stdout)]))
 
     if stage.given:
-        raise CannotTestError("a new token is timed on the model, and only traces of one were given")
+        raise CannotTestError("a new token is timed on the model, but only traces were given")
     found: float = stage.once("token_ms", measure)
     return found
 
@@ -138,7 +137,7 @@ def _value(found: Evaluation, options: Options) -> float:
 
 
 def _score(scores: Sequence[MatchScore], phase: str, distance: int) -> MatchScore:
-    """The score over all layers. Raises: CannotTestError if nothing was scored so."""
+    """The score over all layers. Raises: CannotTestError: nothing was scored."""
     for score in scores:
         if (score.phase, score.distance, score.layer) == (phase, distance, None):
             return score

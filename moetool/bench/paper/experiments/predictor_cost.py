@@ -1,4 +1,4 @@
-"""Cost of prediction at the shape of a model that is not available: DuoServe's § 6.4."""
+"""Prediction cost at the shape of an unavailable model: DuoServe's § 6.4."""
 
 import statistics
 import time
@@ -22,10 +22,10 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        predictor: with the options that it has by default, its weights as they are drawn.
+        predictor: with default options and random weights.
         model: the shape.
-        measure: `time`, milliseconds to predict all layers of a token, by the clock, on one thread of this machine's
-            processor; `bytes`, megabytes of parameters and statistics.
+        measure: `time`, milliseconds to predict all layers of a token, wall time on one thread; `bytes`, megabytes of
+            parameters and statistics.
     """
 
     predictor: str
@@ -34,7 +34,7 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Observe every layer of random tokens and score the next one; a value for each round, in place of seeds.
+    """Observe every layer of random tokens and score the next one; one value per round instead of per seed.
 
     Effects: sets torch's number of threads to one, and back.
     """

@@ -1,4 +1,4 @@
-"""Latency by the share of experts on another server: Prism's Figure 5, simulated."""
+"""Latency by the share of remote experts: Prism's Figure 5, simulated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,10 +25,10 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        remote: shares of every layer's experts that the other server has alone.
-        arrivals: so far apart that no request waits for another.
-        mbps: megabits a second of the link.
-        simulation, costs: as in `moetool.bench.paper.experiments.edge_servers`.
+        remote: shares of every layer's experts that only the other server has.
+        arrivals: far enough apart that no request waits for another.
+        mbps: megabits per second of the link.
+        simulation, costs: see `moetool.bench.paper.experiments.edge_servers`.
     """
 
     remote: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -41,7 +41,7 @@ class Options:
 def run(stage: Workbench, options: Options) -> Found:
     """Two servers of one GPU; requests come to the first, and the experts that it lacks are drawn by the seed.
 
-    Source: Prism, Figure 5, whose caption is all that the print says.
+    Source: Prism, Figure 5; the paper gives only its caption.
     """
     spec = stage.trace(ALL).spec
     gpu = Gpu(memory_bytes=spec.total_experts * spec.slot_bytes)
@@ -68,9 +68,9 @@ def run(stage: Workbench, options: Options) -> Found:
         curves.append((shares, tuple(1e3 * values[f"{share:.0%} remote"][-1] for share in options.remote)))
     return Found(
         values=values,
-        what="mean latency of a request",
+        what="mean latency per request",
         unit="s",
-        on=f"{stage.on(list(used.values()))}; two servers, simulated at assumed costs, nobody waits",
+        on=f"{stage.on(list(used.values()))}; two servers, simulated at assumed costs, without queueing",
         curves={"all requests": curves},
         traces=len(used),
         axes=("experts on the other server, %", "mean latency, ms"),
@@ -78,7 +78,7 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def _plan(spec: ModelSpec, cluster: Cluster, share: float, seed: int) -> PlacementPlan:
-    """Each layer's experts on the first server but for a share that only the second one has."""
+    """Each layer's experts on the first server, except a share that only the second has."""
     rng = np.random.default_rng(seed)
     placed_GLE = np.zeros((2, spec.num_layers, spec.num_experts), bool)
     for layer, num_experts in enumerate(spec.num_experts_L):

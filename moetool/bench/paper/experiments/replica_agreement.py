@@ -1,4 +1,4 @@
-"""A replica of few bits beside its model: how often its routers choose alike, and what it takes."""
+"""Compare a low-bit replica with its model: agreement of routers, and size."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,8 +17,8 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        bits, group, grid: of the replica (`moetool.quantize.replica_layers.ReplicaOptions`).
-        tokens: that scales are chosen on, at most.
+        bits, group, grid: options of the replica (`moetool.quantize.replica_layers.ReplicaOptions`).
+        tokens: most calibration tokens.
         measure: `match` of its experts with the model's, `size` as a share of the model's bytes.
     """
 
@@ -30,15 +30,15 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Make a replica of the embedded model for each seed, which draws the calibration's blocks.
+    """Make a replica of the embedded model per seed, which selects the calibration blocks.
 
     Source: DIRECTOR § V-A and Table II.
 
     Raises:
-        CannotTestError: traces were given: a replica is made of a model, not of a trace.
+        CannotTestError: only traces were given, and a replica needs the model.
     """
     if stage.given:
-        raise CannotTestError("a replica is made of a model, and only traces of this one were given")
+        raise CannotTestError("a replica needs the model, but only traces were given")
     checkpoint = Checkpoint.open(MODEL)
     texts = [prompt for name in ALL for prompt in gather.load([name])[: stage.sizes.prompts]]
     values: dict[str, list[float]] = {"replica": []}
@@ -59,7 +59,7 @@ def run(stage: Workbench, options: Options) -> Found:
         values["replica"].append(stage.measured("replica", made_of, make)[options.measure])
     return Found(
         values=values,
-        what="experts chosen as the model does" if options.measure == "match" else "size, of the model's",
+        what="experts chosen like the model's" if options.measure == "match" else "size, relative to the model",
         exact=options.measure == "size",
         unit="%",
         on=f"{MODEL}, {options.bits} bits in groups of {options.group}, on held-out prompts",

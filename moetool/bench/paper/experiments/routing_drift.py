@@ -18,10 +18,10 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets that come mixed; given traces take their place.
-        batch: requests of a batch.
-        depth: of the layer that is drawn, as a share of the MoE layers.
-        shown: experts that are drawn, the most used ones.
+        data: prompt sets, mixed; given traces replace them.
+        batch: requests per batch.
+        depth: position of the drawn layer, as a share of the MoE layers.
+        shown: number of drawn experts, the most used ones.
     """
 
     data: tuple[str, ...] = ALL
@@ -31,10 +31,10 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Share of a layer's calls that go to other experts than in the batch before, mean over layers and batches.
+    """Share of a layer's calls that move to other experts from one batch to the next, mean over layers and batches.
 
-    It is half the sum of the differences of the experts' shares. By chance: the same tokens, dealt to batches of the
-    same sizes at random, so that what is left is the noise of finite batches. Another trace for each seed.
+    It is half the sum of absolute differences of the experts' shares. By chance: the same tokens in random batches of
+    the same sizes, which leaves the noise of finite batches. Each seed has another trace.
 
     Source: DIRECTOR § III, Finding 1, whose figure shows one layer.
     """
@@ -51,14 +51,14 @@ def run(stage: Workbench, options: Options) -> Found:
         shares = _shares(trace.spec, batches)
         values[BATCHES].append(changed(shares))
         values[CHANCE].append(changed(_shares(trace.spec, dealt)))
-        if not curves:  # of one trace, since experts of another batch of prompts are others
+        if not curves:  # of one trace, since other prompts use other experts
             shares_BE = shares[:, round(options.depth * (trace.spec.num_layers - 1))]
             for expert in np.argsort(-shares_BE.mean(axis=0))[: options.shown].tolist():
                 x = tuple(float(batch + 1) for batch in range(len(batches)))
                 curves[f"expert {expert}"] = [(x, tuple((100 * shares_BE[:, expert]).tolist()))]
     return Found(
         values=values,
-        what="calls that go to other experts than in the batch before",
+        what="calls that move to other experts between batches",
         unit="%",
         on=f"{stage.on(list(traces.values()))}; batches of {options.batch} requests",
         curves=curves,
@@ -68,12 +68,12 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def changed(shares_BLE: np.ndarray) -> float:
-    """Mean distance of consecutive batches: half the sum of the differences of their shares."""
+    """Mean distance of consecutive batches: half the sum of absolute differences of their shares."""
     return float(np.abs(np.diff(shares_BLE, axis=0)).sum(axis=2).mean() / 2)
 
 
 def _batches(trace: Trace, size: int) -> list[np.ndarray]:
-    """The routes [T, S] of batches of so many requests, in the order of the trace; the last ones may fill none."""
+    """Routes [T, S] of batches of this number of requests, in trace order; an incomplete last batch is dropped."""
     parts: dict[int, list[np.ndarray]] = {}
     for rows in trace.batches():
         for request in np.unique(rows.request_T).tolist():

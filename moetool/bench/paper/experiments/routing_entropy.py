@@ -16,11 +16,11 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets; the given trace takes their place.
-        measure: `levels`, bits of the routers' probabilities of an iteration and of a request's mean; `growth`, bits
-            of the experts that so many iterations of a request used together.
-        steps: iterations for `growth`, the nearest that were counted.
-        new_tokens: of each request (0: as the sizes say).
+        data: prompt sets; the given trace replaces them.
+        measure: `levels`, entropy in bits of the routers' probabilities of an iteration and of a request's mean;
+            `growth`, entropy of the experts used by several iterations together.
+        steps: numbers of iterations for `growth`, rounded to the counted ones.
+        new_tokens: new tokens per request (0: the sizes' value).
     """
 
     data: tuple[str, ...] = ALL
@@ -30,7 +30,7 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Entropy in bits, mean over layers and requests; another part of the prompts for each seed.
+    """Entropy in bits, mean over layers and requests, with another part of the prompts per seed.
 
     Source: FineMoE § 2.4 (`moetool.report.measures.spread`, `moetool.report.sample.read_router_entropy`).
     """
@@ -62,5 +62,5 @@ def run(stage: Workbench, options: Options) -> Found:
         traces=len(traces),
         on=stage.on(traces),
         curves=curves,
-        axes=("iterations, taken together", "entropy, bits"),
+        axes=("iterations combined", "entropy, bits"),
     )

@@ -27,7 +27,7 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Average over iterations and layers; another part of the prompts for each seed."""
+    """Average over iterations and layers, with another part of the prompts per seed."""
     values: dict[str, list[float]] = {}
     curves: list[Curve] = []
     traces = []
@@ -41,7 +41,7 @@ def run(stage: Workbench, options: Options) -> Found:
         ranks = tuple(range(1, len(share_E) + 1))
         curves.append((tuple(map(float, ranks)), tuple((100 * share_E).tolist())))
     reuse = options.measure == "reuse"
-    what = f"chosen again within {options.within} iterations" if reuse else "score, of the highest"
+    what = f"chosen again within {options.within} iterations" if reuse else "score, relative to the highest"
     return Found(
         values=values,
         what=what,

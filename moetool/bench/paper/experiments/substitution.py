@@ -1,4 +1,4 @@
-"""Loss of text quality by substituted experts: SMoE's Table IV, with cross-entropy in place of accuracy."""
+"""Loss of text quality from substituted experts: SMoE's Table IV, with cross-entropy instead of accuracy."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from moetool.prompts import gather
 from moetool.runtime.assembly import ServeOptions, fixed_bytes
 from moetool.tuning.alpha import AlphaOptions, plan_alpha
 
-_ANY_S = 1e6  # seconds a token that every alpha keeps
+_ANY_S = 1e6  # seconds per token that every alpha meets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +20,10 @@ class Options:
 
     Attributes:
         data: prompt sets; their prompts and answers are the text.
-        alphas: besides 0.
-        memory: for experts, as a share of all of them.
-        tokens: of a text.
-        measure: `nats` a token, or `same`, the share of the tokens whose likeliest next token is that of alpha 0.
+        alphas: values besides 0.
+        memory: expert memory, as a share of all experts.
+        tokens: tokens per text.
+        measure: `nats` per token, or `same`, the share of tokens with the same most likely next token as at alpha 0.
     """
 
     data: tuple[str, ...] = ALL
@@ -34,13 +34,13 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Feed texts token by token at each alpha; other texts for each seed.
+    """Feed texts token by token at each alpha, with other texts per seed.
 
     Raises:
-        CannotTestError: traces were given: a text is fed to the model itself.
+        CannotTestError: only traces were given, and texts need the model.
     """
     if stage.given:
-        raise CannotTestError("texts are fed to the model itself, and only traces of one were given")
+        raise CannotTestError("texts need the model, but only traces were given")
     checkpoint = Checkpoint.open(MODEL)
     spec = checkpoint.spec
     serve = ServeOptions(kv_tokens=2048, threads=1)
@@ -61,9 +61,9 @@ def run(stage: Workbench, options: Options) -> Found:
         curves.setdefault("mean of the texts", []).append((alphas, tuple(point.nats for point in points)))
     return Found(
         values=values,
-        what="cross-entropy of a token" if options.measure == "nats" else "likeliest next tokens as before",
+        what="cross-entropy per token" if options.measure == "nats" else "unchanged most likely next tokens",
         unit="nats" if options.measure == "nats" else "%",
         on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, {100 * options.memory:g} % of experts",
         curves=curves,
-        axes=("alpha", "cross-entropy of a token, nats"),
+        axes=("alpha", "cross-entropy per token, nats"),
     )
