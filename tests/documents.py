@@ -11,6 +11,7 @@ INSTEAD = {
     "16GB": "30MB",
     "--max-prompts 8": "--max-prompts 3",
     "num_experts=64 --set expert_bytes=17301504": "num_experts=32 --set expert_bytes=73728",
+    "moetool verify reference": "moetool verify reference --prompts 1 --tokens 2",
 }
 """What a page says for readers, and what a test runs so that it takes seconds."""
 
@@ -32,9 +33,18 @@ def blocks(page: str, instead: Mapping[str, str] = INSTEAD) -> Iterator[Block]:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The commands of a block of bash, in words."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    """The commands of a block of bash or console, in words; a quoted word may span lines."""
+    found: list[list[str]] = []
+    line = ""
+    for part in block.text.replace("\\\n", " ").splitlines():
+        line += part
+        if line.count('"') % 2:
+            line += " "
+            continue
+        if words := shlex.split(line, comments=True):
+            found.append(words)
+        line = ""
+    return found
 
 
 def cluster_of(folder: Path, names: tuple[str, ...]) -> Path:

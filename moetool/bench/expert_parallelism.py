@@ -206,7 +206,7 @@ def bench_parallel(
     chosen = [one for one in variants(options.replica) if not only or one.name in only]
     known = [one.name for one in variants(options.replica)]
     if unknown := next((name for name in only if name not in known), None):
-        raise unknown_name("--line", unknown, known)
+        raise unknown_name("--variant", unknown, known)
     spec = Checkpoint.open(model).spec
     cluster = _cluster(spec, options)
     subject = _Subject(model, spec, cluster, options, work)

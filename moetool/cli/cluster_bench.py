@@ -18,11 +18,18 @@ def cluster(
         list[str],
         typer.Option(help="Prompt sets or files, one per server (default: arithmetic, ascii_words, narratives)."),
     ] = [],
-    line: Annotated[
+    planner: Annotated[
         list[str],
         typer.Option(
-            help="Systems to compare, comma-separated: alone, redirected or planners; with --mode ep vanilla, "
-            "offline, reactive, ... (default: all of the mode's paper). Repeatable."
+            help="Planners to compare, comma-separated, or the single-server baselines alone and redirected (default: "
+            "Prism's). Repeatable."
+        ),
+    ] = [],
+    variant: Annotated[
+        list[str],
+        typer.Option(
+            help="Variants to compare with --mode ep, comma-separated: vanilla, offline, reactive, ... (default: "
+            "all). Repeatable."
         ),
     ] = [],
     mode: Annotated[str, typer.Option(help="Cluster mode: edge, or ep for expert parallelism.")] = "edge",
@@ -45,16 +52,19 @@ def cluster(
         )
     if mode not in _MODES:
         raise unknown_name("--mode", mode, _MODES)
+    if stray := {"edge": variant, "ep": planner}[mode]:
+        wrong, right = ("--variant", "--planner") if mode == "edge" else ("--planner", "--variant")
+        raise UsageError(f"{wrong} {','.join(stray)} does not work with --mode {mode}; use {right}")
     if mode == "ep":
         from moetool.cli.parallel_bench import bench_parallel
 
-        sets, names = ([name for text in texts for name in text.split(",") if name] for texts in (data, line))
+        sets, names = ([name for text in texts for name in text.split(",") if name] for texts in (data, variant))
         bench_parallel(
             model, data=sets, lines=names, quick=quick, values=given, out=out, overwrite=overwrite, as_json=as_json
         )
         return
     options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")
-    lines = parse_lines(line)
+    lines = parse_lines(planner)
     file = results_file(out, "cluster.json", overwrite)
     from moetool.bench.live_cluster.cluster_figures import save_figures
     from moetool.bench.live_cluster.cluster_results import print_cluster_bench

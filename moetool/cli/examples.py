@@ -29,7 +29,7 @@ EXAMPLES = {
     ),
     "chat": ("moetool chat http://127.0.0.1:8000 --set temperature=0 --set max_tokens=64",),
     "verify": ("moetool verify reference --policy all --out report.md", "moetool verify org/model --prompts 8"),
-    "simulate": (f"moetool simulate {_SERVERS} {_CLUSTER} --mode uniform,prism_exact --report page.html",),
+    "simulate": (f"moetool simulate {_SERVERS} {_CLUSTER} --planner uniform,prism_exact --report page.html",),
     "report": (
         "moetool report trace --out trace.html",
         "moetool report placement.json --before old.json --trace clinic=A --out page.html",

@@ -174,7 +174,12 @@ def _exists(value: str) -> bool:
 
 
 def require_policies(names: list[str], options: dict[str, Any]) -> None:
-    """Raises: UsageError where a setting is not an option of any policy."""
+    """Raise UsageError for a setting that is not an option of any policy.
+
+    Effects: `policy.OPTION`, the spelling of `moetool serve`, becomes the option of a single named policy.
+    """
+    if len(names) == 1 and isinstance(options.get("policy"), dict) and isinstance(options.get(names[0], {}), dict):
+        options[names[0]] = {**options.pop("policy"), **options.get(names[0], {})}
     if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
         raise UsageError(f"--set {stray[0]!r} fits none of {', '.join(names)}; write POLICY.OPTION=VALUE")
 

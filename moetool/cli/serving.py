@@ -120,6 +120,7 @@ def serve(
         cli_cluster.require_no_placement(plan)
     if policy == "auto":
         policy = None
+    values = _policy_options(values, policy, plan)
     chosen = CachePlan.load(plan) if plan is not None else None
     planned: list[str] = []
     if chosen is not None:
@@ -191,6 +192,27 @@ def serve(
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: gate log written to {log}")
+
+
+def _policy_options(values: dict[str, Any], policy: str | None, plan: Path | None) -> dict[str, Any]:
+    """Return the values with `POLICY.OPTION`, the spelling of `moetool replay`, as `policy.OPTION`.
+
+    Raises:
+        UsageError: an option of another policy than the served one.
+    """
+    from moetool import plugins
+    from moetool.cache_plan import CachePlan
+
+    given = {name for name, value in values.items() if isinstance(value, dict)} & {*plugins.names("policy"), policy}
+    if not given:
+        return values
+    served = policy or (CachePlan.load(plan).policy if plan is not None else None)
+    if others := sorted(given - {served}):
+        where = f"this server uses {served}" if served else "the policy is chosen automatically"
+        raise UsageError(f"--set {others[0]}.OPTION is for policy {others[0]}, but {where}; add --policy {others[0]}")
+    options = values.get("policy", {})
+    kept = {name: value for name, value in values.items() if name != served}
+    return {**kept, "policy": {**options, **values[str(served)]}} if isinstance(options, dict) else values
 
 
 def _settled(given: Sequence[str], flags: Mapping[str, Any], host: str, api_key: str | None) -> dict[str, Any]:

@@ -21,11 +21,11 @@ def simulate(
         list[str], typer.Option(help="SERVER=DIR: trace that a server's requests are drawn from. Repeatable.")
     ],
     cluster: Annotated[Path, typer.Option(help="TOML file with servers, GPUs and links.")],
-    mode: Annotated[
+    planner: Annotated[
         list[str],
         typer.Option(
-            help="Placement modes, comma-separated: a planner (uniform, redundant, smartmoe, eplb, prism, prism_exact, "
-            "...), or one with -offline, -reactive or -proactive, e.g. director-proactive. Repeatable."
+            help="Planners, comma-separated: uniform, redundant, smartmoe, eplb, prism, prism_exact, ..., or one with "
+            "-offline, -reactive or -proactive, e.g. director-proactive. Repeatable."
         ),
     ],
     arrivals: Annotated[
@@ -33,9 +33,7 @@ def simulate(
         typer.Option(help="Arrivals per server: poisson:10s, every:10s, or a file in Azure's or Mooncake's format."),
     ] = "poisson:10s",
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 200,
-    plan: Annotated[
-        Path | None, typer.Option(help="Initial placement plan (default: made by the mode's planner).")
-    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Initial placement plan (default: made by the planner).")] = None,
     profile: Annotated[Path | None, typer.Option(help="Cost profile (default: assumed costs).")] = None,
     predictor: Annotated[
         Path | None,
@@ -79,7 +77,7 @@ def simulate(
         durable.require_new_file(report, overwrite)
     options, costs, planner_options = read_settings(parse_settings(settings))
     swept = parse_sweeps(sweep)
-    modes = _modes(mode, planner_options)
+    planners = _planners(planner, planner_options)
     if plan is not None and {"gpus", "bandwidth"} & swept.keys():
         raise UsageError("--plan is for one cluster, and --sweep changes the cluster; leave one of them out")
     given = None if plan is None else PlacementPlan.load(plan)
@@ -89,8 +87,8 @@ def simulate(
         runs = run(
             sources,
             load_cluster(cluster),
-            {**swept, "mode": modes},
-            modes[0],
+            {**swept, "planner": planners},
+            planners[0],
             arrivals,
             requests,
             options,
@@ -137,17 +135,17 @@ def simulate(
         tables.print_paragraph(f"page: {report}")
 
 
-def _modes(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
-    """Return the modes by name. Raises: UsageError where there is none, or an option fits no mode's planner."""
+def _planners(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
+    """Return the planners' names. Raises: UsageError: there is none, or an option fits none of them."""
     from moetool.simulation.placement_control import find_mode
 
-    modes = [name for text in given for name in text.split(",") if name]
-    if not modes:
-        raise UsageError("--mode names no mode, expected one such as prism_exact")
-    planners = {find_mode(name).planner for name in modes}
+    chosen = [name for text in given for name in text.split(",") if name]
+    if not chosen:
+        raise UsageError("--planner names no planner, expected one such as prism_exact")
+    planners = {find_mode(name).planner for name in chosen}
     if stray := [name for name, value in planner_options.items() if isinstance(value, dict) and name not in planners]:
         raise UsageError(f"--set {stray[0]!r} fits none of {', '.join(sorted(planners))}; write PLANNER.OPTION=VALUE")
-    return modes
+    return chosen
 
 
 def _write_page(report: Path, runs: Any, spec: "ModelSpec", said: Mapping[str, Any]) -> None:
@@ -170,14 +168,14 @@ def _drawn_from(split: float, planned: float | None) -> str:
 
 def _print(runs: Any) -> None:
     """Print a table of runs."""
-    names = [name for name in runs[0][0] if name != "mode"]
+    names = [name for name in runs[0][0] if name != "planner"]
     rows = []
     for at, found in runs:
         latencies_s = found.latencies_s
         made = sum(one.made for one in found.migrations)
         rows.append(
             [
-                at["mode"],
+                at["planner"],
                 *(at[name] for name in names),
                 *(_seconds(value) for value in (found.mean_s, *_percentiles(latencies_s))),
                 *(_seconds(value) for value in (found.mean_first_s, found.mean_wait_s)),
@@ -194,7 +192,7 @@ def _print(runs: Any) -> None:
         if len({len(found.served) for _, found in runs}) == 1
         else "Latency in seconds from arrival",
         [
-            *("mode", *names, "mean", "p50", "p90", "p99", "first token", "waited", "local", "tokens/s"),
+            *("planner", *names, "mean", "p50", "p90", "p99", "first token", "waited", "local", "tokens/s"),
             *("GPUs busy", "busiest", "sent", "migrations"),
         ],
         rows,

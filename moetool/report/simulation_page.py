@@ -16,7 +16,7 @@ _EQ4 = "Prism's Eq. 4: seconds that fewer remote calls save over the horizon, ag
 def require_drawable(path: Path, overwrite: bool) -> None:
     """Raises: UsageError unless `save` can write there: a figure file or a folder that does not exist yet."""
     if not path.suffix:
-        durable.require_new_file(path / "by-mode.svg", overwrite)
+        durable.require_new_file(path / "by-planner.svg", overwrite)
         return
     drawing.require_drawable(path)
     durable.require_new_file(path, overwrite)
@@ -69,7 +69,7 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for at, found in runs:
         groups.setdefault(tuple((k, v) for k, v in at.items() if k != "seed"), []).append((at, found))
-    names = [name for name in runs[0][0] if name not in ("mode", "seed")]
+    names = [name for name in runs[0][0] if name not in ("planner", "seed")]
     rows = []
     for key, members in groups.items():
         at, of = dict(key), [found for _, found in members]
@@ -80,7 +80,7 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
 
         rows.append(
             (
-                at["mode"],
+                at["planner"],
                 *(at[name] for name in names),
                 f"{len(of)}",
                 f"{len(of[0].served):,}",
@@ -97,7 +97,7 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
     return TextTable(
         title="Latency in seconds from arrival",
         columns=(
-            *("mode", *names, "seeds", "requests", "mean", "p50", "p90", "p99", "first token", "local", "tokens/s"),
+            *("planner", *names, "seeds", "requests", "mean", "p50", "p90", "p99", "first token", "local", "tokens/s"),
             *("busiest GPU", "sent", "migrations"),
         ),
         rows=tuple(rows),

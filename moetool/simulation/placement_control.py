@@ -61,7 +61,7 @@ def find_mode(name: str) -> PlacementMode:
         planner.find(other)
         return replace(MODES[f"director-{when}"], planner=other)
     of_any = (f"PLANNER-{mode.removeprefix('director-')}" for mode in MODES if mode.startswith("director-"))
-    planner.find(name, option="--mode", others=[*MODES, *of_any])
+    planner.find(name, option="--planner", others=[*MODES, *of_any])
     return PlacementMode(planner=name, sees="past")
 
 

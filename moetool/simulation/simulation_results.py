@@ -140,7 +140,7 @@ class Simulated:
             requests: whether to include every request, as lists.
         """
         values: dict[str, Any] = {
-            "mode": self.mode,
+            "planner": self.mode,
             "seed": self.seed,
             "costs": self.costs,
             "requests": len(self.served),

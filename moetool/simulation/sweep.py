@@ -15,13 +15,13 @@ from moetool.types import Cluster, Server
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
 
-SWEEPS = ("gpus", "bandwidth", "gap", "mode", "seed", "lookahead", "migrate")
+SWEEPS = ("gpus", "bandwidth", "gap", "planner", "seed", "lookahead", "migrate")
 
 
 def parse_sweeps(given: Sequence[str]) -> dict[str, list[str]]:
     """Parse sweeps into lists.
 
-    Examples: `gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `mode=uniform,prism`, `seed=0,1`,
+    Examples: `gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `planner=uniform,prism`, `seed=0,1`,
     `lookahead=true,predicted`, `migrate=free,overlap`.
 
 
@@ -43,7 +43,7 @@ def sweep(
     traces: Mapping[str, "Trace"],
     cluster: Cluster,
     swept: Mapping[str, Sequence[str]],
-    mode: str,
+    planner: str,
     arrivals: str,
     requests: int,
     options: SimulationOptions | None = None,
@@ -91,7 +91,7 @@ def sweep(
             world = replace(world, cluster=machines, history=replace(world.history, cluster=machines))
         gap = arrivals if "gap" not in at else f"{arrivals.partition(':')[0]}:{at['gap']}"
         count = requests * len(world.sources) // max(1, len(traces))
-        runs.append((at, simulate(world, at.get("mode", mode), gap, count, chosen, **more)))
+        runs.append((at, simulate(world, at.get("planner", planner), gap, count, chosen, **more)))
     return runs
 
 

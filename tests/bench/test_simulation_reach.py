@@ -66,9 +66,9 @@ def test_ten_thousand_requests_on_256_gpus(traces: dict[str, Trace], mode: str) 
 
 def test_methods_as_in_prism_table_2(traces: dict[str, Trace]) -> None:
     modes = ["uniform", "redundant", "smartmoe", "eplb", "prism", "prism_exact"]
-    swept = {"mode": modes, "seed": [str(seed) for seed in SEEDS]}
+    swept = {"planner": modes, "seed": [str(seed) for seed in SEEDS]}
     runs = sweep(traces, _edge(traces["law"].spec), swept, "uniform", "poisson:10s", 100)
-    means = {mode: [found.mean_s for at, found in runs if at["mode"] == mode] for mode in modes}
+    means = {mode: [found.mean_s for at, found in runs if at["planner"] == mode] for mode in modes}
     for mode in modes:
         print(f"{mode}: mean latency {_interval(means[mode])[0]:.3f} ± {_interval(means[mode])[1]:.3f} s")
     for worse in ("uniform", "redundant", "smartmoe", "eplb"):

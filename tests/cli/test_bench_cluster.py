@@ -19,7 +19,7 @@ COMMAND = ("bench", "cluster", "reference")
 def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "bench"
     code, printed, said = run(
-        *("--quick", "--line", "alone,redirected,redundant,prism_exact", "--set", "bench.where=threads"),
+        *("--quick", "--planner", "alone,redirected,redundant,prism_exact", "--set", "bench.where=threads"),
         *("--set", "bench.prompt_tokens=6", "--out", out),
     )
     assert code == 0, said
@@ -39,7 +39,9 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--line", "prsm"], "prism"),
+        (["--planner", "prsm"], "prism"),
+        (["--variant", "vanilla"], "--variant vanilla does not work with --mode edge; use --planner"),
+        (["--mode", "ep", "--planner", "prism"], "--planner prism does not work with --mode ep; use --variant"),
         (["--set", "bench.where=cloud"], "processes"),
         (["--set", "bench.rounds=0"], "at least 1"),
         (["--set", "rounds=3"], "bench.NAME"),
@@ -66,7 +68,7 @@ def test_hosts_in_namespaces_need_root_and_iproute2(
 def test_lines_by_name() -> None:
     assert parse_lines([]) == (ALONE, REDIRECTED, *PLACEMENTS)
     assert parse_lines(["prism,alone", "redirected", "prism"]) == ("prism", ALONE, REDIRECTED)
-    with pytest.raises(UsageError, match="unknown --line 'on_demand'") as refused:
+    with pytest.raises(UsageError, match="unknown --planner 'on_demand'") as refused:
         parse_lines(["on_demand"])
     known = str(refused.value).partition("known: ")[2].split(", ")
     assert {"alone", "redirected", *PLACEMENTS} <= set(known)

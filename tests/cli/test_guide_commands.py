@@ -1,5 +1,10 @@
-"""Every command and snippet of the guides that needs no other machine, in the order in which guides are read."""
+"""Every command and snippet of the guides, in the order in which guides are read; `NOT_RUN` lists the others."""
 
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +20,38 @@ from tests.servers import serving
 
 SHORT = {'"Qwen/Qwen3-30B-A3B"': "reference", **INSTEAD}
 SERVERS = ("clinic", "court", "lab")
+ROOT = Path(__file__).resolve().parents[2]
+URL = "http://127.0.0.1:8000"
+NOT_RUN = {
+    "README": {"pip install": "downloads torch", "make demo": "test_readme.py runs the demo"},
+    "clusters": {
+        "moetool serve MODEL": "several server processes or hosts; tests/cluster starts them",
+        "ray get-auth-token": "Ray on several hosts",
+        "export RAY_AUTH_MODE=token": "Ray on several hosts",
+        "ray start": "Ray on several hosts",
+        "scp ADDRESS": "a second host",
+        "moetool doctor --cluster": "Ray on several hosts",
+        "PORTS=": "Ray on several hosts",
+    },
+    "serving": {"lm_eval": "lm-eval and a data set from the hub", "guidellm run": "guidellm"},
+    "speed": {
+        "moetool bench rivals": "llama-server and a GGUF file",
+        "make gpu": "a GPU, or published routes and minutes of a CPU",
+        "moetool trace import law.parquet": "published routes",
+    },
+    "traces": {"moetool capture MODEL --server": "a server of vLLM or SGLang"},
+}
+"""By page: the start of each command in a block of `console`, and what it needs."""
 
 
 @contextmanager
-def served(plan: Path) -> Iterator[str]:
-    """The URL of a server of that plan."""
+def served(plan: Path | None) -> Iterator[str]:
+    """The URL of a server of that plan, or of one with all experts in memory."""
     from moetool.cache_plan import CachePlan
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, build_engine
 
-    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(), plan=CachePlan.load(plan))
+    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(), plan=plan and CachePlan.load(plan))
     engine.start()
     with serving(engine) as (url, _):
         yield url
@@ -36,34 +63,61 @@ def test_every_command_and_snippet_works(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, "."])
     cluster_of(tmp_path, SERVERS)
+    Path("t.csv").write_text("l,e,t\n0,1,0\n0,2,0\n1,3,0\n1,0,0\n")
     done: set[str] = set()
     for topic, page in topics().items():
         namespace: dict[str, Any] = {"reference": str(reference)}
         server = None
+        if topic == "traces":
+            shutil.copytree("trace", "quantized-trace")
         for block in blocks(page, SHORT):
+            text = block.text
+            if URL in text and block.language in ("bash", "python"):
+                if server is None:
+                    server = served(None)
+                    namespace["url"] = server.__enter__()
+                text = text.replace(URL, namespace["url"])
             if block.file:
                 (tmp_path / block.file).parent.mkdir(exist_ok=True)
-                (tmp_path / block.file).write_text(block.text)
+                (tmp_path / block.file).write_text(text)
             elif block.language == "python":
-                exec(compile(block.text, f"{topic}.md", "exec"), namespace)
+                needed = [name for name in ("openai", "duckdb") if re.search(rf"^(import|from) {name}", text, re.M)]
+                if all(importlib.util.find_spec(name) for name in needed):
+                    exec(compile(text, f"{topic}.md", "exec"), namespace)
             elif block.language == "bash":
-                for words in commands(block):
+                for words in commands(block._replace(text=text)):
                     line = " ".join(words)
                     if words[:2] == ["moetool", "serve"]:
                         server = served(tmp_path / words[words.index("--plan") + 1])
                         namespace["url"] = server.__enter__()
                     elif words[0] == "moetool" and line not in done:
                         assert exit_code(monkeypatch, *words[1:]) == 0, f"{topic}: {line}\n{capsys.readouterr().err}"
+                    elif words[0] == "curl" and shutil.which("curl"):
+                        answer = subprocess.run([*words, "--silent", "--fail"], capture_output=True, timeout=60)
+                        assert json.loads(answer.stdout)["choices"][0]["message"]["content"], answer.stderr
+                    else:
+                        assert words[0] in ("moetool", "curl", "export"), f"{topic}: {line}"
                     done.add(line)
         if server is not None:
             server.__exit__(None, None, None)
         capsys.readouterr()
-    assert len(done) > 15
+    assert len(done) > 25
+
+
+def test_what_is_not_run_is_listed() -> None:
+    found: dict[str, set[str]] = {}
+    for page, text in {"README": (ROOT / "README.md").read_text(), **topics()}.items():
+        assert not re.search(r"^    \S", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M), f"{page}: indented"
+        for block in blocks(text, {}):
+            assert block.language in ("bash", "python", "console", "text", "toml"), f"{page}: {block.language}"
+            for words in commands(block) if block.language == "console" else ():
+                known = [start for start in NOT_RUN.get(page, {}) if " ".join(words).startswith(start)]
+                assert known, f"{page}: {' '.join(words)}"
+                found.setdefault(page, set()).update(known)
+    assert found == {page: set(starts) for page, starts in NOT_RUN.items()}
 
 
 def test_the_glossary_is_the_packages() -> None:
-    import re
-
     import moetool
 
     assert moetool.__doc__ is not None

@@ -57,14 +57,14 @@ def test_a_placement_beside_the_one_before_it(run: Run, inputs: dict[str, Any], 
 
 def test_a_simulation_as_a_page_and_a_folder_of_figures(run: Run, inputs: dict[str, Any], tmp_path: Path) -> None:
     page, folder = tmp_path / "page.html", tmp_path / "figures"
-    modes = ("--mode", "uniform,eplb-proactive", "--set", "admission=rounds")
+    modes = ("--planner", "uniform,eplb-proactive", "--set", "admission=rounds")
     sweeps = ("--sweep", "bandwidth=1kB,4kB", "--sweep", "seed=0,1", "--set", "uniform.shuffle=true")
     common = (*inputs["traces"], inputs["cluster"], "--requests", 8, "--arrivals", "every:1s")
     code, out, err = run("simulate", *common, *modes, *sweeps, "--report", page, "--figure", folder)
     assert (code, err) == (0, "")
     text = page.read_text()
     assert _needs_nothing_else(text)
-    figures = {"swept": "8", "by-mode": "7, 10 and 11", "relative": "9", "by-round": "8"}
+    figures = {"swept": "8", "by-planner": "7, 10 and 11", "relative": "9", "by-round": "8"}
     for key, number in figures.items():
         assert f"Figure {number})" in text or f"Figures {number})" in text
         assert (folder / f"{key}.png").read_bytes().startswith(b"\x89PNG")
@@ -96,6 +96,6 @@ def test_what_a_page_cannot_be_made_of_is_refused(run: Run, inputs: dict[str, An
         assert said in err
     assert not out.exists()
     code, _, err = run(
-        *("simulate", *inputs["traces"], inputs["cluster"], "--mode", "uniform", "--set", "director.kicks=0")
+        *("simulate", *inputs["traces"], inputs["cluster"], "--planner", "uniform", "--set", "director.kicks=0")
     )
     assert code == 2 and "fits none of uniform" in err

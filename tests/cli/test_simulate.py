@@ -23,7 +23,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_one_run_says_who_waited_where_bytes_went_and_what_eq_4_said(run: Run, inputs: list[str]) -> None:
-    given = (*inputs, "--mode", "prism", "--arrivals", "every:5s", "--requests", "16", "--set", "replan_s=10")
+    given = (*inputs, "--planner", "prism", "--arrivals", "every:5s", "--requests", "16", "--set", "replan_s=10")
     code, out, err = run(*given)
     assert (code, err) == (0, "")
     for text in ("mean latency by server: ", "computed locally until", "a -> b", "Eq. 4", "assumed costs"):
@@ -40,30 +40,34 @@ def test_one_run_says_who_waited_where_bytes_went_and_what_eq_4_said(run: Run, i
 
 def test_modes_and_grids_side_by_side_are_drawn(run: Run, inputs: list[str], tmp_path: Path) -> None:
     svg, png = tmp_path / "over_time.svg", tmp_path / "grid.png"
-    code, out, err = run(*inputs, "--mode", "uniform,redundant", "--requests", 8, "--figure", svg)
+    code, out, err = run(*inputs, "--planner", "uniform,redundant", "--requests", 8, "--figure", svg)
     assert (code, err) == (0, "")
     assert out.index("uniform") < out.index("redundant") and f"drawn in {svg}" in out
     assert "redundant" in svg.read_text() and "latency of a request" in svg.read_text()
     sweeps = ("--sweep", "gpus=2,4", "--sweep", "seed=0,1")
-    code, out, err = run(*inputs, "--mode", "redundant", "--requests", 4, *sweeps, "--figure", png, "--json")
+    code, out, err = run(*inputs, "--planner", "redundant", "--requests", 4, *sweeps, "--figure", png, "--json")
     assert (code, err) == (0, "")
     runs = json.loads(out)["runs"]
-    assert [one["at"] for one in runs] == [{"gpus": g, "seed": s, "mode": "redundant"} for g in "24" for s in "01"]
+    assert [one["at"] for one in runs] == [{"gpus": g, "seed": s, "planner": "redundant"} for g in "24" for s in "01"]
     assert [one["requests"] for one in runs] == [4, 4, 8, 8]
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_wrong_is_said_in_one_line(run: Run, inputs: list[str], tmp_path: Path) -> None:
     for args, code, said in (
-        (["--mode", "prsm"], 2, "unknown --mode 'prsm': did you mean 'prism'"),
-        (["--mode", "director-offlin"], 2, "did you mean 'director-offline'"),
-        (["--mode", "mine"], 2, "known: PLANNER-offline, PLANNER-proactive, PLANNER-reactive, annealing, director, "),
-        (["--mode", "prism", "--arrivals", "often"], 2, "write poisson:10s"),
-        (["--mode", "prism", "--sweep", "gpu=2"], 2, "did you mean 'gpus'"),
-        (["--mode", "prism", "--figure", tmp_path / "drawn.txt"], 2, "not a supported figure format"),
-        (["--mode", "prism", "--set", "seats=0"], 2, "expected at least 1"),
-        (["--mode", ","], 2, "names no mode"),
-        (["--mode", "prism", "--plan", "p.json", "--sweep", "gpus=2"], 2, "leave one of them out"),
+        (["--planner", "prsm"], 2, "unknown --planner 'prsm': did you mean 'prism'"),
+        (["--planner", "director-offlin"], 2, "did you mean 'director-offline'"),
+        (
+            ["--planner", "mine"],
+            2,
+            "known: PLANNER-offline, PLANNER-proactive, PLANNER-reactive, annealing, director, ",
+        ),
+        (["--planner", "prism", "--arrivals", "often"], 2, "write poisson:10s"),
+        (["--planner", "prism", "--sweep", "gpu=2"], 2, "did you mean 'gpus'"),
+        (["--planner", "prism", "--figure", tmp_path / "drawn.txt"], 2, "not a supported figure format"),
+        (["--planner", "prism", "--set", "seats=0"], 2, "expected at least 1"),
+        (["--planner", ","], 2, "names no planner"),
+        (["--planner", "prism", "--plan", "p.json", "--sweep", "gpus=2"], 2, "leave one of them out"),
     ):
         found, out, err = run(*inputs, *args)
         assert (found, out, err.count("\n")) == (code, "", 1)

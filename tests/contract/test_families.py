@@ -331,7 +331,7 @@ def test_a_truncated_shard_is_refused_by_name(case: Case, tmp_path: Path) -> Non
     file = tmp_path / "m" / "model.safetensors"
     with file.open("r+b") as stream:
         stream.truncate(file.stat().st_size - 4)
-    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: it is cut short"):
+    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: it is truncated"):
         load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)
 
 

@@ -112,7 +112,7 @@ def test_the_header_alone_is_enough_for_a_profile(tmp_path: Path) -> None:
     alone = Checkpoint.open(tmp_path / "header.gguf", weights=False)
     assert alone.spec.expert_bytes_L == whole.spec.expert_bytes_L
     assert alone.slot_bytes(torch.bfloat16) == 3 * 64 * 32 * 2
-    with pytest.raises(MismatchError, match=r"header\.gguf is cut short"):
+    with pytest.raises(MismatchError, match=r"header\.gguf is truncated"):
         Checkpoint.open(tmp_path / "header.gguf")
 
 
@@ -121,14 +121,14 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
     data = path.read_bytes()
     for number, (content, error, reason) in enumerate(
         (
-            (data[:-100], MismatchError, r"is cut short: .* \S+\.weight and what follows it are not whole"),
+            (data[:-100], MismatchError, r"is truncated: .* \S+\.weight and what follows it are not whole"),
             (data[:200], MismatchError, "ends at byte 200, inside its header"),
             (b"GGML" + data[4:], MismatchError, "does not begin with GGUF"),
             (data.replace(b"qwen3moe", b"llama4xx"), UsageError, "architecture 'llama4xx', expected one of deepseek2"),
             (data.replace(b"embedding_length", b"embedding_lengtx"), MismatchError, "lacks 'qwen3moe.embedding_length"),
             (data.replace(b"ffn_gate_inp", b"ffn_gate_inq"), UsageError, "holds blk.0.ffn_gate_inq.weight, which"),
             (data.replace(b"expert_count", b"expert_counx"), UsageError, "has no experts"),
-            (data.replace(b"blk.1.ffn_up_exps", b"blk.0.ffn_up_exps"), MismatchError, "is there twice"),
+            (data.replace(b"blk.1.ffn_up_exps", b"blk.0.ffn_up_exps"), MismatchError, "occurs twice"),
             (
                 data.replace(b"blk.1.ffn_up_exps", b"blk.1.ffn_uq_exps"),
                 MismatchError,

@@ -69,7 +69,7 @@ def test_a_killed_server_leaves_its_log_and_the_next_one_keeps_it(tmp_path: Path
     assert Trace(tmp_path / "head").closed
 
     with served(*serve_with(log)) as again:
-        assert f"it is now {log}.1" in again.narration
+        assert f"of a killed server to {log}.1" in again.narration
         assert ask(again) == texts[0]
         assert again.stop() == 0
     assert Trace(tmp_path / "log.1").sha256 == trace.sha256

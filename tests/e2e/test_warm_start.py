@@ -91,7 +91,9 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(cache: Path, caplo
         path.write_bytes(bad)
         caplog.clear()
         engine = _open()
-        assert [record.levelname for record in caplog.records if "starts cold" in record.message] == ["WARNING"]
+        assert [record.levelname for record in caplog.records if "starts without warm state" in record.message] == [
+            "WARNING"
+        ]
         assert not engine.residency.slot_of
         engine.close()
         assert path.read_bytes() != bad  # a whole file again

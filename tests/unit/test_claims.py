@@ -205,7 +205,7 @@ ceiling = { x = 1.5 }""",
     trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
     paper = parse_paper(text, "test")
     whys = [run_paper(one, tmp_path, given=trace)[0].verdict.why for one in (paper, with_links(paper, 0.5))]
-    assert "cannot be more" not in whys[0] and "x cannot be more than 1.25" in whys[1]
+    assert "is at most" not in whys[0] and "x is at most 1.25" in whys[1]
 
 
 def test_a_recipe_that_is_wrong_is_refused() -> None:

@@ -92,7 +92,7 @@ def test_names_of_another_family_are_refused_by_name(
             for old, new in names.items():
                 name = name.replace(old, new)
         renamed[name] = tensor
-    with pytest.raises(MismatchError, match=r"no tensor .* makes model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+    with pytest.raises(MismatchError, match=r"no tensor .* matches model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", renamed)), torch.float32)
 
 
@@ -127,7 +127,7 @@ def test_truncated_shard_is_refused_by_name(reference: Path, tmp_path: Path) -> 
     path = _break(reference, tmp_path / "m")
     with (path / "model.safetensors").open("r+b") as file:
         file.truncate(20_000_000)
-    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: it is cut short"):
+    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: it is truncated"):
         load_lazy(Checkpoint.open(path), torch.float32)
 
 

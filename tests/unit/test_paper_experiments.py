@@ -116,7 +116,7 @@ def test_a_grid_of_edge_servers_and_capacities_of_a_store_are_curves(tmp_path: P
         ("2 GPUs", "3 GPUs"), (100.0, 200.0, 300.0)
     )
     assert found.curves["3 GPUs"][0][1][1] == found.values["3 GPUs, 200Mbps"][0]
-    assert found.axes == ("link, Mbit/s", "mean latency of a request, s")
+    assert found.axes == ("link, Mbit/s", "mean latency per request, s")
     spec = make_spec(LAYERS, EXPERTS, TOP_K)
     kept = ("topk", "logits", "embeddings")
     scored = write_trace(tmp_path / "scored", spec, num_requests=8, keep=kept)

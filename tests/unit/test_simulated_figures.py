@@ -36,7 +36,7 @@ def _run(latencies_s: list[float], started_s: list[float] | None = None) -> Simu
 def test_bars_compare_modes_on_the_same_requests() -> None:
     """Ratios are taken seed by seed and group by group; a way to look ahead belongs to the mode."""
     runs = [
-        ({"seed": seed, "gpus": gpus, "lookahead": look, "mode": mode}, _run([latency]))
+        ({"seed": seed, "gpus": gpus, "lookahead": look, "planner": mode}, _run([latency]))
         for seed, gpus, look, mode, latency in (
             ("0", "4", "true", "uniform", 2.0),
             ("0", "4", "true", "better", 1.0),
@@ -53,15 +53,15 @@ def test_bars_compare_modes_on_the_same_requests() -> None:
     assert ratios["4"]["better, predicted"] == [0.75]
     assert ratios["8"] == {"uniform, true": [1.0], "better, true": [0.25]}
     keys = [sketch.key for sketch in simulated.sketches(runs)]
-    assert keys == ["swept", "by-mode", "relative", "utilisation", "links"]
+    assert keys == ["swept", "by-planner", "relative", "utilisation", "links"]
 
 
 def test_batches_are_those_who_began_together() -> None:
     found = _run([1.0, 2.0, 4.0, 6.0, 9.0, 9.0], [0.0, 0.0, 2.0, 2.0, 6.0, 6.0])
     assert simulated.rounds(found) == [1.5, 3.0, 3.0]
-    assert "by-round" in [sketch.key for sketch in simulated.sketches([({"mode": "a"}, found)])]
+    assert "by-round" in [sketch.key for sketch in simulated.sketches([({"planner": "a"}, found)])]
     alone = _run([1.0, 2.0, 4.0], [0.0, 0.5, 1.0])
-    assert [sketch.key for sketch in simulated.sketches([({"mode": "a"}, alone)])] == [
+    assert [sketch.key for sketch in simulated.sketches([({"planner": "a"}, alone)])] == [
         "over-time",
         "utilisation",
         "links",

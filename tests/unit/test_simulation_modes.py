@@ -221,10 +221,10 @@ def test_a_grid_of_clusters(traces: dict[str, Trace], cluster: Cluster) -> None:
     assert [(s.name, len(s.gpus)) for s in larger.servers] == [
         *(("s0", 1), ("s1", 2), ("s0#1", 1), ("s1#1", 2), ("s0#2", 1))
     ]
-    swept = parse_sweeps(["gpus=3,6", "bandwidth=16kbps,1Mbps", "mode=uniform,prism_exact"])
+    swept = parse_sweeps(["gpus=3,6", "bandwidth=16kbps,1Mbps", "planner=uniform,prism_exact"])
     runs = sweep(traces, cluster, swept, "uniform", "poisson:3s", 20, OPTIONS)
     assert len(runs) == 8
-    found = {(at["gpus"], at["bandwidth"], at["mode"]): run for at, run in runs}
+    found = {(at["gpus"], at["bandwidth"], at["planner"]): run for at, run in runs}
     assert len(found["3", "1Mbps", "uniform"].served) == 20
     assert len(found["6", "1Mbps", "uniform"].served) == 40
     assert {one.server for one in found["6", "1Mbps", "uniform"].served} == {"s0", "s1", "s0#1", "s1#1"}

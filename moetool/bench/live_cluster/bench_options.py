@@ -101,6 +101,6 @@ def parse_lines(given: Sequence[str]) -> tuple[str, ...]:
         if name in (ALONE, "redirected"):
             lines.append(ALONE if name == ALONE else REDIRECTED)
             continue
-        planner.find(name, option="--line", others=(ALONE, "redirected"))
+        planner.find(name, option="--planner", others=(ALONE, "redirected"))
         lines.append(name)
     return tuple(dict.fromkeys(lines))

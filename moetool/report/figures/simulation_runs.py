@@ -1,4 +1,4 @@
-"""Figures of simulated runs: by swept value, time, mode, round and link."""
+"""Figures of simulated runs: by swept value, time, planner, round and link."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ _WIDEST = 0.2  # bar, of the distance between groups
 def sketches(runs: Sequence[Run]) -> list[Sketch]:
     """Return all figures with data in these runs, the main one first."""
     along = _along(runs)
-    drawn = [over_time(runs) if along is None else swept(runs, along), by_mode(runs), relative_along(runs, along)]
+    drawn = [over_time(runs) if along is None else swept(runs, along), by_planner(runs), relative_along(runs, along)]
     return [sketch for sketch in (*drawn, by_round(runs), utilisation(runs), links(runs)) if sketch is not None]
 
 
@@ -41,7 +41,7 @@ def _series(at: dict[str, str], *without: str) -> str:
 
 
 def swept(runs: Sequence[Run], along: str) -> Sketch:
-    """Return mean latency and local compute share, a line per mode and other swept value (as Prism's Figure 8)."""
+    """Return mean latency and local compute share, a line per planner and other swept value (as Prism's Figure 8)."""
     values = _values(runs, along)
     series: dict[str, dict[str, list[Simulated]]] = {}
     for at, found in runs:
@@ -122,28 +122,28 @@ def _one_seed(runs: Sequence[Run]) -> list[Run]:
     """Return the runs of the first seed; if too many to distinguish, those of the first swept values."""
     found = [run for run in runs if run[0].get("seed") == runs[0][0].get("seed")]
     if len(found) > _MOST_LINES:
-        found = [run for run in found if _series(run[0], "mode") == _series(runs[0][0], "mode")]
+        found = [run for run in found if _series(run[0], "planner") == _series(runs[0][0], "planner")]
     return found[:_MOST_LINES]
 
 
 def _which_seed(runs: Sequence[Run]) -> str:
     """Return a note on the drawn runs if not all are drawn."""
     first, drawn = runs[0][0], _one_seed(runs)
-    same = [name for name in first if name != "mode" and len(_values(runs, name)) > 1]
+    same = [name for name in first if name != "planner" and len(_values(runs, name)) > 1]
     said = ", ".join(f"{name} {first[name]}" for name in same if {at[name] for at, _ in drawn} == {first[name]})
     return f" Runs of {said}." if said else ""
 
 
 def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
-    """Return mean latencies relative to the first mode with the same seed, by group and mode.
+    """Return mean latencies relative to the first planner with the same seed, by group and planner.
 
-    The settings `lookahead` and `migrate` belong to the mode, not to the group.
+    The settings `lookahead` and `migrate` belong to the planner, not to the group.
     """
-    first = next(iter(_values(runs, "mode")))
-    own = ("mode", "lookahead", "migrate")
+    first = next(iter(_values(runs, "planner")))
+    own = ("planner", "lookahead", "migrate")
     base: dict[tuple[str, str], float] = {}
     for at, found in runs:
-        if at["mode"] == first:
+        if at["planner"] == first:
             base.setdefault((_series(at, *own, "seed"), at.get("seed", "")), found.mean_s)
     ratios: dict[str, dict[str, list[float]]] = {}
     for at, found in runs:
@@ -153,8 +153,8 @@ def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
     return ratios
 
 
-def by_mode(runs: Sequence[Run]) -> Sketch | None:
-    """Return bars of relative latency by mode (as DIRECTOR's Figures 7, 10 and 11); None for a single bar."""
+def by_planner(runs: Sequence[Run]) -> Sketch | None:
+    """Return bars of relative latency by planner (as DIRECTOR's Figures 7, 10 and 11); None for a single bar."""
     ratios = run_ratios(runs)
     names = list(dict.fromkeys(name for group in ratios.values() for name in group))
     if len(names) < 2:
@@ -183,9 +183,9 @@ def by_mode(runs: Sequence[Run]) -> Sketch | None:
         figure.legend(loc="outside right upper")
 
     return Sketch(
-        key="by-mode",
+        key="by-planner",
         title=f"Latency relative to {names[0]} (as DIRECTOR's Figures 7, 10 and 11)",
-        caption="Mean latency of a request relative to the first mode, on the same requests." + _bands_of(runs),
+        caption="Mean latency of a request relative to the first planner, on the same requests." + _bands_of(runs),
         alt="; ".join(
             f"{group + ': ' if group else ''}"
             + ", ".join(f"{name} {interval(row)[0]:.3f}" for name, row in made.items())
@@ -197,18 +197,19 @@ def by_mode(runs: Sequence[Run]) -> Sketch | None:
 
 
 def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
-    """Return lines of relative latency over an amount (DIRECTOR's Figure 9); None without a sweep or with one mode."""
-    if along is None or len(_values(runs, "mode")) < 2:
+    """Return lines of relative latency over an amount (DIRECTOR's Figure 9); None without a sweep or with one
+    planner."""
+    if along is None or len(_values(runs, "planner")) < 2:
         return None
     values = _values(runs, along)
     by_value = {value: run_ratios([run for run in runs if run[0][along] == value]) for value in values}
     series: dict[str, list[list[float]]] = {}
     for value, groups in by_value.items():
-        for group, modes in groups.items():
+        for group, planners in groups.items():
             rest = ", ".join(part for part in group.split(", ") if part and part != value)
-            for name, ratios in modes.items():
+            for name, ratios in planners.items():
                 series.setdefault(f"{name}{', ' if rest else ''}{rest}", []).append(ratios)
-    first = _values(runs, "mode")[0]
+    first = _values(runs, "planner")[0]
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
@@ -221,7 +222,7 @@ def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
     return Sketch(
         key="relative",
         title=f"Latency relative to {first}, by {_AXES[along]} (as DIRECTOR's Figure 9)",
-        caption="Mean latency of a request relative to the first mode, on the same requests." + _bands_of(runs),
+        caption="Mean latency of a request relative to the first planner, on the same requests." + _bands_of(runs),
         alt="; ".join(
             f"{name}: {', '.join(f'{interval(row)[0]:.3f}' for row in rows)}" for name, rows in series.items()
         ),
@@ -289,7 +290,7 @@ def utilisation(runs: Sequence[Run]) -> Sketch | None:
 
 
 def links(runs: Sequence[Run]) -> Sketch | None:
-    """Return a map of bytes between servers per mode; None where links are not between two servers."""
+    """Return a map of bytes between servers per planner; None where links are not between two servers."""
     drawn = []
     for at, found in _one_seed(runs)[:4]:
         sent = {tuple(name.split(" -> ")): size for name, size, _ in found.links if " -> " in name}

@@ -87,7 +87,7 @@ def run(stage: Workbench, options: Options) -> Found:
             run_grid,
             traces,
             cluster,
-            {**options.sweep, "mode": options.modes, "seed": [str(seed)]},
+            {**options.sweep, "planner": options.modes, "seed": [str(seed)]},
             options.modes[0],
             options.arrivals,
             max(1, round(options.requests * stage.sizes.requests)),
@@ -124,17 +124,17 @@ def _along(options: Options) -> str:
 def _swept(values: Mapping[str, Sequence[float]], options: Options) -> dict[str, list[Curve]]:
     """Curves over what of the grid has the most values, one for each of the other points, a line for each seed."""
     along = _along(options)
-    others = [name for name in ("mode", *options.sweep) if name != along]
-    grid = {"mode": options.modes, **options.sweep}
+    others = [name for name in ("planner", *options.sweep) if name != along]
+    grid = {"planner": options.modes, **options.sweep}
     scale = 100 if options.measure == "local" else 1
     curves = {}
     for chosen in product(*(grid[name] for name in others)):
         at = dict(zip(others, chosen, strict=True))
         rows = [values[label({**at, along: value}, options)] for value in grid[along]]
         x = tuple(float(re.sub(r"[^0-9.]", "", value)) for value in grid[along])
-        words = [at["mode"]] if len(options.modes) > 1 else []
+        words = [at["planner"]] if len(options.modes) > 1 else []
         words += [_SWEPT[one].format(at[one]) for one in others if one in _SWEPT]
-        curves[", ".join(words) or at["mode"]] = [
+        curves[", ".join(words) or at["planner"]] = [
             (x, tuple(scale * value for value in column)) for column in zip(*rows, strict=True)
         ]
     return curves
@@ -187,8 +187,8 @@ def simulated(
 
 def label(at: Mapping[str, str], options: Options) -> str:
     """Name of a point of the grid: the mode, if there are several, and the swept value."""
-    words = [at["mode"]] if len(options.modes) > 1 else []
-    return ", ".join([*words, *(_SWEPT[name].format(at[name]) for name in options.sweep)]) or at["mode"]
+    words = [at["planner"]] if len(options.modes) > 1 else []
+    return ", ".join([*words, *(_SWEPT[name].format(at[name]) for name in options.sweep)]) or at["planner"]
 
 
 def over_time(found: Simulated) -> Curve:

@@ -1,0 +1,42 @@
+"""`--set POLICY.OPTION` and `--set policy.OPTION` in `moetool replay` and `moetool serve`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.errors import UsageError
+from tests.command_line import Run
+from tests.synthetic_routes import make_spec, write_trace
+
+SPELLINGS = ("lfu.forget=true", "policy.forget=true")
+
+
+def test_replay_takes_both_spellings(run: Run, tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace", make_spec(2), num_requests=8)
+    given = ("replay", "--trace", tmp_path / "trace", "--budget", "50%", "--json")
+    found = []
+    for settings in ([], *(["--set", spelling] for spelling in SPELLINGS)):
+        code, out, _ = run(*given, "--policy", "lfu", *settings)
+        assert code == 0
+        found.append(json.loads(out))
+    assert found[0] != found[1] == found[2]
+    code, _, err = run(*given, "--policy", "lfu,lru", "--set", SPELLINGS[1])
+    assert code == 2 and "write POLICY.OPTION=VALUE" in err
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_serve_takes_both_spellings(spelling: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(_: Any, values: dict[str, Any], **__: Any) -> None:
+        raise UsageError(f"chosen with {values['policy']}")
+
+    monkeypatch.setattr("moetool.runtime.automatic.choose", choose)
+    code, _, err = run("serve", "reference", "--policy", "lfu", "--set", spelling, "--port", "0")
+    assert code == 2 and "chosen with {'forget': True}" in err
+
+
+@pytest.mark.parametrize(("policy", "why"), [("lru", "uses lru"), ("auto", "chosen automatically")])
+def test_serve_refuses_options_of_another_policy(policy: str, why: str, run: Run) -> None:
+    code, _, err = run("serve", "reference", "--policy", policy, "--set", SPELLINGS[0], "--port", "0")
+    assert code == 2 and why in err and err.strip().endswith("add --policy lfu")
