@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -118,6 +119,8 @@ def _widths(
         if parts[-1] and sum(parts[-1].values()) + _GAP * (len(parts[-1]) + 1) + least[i] > room:
             parts.append({})
         parts[-1][i] = least[i]
+    numbers = max(sum(part.values()) + _GAP * len(part) for part in parts)
+    keys |= _text_widths(keys, cells, full, width - 1 - numbers)
     for part in parts:  # headings wrap only if necessary
         for _ in range(room - sum(part.values()) - _GAP * len(part)):
             tightest = max(part, key=lambda i: full[i] - part[i], default=None)
@@ -125,6 +128,21 @@ def _widths(
                 break
             part[tightest] += 1
     return keys, [dict(part) for part in parts]
+
+
+def _text_widths(
+    keys: dict[int, int | None], cells: Sequence[Sequence[str]], full: Sequence[int], width: int
+) -> dict[int, int]:
+    """Return widths for flexible text columns that must wrap, so that words stay whole; none if they do not fit."""
+    flexible = [i for i, fixed in keys.items() if fixed is None]
+    room = width - sum(fixed for fixed in keys.values() if fixed is not None) - _GAP * len(keys)
+    words = {i: max((len(word) for cell in cells[i] for word in cell.split()), default=0) for i in flexible}
+    if sum(full[i] for i in flexible) <= room or sum(words.values()) > room:
+        return {}
+    for _ in range(room - sum(words.values())):
+        tightest = max(flexible, key=lambda i: full[i] / words[i])
+        words[tightest] += 1
+    return words
 
 
 def significant(number: float, digits: int = 4) -> str:
@@ -167,9 +185,13 @@ def print_paragraph(text: str) -> None:
         return
     indent = " " * (len(text) - len(text.lstrip()))
     width = shutil.get_terminal_size().columns
-    print(textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False))
+    text = _UNIT.sub("\\1\xa0", text)
+    filled = textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    print(filled.replace("\xa0", " "))
 
 
+_UNIT = re.compile(r"(\d) (?=(?:%|[kMGT]?B(?:/s)?|[mu]?s|nats|bits)(?![\w/]))")
+"""The space between a number and its unit, which does not wrap."""
 _NARROWEST = 40
 """Least readable width of a sentence."""
 
@@ -227,7 +249,7 @@ def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
         ]
         for name, value in held_out["cross_entropy"].items()
     ]
-    columns = ["domain", "tokens", "nats a token", *(["before"] if start else [])]
+    columns = ["domain", "tokens", "nats per token", *(["before"] if start else [])]
     print_table("cross-entropy on held-out documents", columns, rows)
     between, within = (sum(held_out[part]) / len(held_out[part]) for part in ("between", "within"))
     print_paragraph(
@@ -247,12 +269,12 @@ def print_maps(made: Any) -> None:
         rise = ", ".join(f"{least:.2f}: {hit_rate:.2f}" for least, _, hit_rate, _ in likeness.bins)
         rows.append([name, pearson, f"{likeness.best:.3f}", f"{likeness.best_hit_rate:.3f}", rise])
     print_table(
-        f"similarity to {made.iterations:,} held-out iterations, and hit rate of the map's K likeliest experts",
+        f"similarity to {made.iterations:,} held-out iterations, and hit rate of the map's K most likely experts",
         ["similarity of", "Pearson", "of the best map", "its hit rate", "hit rate from a similarity of"],
         rows,
     )
     print_paragraph(
-        f"at distance {made.distance} δ selects {made.selected:.2f} experts a layer (K = {made.top_k}), "
+        f"at distance {made.distance} δ selects {made.selected:.2f} experts per layer (K = {made.top_k}), "
         f"{100 * made.selected_share:.1f} % of them, more than K for {100 * made.widened_share:.1f} % of the layers; "
         f"{100 * made.hit_rate:.1f} % of the needed ones are among them"
     )
@@ -266,7 +288,7 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
     """
     timed = any(row.timing is not None for row in rows)
     hosted = any(row.host_bytes_per_decode_token for row in rows)
-    columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB / decode token"]
+    columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB/decode token"]
     columns += ["and on the host"] if hosted else []
     columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
     table = []
@@ -305,7 +327,7 @@ def print_profile(profile: Any) -> None:
     threads = profile.compute[0].threads
     print_paragraph(
         f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
-        f"arithmetic on {numbered(threads, 'thread')}"
+        f"compute on {numbered(threads, 'thread')}"
     )
     slots = ", ".join(f"{count(c.slot_bytes, 'B')} in a slot ({c.device} {c.dtype})" for c in profile.compute)
     print_paragraph(f"an expert takes {count(spec.slot_bytes, 'B')} stored, {slots}")

@@ -1,4 +1,4 @@
-"""Mixtral-Offloading: an LRU cache a layer, and what the next gate makes of this layer's hidden states."""
+"""Mixtral-Offloading: an LRU cache per layer, and prefetches from the next gate on this layer's hidden states."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence

@@ -27,7 +27,7 @@ class Policy(policy.Policy):
           otherwise what the host computes is read from disk first, as llama.cpp's mmap does on a machine that is too
           small. Replay counts it as computed on the host, not as loaded.
         - It is the first layers that stay, as moetool's table of systems has it; llama.cpp keeps the last ones on
-          the device. All layers of a model use the same number of experts a token, so the share is the same.
+          the device. All layers of a model use the same number of experts per token, so the share is the same.
         - The least pool is two slots; without one whole layer in it, everything is computed on the host.
     """
 

@@ -283,7 +283,7 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
     if least > free:
         raise CapacityError(
             f"{folder} has {count(free, 'B')} free, but the rows of the prompts alone take {count(least, 'B')} "
-            f"({token:,} bytes a token); choose another --out, fewer prompts, or fewer columns with --keep"
+            f"({token:,} bytes/token); choose another --out, fewer prompts, or fewer columns with --keep"
         )
     size = (
         count(least, "B")
@@ -291,7 +291,7 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
         else f"{count(least, 'B')} to {count(most, 'B')}, depending on answer lengths"
     )
     note = (
-        f"{numbered(sum(len(plan.batches[batch]) for batch in batches), 'prompt')}; rows take {token:,} bytes a token "
+        f"{numbered(sum(len(plan.batches[batch]) for batch in batches), 'prompt')}; rows take {token:,} bytes/token "
         f"before compression: {size}. Capture needs twice that on disk; {count(free, 'B')} are free"
     )
     on_note(note if 2 * most <= free else f"{note}. This may not fit; if so, free space and continue with --resume")

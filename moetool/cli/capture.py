@@ -152,7 +152,7 @@ def capture(
     tables.print_paragraph(
         f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}, "
         f"{tables.count(made.bytes, 'B')} "
-        f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
+        f"({made.bytes / made.tokens:,.0f} bytes/token) in {made.seconds:,.1f} s{skipped}"
     )
 
 

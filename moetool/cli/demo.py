@@ -74,7 +74,7 @@ def run(out: Path) -> None:
             "memory",
             "hit rate",
             "MB loaded / token",
-            "tokens / s",
+            "tokens/s",
             "same text as transformers",
         ],
         [
@@ -96,7 +96,7 @@ def run(out: Path) -> None:
     print("  plan.json    cache plan, reason and evidence              (moetool report)")
     print("  memory.svg   hit rate and loaded bytes by memory")
     tables.print_paragraph(
-        "The toy loads an expert in microseconds, so tokens / s says little here. Hit rates and bytes carry over "
+        "The toy loads an expert in microseconds, so tokens/s says little here. Hit rates and bytes carry over "
         "to large models."
     )
     print("Try next:")

@@ -182,12 +182,12 @@ def stream(
         tables.print_json([row.to_json() for row in rows])
         return
     tables.print_table(
-        f"{planner} on {rows[0].batches} batches of {tokens} tokens a GPU (mean over batches and layers)",
+        f"{planner} on {rows[0].batches} batches of {tokens} tokens per GPU (mean over batches and layers)",
         ["mode", "T_comp + T_comm", "share of the oracle's gain", "experts moved per batch"],
         [[r.mode, tables.significant(r.latency), f"{r.share_of_truth:.0%}", f"{r.moved:,.1f}"] for r in rows],
     )
     tables.print_paragraph(
-        f"tokens start one request a GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}"
+        f"tokens start one request per GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}"
     )
 
 

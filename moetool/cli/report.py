@@ -188,7 +188,7 @@ def _cache(path: Path, out: Path, as_json: bool) -> None:
         *([("predictor", f"{plan.predictor.name} ({plan.predictor.sha256[:12]})")] if plan.predictor else []),
         ("trace", plan.trace_sha256),
         ("profile", plan.profile_sha256 or "none (bytes moved instead of time)"),
-        *([("to reach", f"{plan.target_tpot_s * 1e3:,.4g} ms a token")] if plan.target_tpot_s else []),
+        *([("to reach", f"{plan.target_tpot_s * 1e3:,.4g} ms per token")] if plan.target_tpot_s else []),
     ]
     durable.write_text(out, page(plan, facts))
     if as_json:

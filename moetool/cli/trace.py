@@ -53,7 +53,7 @@ def info(
     rows.append(["total", *(tables.count(found[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
     tables.print_table("", ["dataset / task", "prompts", "prompt tokens", "new tokens"], rows)
     tables.print_paragraph(
-        f"{tables.count(found['bytes'], 'B')}, {found['bytes'] / max(1, found['tokens']):,.0f} bytes a token"
+        f"{tables.count(found['bytes'], 'B')}, {found['bytes'] / max(1, found['tokens']):,.0f} bytes/token"
     )
 
 

@@ -154,7 +154,9 @@ class ModelFacts(SaidFacts):
         num_layers = found.num_layers
         said = self.spec
         if found.num_experts > MOST_EXPERTS:
-            raise MismatchError(f"{path} has {found.num_experts:,} experts a layer, expected at most {MOST_EXPERTS:,}")
+            raise MismatchError(
+                f"{path} has {found.num_experts:,} experts per layer, expected {MOST_EXPERTS:,} at most"
+            )
         expected: dict[str, Any] = {
             "layer_ids_L": said.layer_ids_L if said else self.moe_layers,
             "num_experts_L": said.num_experts_L if said else self.num_experts and (self.num_experts,) * num_layers,

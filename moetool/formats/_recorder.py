@@ -87,7 +87,7 @@ def logical_map(path: Path, pack: dict[str, Any]) -> np.ndarray:
     num_experts = int(logical_HP.max(initial=-1)) + 1
     if num_experts > logical_HP.shape[1]:
         raise MismatchError(
-            f"{path} maps {logical_HP.shape[1]} slots a layer to experts up to {num_experts - 1}, expected each expert "
+            f"{path} maps {logical_HP.shape[1]} slots per layer to {num_experts} experts, expected each expert "
             f"at least once; record again"
         )
     for layer, slots in enumerate(logical_HP):

@@ -43,7 +43,7 @@ def read_meta(folder: Path) -> tuple[int, int]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{folder / META} is missing or damaged ({first_line(error)}); record again") from None
     if any(type(value) is not int for value in values) or not 1 <= values[1] <= values[0]:
-        raise MismatchError(f"{folder / META} has {values[1]} of {values[0]} experts a token, expected fewer than all")
+        raise MismatchError(f"{folder / META} has {values[1]} of {values[0]} experts per token, expected fewer")
     return values[0], values[1]
 
 
@@ -76,7 +76,7 @@ def read_ranks(folder: Path, raw: bool) -> dict[int, dict[tuple[int, int], np.nd
     if not any(ranks.values()):
         kind = f"rank*{ending}.safetensors"
         raise MismatchError(
-            f"{folder} has no {kind} with tokens, expected one a rank; record with {'a newer ' * raw}TensorRT-LLM"
+            f"{folder} has no {kind} with tokens, expected one per rank; record with {'a newer ' * raw}TensorRT-LLM"
         )
     for rank, arrays in ranks.items():
         iterations, layers = ({key[i] for key in arrays} for i in (0, 1))

@@ -53,7 +53,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
     layers = np.unique(rows[:, 0])
     num_experts = facts.known("num_experts") or int(rows[:, 1].max()) + 1
     if facts.known("num_experts") is None:
-        notes.append(f"{num_experts} experts a layer, by the highest number in the files")
+        notes.append(f"{num_experts} experts per layer, from the highest number in the files")
     if rows[:, 1].max() >= num_experts:
         raise MismatchError(f"{paths[0]} counts expert {rows[:, 1].max()}, expected 0 to {num_experts - 1}")
     spec = facts.spec_of(paths[0], layers=layers.tolist(), num_experts=num_experts)

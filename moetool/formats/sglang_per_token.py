@@ -233,7 +233,7 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
     spec = trace.spec
     require_even(spec, "sglang_per_token")
     if spec.top_k_L[0] > _WIDTH:
-        raise MismatchError(f"SGLang's recorder holds {_WIDTH} experts a token, but {spec.name} uses {spec.top_k_L[0]}")
+        raise MismatchError(f"SGLang's recorder has {_WIDTH} experts per token, but {spec.name} uses {spec.top_k_L[0]}")
     num_hidden = hidden_layers(spec, num_hidden_layers)
     records: list[dict[str, Any]] = []
     order: dict[int, int] = {}

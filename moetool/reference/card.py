@@ -21,7 +21,7 @@ class DomainMeasures:
     """Scores of a model on the held-out text.
 
     Attributes:
-        cross_entropy: by domain, in nats a token.
+        cross_entropy: by domain, in nats per token.
         tokens: by domain, the number of scored predictions.
         between_L: Jensen-Shannon divergence of each layer's expert use, as a mean over pairs of domains.
         within_L: the same between two halves of one domain, as a mean over the domains: the level of chance.
@@ -187,7 +187,7 @@ mean load |
 
 {table}
 
-The cross-entropy is in nats a token, on documents that were held out by their hash, at most \
+The cross-entropy is in nats per token, on documents that were held out by their hash, at most \
 {max(held_out["tokens"].values()):,} tokens a domain in sequences of {fit["sequence_length"]}, in float32.\
 {_caveat(facts) if start else ""}
 """

@@ -62,7 +62,7 @@ def frontier_table(plan: CachePlan) -> TextTable:
             seconds = (point["tpot_used_s"], point["tpot_held_out_s"])
             cells += ["-" if value is None else tables.milliseconds(value) for value in seconds]
         rows.append(cells)
-    columns = ["device memory", "policy", "slots", "MB / decode token", "held out"]
+    columns = ["device memory", "policy", "slots", "MB/decode token", "held out"]
     title = f"Best policy by device memory, chosen on {tables.numbered(len(plan.requests_used), 'request')}"
     return TextTable(
         title=f"{title}, tested on {len(plan.requests_held_out)} held out",
@@ -90,6 +90,6 @@ def candidates_table(plan: CachePlan) -> TextTable:
         )
     return TextTable(
         title=f"Candidates on {len(plan.requests_held_out):,} held-out requests; belady is the bound",
-        columns=("policy", "slots", "hit rate in decode", "MB / decode token", *(("TPOT ms",) if timed else ())),
+        columns=("policy", "slots", "hit rate in decode", "MB/decode token", *(("TPOT ms",) if timed else ())),
         rows=tuple(rows),
     )

@@ -248,7 +248,7 @@ def _plan(
         target_tpot_s=target_tpot_s,
         reason=(
             f"alpha {alpha:.3f} is the smallest for which a curve through the measured times reaches "
-            f"{target_tpot_s * 1e3:.4g} ms a token (SMoE, Eq. 5); at {nearest.alpha:g}, the nearest measured one, "
+            f"{target_tpot_s * 1e3:.4g} ms per token (SMoE, Eq. 5); at {nearest.alpha:g}, the nearest measured one, "
             f"a token took {nearest.tpot_s * 1e3:.2f} ms and the text lost {nearest.nats - points[0].nats:+.4f} nats a "
             f"token against alpha {points[0].alpha:g}"
         ),

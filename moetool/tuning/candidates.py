@@ -227,7 +227,7 @@ class Candidates:
             self._rows[budget] = rows
             for row in rows:
                 _LOG.info(
-                    "candidate %s in %d bytes: %d slots, decode hit rate %.4f, %.0f bytes and %s s a token",
+                    "candidate %s in %d bytes: %d slots, decode hit rate %.4f, %.0f bytes and %s s per token",
                     *(row.policy, budget, row.slots, row.decode.hit_rate, touched_bytes(row), tpot_s(row)),
                 )
         return {budget: best(self._rows[budget]) for budget in budgets if self._rows[budget]}

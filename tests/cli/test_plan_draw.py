@@ -25,7 +25,7 @@ def test_the_frontier_is_drawn(
     assert png.read_bytes().startswith(b"\x89PNG")
     words = {text.text for text in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")}
     assert {point["policy"] for point in plan.frontier} <= words
-    assert {"device memory, MB", "MB / decode token", "held out", "the plan"} <= words
+    assert {"device memory, MB", "MB/decode token", "held out", "the plan"} <= words
     first = svg.read_bytes()
     draw_frontier(svg, plan)
     assert svg.read_bytes() == first

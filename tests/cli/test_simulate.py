@@ -43,7 +43,7 @@ def test_modes_and_grids_side_by_side_are_drawn(run: Run, inputs: list[str], tmp
     code, out, err = run(*inputs, "--planner", "uniform,redundant", "--requests", 8, "--figure", svg)
     assert (code, err) == (0, "")
     assert out.index("uniform") < out.index("redundant") and f"drawn in {svg}" in out
-    assert "redundant" in svg.read_text() and "latency of a request" in svg.read_text()
+    assert "redundant" in svg.read_text() and "latency per request" in svg.read_text()
     sweeps = ("--sweep", "gpus=2,4", "--sweep", "seed=0,1")
     code, out, err = run(*inputs, "--planner", "redundant", "--requests", 4, *sweeps, "--figure", png, "--json")
     assert (code, err) == (0, "")

@@ -368,7 +368,7 @@ def test_a_disk_that_is_too_small_is_refused_at_once(
             pass
 
     with_free(10**8)
-    assert f"{len(LENGTHS)} prompts; rows take {row} bytes a token" in said[-1] and "may not" not in said[-1]
+    assert f"{len(LENGTHS)} prompts; rows take {row} bytes/token" in said[-1] and "may not" not in said[-1]
     with_free(least)
     assert "This may not fit" in said[-1]
     with pytest.raises(CapacityError, match="choose another --out"):

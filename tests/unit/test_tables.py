@@ -77,6 +77,25 @@ def test_texts_alone_are_folded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert max(map(len, _seen(capsys).splitlines())) <= 40
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_words_of_texts_stay_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    _on_terminal(monkeypatch, width)
+    row = ["compressed-tensors", "packed, unpacked for each product", "packed_linear.safetensors", "12,345"]
+    tables.print_table("", ["format", "in memory", "file", "bytes"], [row], num_text=3)
+    out = _seen(capsys)
+    assert max(map(len, out.splitlines())) <= width
+    for word in " ".join(row).split():
+        assert word in out
+
+
+def test_a_unit_stays_with_its_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _on_terminal(monkeypatch, 40)
+    tables.print_paragraph("hit rate of the last forwards in decode 42 % or 120 ms of 12.5 MB/s")
+    assert [line.split()[-1] for line in _seen(capsys).splitlines()] == ["decode", "MB/s"]
+
+
 def test_names_stay_whole_and_what_tells_rows_apart_is_in_every_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,21 +221,28 @@ def print_cluster_bench(made: ClusterBench) -> None:
         after = [share for at, share in zip(times, shares, strict=True) if at > changed_s]
         moved = sum(decision["made"] for decision in run.decisions)
         how = f"with migration ({moved} made)" if run.decisions else "without"
-        print(
+        tables.print_paragraph(
             f"tasks change servers, {how}: mean {run.mean_s:.3g} s ({run.between_s(0.0, changed_s):.3g} s before, "
             f"{run.between_s(changed_s, float('inf')):.3g} s after); local share {_percent(_mean(before))} before, "
             f"{_percent(_mean(after))} after, {_percent(shares[-1] if shares else None)} at the end"
         )
     slots = ", ".join(map(str, made.slots))
-    print(
+    tables.print_paragraph(
         f"{made.model}: {slots} of {made.total_experts} experts on {', '.join(made.tasks)}; an expert takes "
-        f"{made.expert_s * 1e6:,.0f} us for a token, so links carry {tables.count(made.even_bytes_s, 'B')}/s; "
-        f"{made.options.rounds} rounds of {made.options.requests} requests a server; "
+        f"{made.expert_s * 1e6:,.0f} us per token, so links carry {tables.count(made.even_bytes_s, 'B')}/s; "
+        f"{tables.numbered(made.options.rounds, 'round')} of "
+        f"{tables.numbered(made.options.requests, 'request')} per server; "
         f"{_WHERES[made.options.where]} on one machine; load "
-        f"{made.load_before} to {made.load_after}"
+        f"{_load(made.load_before)} to {_load(made.load_after)}"
     )
     if wrong := sum(row["other_texts"] for row in rows.values()):
-        print(f"{wrong} answers differ from the first to the same prompt: different requests shared their batches")
+        tables.print_paragraph(
+            f"{wrong} answers differ from the first to the same prompt: different requests shared their batches"
+        )
+
+
+def _load(average: float | None) -> str:
+    return "-" if average is None else f"{average:.1f}"
 
 
 def _print_latencies(made: ClusterBench, title: str, rows: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ def frontier_sketch(plan: CachePlan) -> Sketch:
     timed = all(point["tpot_used_s"] is not None for point in points)
     chosen_by, held_out = ("tpot_used_s", "tpot_held_out_s") if timed else ("bytes_used", "bytes_held_out")
     scale = 1e3 if timed else 1e-6
-    unit = "ms / decode token" if timed else "MB / decode token"
+    unit = "ms/decode token" if timed else "MB/decode token"
     memory_mb = [point["device_memory_bytes"] / 1e6 for point in points]
 
     def paint(figure: "Figure") -> None:

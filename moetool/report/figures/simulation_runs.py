@@ -64,7 +64,7 @@ def swept(runs: Sequence[Run], along: str) -> Sketch:
     return Sketch(
         key="swept",
         title=f"Latency and local compute share by {_AXES[along]} (as Prism's Figure 8)",
-        caption="Mean latency of a request, and the share of expert calls that the request's own server computes."
+        caption="Mean latency per request, and the share of expert calls that the request's own server computes."
         + _bands_of(runs),
         alt=f"Lines over {', '.join(values)} for {', '.join(series)}.",
         height=3.6,
@@ -103,7 +103,7 @@ def over_time(runs: Sequence[Run]) -> Sketch:
         panels[0].set(xlabel="simulated seconds", ylabel="computed locally, %")
         panels[0].set_ylim(bottom=0)
         panels[0].set_xlim(0, 1.05 * max((one.until_s for _, found in drawn for one in found.windows), default=1.0))
-        panels[1].set(xlabel="latency of a request, s", ylabel="requests, %")
+        panels[1].set(xlabel="latency per request, s", ylabel="requests, %")
         logarithmic(panels[1])
         panels[0].legend()
 
@@ -185,7 +185,7 @@ def by_planner(runs: Sequence[Run]) -> Sketch | None:
     return Sketch(
         key="by-planner",
         title=f"Latency relative to {names[0]} (as DIRECTOR's Figures 7, 10 and 11)",
-        caption="Mean latency of a request relative to the first planner, on the same requests." + _bands_of(runs),
+        caption="Mean latency per request relative to the first planner, on the same requests." + _bands_of(runs),
         alt="; ".join(
             f"{group + ': ' if group else ''}"
             + ", ".join(f"{name} {interval(row)[0]:.3f}" for name, row in made.items())
@@ -222,7 +222,7 @@ def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
     return Sketch(
         key="relative",
         title=f"Latency relative to {first}, by {_AXES[along]} (as DIRECTOR's Figure 9)",
-        caption="Mean latency of a request relative to the first planner, on the same requests." + _bands_of(runs),
+        caption="Mean latency per request relative to the first planner, on the same requests." + _bands_of(runs),
         alt="; ".join(
             f"{name}: {', '.join(f'{interval(row)[0]:.3f}' for row in rows)}" for name, rows in series.items()
         ),

@@ -28,7 +28,7 @@ class Options:
 
     Attributes:
         mode: who places.
-        before: prompt sets, one a server, of the first half of the requests.
+        before: prompt sets, one per server, of the first half of the requests.
         servers: prompt sets of the second half, and the GPUs of each server; of given traces each server gets the next
             one's first.
         initial: prompt sets, mixed, that the first placement is made from; of given traces the first.
