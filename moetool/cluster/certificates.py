@@ -1,4 +1,4 @@
-"""Certificates of a cluster: an authority of its own signs the key of each process, and TLS accepts no others.
+"""Certificates of a cluster: its own authority signs the key of each process, and TLS accepts no others.
 
 Connections are TLS 1.3 with certificates on both sides. A certificate has one name, `head`, `server-2`, `rank-0` or a
 process's mark; the part before the first `-` is its role. Keys and certificates are made by `openssl`.
@@ -79,7 +79,7 @@ class Identity:
         return self._context(ssl.PROTOCOL_TLS_CLIENT, certificate or self.authority)
 
     def answering(self) -> ssl.SSLContext:
-        """Settings of connections that this process accepts. Raises: as `calling`."""
+        """Settings of connections that this process accepts. Raises: see `calling`."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER, self.authority)
         context.num_tickets = 0  # no session is resumed
         return context
@@ -93,7 +93,7 @@ class Identity:
             with _as_file(self.certificate) as certificate, _as_file(self.key) as key:
                 context.load_cert_chain(certificate, key)
         except (OSError, ValueError) as error:
-            raise MoetoolError(f"the certificate or key of {self.name} cannot be used ({first_line(error)})") from None
+            raise MoetoolError(f"cannot use the certificate or key of {self.name} ({first_line(error)})") from None
         return context
 
 
@@ -122,7 +122,7 @@ class Authority:
             starts, ends: validity (default: two days ago, for ten years).
 
         Raises:
-            UsageError, MoetoolError: as `new`.
+            UsageError, MoetoolError: see `new`.
         """
         with _Openssl(name, starts, ends) as made:
             made.request()
@@ -133,13 +133,13 @@ class Authority:
 
 
 def self_signed(name: str, authority: str) -> Identity:
-    """A process's own key and certificate, which its callers know by content; the key leaves the process never.
+    """Make a process's own key and certificate, which its callers know by content; the key never leaves the process.
 
     Args:
         authority: certificate that signs those of its callers, PEM.
 
     Raises:
-        UsageError, MoetoolError: as `Authority.new`.
+        UsageError, MoetoolError: see `Authority.new`.
     """
     with _Openssl(name) as made:
         made.request()
@@ -153,7 +153,7 @@ def role_of(name: str) -> str:
 
 
 class _Openssl:
-    """Calls `openssl` in a folder of its own, which is removed at the end."""
+    """Calls `openssl` in a temporary folder, removed at the end."""
 
     def __init__(self, name: str, starts: datetime | None = None, ends: datetime | None = None) -> None:
         now = datetime.now(UTC)
@@ -207,7 +207,7 @@ class _Openssl:
             )
         except FileNotFoundError:
             raise UsageError(
-                "openssl is not installed, and a cluster's certificates are made with it; install it, e.g. with: "
+                "openssl is not installed, but a cluster's certificates need it; install it, e.g. with: "
                 "apt install openssl"
             ) from None
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -219,7 +219,7 @@ class _Openssl:
 
 @contextlib.contextmanager
 def _as_file(text: str) -> Iterator[str]:
-    """A name under which `text` can be read once; it is on no disk."""
+    """Yield a path from which `text` can be read once, without storing it on disk."""
     out, into = os.pipe()
     try:
         os.write(into, text.encode())  # a pipe takes 64 KiB at once

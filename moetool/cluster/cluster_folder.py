@@ -1,4 +1,4 @@
-"""A cluster's folder on its head's machine, from which the next head goes on with the servers of one that has gone."""
+"""A cluster's folder on its head's machine; after a head has ended, the next head takes over its servers from it."""
 
 import contextlib
 import hashlib
@@ -33,12 +33,12 @@ class ClusterFolder:
         above: folder of all clusters (default: in the user's cache folder).
 
     Attributes:
-        path: the folder, this user's alone.
+        path: the folder, accessible only to this user.
 
     Effects: makes the folder, and holds its lock until `close`.
 
     Raises:
-        UsageError: another head has it, it is not this user's alone, or the name is none for a folder.
+        UsageError: another head has it, other users can access it, or the name is not valid for a folder.
         MismatchError: its content is damaged.
     """
 
@@ -52,7 +52,7 @@ class ClusterFolder:
             self._held.enter_context(durable.alone(self.path))
         except UsageError:
             raise UsageError(
-                f"cluster {name} has a head, another moetool serve; end that first, or choose another name with "
+                f"cluster {name} already has a head, another moetool serve; stop it first, or choose another name with "
                 "--set cluster.name=NAME"
             ) from None
         except OSError as error:
@@ -72,7 +72,7 @@ class ClusterFolder:
             raise
 
     def identity(self, name: str) -> Identity:
-        """Key and certificate of a process, the same each time. Raises: MoetoolError: none can be made."""
+        """Key and certificate of a process, the same each time. Raises: MoetoolError: they cannot be made."""
         values = self._read()
         if name not in values["identities"]:
             values["identities"][name] = asdict(Authority(**values["authority"]).issue(name))
@@ -85,20 +85,20 @@ class ClusterFolder:
         return self.path / "scheduler.json"
 
     def log(self, server: str) -> Path:
-        """File for what a server's process has to say."""
+        """Log file of a server's process."""
         return self.path / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', server)}.log"
 
     def living(self) -> dict[str, ProcessRecord]:
-        """Processes that an earlier head has started and that serve, by server; the others are ended and forgotten."""
+        """Serving processes of an earlier head, by server; others are ended and forgotten."""
         kept = []
         for path in self._records():
             values = read_json(path, advice="remove it")
             try:
                 kept.append((path, str(values.pop("server")), ProcessRecord(**values)))
             except (KeyError, TypeError):
-                raise MismatchError(f"{path} is no record of a server's process; remove it") from None
+                raise MismatchError(f"{path} does not describe a server's process; remove it") from None
         found, head = {}, self.identity("head")
-        with ThreadPoolExecutor(max(1, len(kept))) as pool:  # those that are slow, at once
+        with ThreadPoolExecutor(max(1, len(kept))) as pool:  # slow ones in parallel
             answers = list(pool.map(lambda one: serves(one[2], head), kept))
         for (path, server, record), is_serving in zip(kept, answers, strict=True):
             if is_serving:
@@ -114,25 +114,25 @@ class ClusterFolder:
         return self.path / f"{n}{RECORD}"
 
     def keep(self, n: int, server: str, record: ProcessRecord) -> None:
-        """Keep where a server's process is."""
+        """Keep the address of a server's process."""
         durable.write_text(self.record_of(n), json.dumps({"server": server, **asdict(record)}) + "\n")
 
     def forget(self, n: int) -> None:
-        """A server's process has ended."""
+        """Forget a server's process that has ended."""
         self.record_of(n).unlink(missing_ok=True)
 
     def require_same(self, settings: Sequence[Any], living: Mapping[str, ProcessRecord]) -> None:
-        """Keep what servers are started with, or compare it with what those that live were.
+        """Keep the servers' settings, or compare them with those of living servers.
 
         Raises:
-            MismatchError: that was something else.
+            MismatchError: they differ.
         """
         found = hashlib.sha256(json.dumps([__version__, *to_plain(list(settings))]).encode()).hexdigest()
         values = self._read()
         if values["settings"] != found and living:
             pids = " ".join(f"{one.pid} on {one.host}" for one in living.values())
             raise MismatchError(
-                f"the servers of cluster {self.name} serve another model or plan, or with other options; end them "
+                f"the servers of cluster {self.name} run another model, plan or options; end them "
                 f"(processes {pids}), or choose another name with --set cluster.name=NAME"
             )
         self._write({**values, "settings": found})
@@ -143,7 +143,7 @@ class ClusterFolder:
         return sorted(path for path in self.path.glob("*.log") if path.stat().st_size)
 
     def close(self, keep_logs: bool = False) -> None:
-        """Give the lock back; remove the folder if no process is kept in it.
+        """Release the lock; remove the folder if it holds no process.
 
         Args:
             keep_logs: leave the folder with its logs, if there are any.
@@ -174,21 +174,21 @@ class ClusterFolder:
 
 
 def _holds(values: Any, kind: type[Authority] | type[Identity]) -> bool:
-    """Whether values from a file are those of a class: PEM each, and perhaps a name."""
+    """Whether values from a file fit a class: PEM texts, and possibly a name."""
     if not isinstance(values, dict) or set(values) != {one.name for one in fields(kind)}:
         return False
     return all(isinstance(one, str) and (name == "name" or one.startswith(_PEM)) for name, one in values.items())
 
 
 def _require_own(path: Path) -> None:
-    """Raises: UsageError: a folder is another user's, open to others, or none."""
+    """Raises: UsageError: a path is not a folder, belongs to another user, or is open to others."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise UsageError(f"{path} is no folder; remove it")
+        raise UsageError(f"{path} is not a folder; remove it")
     if found.st_uid != os.geteuid():
         raise UsageError(f"{path} belongs to user {found.st_uid}, expected {os.geteuid()}; set XDG_CACHE_HOME")
     if found.st_mode & 0o077:
         raise UsageError(
-            f"{path} has mode {found.st_mode & 0o777:o}, expected 700: others may know its keys; remove it, once no "
-            "server of it lives"
+            f"{path} has mode {found.st_mode & 0o777:o}, expected 700: others may know its keys; remove it after its "
+            "servers have ended"
         )

@@ -10,22 +10,22 @@ class ClusterOptions:
     """Options of `moetool serve --cluster … --set cluster.NAME=VALUE`.
 
     Attributes:
-        emulate_links: whether servers send to each other no faster than the plan's links allow.
-        call_timeout_s: seconds until a call to another server is given up and tried elsewhere.
-        hedge_s: until a call is tried elsewhere too, at least; longer where such calls take longer (`Peers.usual_s`).
-            0: never.
-        fetch_timeout_s: as `call_timeout_s`, for an expert that moves to another server.
-        last_resort: an expert that no server gives is read from the own disk for the event at hand; without it, the
-            forward fails.
-        slots: of each server's pool, 0: one for each expert that the plan's cluster gives it room for. With fewer, the
-            least recently used lie on its disk.
-        ping_s: how often each server is asked whether it is well.
-        hang_s: a server that does not answer for so long is killed and started anew.
-        start_timeout_s: for a server to read the model and to serve.
-        peer_port: where the first server listens for the others; the next has the next one (0: any free ones).
-        control_port: where the first server listens for the head; the next has the next one (0: any free ones).
-        name: of the cluster, by which the next head finds the servers of one that has gone (default: by `--port`).
-        orphan_s: a server that no head has called for so long ends by itself.
+        emulate_links: whether to limit traffic between servers to the plan's link rates.
+        call_timeout_s: seconds until a call to another server is aborted and repeated elsewhere.
+        hedge_s: least seconds until a call is also sent elsewhere; longer where such calls take longer
+            (`Peers.usual_s`). 0: never.
+        fetch_timeout_s: like `call_timeout_s`, for an expert that moves to another server.
+        last_resort: an expert that no server gives is read from the worker's own disk for the current event; without
+            it, the forward fails.
+        slots: slots of each server's pool; 0: one per expert that fits in the plan's cluster. With fewer, the least
+            recently used experts stay on disk.
+        ping_s: seconds between health checks of each server.
+        hang_s: seconds without an answer after which a server is killed and restarted.
+        start_timeout_s: seconds for a server to read the model and start serving.
+        peer_port: port of the first server for other servers; the next server has the next port (0: any free ones).
+        control_port: port of the first server for the head; the next server has the next port (0: any free ones).
+        name: name of the cluster, by which the next head finds the servers of an earlier one (default: by `--port`).
+        orphan_s: seconds without a call from a head after which a server ends.
     """
 
     emulate_links: bool = False

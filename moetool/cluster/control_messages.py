@@ -27,7 +27,7 @@ def send_message(connection: FrameConnection, message: Mapping[str, Any], by: fl
     """Send a message.
 
     Args:
-        by: when it must have gone, on the clock of `time.monotonic` (default: as its size asks).
+        by: deadline of the sending, on the clock of `time.monotonic` (default: as its size asks).
 
     Raises:
         LinkError: the other end does not take it.
@@ -43,7 +43,7 @@ def receive_message(connection: FrameConnection, by: float | None = None) -> dic
     """The next message.
 
     Args:
-        by: when it must be here; None: whenever it comes.
+        by: deadline of its arrival; None: no deadline.
 
     Raises:
         LinkError: there is none, not in time, or it cannot be read.
@@ -110,5 +110,5 @@ def from_plain(value: Any) -> Any:
     module, _, name = content.partition(":")
     found = getattr(importlib.import_module(module), name) if module.startswith("moetool.") else None
     if not (isinstance(found, type) and is_dataclass(found)):
-        raise ValueError(f"{content} is no class of moetool's values")
+        raise ValueError(f"{content} is not one of moetool's value classes")
     return found(**{name: from_plain(one) for name, one in value["fields"].items()})

@@ -34,7 +34,7 @@ class LinkError(MoetoolError):
 
 
 class Lost(LinkError):
-    """The connection ended: the peer may have gone, and another connection may find it."""
+    """The connection ended: the peer may have ended, and a new connection may reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class FrameConnection:
         self._lock = threading.Lock()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # an idle peer whose machine has gone is noticed
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices an idle peer whose machine is down
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
@@ -76,10 +76,10 @@ class FrameConnection:
         """Send what `pack` has made, and the parts after it.
 
         Args:
-            by: when it must have gone, on the clock of `time.monotonic`.
+            by: deadline of the sending, on the clock of `time.monotonic`.
 
         Raises:
-            Lost: the peer has gone.
+            Lost: the peer has ended.
             LinkError: not in time.
         """
         if sum(map(len, parts)) <= _JOINED_BYTES:
@@ -111,7 +111,7 @@ class FrameConnection:
         self._fill(memoryview(frame)[1:], by)
         magic, head_bytes, body_bytes = _FRAME.unpack(frame)
         if magic != _MAGIC:
-            raise LinkError("the peer sent something that is no message")
+            raise LinkError("the peer sent something other than a message")
         if head_bytes > _HEAD_BYTES or body_bytes > self._limit_bytes:
             raise LinkError(
                 f"the peer sent a message of {head_bytes:,} and {body_bytes:,} bytes, expected at most {_HEAD_BYTES:,} "

@@ -1,4 +1,4 @@
-"""The workers of a cluster: processes of their own, one a server, started, called, watched and restarted by a head.
+"""The workers of a cluster: one process per server, started, called, watched and restarted by a head.
 
 `local:N` has them on this machine. On several, Ray starts them, each on its machine, and ends those that hang; it takes
 no part in what they do, and they outlive it. The head calls them over connections of their own
@@ -145,7 +145,7 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """Behaviour of workers whose head has gone.
+    """Behaviour of workers whose head has ended.
 
     Attributes:
         folder: of the cluster, where the next head finds them; None: none does.
@@ -281,7 +281,7 @@ class Workers:
             self._detached.folder.forget(n)
 
     def watch(self, n: int, on_death: Callable[[int], None]) -> None:
-        """Call `on_death(n)`, on another thread, when the present process of a worker ends by itself."""
+        """Call `on_death(n)`, on another thread, when the present process of a worker ends unasked."""
         self._link(n).when_ended(lambda: on_death(n))
 
     def close(self) -> None:

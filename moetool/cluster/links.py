@@ -15,7 +15,7 @@ class Bucket:
 
     Args:
         bytes_s: rate at which tokens come.
-        latency_s: that every message takes besides.
+        latency_s: added to every message.
         clock, sleep: of the time that it goes by.
     """
 
@@ -33,7 +33,7 @@ class Bucket:
         self._free_at = -float("inf")  # when all that was sent would be over, sent at the rate
 
     def take(self, num_bytes: int, by: float) -> None:
-        """Wait until so many bytes would have arrived. Raises: LinkError, at the time `by`, if that is later."""
+        """Wait until this many bytes would have arrived. Raises: LinkError, at the time `by`, if that is later."""
         with self._lock:
             now = self._clock()
             self._free_at = max(now, self._free_at) + num_bytes / self._bytes_s

@@ -85,11 +85,11 @@ class Acceptor:
                 continue
             try:
                 self._take(FrameConnection(sock, self._limit_bytes), str(caller[0]))
-            except (OSError, RuntimeError):  # it has gone already, or there is no room for a thread: others will come
+            except (OSError, RuntimeError):  # it has ended already, or no thread can be started: others will come
                 sock.close()
 
     def _take(self, connection: FrameConnection, caller: str) -> None:
-        """Serve a connection on a thread of its own. Raises: RuntimeError: none can be started."""
+        """Serve a connection on its own thread. Raises: RuntimeError: none can be started."""
         with self._lock:
             if self._closed:
                 connection.close()
@@ -113,8 +113,8 @@ class Acceptor:
             if self._admit(connection):
                 connection.welcome(by)
                 self._serve_peer(connection)
-        except LinkError as error:  # the caller has gone, or was none, and knows
-            _LOG.debug("a peer on port %d is gone: %s", self.address[1], error)
+        except LinkError as error:  # the caller has ended, or was not a peer
+            _LOG.debug("a peer on port %d has disconnected: %s", self.address[1], error)
         finally:
             with self._lock:
                 self._open.pop(connection, None)

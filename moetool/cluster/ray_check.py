@@ -52,7 +52,7 @@ class HeadAnswer:
     """A head's answer.
 
     Attributes:
-        asks_token: whether it lets nobody in without one.
+        asks_token: whether it requires a token.
         versions: of Python and Ray there.
         machines: that have joined and live.
     """
@@ -87,7 +87,7 @@ def ask_head(address: str, *, machines: bool = False, within_s: float = ANSWER_S
     Effects: starts a process, for at most `within_s`.
 
     Raises:
-        UsageError: nobody answers, it is no Ray head, or it refuses this machine; in one line, with what to do.
+        UsageError: no answer, not a Ray head, or it refuses this machine; in one line, with what to do.
     """
     require_reach(address)
     command = [sys.executable, "-m", "moetool.cluster.ray_check", address, *(["machines"] if machines else [])]
@@ -119,7 +119,7 @@ def ask_head(address: str, *, machines: bool = False, within_s: float = ANSWER_S
 
 
 def require_reach(address: str) -> None:
-    """Raises: UsageError: nobody takes connections at HOST:PORT."""
+    """Check that HOST:PORT accepts connections. Raises: UsageError: it does not."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
@@ -195,7 +195,7 @@ def check_cluster(address: str) -> list[ClusterCheck]:
         return [reached, ClusterCheck(name="token", value=source or "none", meaning=str(error), good=False)]
     token = ClusterCheck(
         name="token",
-        value=f"accepted, from {source}" if answer.asks_token else "not asked for",
+        value=f"accepted, from {source}" if answer.asks_token else "not required",
         meaning="the head lets only machines in that have it"
         if answer.asks_token
         else f"anyone who reaches the head controls it; start it again with: {START}",
@@ -214,7 +214,7 @@ def _compare(answer: HeadAnswer) -> list[ClusterCheck]:
         others = [f"{found} on {where}" for where, found in sorted(there.items()) if found != version]
         means = f"found {', '.join(others)}; install the same everywhere" if others else "the same on all that answered"
         checks.append(
-            ClusterCheck(name=name, value=f"{version} here", meaning=means if there else "nobody to compare with yet",
+            ClusterCheck(name=name, value=f"{version} here", meaning=means if there else "no other machine yet",
                          good=not others if there else None)
         )  # fmt: skip
     here = any(is_here(machine.address) for machine in answer.machines)

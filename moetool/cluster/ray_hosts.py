@@ -14,7 +14,7 @@ _HEAD = "node:__internal_head__"
 
 
 def choose(name: str, before: str | None, taken: Collection[str | None], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The machine for a server: the one it was on, the one with its name, or the first that is nobody's.
+    """The machine for a server: its former one, the one with its name, or the first free one.
 
     Once a machine has the name of a server, the head's is nobody's only if it is asked for by name: else a server
     whose machine is late, or has gone, would begin on the head's, away from its users, and stay there.
@@ -53,7 +53,7 @@ def choose(name: str, before: str | None, taken: Collection[str | None], nodes: 
 
 
 def head_of(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The address of the head's machine, as it is known to the machines that have joined.
+    """The address of the head's machine, as the joined machines know it.
 
     Whoever starts a cluster may call the head 127.0.0.1, which to every other machine is itself.
 

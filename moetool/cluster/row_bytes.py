@@ -36,7 +36,7 @@ def rows_bytes(rows: Mapping[int, torch.Tensor]) -> memoryview:
 
 
 def read_rows(head: Mapping[str, Any], parts: Sequence[Any], spec: ModelSpec) -> dict[int, torch.Tensor]:
-    """The rows of a message, by expert; each in memory of its own, aligned as torch aligns it.
+    """The rows of a message, by expert; each in its own memory, aligned as torch aligns it.
 
     Alignment matters: kernels are chosen by it, and may add in another order if it differs.
 

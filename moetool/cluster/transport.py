@@ -29,12 +29,12 @@ class CallRefused(MoetoolError):
 
 
 class Listener:
-    """Answers the calls of peers, each connection on a thread of its own.
+    """Answers the calls of peers; each connection has its own thread.
 
     Args:
         sock: bound and listening.
         identity: of this server.
-        handle: gives the answer to a message. An error that it raises is told to the caller.
+        handle: returns the answer to a message. The caller gets an error that it raises.
         links: of this server: answers go over them.
         limit_bytes: of a message.
         rest_s: in which a message that has begun must be here, and an answer taken.
@@ -85,7 +85,7 @@ class Listener:
 
 
 class Channel:
-    """Calls to one server, one after the other, over one connection and on a thread of its own.
+    """Calls to one server, one after another, over one connection and on its own thread.
 
     Args:
         server: number of the called one, and
@@ -119,7 +119,7 @@ class Channel:
         self._thread.start()
 
     def call(self, head: Mapping[str, Any], parts: Sequence[Any] = (), *, timeout_s: float) -> "Future[Frame]":
-        """Ask for something; the answer comes in the future.
+        """Send a request; the future receives the answer.
 
         Raises (the future):
             Refused: the peer said why not.
@@ -179,7 +179,7 @@ class Channel:
 
     def _exchange(self, data: bytes, parts: Sequence[Any], by: float) -> Frame:
         if self._closed:
-            raise LinkError("it is no longer called")
+            raise LinkError("the connection to it is closed")
         connection = self._connection or self._connect(by)
         connection.send(data, parts, by)
         return connection.receive(by)

@@ -80,7 +80,7 @@ class WorkerLink:
         _ask(self.record, self._context, {"do": "end"}, time.monotonic() + timeout_s)
 
     def when_ended(self, told: Callable[[], None]) -> None:
-        """Call this once when the process ends by itself, on a thread of this class."""
+        """Call this once when the process ends unasked, on a thread of this class."""
         with self._lock:
             if not self._ended.is_set():
                 self._on_end.append(told)
@@ -103,7 +103,7 @@ class WorkerLink:
             self._on_end.clear()
 
     def _hold(self) -> None:
-        """Be connected until the process has gone."""
+        """Stay connected until the process has ended."""
         while not self._ended.is_set():
             try:
                 connection = _dial(self.record, self._context, time.monotonic() + HANDSHAKE_S)
@@ -175,7 +175,7 @@ def _dial(record: ProcessRecord, context: ssl.SSLContext, by: float) -> FrameCon
 
 
 def _ask(record: ProcessRecord, context: ssl.SSLContext, message: Mapping[str, Any], by: float) -> Any:
-    """Call a process. Raises: LinkError; what it has raised."""
+    """Call a process. Raises: LinkError, or the error that the process raised."""
     connection = _dial(record, context, by)
     try:
         send_message(connection, message, by)

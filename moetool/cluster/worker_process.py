@@ -1,4 +1,4 @@
-"""The process of a worker: builds it, answers its head, and ends by itself once no head has been there for a while.
+"""The process of a worker: builds it, answers its head, and ends when no head has called for a while.
 
 It is in a session of its own and needs nothing of who started it: it outlives its head, and another may call it.
 """
@@ -38,7 +38,7 @@ _END_S = 20.0
 """For a worker to close; then its process ends all the same."""
 _START_S = 60.0
 _DETACH = ("sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh")
-"""Has a shell run a command in the background and end: the command is then nobody's child."""
+"""Has a shell start a command in the background and end, so that the command has no parent here."""
 RECORD = ".worker.json"
 """End of the names of records in a cluster's folder."""
 
@@ -108,7 +108,7 @@ class WorkerProcess:
         self._acceptor = Acceptor(sock, identity, ("head",), self._serve, limit_bytes=MOST_BYTES)
 
     def run(self) -> None:
-        """Serve until a head says so, or none has been there for too long."""
+        """Serve until a head ends it, or none has called for too long."""
         while not self._over.wait(_TICK_S):
             with self._lock:  # a call that hangs does not stand for a head that has gone
                 now, is_led = time.monotonic(), any(head.is_open for head in self._heads)

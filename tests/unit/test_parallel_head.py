@@ -447,7 +447,7 @@ def test_a_rank_without_a_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, lo
     assert logged[0] == "GPU 1 of generation 1 left; 1 remain"
     assert "GPU 1 lost its machine" in logged[1]
     assert head.problems == ["GPU 1 has no machine; continuing without it"] and head.state == "ready"
-    with pytest.raises(MoetoolError, match="all ranks are gone"):
+    with pytest.raises(MoetoolError, match="all ranks have ended"):
         batches.step("gone", (0, channels[0]))
         batches.step(*batches.events.get(timeout=10))
     batches.ranks.dismiss()

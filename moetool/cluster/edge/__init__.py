@@ -1,1 +1,1 @@
-"""Edge mode (Prism): servers with requests and experts of their own, which call one another for the rest."""
+"""Edge mode (Prism): each server has its own requests and experts, and calls other servers for the rest."""

@@ -34,8 +34,8 @@ class DashboardOptions:
     """Options of `--set dashboard.NAME=VALUE`.
 
     Attributes:
-        host: that the page is served on.
-        port: 0: any free port; -1: no page (default: 8090, or any free port where that is taken).
+        host: address of the page.
+        port: 0: any free port; -1: no page (default: 8090, or any free port if that is taken).
     """
 
     host: str = "127.0.0.1"
@@ -47,19 +47,19 @@ class DashboardOptions:
 
 
 class Dashboard:
-    """Serves one page, and its numbers as /state.json. It takes nothing but GET, and changes nothing.
+    """Serves one page, and its numbers as /state.json. It accepts only GET and changes nothing.
 
-    There is no login: whoever reaches the port may read it, but web pages of other sites may not (`OriginRules`).
+    There is no login: anyone who reaches the port may read it, but web pages of other sites may not (`OriginRules`).
 
     Args:
         snapshot: the state as a JSON object (`moetool.cluster.edge.scheduler.Scheduler.snapshot`).
-        port: 0: any free port (default: 8090, or any free port where that is taken).
-        allowed_hosts: further names that it is asked for by.
+        port: 0: any free port (default: 8090, or any free port if that is taken).
+        allowed_hosts: further host names under which it may be requested.
 
     Effects: a thread, until `close`.
 
     Raises:
-        UsageError: the address cannot be had.
+        UsageError: the address is not available.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Dashboard:
 class _Handler(BaseHTTPRequestHandler):
     snapshot: Callable[[], dict[str, Any]]
     rules: OriginRules
-    timeout = 10.0  # of a client that sends half a request
+    timeout = 10.0  # of a client that stops in the middle of a request
     server_version, sys_version = "moetool", ""
 
     def do_GET(self) -> None:
@@ -116,13 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse without an echo of what was asked."""
+        """Refuse a request without repeating its content."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self.close_connection = True
         self._answer(status, "text/plain", f"{status.phrase}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a page asks every two seconds."""
+        """Log nothing: a page polls every two seconds."""
 
     def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)

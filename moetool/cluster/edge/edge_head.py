@@ -1,7 +1,7 @@
-"""The head of a cluster of edge servers: starts them, tells each who holds what, and mends what breaks.
+"""The head of a cluster of edge servers: starts them, tells each where experts are, and repairs failures.
 
-It carries no token and no tensor. While it is gone the servers go on as they are: nobody starts one anew or moves
-experts. The next head takes them over with the placement that they have.
+It carries no tokens and no tensors. Without it the servers go on unchanged: none is restarted and no expert moves. The
+next head takes them over with their placement.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ENDED = "its process has ended"
-_TELL_S = 10.0  # for a worker to take in who holds what
-RESTART_S = (1.0, 10.0)  # after the first start that failed, and at most
+_TELL_S = 10.0  # for a worker to receive the table of experts
+RESTART_S = (1.0, 10.0)  # after the first failed start, and at most
 
 
 class Processes(Protocol):
-    """The workers' processes, one a server, as `moetool.cluster.launch.Workers` has them."""
+    """The workers' processes, one per server, like `moetool.cluster.launch.Workers`."""
 
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any: ...
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None: ...
@@ -41,10 +41,10 @@ class Processes(Protocol):
 
 
 class MigrationScheduler(Protocol):
-    """Decides about migrations.
+    """Decides on migrations.
 
     Attributes:
-        tick_s: how often it is asked.
+        tick_s: seconds between calls.
     """
 
     tick_s: float
@@ -52,8 +52,7 @@ class MigrationScheduler(Protocol):
     def on_tick(self, head: "EdgeHead") -> None:
         """Look at `head.stats()` and `head.held()`, and `move` experts.
 
-        Called on a thread of its own, not before the last call has returned. An error is narrated, and the next tick
-        comes.
+        Called on a separate thread, after the last call has returned. An error is narrated, and ticks continue.
         """
         ...
 
@@ -61,18 +60,18 @@ class MigrationScheduler(Protocol):
 class EdgeHead:
     """Starts, watches and restarts the servers of a cluster, and moves experts between them.
 
-    It knows what every server holds, and that is what servers are told. A server that dies, or does not answer for
-    `hang_s`, is taken out of the table; experts that nobody else holds are adopted by servers with room, from their
-    disks; then it is restarted with its experts of the placement in force, and the adopted ones are dropped.
+    It knows the experts of every server, and tells the servers. A server that dies, or does not answer for `hang_s`, is
+    removed from the table. Servers with free capacity adopt experts that no other server holds, from their disks. Then
+    the server is restarted with its experts of the current placement, and adopted ones are dropped.
 
     Methods may be called from any thread.
 
     Args:
-        processes: for each server the one that was started with its settings.
-        settings: of each server.
-        names: of the servers.
-        narrate: is given a line about what happens.
-        scheduler: decides about migrations; without one, experts stay where the plan has them.
+        processes: each server's process, started with its settings.
+        settings: settings of each server.
+        names: names of the servers.
+        narrate: prints a line about events.
+        scheduler: decides on migrations; None: experts stay as planned.
 
     Effects: `start` starts threads; `close` ends them and the processes.
     """
@@ -99,7 +98,7 @@ class EdgeHead:
         self._counting = threading.Lock()
         self._moves_begun = self._moves_under_way = 0
         self._telling = [threading.Lock() for _ in settings]
-        self._told = [-1] * len(settings)  # version of the table that each has heard
+        self._told = [-1] * len(settings)  # version of the table that each has received
         self._died = [threading.Event() for _ in settings]
         self._closing = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -107,14 +106,14 @@ class EdgeHead:
     # -- the cluster's life --------------------------------------------------------------------------------------
 
     def start(self, *, taken_over: bool = False) -> list[WorkerInfo]:
-        """Wait until every server that has a machine serves, and tell each who holds what.
+        """Wait until every server with a machine serves, and send the table of experts to each.
 
-        The others are started when their machines join; until then their experts are elsewhere.
+        The others start when their machines join; until then their experts are elsewhere.
 
         Args:
-            taken_over: some have been there before this head: whatever is wrong with others, these serve on.
+            taken_over: some servers come from an earlier head: they go on serving if others fail.
 
-        Raises: as the first worker that could not be started, unless some were taken over.
+        Raises: the error of the first worker that failed to start, unless some were taken over.
         """
 
         def ask(n: int) -> WorkerInfo | None:
@@ -159,15 +158,15 @@ class EdgeHead:
     # -- for schedulers -----------------------------------------------------------------------
 
     def infos(self) -> list[WorkerInfo | None]:
-        """Each server's own description; None while it is gone."""
+        """Each server's own description; None while it is down."""
         return self._table.infos()
 
     def held(self) -> list[frozenset[Place]]:
-        """Experts that each server holds, those adopted for a lost server included."""
+        """Experts of each server, including those adopted for a lost server."""
         return self._table.held()
 
     def holders(self) -> Holders:
-        """Expert placement, as servers are told."""
+        """Expert placement, as sent to servers."""
         return self._table.holders()
 
     def stats(self) -> list[WorkerStats | None]:
@@ -175,9 +174,9 @@ class EdgeHead:
         return self._each("stats", timeout_s=self._options.hang_s)
 
     def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
-        """Have a server hold an expert from now on, and tell all of it.
+        """Have a server hold an expert from now on, and tell all servers.
 
-        Raises: as `PlacedRuntime.adopt` of the server, and MoetoolError where the server is not there.
+        Raises: errors of the server's `PlacedRuntime.adopt`; MoetoolError: the server is down.
         """
         with self._moving():
             moved: ArrivedExpert = self._ask(server, "adopt", layer, expert, source)
@@ -190,10 +189,10 @@ class EdgeHead:
         return moved
 
     def drop(self, server: int, layer: int, expert: int) -> None:
-        """Have a server hold an expert no longer: all are told first.
+        """Have a server drop an expert; all servers are told first.
 
         Raises:
-            MoetoolError: nobody else holds it now, or the server is not there.
+            MoetoolError: no other server holds it now, or the server is down.
         """
         with self._moving():
             self._table.move_out(server, (layer, expert))
@@ -202,17 +201,18 @@ class EdgeHead:
         _LOG.info("server %s dropped expert %d of MoE layer %d", self.names[server], expert, layer)
 
     def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
-        """Have servers drop experts, all at once, and then hold others; all are told before the drops and at the end.
+        """Have servers drop experts in parallel, and then hold others; all servers are told before the drops and at the
+        end.
 
         Args:
-            drops: (server, place); one is refused where nobody else has the expert.
+            drops: (server, place); a drop is refused where no other server has the expert.
             copies: (server, place, source); -1: the server's own disk.
         """
         with self._moving():
             return self._move(drops, copies)
 
     def publish(self) -> None:
-        """Tell all servers who holds what; returns when those that are there have heard it."""
+        """Send the table of experts to all servers; returns when all running ones have received it."""
         self._table.holders(newer=True)
         _at_once(self._tell, len(self.names))
 
@@ -251,7 +251,7 @@ class EdgeHead:
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:
-        """Experts are on the move: what servers hold and what the table says may differ."""
+        """Whether experts are being moved: the table and what servers hold may differ."""
         with self._counting:
             self._moves_begun += 1
             self._moves_under_way += 1
@@ -305,7 +305,7 @@ class EdgeHead:
         return self._call(n, method, *args, timeout_s=self._options.fetch_timeout_s + _TELL_S)
 
     def _ask_each(self, method: str, asked: Mapping[int, list[Any]]) -> dict[tuple[int, tuple[Any, ...]], Any]:
-        """Call a method of servers at once; by server and what was asked its answer, or the error in place of it."""
+        """Call a method of several servers in parallel; returns answers or errors by server and argument."""
 
         def ask(i: int) -> Any:
             try:
@@ -320,7 +320,7 @@ class EdgeHead:
         }
 
     def _each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every server that is there, at once; None for those that do not answer."""
+        """Call a method of every running server in parallel; None for those that do not answer."""
 
         def ask(n: int) -> Any:
             try:
@@ -340,7 +340,7 @@ class EdgeHead:
         self._died[n].set()
 
     def _supervise(self, n: int, is_there: bool) -> None:
-        """The life of one server: ask whether it is well; when it is not, mend."""
+        """Supervise one server: check its health, and repair it after a failure."""
         if not is_there:
             self._bring_back(n)
         while not self._closing.is_set():
@@ -362,13 +362,13 @@ class EdgeHead:
             self._bring_back(n)
 
     def _lose(self, n: int) -> None:
-        """Take a server out of the table, and give its experts another place."""
+        """Remove a server from the table, and place its experts elsewhere."""
         self._table.lost(n)
         self.publish()
         self._cover()
 
     def _cover(self) -> None:
-        """Have experts that nobody holds adopted, from disk, by servers with room, or that give up a replica for it."""
+        """Have servers with capacity, or with a replica to drop, adopt unplaced experts from disk."""
         with self._mending, self._moving():
             missing = self._table.uncovered()
             count = sum(self._adopt_somewhere(at) for at in missing)
@@ -398,7 +398,7 @@ class EdgeHead:
         return False
 
     def _make_room(self, server: int) -> bool:
-        """Have a server give up an expert that another has too; it gets it back by `_restore`."""
+        """Have a server drop an expert that another also holds; `_restore` brings it back."""
         if (spare := self._table.give_up_spare(server)) is None:
             return False
         self.publish()
@@ -409,10 +409,10 @@ class EdgeHead:
         return True
 
     def _bring_back(self, n: int) -> None:
-        """Start a server anew until it serves, and give it its experts back."""
+        """Restart a server until it serves, and give it its experts back."""
         wait, most = RESTART_S
         waits_for_machine = False
-        port = self._ports[n]  # its users find it where it was, if nobody has taken that
+        port = self._ports[n]  # the same port for its users, if it is still free
         while not self._closing.is_set():
             settings = replace(self._settings[n], held=self._table.home(n), port=port)
             try:
@@ -435,7 +435,7 @@ class EdgeHead:
             wait = min(most, 2 * wait)
         else:
             return
-        _LOG.info("server %s is started again as %s", self.names[n], info.peer)
+        _LOG.info("server %s is restarted as %s", self.names[n], info.peer)
         came = "is back on" if self._was_there[n] else "has joined and serves on"
         self._narrate(f"server {self.names[n]} {came} {info.url}/v1 with {len(info.held)} experts")
         self._arrived(info)
@@ -443,12 +443,12 @@ class EdgeHead:
         self._restore()
 
     def _restore(self) -> None:
-        """After a server is back: drop experts adopted for it, and bring back those given up for them."""
+        """After a server is back, drop experts adopted for it, and restore those dropped for them."""
         with self._mending, self._moving():
             if back := self._table.take_back():
                 self.publish()
             for server, at in back:
-                with contextlib.suppress(MoetoolError):  # it may have gone, and the expert with it
+                with contextlib.suppress(MoetoolError):  # it may have ended and lost the expert
                     self._ask(server, "drop", *at)
             missing = self._table.missing()
             for server, at, source in missing:
@@ -463,14 +463,14 @@ class EdgeHead:
         while not self._closing.wait(self._scheduler.tick_s):
             try:
                 self._scheduler.on_tick(self)
-            except Exception as error:  # a server died meanwhile, say: the next tick sees the new state
+            except Exception as error:  # e.g. a server died: the next tick sees the new state
                 self._narrate(f"the scheduler: {type(error).__name__}: {first_line(error)}")
 
 
 def _at_once(work: Callable[[int], T], count: int) -> list[T]:
-    """Results of `work` for each number below `count`, each on a thread of its own that is not joined.
+    """Results of `work` for each number below `count`, each on a separate thread that is not joined.
 
-    Raises: the exception of the first of them.
+    Raises: the first one's exception.
     """
     results: list[Future[T]] = [Future() for _ in range(count)]
 

@@ -12,12 +12,12 @@ from moetool.types import ModelSpec
 
 
 class Holding:
-    """Experts in a pool that come and go while others are computed.
+    """Experts in a pool that can be added and removed while others are computed.
 
     Args:
         server: its number, for messages.
-        held: (layer, expert) that are here from the start.
-        capacity: how many may be. Those that the pool has no slot for are read from disk when they are needed.
+        held: (layer, expert) held from the start.
+        capacity: most experts held. Experts without a slot are read from disk on demand.
 
     Attributes:
         computing: lock on pool and store, never held while waiting for another server.
@@ -25,7 +25,7 @@ class Holding:
     Effects: reads the held experts into the pool before it returns.
 
     Raises:
-        CapacityError: more is held than the capacity.
+        CapacityError: `held` exceeds the capacity.
         MoetoolError: an expert cannot be read.
     """
 
@@ -40,7 +40,7 @@ class Holding:
     ) -> None:
         if len(held) > capacity:
             raise CapacityError(
-                f"server {server} is to hold {len(held)} experts and has room for {capacity}; plan again with: "
+                f"server {server} should hold {len(held)} experts but has room for {capacity}; make a new plan: "
                 "moetool plan placement"
             )
         self.capacity = capacity
@@ -64,13 +64,13 @@ class Holding:
         """Hold an expert from now on.
 
         Args:
-            fetch: gives its bytes from elsewhere, or None; they are then read from disk.
+            fetch: returns its bytes from another server, or None to read them from disk.
 
         Returns:
-            Whether the bytes came from elsewhere, and how many there were: 0 where it is held already.
+            Whether the bytes came from another server, and their number: 0 if it is held already.
 
         Raises:
-            CapacityError: no room.
+            CapacityError: the capacity is used up.
             MoetoolError: it cannot be read.
         """
         with self._changing:
@@ -97,13 +97,13 @@ class Holding:
                 self._pool.forget(key)
 
     def give_back(self, keys: Collection[int]) -> None:
-        """Let go of experts that are in the pool and not held. The caller has the lock `computing`."""
+        """Evict experts from the pool that are not held. The caller has the lock `computing`."""
         for key in keys:
             if key not in self._held:
                 self._pool.forget(key)
 
     def bytes_of(self, key: int) -> torch.Tensor:
-        """A copy of an expert, from the pool, or from disk if it is not in it. Raises: MoetoolError."""
+        """Copy an expert, from the pool, else from disk. Raises: MoetoolError."""
         with self.computing:
             slot = self._pool.slot_of.get(key)
             if slot is not None:
@@ -111,7 +111,7 @@ class Holding:
         return self._read(key)
 
     def _read(self, key: int) -> torch.Tensor:
-        """The bytes of an expert from the own disk. Raises: MoetoolError where that fails twice."""
+        """Read an expert from the server's own disk. Raises: MoetoolError: the read failed twice."""
         data = torch.zeros(self._store.files.slot_bytes, dtype=torch.uint8)
         try:
             self._store.files.read_into(key, data)

@@ -30,7 +30,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """As `Chronicle.to_json` writes it."""
+    """Format of `Chronicle.to_json`."""
 
     window_s: float
     began_s: float | None
@@ -45,9 +45,9 @@ class _Kept:
 
 
 class Chronicle:
-    """Counts of every report, in windows of time.
+    """Counts of all reports, in time windows.
 
-    Of long runs pairs of neighbouring windows are joined, so that there are never more than 240.
+    In long runs neighbouring windows are merged in pairs, so that there are at most 240.
 
     Args:
         window_s: length of a window at the beginning.
@@ -97,13 +97,13 @@ class Chronicle:
 
     @property
     def local(self) -> float | None:
-        """Share of expert calls computed locally, of all that were counted; None before any was."""
+        """Local compute share of all counted expert calls; None before the first."""
         local = sum(sum(window["local"]) for window in self._windows)
         calls = local + sum(sum(window["remote"]) for window in self._windows)
         return local / calls if calls else None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `restore` goes on from it."""
+        """A JSON object, which `restore` reads."""
         return {
             "window_s": self._window_s,
             "began_s": self._began_s,
@@ -118,7 +118,7 @@ class Chronicle:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on where `to_json` was, of the same number of servers. Raises: MismatchError, UsageError: it was not."""
+        """Restore a state of `to_json` with as many servers. Raises: MismatchError, UsageError: it does not fit."""
         kept = parse(_Kept, values, "chronicle")
         count = self._num_servers
         require_plain("chronicle", asdict(kept))
@@ -145,7 +145,7 @@ class Chronicle:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """As `to_json`, with percentiles in place of the latencies."""
+        """Like `to_json`, with percentiles instead of latencies."""
         values = self.to_json()
         requests = values.pop("request_s")
         values["latency"] = [

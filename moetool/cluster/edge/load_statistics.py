@@ -15,29 +15,29 @@ _FOLDS = 4
 _TRACE = 1e-6
 _OLDER_MOVES = 0.8
 _MOST = 1e18
-"""Tokens, bytes or seconds that a state may hold: sums and products of them stay finite."""
+"""Largest tokens, bytes or seconds in a state, so that sums and products stay finite."""
 
 
 class Statistics:
-    """Live statistics of each server, as a plan wants them.
+    """Live statistics of each server, in the form of a plan's inputs.
 
-    What is routed and called is summed since the placement last changed, and decays: after `half_life_s` it counts
-    half. Time is cut into blocks, and the routes of every fourth are kept apart, so that a placement made from the
-    other three can be judged by them: made and judged from the same tokens, any placement looks better than the one in
-    force. Blocks have to be longer than requests, which are otherwise on both sides.
+    Routes and calls are summed since the last change of placement and decay with `half_life_s`. Time is split into
+    blocks, and the routes of every fourth block are held out to judge a placement made from the others: on its own
+    tokens any placement looks better than the current one. Blocks must be longer than requests, which would otherwise
+    be on both sides.
 
     Args:
         num_servers: numbered as in the plan's cluster.
-        half_life_s: 0: nothing is forgotten but by `changed`.
+        half_life_s: half-life of counts; 0: no decay.
         block_s: length of a block.
-        compute_s: how long seconds of computing are summed until they replace those of before.
+        compute_s: window of compute time, after which it replaces the previous value.
 
     Attributes:
-        since_s: when the placement last changed, or when the first report came.
+        since_s: time of the last change of placement, or of the first report.
 
-    Source: Prism § IV-A: averages of all executions since the last change of placement, and computing, which depends
-        on the load, renewed every 30 seconds. Deviation: with averages alone a change of the requests is seen ever
-        later the longer a placement stands (their Fig. 7 needs two migrations for one change), so old tokens decay.
+    Source: Prism § IV-A: averages of all executions since the last change of placement, and load-dependent compute
+    time, renewed every 30 seconds. Deviation: old tokens decay, because plain averages detect a change of requests
+    later the longer a placement lasts (their Fig. 7 needs two migrations for one change).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Statistics:
         self._computed_N = np.zeros((num_servers, 3))  # seconds, pairs, since when
         self._expert_s_N = np.full(num_servers, np.nan)
         self._moved_NN = np.zeros((num_servers, num_servers, 2))  # bytes, seconds
-        self._control = np.zeros(2)  # seconds of migrations beside those of bytes, copies
+        self._control = np.zeros(2)  # seconds of migrations besides transfer, copies
         self._messages = np.zeros(2)  # seconds of calls, calls
 
     def add(self, stats: WorkerStats, now_s: float) -> None:
@@ -85,26 +85,26 @@ class Statistics:
             self._computed_N[n] = (0.0, 0.0, now_s)
 
     def moved(self, server: int, moved: ArrivedExpert) -> None:
-        """Count an expert that has come to a server; later ones weigh more."""
+        """Count an expert copied to a server; later ones weigh more."""
         if moved.source >= 0 and moved.seconds > 0:
             self._moved_NN[moved.source, server] *= _OLDER_MOVES
             self._moved_NN[moved.source, server] += (moved.bytes, moved.seconds)
 
     def migrated(self, copies: int, beside_s: float) -> None:
-        """Count a migration, and the seconds that it took beside those of its bytes; later ones weigh more."""
+        """Count a migration and its seconds without transfer time; later ones weigh more."""
         self._control = _OLDER_MOVES * self._control + (beside_s, copies)
 
     @property
     def move_control_s(self) -> float:
-        """Seconds that a copy takes beside those of its bytes: telling all of it, waiting for a turn.
+        """Seconds of a copy besides transfer: informing all servers and queueing.
 
-        Before the first migration what a call takes stands in: it waits for the same servers.
+        Before the first migration the time of a call replaces it, because it waits for the same servers.
         """
         seconds, count = self._control if self._control[1] else self._messages
         return max(0.0, float(seconds / count)) if count else 0.0
 
     def changed(self, now_s: float) -> None:
-        """The placement is another from now on: start anew. What a call took is remembered until it is known again."""
+        """Start over with a new placement. The time of a call is kept until it is measured again."""
         self._call_s = self.call_s
         self._tokens_FNLE[:] = 0.0
         self._call[:] = 0.0
@@ -119,7 +119,7 @@ class Statistics:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens of the whole cluster in a second."""
+        """Tokens per second of the whole cluster."""
         if self._seconds <= 0:
             return 0.0
         return float(self._tokens_FNLE.sum()) / sum(self.spec.top_k_L) / self._seconds
@@ -131,11 +131,11 @@ class Statistics:
 
     @property
     def call_s(self) -> float | None:
-        """Seconds that a pair takes longer because another server computes it; None: not measured yet.
+        """Extra seconds of a pair because another server computes it; None: not measured yet.
 
-        From sending to the answer, without the computing, which would be there at home too. A call carries all pairs
-        of a layer and destination; they share its seconds. Calls to several servers at once, and computing meanwhile,
-        are not taken off: it is what a user waits at most.
+        From sending to the answer, without compute time, which local pairs need too. A call carries all pairs of a
+        layer and destination; they share its seconds. Parallel calls and overlapping computation are not subtracted: it
+        is an upper bound of a user's wait.
         """
         seconds, pairs = self._call
         if not pairs:
@@ -143,27 +143,27 @@ class Statistics:
         return max(0.0, float(seconds / pairs) - (self.expert_s or 0.0))
 
     def tokens_of(self, servers: Sequence[int]) -> np.ndarray:
-        """`tokens_NLE` of some servers, without what is left of tokens that have decayed."""
+        """`tokens_NLE` of some servers, without residues of decayed tokens."""
         return _clean(self.tokens_NLE[list(servers)])
 
     def folds(self, servers: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The same, parted: what to make a placement from, and what to judge it by, which shares no block with it.
+        """The same, split into blocks for planning and held-out blocks for judging.
 
-        All that was routed is judged by once. None while everything came in one block.
+        Every token is in one held-out part. None while all tokens came in one block.
         """
         chosen, every_NLE = list(servers), self.tokens_NLE
         parted = [(_clean((every_NLE - fold_NLE)[chosen]), _clean(fold_NLE[chosen])) for fold_NLE in self._tokens_FNLE]
         return [(made_NLE, judge_NLE) for made_NLE, judge_NLE in parted if made_NLE.any() and judge_NLE.any()]
 
     def measured(self, cluster: Cluster) -> Cluster:
-        """The cluster with the rates at which experts were last seen to move, where any have, both ways together."""
+        """The cluster with measured rates of moved experts where known, both directions together."""
         links = {frozenset(link.between): link for link in cluster.links}
         for a in range(len(cluster.servers)):
             for b in range(a):
                 size, seconds = self._moved_NN[a, b] + self._moved_NN[b, a]
                 if size > 0 and seconds > 0:
                     names = cluster.servers[a].name, cluster.servers[b].name
-                    # The rate has the latency in it.
+                    # The rate includes the latency.
                     links[frozenset(names)] = Link(between=names, bytes_s=float(size / seconds))
         return replace(cluster, links=tuple(links.values()))
 
@@ -182,16 +182,16 @@ class Statistics:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on where `to_json` was. Raises: MismatchError if that was another model or cluster, or is damaged."""
+        """Restore a state of `to_json`. Raises: MismatchError: it is damaged, or of another model or cluster."""
         num_servers = len(self._expert_s_N)
         tokens_FNLE, moved_NN = np.array(values["tokens"], float), np.array(values["moved"], float)
         if tokens_FNLE.shape != self._tokens_FNLE.shape or moved_NN.shape != self._moved_NN.shape:
             raise MismatchError(
                 f"the scheduler's state is of {tokens_FNLE.shape[1:]} (server, layer, expert), expected "
-                f"{self._tokens_FNLE.shape[1:]}; remove it or name another file"
+                f"{self._tokens_FNLE.shape[1:]}; remove it or give another file"
             )
         call = np.array(values["call"], float)
-        control = np.array(values.get("control", (0.0, 0.0)), float)  # states of before it was counted have none
+        control = np.array(values.get("control", (0.0, 0.0)), float)  # older states have none
         plausible = control.shape == (2,) and bool((np.abs(control) <= _MOST).all()) and control[1] >= 0
         require(plausible, "statistics.control", control, "seconds and copies")
         expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
@@ -217,7 +217,7 @@ class Statistics:
             self._decayed_s = self.since_s = now_s
             self._computed_N[:, 2] = now_s
         passed_s = max(0.0, now_s - self._decayed_s)
-        counted_s, self._restored = 0.0 if self._restored else passed_s, False  # nobody counted before it was restored
+        counted_s, self._restored = 0.0 if self._restored else passed_s, False  # first report after a restore
         kept = 0.5 ** (passed_s / self._half_life_s) if self._half_life_s else 1.0
         self._tokens_FNLE *= kept
         self._seconds = self._seconds * kept + counted_s
@@ -227,5 +227,5 @@ class Statistics:
 
 
 def _clean(tokens_NLE: np.ndarray) -> np.ndarray:
-    """Drop residues of sums that cancel or have decayed."""
+    """Drop residues of cancelled or decayed sums."""
     return np.where(tokens_NLE > _TRACE, tokens_NLE, 0.0)

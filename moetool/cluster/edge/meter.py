@@ -13,16 +13,15 @@ from moetool.types import ModelSpec
 
 
 class Meter:
-    """Counters that any thread may raise, and that `take` sets back to zero.
+    """Counters that any thread may increase, and that `take` resets.
 
     Args:
-        links: whose bytes are reported.
+        links: links whose bytes are reported.
 
     Attributes:
-        total: counted since the beginning: `local_pairs`, `remote_pairs`, `served_pairs` (for others),
-            `calls`, `failed_calls`, `late_calls` (others were asked besides), `late_drops` (experts that went while
-            they were to be computed here) and `last_resort` (experts that no server gave, read from the own disk for
-            one event).
+        total: counted since the start: `local_pairs`, `remote_pairs`, `served_pairs` (for others),
+            `calls`, `failed_calls`, `late_calls` (hedged), `late_drops` (experts dropped before they were computed
+            here) and `last_resort` (experts that no server provided, read from the server's own disk for one event).
     """
 
     def __init__(self, server: int, spec: ModelSpec, links: Links) -> None:
@@ -34,13 +33,13 @@ class Meter:
         self._reset()
 
     def needed(self, layer: int, pairs: dict[int, int]) -> None:
-        """Own tokens need experts of a layer, each for so many pairs."""
+        """Count experts of a layer that the server's own tokens need, with the pairs of each."""
         with self._lock:
             for expert, count in pairs.items():
                 self._tokens_LE[layer, expert] += count
 
     def computed(self, pairs: int, seconds: float, *, own: bool) -> None:
-        """So many pairs were computed here, for own users or for others."""
+        """Count pairs computed here, for the server's own users or for others."""
         with self._lock:
             self._expert_s += seconds
             self._expert_pairs += pairs
@@ -48,7 +47,7 @@ class Meter:
             self.total["local_pairs" if own else "served_pairs"] += pairs
 
     def called(self, server: int, pairs: int, seconds: float) -> None:
-        """A server has computed so many pairs for own users."""
+        """Count pairs that another server computed for this server's users."""
         with self._lock:
             self._remote += pairs
             self._call_s[server] += seconds
@@ -58,17 +57,17 @@ class Meter:
             self.total["calls"] += 1
 
     def count(self, name: str, number: int = 1) -> None:
-        """One of `total`'s."""
+        """Count one event of `total`."""
         with self._lock:
             self.total[name] += number
 
     def migrated(self, num_bytes: int) -> None:
-        """An expert has come here."""
+        """Count an expert copied to this server."""
         with self._lock:
             self._migrated += num_bytes
 
     def ended(self, seconds: float, *, failed: bool) -> None:
-        """A request of an own user is over."""
+        """Count a finished request of the server's own users."""
         with self._lock:
             if failed:
                 self._failed += 1
@@ -76,7 +75,7 @@ class Meter:
                 self._request_s.append(seconds)
 
     def take(self, waiting: int) -> WorkerStats:
-        """Everything since the last call; `waiting`: requests that are not over."""
+        """Return all counts since the last call; `waiting`: unfinished requests."""
         sent = self._links.bytes_out
         with self._lock:
             now = time.monotonic()
@@ -102,7 +101,7 @@ class Meter:
         return stats
 
     def to_json(self) -> dict[str, Any]:
-        """`total`, and the share of pairs that were computed here."""
+        """`total`, and the local compute share."""
         with self._lock:
             total = dict(self.total)
         here, away = total.get("local_pairs", 0), total.get("remote_pairs", 0)

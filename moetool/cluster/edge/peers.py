@@ -1,4 +1,4 @@
-"""The other servers, as one of them sees them: where they are, whom to ask, and how they have answered."""
+"""The other servers from one server's view: addresses, choice of holder, and response times."""
 
 import logging
 import threading
@@ -16,20 +16,20 @@ from moetool.cluster.transport import CallRefused, Channel
 _LOG = logging.getLogger(__name__)
 
 _BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
-_SHARE = 0.2  # of the newest call in the average
-_SLOWER = 2.0  # than the slowest call of late is no longer usual
-_WINDOW_S = 30.0  # the slowest call is of this window and the one before
+_SHARE = 0.2  # weight of the newest call in the average
+_SLOWER = 2.0  # a call this much slower than the slowest recent one counts as late
+_WINDOW_S = 30.0  # the slowest call of this window and the previous one counts
 
 
 class Peers:
-    """Channels to the other servers, and the choice among those that have an expert.
+    """Channels to the other servers, and the choice among holders of an expert.
 
     Args:
-        server: the number of this one.
-        identity: of this server.
-        distance: by server what a call costs before anything is computed; only its order matters.
-        links: of this server.
-        clock: by which a server that failed is left alone for a while.
+        server: number of this server.
+        identity: identity of this server.
+        distance: cost of a call without computation, by server; only its order matters.
+        links: links of this server.
+        clock: clock for the backoff after failures.
 
     Effects: `update` makes channels, each with a thread; `close` ends them.
     """
@@ -77,19 +77,20 @@ class Peers:
     def choose(
         self, servers: Collection[int], pairs: int, tried: Collection[int] = (), *, wait: bool = False
     ) -> int | None:
-        """Whom to ask for an expert's products: the nearest, of equally near ones the least loaded.
+        """Choose the server for an expert's products: the nearest, then the least loaded.
 
-        The load is the pairs that were sent there and are not answered, times the seconds that a pair took lately. One
-        that owes an answer (`overdue`) is not asked.
+        The load is the number of unanswered pairs times the recent seconds per pair. A server with an overdue answer
+        (`overdue`) is not chosen.
 
         Args:
-            servers: that have the expert.
-            pairs: to be computed.
-            tried: that are not to be asked.
-            wait: whether one that owes an answer is asked if all do: nobody else can compute the expert.
+            servers: holders of the expert.
+            pairs: pairs to compute.
+            tried: servers to skip.
+            wait: whether a server with an overdue answer is chosen if all have one, since no other can compute the
+                expert.
 
         Returns:
-            None where all are gone, were tried or have failed so lately that they are left alone.
+            None if all are down, tried or in backoff.
         """
         now = self._clock()
         with self._lock:
@@ -103,14 +104,14 @@ class Peers:
             return min(able, key=lambda n: (self.distance[n], self._load(n, pairs), n), default=None)
 
     def expect(self, server: int, pairs: int) -> None:
-        """So many pairs are about to be sent there (negative: are answered, or given up)."""
+        """Count pairs about to be sent there (negative: answered or aborted)."""
         with self._lock:
             self._outstanding[server] += pairs
 
     def call(
         self, server: int, head: Mapping[str, Any], parts: Sequence[Any], *, timeout_s: float, lane: str = "compute"
     ) -> "Future[Frame]":
-        """As `Channel.call`. Lanes have a channel each, so that a long transfer keeps no short call waiting."""
+        """Like `Channel.call`. Each lane has its own channel, so that a long transfer does not delay short calls."""
         with self._lock:
             channel = self._channels.get((server, lane))
             if channel is None and server in self._addresses:
@@ -129,7 +130,7 @@ class Peers:
         return channel.call(head, parts, timeout_s=timeout_s)
 
     def answered(self, server: int, pairs: int, seconds: float) -> None:
-        """A call took so long."""
+        """Record the seconds of a call."""
         with self._lock:
             self._failures.pop(server, None)
             self._away_until.pop(server, None)
@@ -143,10 +144,10 @@ class Peers:
             self._excess_s[server] = window, max(slowest_s, excess_s), last_s
 
     def usual_s(self, server: int, pairs: int) -> float | None:
-        """Seconds in which a call for so many pairs is answered unless something is wrong; None: nothing is known.
+        """Seconds within which a call for these pairs is normally answered; None: unknown.
 
-        Twice what the pairs take by the running average and the slowest call of the last half minute took on top. What
-        another server took stands in for one that has not been called.
+        Twice the pairs' average time plus the largest excess of the last half minute. A server without calls takes
+        another server's values.
         """
         with self._lock:
             if not self._pair_s:
@@ -157,14 +158,14 @@ class Peers:
             return _SLOWER * (pairs * pair_s + excess_s)
 
     def overdue(self, server: int, pairs: int, waited_s: float, answer: "Future[Frame]") -> None:
-        """A call is late: the server is not asked again before it is answered or has failed.
+        """Mark a call as late: the server is not called again before it answers or fails.
 
-        An answer that comes counts as one that took twice as long as it was waited for: a server that is always slower
-        is soon waited for, and one that stood still for long is not from now on.
+        A late answer counts as twice the time waited for it: so a server that is always slow is soon given more time,
+        and one that stalled once is not.
         """
         with self._lock:
             self._overdue[server] += 1
-        _LOG.info("server %d owes an answer for %.3g s: others are asked", server, waited_s)
+        _LOG.info("server %d has not answered for %.3g s: calling others", server, waited_s)
 
         def end(late: "Future[Frame]") -> None:
             with self._lock:
@@ -178,7 +179,7 @@ class Peers:
         answer.add_done_callback(end)
 
     def failed(self, server: int) -> None:
-        """A call broke off or took too long: the server is left alone for a second, then for twice as long, ..."""
+        """Record a failed or timed-out call: the server is skipped for a second, then for twice as long, ..."""
         with self._lock:
             self._failures[server] += 1
             first, most = _BACKOFF_S
@@ -187,7 +188,7 @@ class Peers:
         _LOG.info("server %d failed %d times in a row: not called for %g s", server, self._failures[server], away_s)
 
     def close(self) -> None:
-        """End all channels; calls that wait fail."""
+        """End all channels; waiting calls fail."""
         self.update(())
 
     def _load(self, server: int, pairs: int) -> float:

@@ -1,4 +1,4 @@
-"""Running the experts of a model where a placement has them: some here, the others on other servers."""
+"""Run a model's experts by a placement: some here, the others on other servers."""
 
 import hashlib
 import logging
@@ -32,7 +32,7 @@ from moetool.types import ForwardInfo, GateEvent, Phase
 _LOG = logging.getLogger(__name__)
 
 _DISK_BYTES_S = 500e6
-"""At which experts of the last resort are taken to be read."""
+"""Assumed disk rate of last-resort reads."""
 _FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
 
 Inputs = Callable[[int, torch.Tensor], torch.Tensor]
@@ -40,7 +40,7 @@ Inputs = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call under way, and the experts that it is for."""
+    """A pending call, and its experts."""
 
     server: int
     pairs: dict[int, int]
@@ -49,28 +49,26 @@ class _Call:
 
 
 class PlacedRuntime(ExpertRuntime):
-    """Computes the held experts here and has the others computed by servers that hold them.
+    """Computes held experts here and has other servers compute the rest.
 
-    For each event one message goes to each server that is needed, with the rows of all its experts;
-    the held ones are computed meanwhile. A call that fails is repeated at another holder of each expert, and so is one
-    that takes longer than such calls do; its answer is then ignored. An expert that no server gives is read from the
-    own disk for this once.
+    Each event sends one message to each needed server, with the rows of all its experts; held experts are computed
+    meanwhile. A failed call is repeated at another holder of each expert; so is a slow one, whose answer is then
+    ignored. An expert that no server provides is read from the server's own disk for this event.
 
-    On whichever server, the tokens that one forward has for an expert form one product; the family's last step and the
-    weighted sum are taken here, in the order of the top-k. So on machines of one kind (the same processor, the same
-    torch, as many threads) the result is the same to the bit as on one server alone, whatever is where.
+    On every server a forward's tokens for an expert form one product; the family's last step and the weighted sum are
+    computed here, in the order of the top-k. So on machines of one kind (the same CPU, torch and number of threads) the
+    result is bit-identical to a single server's for every placement.
 
-    Other servers' calls are answered on threads of the listener: `handle`. What they and the model's thread do with the
-    pool is behind one lock, which nobody holds while waiting for another server.
+    Threads of the listener answer other servers' calls: `handle`. One lock guards the pool; no thread holds it while
+    waiting for another server.
 
     Args:
-        loaded, residency, store: as for `ExpertRuntime`; one device, and a policy that needs no more of an event than
-            its experts.
-        held: (layer, expert) that are here from the start.
-        capacity: how many may be (`Holding`).
+        loaded, residency, store: as for `ExpertRuntime`; one device, and a policy that needs only an event's experts.
+        held: (layer, expert) held from the start.
+        capacity: most experts held (`Holding`).
         peers: the other servers.
         meter: counts.
-        options: of calls to other servers.
+        options: options of calls to other servers.
 
     Attributes:
         holding: the experts held here.
@@ -121,10 +119,10 @@ class PlacedRuntime(ExpertRuntime):
         """Use this table from the next layer on; ignore one older than the current table.
 
         Raises:
-            MismatchError: it is of another model.
+            MismatchError: it belongs to another model.
         """
         if tuple(map(len, holders.servers_LE)) != self.spec.num_experts_L:
-            raise MismatchError("the table of holders is of another model; start the cluster again")
+            raise MismatchError("the table of experts belongs to another model; restart the cluster")
         with self._changing:
             if holders.version > self._holders.version:
                 _LOG.debug("expert placement of version %d", holders.version)
@@ -132,7 +130,7 @@ class PlacedRuntime(ExpertRuntime):
                 self._holders = holders
 
     def change_holders(self, change: HoldersChange) -> bool:
-        """As `set_holders`; False, and nothing has changed, where this table is not the change's base."""
+        """Apply a change like `set_holders`; False, without effect, if this table is not the change's base."""
         with self._changing:
             if (changed := change.applied_to(self._holders)) is None:
                 return False
@@ -141,7 +139,7 @@ class PlacedRuntime(ExpertRuntime):
         return True
 
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
-        """As `adopt` for each (layer, expert, source), in order; the reason in place of one that could not be had."""
+        """Call `adopt` for each (layer, expert, source), in order; a failed one returns its reason."""
         arrived: list[ArrivedExpert | str] = []
         for move in moves:
             try:
@@ -151,13 +149,13 @@ class PlacedRuntime(ExpertRuntime):
         return arrived
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
-        """Bring an expert here, from a peer or (source -1, or the peer fails) from disk, and hold it.
+        """Load an expert from a peer, or from disk (source -1, or the peer fails), and hold it.
 
-        When it returns, others may call it here.
+        After the return, other servers may call it here.
 
         Raises:
             CapacityError: no slot is free.
-            MoetoolError: it could be had from nowhere.
+            MoetoolError: no source provided it.
         """
         began = time.monotonic()
         elsewhere = source not in (-1, self._peers.server)
@@ -171,17 +169,17 @@ class PlacedRuntime(ExpertRuntime):
         return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
     def drop(self, layer: int, expert: int) -> None:
-        """Stop holding an expert, once no computation uses it. Later calls are refused and tried elsewhere."""
+        """Stop holding an expert, once no computation uses it. Later calls are refused and repeated elsewhere."""
         self.holding.remove(self._key(layer, expert))
         _LOG.info("dropped expert %d of MoE layer %d", expert, layer)
 
     def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
-        """As `drop`, for each."""
+        """Call `drop` for each."""
         for place in places:
             self.drop(*place)
 
     def handle(self, message: Frame) -> Frame:
-        """Answer another server: `compute` rows with the experts that are held here, or give an expert (`fetch`).
+        """Answer another server: `compute` rows with experts held here, or return an expert (`fetch`).
 
         Raises:
             MoetoolError: the request is malformed, or the expert is not here.
@@ -214,7 +212,7 @@ class PlacedRuntime(ExpertRuntime):
         put: Callable[[int, torch.Tensor], None],
     ) -> None:
         for expert in [expert for expert in rows_of if expert >= layer.form.num_experts]:
-            put(expert, inputs(expert, rows_of[expert]))  # it gives its input back: nothing to send for
+            put(expert, inputs(expert, rows_of[expert]))  # it returns its input: no call needed
         pairs = {expert: len(rows) for expert, rows in rows_of.items() if expert < layer.form.num_experts}
         self.meter.needed(layer.index, pairs)
         waiting, tried = dict(pairs), defaultdict[int, set[int]](set)
@@ -225,10 +223,10 @@ class PlacedRuntime(ExpertRuntime):
             try:
                 if nowhere and not self.options.last_resort:
                     raise MoetoolError(
-                        f"no server holds expert {nowhere[0]} of layer {self.spec.layer_ids_L[layer.index]} just now"
+                        f"no server holds expert {nowhere[0]} of layer {self.spec.layer_ids_L[layer.index]} now"
                     )
                 done = self._compute_here(layer, event, {e: rows_of[e] for e in here}, inputs, put)
-                for expert in nowhere:  # one at a time: there may be no more than a slot for them
+                for expert in nowhere:  # one at a time: there may be only one slot for them
                     done += self._compute_here(layer, event, {expert: rows_of[expert]}, inputs, put, borrowed=True)
             finally:
                 answers = [self._collect(layer, call, tried) for call in calls]
@@ -265,7 +263,7 @@ class PlacedRuntime(ExpertRuntime):
         return _Call(server, pairs, self._peers.call(server, head, [rows_bytes(rows)], timeout_s=timeout_s), began)
 
     def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
-        """Outputs of a call by expert. Its other experts are not requested from that server again."""
+        """Outputs of a call by expert. Missing experts are not requested from that server again."""
         every = sum(call.pairs.values())
         outputs: dict[int, torch.Tensor] = {}
         try:
@@ -292,7 +290,7 @@ class PlacedRuntime(ExpertRuntime):
         return outputs
 
     def _await(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> Frame | None:
-        """The answer of a call; None where it is late, and others can compute all of its experts. Raises: as it did."""
+        """A call's answer; None if it is late and others can compute all its experts. Raises: the call's error."""
         every = sum(call.pairs.values())
         usual_s = self._peers.usual_s(call.server, every) if self.options.hedge_s else None
         others_s = self._others_s(layer, call, tried)
@@ -306,13 +304,13 @@ class PlacedRuntime(ExpertRuntime):
                         self.meter.count("late_calls")
                         self._peers.overdue(call.server, every, time.monotonic() - call.began, call.answer)
                         return None
-        # The channel keeps the deadline; the second on top only saves from waiting for a bug in it for ever.
+        # The channel keeps the deadline; the extra second guards against a bug in it.
         return call.answer.result(self.options.call_timeout_s + 1.0)
 
     def _others_s(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> float | None:
         """Least cost of a call's experts without its server; None if impossible.
 
-        A call is waited for as long as that, so that both together never cost more than twice the better choice.
+        A call is waited for this long, so that both together cost at most twice the better choice.
         """
         holders = self._holders.servers_LE[layer.index]
         alone = [
@@ -333,11 +331,11 @@ class PlacedRuntime(ExpertRuntime):
         own: bool = True,
         borrowed: bool = False,
     ) -> list[int]:
-        """Compute experts out of the pool; gives those that were computed.
+        """Compute experts from the pool; returns the computed ones.
 
         Args:
-            own: for own users.
-            borrowed: they are not held: read from disk for this once. Otherwise those that are no longer held are left.
+            own: whether for the server's own users.
+            borrowed: whether to read experts that are not held from disk for this event; otherwise they are skipped.
         """
         keys = {self._key(layer.index, expert): expert for expert in rows_of}
         with self.holding.computing:
@@ -362,11 +360,11 @@ class PlacedRuntime(ExpertRuntime):
     def _compute_for_others(self, message: Frame) -> Frame:
         rows = read_rows(message.head, message.parts, self.spec)
         if not rows:
-            raise MoetoolError("the call names no expert")
+            raise MoetoolError("the call has no expert")
         layer = self._layers[message.head["layer"]]
         if any(expert >= layer.form.num_experts for expert in rows):
             raise MoetoolError("the call names an expert without weights")
-        bare = replace(layer, form=replace(layer.form, finish=None))  # which is taken where the rows came from
+        bare = replace(layer, form=replace(layer.form, finish=None))  # the calling server computes that step
         event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(rows),))
         with torch.inference_mode():
             outputs: dict[int, torch.Tensor] = {}
@@ -379,7 +377,7 @@ class PlacedRuntime(ExpertRuntime):
             return Frame(head=rows_head(layer.index, outputs), parts=[rows_bytes(outputs)])
 
     def _give(self, message: Frame) -> Frame:
-        """The bytes of an expert that is held here, with their checksum."""
+        """Return the bytes of an expert held here, with their checksum."""
         try:
             layer, expert = int(message.head["layer"]), int(message.head["expert"])
             key = self._key(layer, expert)
@@ -393,7 +391,7 @@ class PlacedRuntime(ExpertRuntime):
         return Frame(head={"sha256": hashlib.sha256(view).hexdigest()}, parts=[view])
 
     def _fetch(self, layer: int, expert: int, source: int) -> torch.Tensor | None:
-        """The bytes of an expert from a peer; None where it does not give them whole."""
+        """Fetch the bytes of an expert from a peer; None if they are incomplete."""
         head = {"do": "fetch", "layer": layer, "expert": expert}
         timeout_s = self.options.fetch_timeout_s
         try:

@@ -1,4 +1,4 @@
-"""The head's table: live servers, the experts that each holds, and those that it should hold."""
+"""The head's table: live servers, and the actual and planned experts of each."""
 
 import threading
 from collections import Counter
@@ -13,11 +13,11 @@ from moetool.placement._placement_plan import Place
 class PlacementTable:
     """Live servers and their experts. Methods may be called from any thread; none waits for a server.
 
-    An expert is *at home* where the placement in force has it, and *lent* to a server that has adopted it for one that
-    is not there.
+    An expert is *at home* on the servers of the current placement, and *lent* to a server that adopted it for a missing
+    one.
 
     Args:
-        home: of each server, by the plan.
+        home: each server's experts in the plan.
     """
 
     def __init__(self, home: Sequence[Collection[Place]], num_experts_L: Sequence[int], names: Sequence[str]) -> None:
@@ -29,13 +29,13 @@ class PlacementTable:
         self._held: list[set[Place]] = [set() for _ in home]
         self._home: list[set[Place]] = [set(own) for own in home]
         self._lent: set[tuple[int, Place]] = set()
-        self._changed: dict[Place, int] = {}  # and the version since which its servers are what they are
+        self._changed: dict[Place, int] = {}  # and the version of the last change of its servers
         self._holders = Holders(
             version=0, servers_LE=tuple(((),) * num for num in num_experts_L), peers=(None,) * len(home)
         )
 
     def infos(self) -> list[WorkerInfo | None]:
-        """Each server's own description; None while it is gone."""
+        """Each server's own description; None while it is down."""
         with self._lock:
             return list(self._infos)
 
@@ -50,7 +50,7 @@ class PlacementTable:
             return tuple(sorted(self._home[server]))
 
     def holders(self, *, newer: bool = False) -> Holders:
-        """The table as servers are told of it; with `newer`, as it is now, of a version that none has heard yet."""
+        """The table as sent to servers; with `newer`, under a version not yet sent."""
         with self._lock:
             if newer:
                 servers_LE: list[list[list[int]]] = [[[] for _ in range(num)] for num in self._num_experts_L]
@@ -74,26 +74,26 @@ class PlacementTable:
             return HoldersChange(base=base, version=now.version, servers=servers, peers=now.peers)
 
     def require(self, server: int) -> None:
-        """Raises: MoetoolError if a server is not there."""
+        """Raises: MoetoolError: a server is down."""
         if self.infos()[server] is None:
             raise MoetoolError(f"server {self.names[server]} is unavailable")
 
     def arrived(self, info: WorkerInfo, *, at_home: bool = False) -> None:
-        """A server is there.
+        """Add a running server.
 
         Args:
-            at_home: it has been there before this head, and what it holds is the placement in force.
+            at_home: whether it comes from an earlier head, so that its experts are the current placement.
         """
         with self._lock:
             self._infos[info.server] = info
             self._held[info.server] = set(info.held)
             if at_home:
                 self._home[info.server] = set(info.held)
-                if info.version > self._holders.version:  # all that it hears of from now on is newer
+                if info.version > self._holders.version:  # later versions must be newer
                     self._holders = replace(self._holders, version=info.version)
 
     def corrected(self, server: int, held: Collection[Place]) -> bool:
-        """A live server holds exactly these experts; gives whether the table said something else."""
+        """Set a live server's experts; returns whether the table differed."""
         with self._lock:
             if self._infos[server] is None or self._held[server] == set(held):
                 return False
@@ -109,7 +109,7 @@ class PlacementTable:
             self._lent = {(n, at) for n, at in self._lent if n != server}
 
     def moved_in(self, server: int, at: Place) -> None:
-        """A server holds an expert by a new placement."""
+        """Add an expert to a server in a new placement."""
         with self._lock:
             self._home[server].add(at)
             self._lent.discard((server, at))
@@ -117,10 +117,10 @@ class PlacementTable:
                 self._held[server].add(at)
 
     def move_out(self, server: int, at: Place) -> None:
-        """A server is to hold an expert no longer, by a new placement.
+        """Remove an expert from a server in a new placement.
 
         Raises:
-            MoetoolError: nobody else holds it, or the server is not there.
+            MoetoolError: no other server holds it, or the server is down.
         """
         with self._lock:
             self.require(server)
@@ -134,13 +134,13 @@ class PlacementTable:
             self._lent.discard((server, at))
 
     def uncovered(self) -> list[Place]:
-        """Experts that nobody holds."""
+        """Experts that no server holds."""
         with self._lock:
             found = set().union(*self._held)
         return [at for at in self._every if at not in found]
 
     def roomiest(self, but: Collection[int]) -> tuple[int, int] | None:
-        """The server with the most room, and its free slots; None where all that are there are among `but`."""
+        """The server with the most free slots, and their number; None if all live servers are in `but`."""
         with self._lock:
             room = {
                 n: info.slots - len(self._held[n])
@@ -151,7 +151,7 @@ class PlacementTable:
         return None if server is None else (server, room[server])
 
     def lend(self, server: int, at: Place) -> bool:
-        """A server has adopted an expert for another; gives whether it is still there."""
+        """Record an expert adopted for another server; returns whether the adopter still lives."""
         with self._lock:
             if self._infos[server] is None:
                 return False
@@ -160,7 +160,7 @@ class PlacementTable:
             return True
 
     def give_up_spare(self, server: int) -> Place | None:
-        """Take from a server the expert that the most others have too; None where it has none."""
+        """Remove from a server the expert with the most other holders; None if it has none."""
         with self._lock:
             holders = Counter(at for held in self._held for at in held)
             spare = max(
@@ -173,7 +173,7 @@ class PlacementTable:
             return spare
 
     def take_back(self) -> list[tuple[int, Place]]:
-        """Take back lent experts that are held elsewhere again."""
+        """Remove lent experts that another server holds again."""
         with self._lock:
             back = sorted(
                 (server, at)
@@ -186,7 +186,7 @@ class PlacementTable:
             return back
 
     def missing(self) -> list[tuple[int, Place, int]]:
-        """Experts that live servers should hold and do not, each with a server that does (-1: none)."""
+        """Experts that live servers should hold but do not, each with a current holder (-1: none)."""
         with self._lock:
             return [
                 (n, at, next((other for other, held in enumerate(self._held) if at in held), -1))

@@ -8,12 +8,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """Expert placement, as servers are told.
+    """Expert placement, as sent to servers.
 
     Attributes:
         version: rises with every change; a worker ignores one that is older than its own.
-        servers_LE: for each MoE layer and expert the servers that have it, ascending. Nobody: not covered just now.
-        peers: for each server (host, port) where its experts are called; None: it is not there.
+        servers_LE: for each MoE layer and expert its servers, ascending; empty: unplaced.
+        peers: each server's (host, port) for expert calls; None: it is down.
     """
 
     version: int
@@ -26,11 +26,11 @@ class WorkerInfo:
     """A worker that is ready.
 
     Attributes:
-        url: of its OpenAI endpoint, for the server's own users.
-        peer: (host, port) where others call its experts.
+        url: URL of its OpenAI endpoint, for the server's own users.
+        peer: (host, port) for expert calls.
         held: (layer, expert) that it holds.
-        slots: how many experts it has room for.
-        version: of the expert placement that it follows; -1: it has heard of none.
+        slots: most experts that it can hold.
+        version: version of its expert placement; -1: none received.
     """
 
     server: int
@@ -46,20 +46,20 @@ class WorkerStats:
     """Counters of a worker since the last report.
 
     Attributes:
-        seconds: since then.
-        tokens_LE: (token, expert) pairs that its own users' tokens needed, by layer and expert.
-        local_pairs: those of them that were computed here.
-        remote_pairs: those that others computed.
-        expert_s: seconds of computing experts, its own and others', and
-        expert_pairs: for so many pairs.
-        call_s: by server the seconds that calls to it took, from sending to the answer, and
-        calls: how many calls, and
-        call_pairs: for so many pairs.
-        bytes_out: by server the bytes sent to it, calls and answers, and
-        migrated_bytes: of experts.
-        request_s: of each request that has ended, the seconds that it took.
+        seconds: seconds since the last report.
+        tokens_LE: (token, expert) pairs of its own users, by layer and expert.
+        local_pairs: pairs computed here.
+        remote_pairs: pairs computed by others.
+        expert_s: seconds of computing experts, for own and other users.
+        expert_pairs: pairs in `expert_s`.
+        call_s: seconds of calls by server, from sending to the answer.
+        calls: number of calls.
+        call_pairs: pairs in `call_s`.
+        bytes_out: bytes sent by server, calls and answers.
+        migrated_bytes: bytes of experts sent.
+        request_s: seconds of each finished request.
         failed: requests that ended in an error.
-        waiting: requests that run or wait now.
+        waiting: unfinished requests.
     """
 
     server: int
@@ -81,10 +81,10 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivedExpert:
-    """An expert that has come to a server.
+    """An expert copied to a server.
 
     Attributes:
-        source: the server that it came from, -1 for the worker's own disk.
+        source: source server; -1: the worker's own disk.
     """
 
     source: int
@@ -97,10 +97,10 @@ class HoldersChange:
     """Changes of the expert placement, for a server that has an earlier one.
 
     Attributes:
-        base: version that the server has.
-        version: that it has then.
-        servers: of each changed (layer, expert) the servers that have it, ascending.
-        peers: as of `Holders`.
+        base: version of the server's table.
+        version: version after the change.
+        servers: servers of each changed (layer, expert), ascending.
+        peers: see `Holders`.
     """
 
     base: int
@@ -109,7 +109,7 @@ class HoldersChange:
     peers: tuple[tuple[str, int] | None, ...]
 
     def applied_to(self, holders: Holders) -> Holders | None:
-        """The placement after these changes; None where `holders` is not their base."""
+        """Return the placement after these changes; None if `holders` is not their base."""
         if holders.version != self.base:
             return None
         servers_LE = [list(servers_E) for servers_E in holders.servers_LE]
@@ -123,8 +123,8 @@ class MovedRound:
     """Results of one round of a migration.
 
     Attributes:
-        arrived: by (server, (layer, expert)).
-        failed: (server, (layer, expert), why) of drops and copies that were not to be.
+        arrived: copies by (server, (layer, expert)).
+        failed: (server, (layer, expert), reason) of failed drops and copies.
     """
 
     arrived: Mapping[tuple[int, tuple[int, int]], ArrivedExpert]

@@ -1,4 +1,4 @@
-"""Observations of an edge cluster for re-placement, and placements as its servers hold them."""
+"""Observations of an edge cluster for re-placement, and its servers' actual placements."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -15,13 +15,12 @@ from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 
 def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Cluster:
-    """The servers that are there, as planners see them: one GPU each.
+    """Running servers for planners: one GPU each.
 
-    A worker has one pool. Its host memory does not count: a worker computes what is in its pool and nothing else, so
-    an expert cannot step aside there.
+    A worker has one pool. Host memory does not count, because a worker computes only from its pool.
 
     Args:
-        slots: experts that each server has room for, by its number.
+        slots: expert slots of each server, by number.
     """
     servers = []
     for n, room in sorted(slots.items()):
@@ -44,12 +43,12 @@ def observe(
     slots: Mapping[int, int],
     horizon_s: float,
 ) -> tuple[Observed, InForce, ReplacementCosts] | None:
-    """Inputs of a decision; None where too little was observed.
+    """Inputs of a decision; None if too little was observed.
 
     Args:
         cluster: the plan's.
-        held: experts of each server that is there; together they hold every expert.
-        slots: experts that it has room for.
+        held: experts of each running server; together they hold every expert.
+        slots: expert slots of each running server.
     """
     servers = tuple(sorted(slots))
     tokens_NLE, folds = statistics.tokens_of(servers), statistics.folds(servers)
@@ -71,10 +70,10 @@ def observe(
 def steps_to(
     spec: ModelSpec, cluster: Cluster, held: Mapping[int, Set[Place]], target: Mapping[int, Set[Place]]
 ) -> list[Move]:
-    """The moves that lead to a target that was decided on before; none if there is no room for them.
+    """Moves to an earlier decision's target; none if the capacity is too small.
 
     Args:
-        cluster: as `pooled`, of the servers in `target`.
+        cluster: result of `pooled` for the servers in `target`.
     """
     spec, servers = _in_slots(spec), sorted(target)
     old_NLE, new_NLE = (as_array(spec, [places.get(n, set()) for n in servers]) for places in (held, target))
@@ -87,17 +86,17 @@ def steps_to(
 def next_round(
     steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int], copies: int, seconds: float
 ) -> tuple[list[Move], list[Move], int, int]:
-    """The first of some moves that can be made together: first all drops, then all copies.
+    """Select the first moves that can run together: first all drops, then all copies.
 
-    A drop of an expert that only a copy of the same round brings elsewhere has to wait for the next.
+    A drop of an expert whose only other holder gets it in the same round waits for the next round.
 
     Args:
-        steps: in an order in which they can be made one by one, `gpu` being the server.
-        held, slots: of the servers that are there.
-        copies, seconds: of a round, at most; one copy is always allowed.
+        steps: moves in a valid order, with `gpu` as the server.
+        held, slots: experts and slots of the running servers.
+        copies, seconds: limits of a round; one copy is always allowed.
 
     Returns:
-        Drops, copies, how many of the steps that is, and how many of these are left out for want of room.
+        Drops, copies, the number of steps used, and the number of these skipped for lack of capacity.
     """
     now = {n: set(places) for n, places in held.items()}
     room = {n: slots[n] - len(places) for n, places in now.items()}
@@ -124,7 +123,7 @@ def next_round(
         elif at in now[n]:
             if any(at in coming[m] for m in now) and not any(at in now[m] for m in now if m != n):
                 break
-            if any(at in now[m] for m in now if m != n):  # else the head refuses it and says so
+            if any(at in now[m] for m in now if m != n):  # otherwise the head refuses it
                 now[n].discard(at)
                 room[n] += 1
             made[0].append(step)
@@ -133,10 +132,10 @@ def next_round(
 
 
 def by_server(moves: Sequence[Move], servers: Sequence[int]) -> list[Move]:
-    """The same moves, `gpu` being the server's number in the plan.
+    """The same moves, with the server's number in the plan as `gpu`.
 
     Args:
-        servers: the number of each of the servers that are there.
+        servers: numbers of the running servers.
     """
     return [replace(move, gpu=servers[move.gpu]) for move in moves]
 
@@ -156,5 +155,5 @@ def places_of(placed_LE: np.ndarray) -> list[Place]:
 
 
 def _in_slots(spec: ModelSpec) -> ModelSpec:
-    """A slot has the size of the largest expert, whatever is in it."""
+    """A slot has the size of the largest expert."""
     return replace(spec, expert_bytes_L=(spec.slot_bytes,) * spec.num_layers)

@@ -1,4 +1,4 @@
-"""The global scheduler: asks the workers what happens, places anew when that pays, and moves experts in rounds."""
+"""The global scheduler: collects workers' statistics, re-places experts when that pays, and moves them in rounds."""
 
 import logging
 import threading
@@ -32,9 +32,9 @@ _SAVE_S = 30.0
 _GLANCE_S = 0.2
 _BREATH_S = 0.005
 _ROUND = 64
-"""Copies that are made before all are told of them, at most, and"""
+"""Most copies per round, before all servers are told, and"""
 _ROUND_S = 0.5
-"""seconds of them by what is known of the links."""
+"""most seconds of a round's copies, by known link rates."""
 _DECIDES = ("eq4", "always", "never")
 
 
@@ -43,21 +43,21 @@ class SchedulerOptions:
     """Options of `--set scheduler.NAME=VALUE`.
 
     Attributes:
-        interval_s: between two decisions. A quarter of it has to be longer than most requests take, and many have to
-            come in it: from a few requests a placement for just these is made.
-        poll_s: between two reports of each worker.
-        planner: that places anew.
-        options: of the planner.
+        interval_s: seconds between decisions. A quarter of it must exceed the duration of most requests and contain
+            many requests, because a placement from few requests only fits these.
+        poll_s: seconds between a worker's reports.
+        planner: planner of new placements.
+        options: options of the planner.
         decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `never`: watch only.
-        horizon_s: how long a placement is taken to last, for Eq. 4 (0: the interval).
-        half_life_s: after so long, observed routing and calls count half (0: never).
-        compute_s: how long seconds of computing are averaged.
-        share: of the time that migrating may keep links busy; after each copy as much of a pause follows.
-        seed: of planners that draw.
-        state: file that everything is kept in, so that the next start goes on where this one was (empty: none).
+        horizon_s: assumed duration of a placement in Eq. 4 (0: the interval).
+        half_life_s: half-life of observed routes and calls (0: no decay).
+        compute_s: averaging time of compute seconds.
+        share: share of time in which migration may use links; a pause follows each copy.
+        seed: seed of randomized planners.
+        state: file that keeps the state for the next start (empty: none).
 
     Raises:
-        UsageError: a value that makes no sense.
+        UsageError: a value is invalid.
     """
 
     interval_s: float = 300.0
@@ -91,24 +91,24 @@ class Servers(Protocol):
 
 
 class Scheduler:
-    """Watches a cluster and keeps its placement good.
+    """Observes a cluster and re-places its experts.
 
-    It takes no decision by a clock of its own: `tick` is told the time, does what is due and says when it wants to be
-    called again. It counts on experts that servers are known to hold, never on planned ones: a server that dies in
-    the middle of a migration ends it, and the next decision starts from what is there.
+    It has no clock: `tick` receives the time, acts, and returns when to call it again. It relies on experts that
+    servers are known to hold, never on planned ones: a server that dies during a migration ends it, and the next
+    decision starts from the actual state.
 
     Args:
-        spec: of the model that is served.
+        spec: spec of the served model.
         cluster: the plan's.
-        narrate: told what a person should know.
+        narrate: called with lines for the user.
 
     Attributes:
-        tick_s: how long to wait before the next `on_tick`.
-        in_force: experts of each server when the state was saved, for a cluster that ended meanwhile; None: not known,
-            or some expert was held by nobody.
+        tick_s: seconds until the next `on_tick`.
+        in_force: experts of each server in the saved state, for a cluster that ended meanwhile; None: unknown, or some
+            expert was unplaced.
 
     Raises:
-        MismatchError: the state is of another model or cluster.
+        MismatchError: the state belongs to another model or cluster.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Scheduler:
         self._steps: list[Move] = []
         self._target: dict[int, frozenset[Place]] | None = None
         self._moving: ReplacementRecord | None = None
-        self._moved = np.zeros(2)  # in this migration: copies, and the seconds of their bytes
+        self._moved = np.zeros(2)  # in this migration: copies, and seconds of transfer
         self._now_s: float | None = None
         self._resume = False
         self._servers: Servers | None = None
@@ -151,7 +151,7 @@ class Scheduler:
 
     @property
     def migrating(self) -> bool:
-        """Whether experts are on the move."""
+        """Whether a migration is running."""
         return self._target is not None
 
     def on_tick(self, head: Servers) -> None:
@@ -159,17 +159,17 @@ class Scheduler:
         try:
             self.tick_s = max(_BREATH_S, self.tick(head, time.time()))
         except Exception:
-            self.tick_s = self.options.poll_s  # an error that stays is not narrated without a pause
+            self.tick_s = self.options.poll_s  # pauses between repeated errors
             raise
 
     def tick(self, servers: Servers, now_s: float) -> float:
-        """Do what is due; gives the seconds until there is more to do.
+        """Act if due; returns the seconds until the next action.
 
         Args:
             now_s: seconds since 1970.
         """
         with self._lock:
-            if now_s < max(self._now_s or now_s, self._decided_s):  # the clock was set back: nothing waits for it
+            if now_s < max(self._now_s or now_s, self._decided_s):  # the clock was set back: do not wait for it
                 self._polled_s, self._saved_s = min(self._polled_s, now_s), min(self._saved_s, now_s)
                 self._decided_s, self._next_move_s = min(self._decided_s, now_s), min(self._next_move_s, now_s)
             self._servers, self._now_s = servers, now_s
@@ -190,7 +190,7 @@ class Scheduler:
                 self._decide(servers, now_s)
             report_s = self._polled_s + self.options.poll_s
             act_s = self._next_move_s if self.migrating else self._decided_s + self.options.interval_s
-            if not self.migrating and act_s <= now_s:  # it cannot be decided just now
+            if not self.migrating and act_s <= now_s:  # no decision is possible now
                 act_s = report_s
             return max(0.0, min(report_s, act_s) - now_s)
 
@@ -206,7 +206,7 @@ class Scheduler:
             self._save()
 
     def snapshot(self) -> dict[str, Any]:
-        """Data of the cluster page as a JSON object; during a move, as before it."""
+        """Data of the cluster page as a JSON object; during a move, the state before it."""
         if not self._lock.acquire(timeout=_GLANCE_S if self._shown else -1):
             assert self._shown is not None
             return self._shown
@@ -264,7 +264,7 @@ class Scheduler:
 
     def _decide(self, servers: Servers, now_s: float) -> None:
         slots, held = _there(servers)
-        # One that is being restarted is waited for; one that stays away is planned without.
+        # Wait for a restarting server; plan without one that stays down.
         if any(now_s - seen_s < self.options.interval_s for n, seen_s in self._seen_s.items() if n not in slots):
             return
         if len(frozenset[Place]().union(*held.values())) < self.spec.total_experts:
@@ -288,11 +288,11 @@ class Scheduler:
     def _propose(
         self, record: ReplacementRecord, held: dict[int, frozenset[Place]], slots: dict[int, int]
     ) -> Decision | None:
-        """Decide from the observations, and note it; None where no decision was possible."""
+        """Decide from the observations, and record it; None if no decision was possible."""
         seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s)
         if seen is None:
-            record.outcome = "too little seen"
-            _LOG.debug("no decision: too little seen")
+            record.outcome = "too few observations"
+            _LOG.debug("no decision: too few observations")
             return None
         observed, in_force, costs = seen
 
@@ -325,7 +325,7 @@ class Scheduler:
         return decision
 
     def _move(self, servers: Servers, now_s: float) -> None:
-        """The next round of the migration."""
+        """Run the next round of the migration."""
         assert self._moving is not None and self._target is not None
         began = time.monotonic()
         slots, held = _there(servers)
@@ -359,10 +359,10 @@ class Scheduler:
             self._end(over_s, f"done{left_out}")
 
     def _migrated(self, over_s: float) -> None:
-        """Learn from a migration what moves take beside their bytes."""
+        """Learn the time of moves besides transfer from a migration."""
         assert self._moving is not None
         copies, busy_s = self._moved
-        if copies and copies == self._moving.copies:  # else it was begun by an earlier scheduler, or was cut short
+        if copies and copies == self._moving.copies:  # otherwise an earlier scheduler began it, or it was aborted
             self.statistics.migrated(int(copies), over_s - self._moving.at_s - busy_s / self.options.share)
 
     def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
@@ -380,7 +380,7 @@ class Scheduler:
         self._save()
 
     def _go_on(self, servers: Servers, now_s: float) -> None:
-        """Order the rest of a migration that an earlier scheduler began."""
+        """Continue a migration that an earlier scheduler began."""
         assert self._target is not None
         slots, held = _there(servers)
         if self._target.keys() <= held.keys():
@@ -414,7 +414,7 @@ class Scheduler:
 
 
 def _there(servers: Servers) -> tuple[dict[int, int], dict[int, frozenset[Place]]]:
-    """Room and experts of the live servers."""
+    """Slots and experts of the live servers."""
     held = dict(enumerate(servers.held()))
     slots = {n: max(info.slots, len(held[n])) for n, info in enumerate(servers.infos()) if info is not None}
     return slots, {n: held[n] for n in slots}

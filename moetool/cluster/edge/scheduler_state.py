@@ -1,4 +1,4 @@
-"""State of a scheduler in a file, from which the next one goes on."""
+"""State of a scheduler in a file, from which the next one continues."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from moetool.types import Cluster, ModelSpec
 from moetool.validation import require, require_number, require_whole
 
 _KIND, _SCHEMA_VERSION = "scheduler_state", 1
-_ADVICE = "remove it or name another file"
+_ADVICE = "remove it or give another file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Kept:
     """The state of a scheduler.
 
     Attributes:
-        decided_s: when it last thought about the placement, in seconds since 1970.
+        decided_s: time of its last decision, in seconds since 1970.
         target: experts of each server after the running migration; None: none runs.
-        held: experts of each server; None: not known yet.
+        held: experts of each server; None: unknown.
         statistics: of `moetool.cluster.edge.load_statistics.Statistics`.
         chronicle: of `moetool.cluster.edge.history.Chronicle`.
     """
@@ -37,7 +37,7 @@ class Kept:
     chronicle: dict[str, Any]
 
     def save(self, path: Path, spec: ModelSpec, cluster: Cluster) -> None:
-        """Write it as a whole or not at all."""
+        """Write it atomically."""
         values = {
             "kind": _KIND,
             "schema_version": _SCHEMA_VERSION,
@@ -53,19 +53,19 @@ class Kept:
 
     @classmethod
     def load(cls, path: Path, spec: ModelSpec, cluster: Cluster) -> "Kept":
-        """Read it. To be called within `reading`.
+        """Read it. Call within `reading`.
 
         Raises:
-            MismatchError: it is something else, or of another model or cluster.
+            MismatchError: it is not a state, or belongs to another model or cluster.
         """
         values = read_json(path, advice=_ADVICE)
         found = values["kind"], values["schema_version"]
         if found != (_KIND, _SCHEMA_VERSION):
             raise MismatchError(f"{path} holds {found[0]} of version {found[1]}, expected {_KIND}; {_ADVICE}")
         if values["revision"] != spec.revision:
-            raise MismatchError(f"{path} is of another model than {spec.name}; {_ADVICE}")
+            raise MismatchError(f"{path} belongs to another model than {spec.name}; {_ADVICE}")
         if values["servers"] != [server.name for server in cluster.servers]:
-            raise MismatchError(f"{path} is of the servers {', '.join(values['servers'])}; {_ADVICE}")
+            raise MismatchError(f"{path} belongs to the servers {', '.join(values['servers'])}; {_ADVICE}")
         target, held, servers = values["target"], values["held"], len(cluster.servers)
         require_number("decided_s", values["decided_s"])
         require(held is None or len(held) == servers, "held", held, f"the experts of {servers} servers")
@@ -82,7 +82,7 @@ class Kept:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Make a `MismatchError` of whatever goes wrong with a damaged file."""
+    """Turn any error of a damaged file into a `MismatchError`."""
     try:
         yield
     except MoetoolError as error:

@@ -16,13 +16,13 @@ from moetool.serving.server_options import ServerOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Addresses that users reach the servers at.
+    """Addresses of the servers for users.
 
     Attributes:
-        host: the same for all.
+        host: host of all servers.
         port: of the first server; the next has the next one. 0: any free ones.
         api_key: key that users must send; None: none.
-        toward: as for `WorkerSettings`.
+        toward: see `WorkerSettings`.
     """
 
     host: str = "127.0.0.1"
@@ -41,14 +41,14 @@ def worker_settings(
     limits: ServerOptions,
     cluster: ClusterOptions,
 ) -> list[WorkerSettings]:
-    """One for each server of the plan's cluster; its GPUs are one pool.
+    """Settings of each server of the plan's cluster; its GPUs are one pool.
 
     Args:
-        identify: gives the process of a name its key and certificate.
+        identify: returns a process's key and certificate by name.
 
     Raises:
-        MismatchError: the plan is not of this model.
-        UsageError: an option that a server of a cluster cannot have.
+        MismatchError: the plan belongs to another model.
+        UsageError: an option is not supported in a cluster.
         CapacityError: the plan gives a server more experts than its memory holds.
     """
     spec = checkpoint.spec
@@ -56,7 +56,7 @@ def worker_settings(
     if options.devices != 1:
         raise UsageError(f"devices is {options.devices}, expected 1: each server of a cluster serves on one device")
     if options.state:
-        raise UsageError("state is for policies that learn, and servers of a cluster follow the plan")
+        raise UsageError("state is for policies that learn, but servers of a cluster follow the plan")
     for option, port in (
         ("--port", endpoints.port),
         ("--set cluster.peer_port", cluster.peer_port),
@@ -72,8 +72,8 @@ def worker_settings(
         held = held_by(plan, n)
         if len(held) > capacity:
             raise CapacityError(
-                f"the plan gives server {server.name} {len(held)} experts, and its memory holds {capacity} of "
-                f"{spec.slot_bytes:,} bytes; plan again with: moetool plan placement"
+                f"the plan gives server {server.name} {len(held)} experts, but its memory holds {capacity} of "
+                f"{spec.slot_bytes:,} bytes; make a new plan: moetool plan placement"
             )
         links = {o: plan.cluster.link(n, o) for o in servers if o != n}
         settings.append(

@@ -1,4 +1,4 @@
-"""One edge server: an engine with its own OpenAI endpoint, whose missing experts are computed by the others."""
+"""One edge server: an engine with its own OpenAI endpoint; other servers compute its missing experts."""
 
 import contextlib
 import logging
@@ -41,7 +41,7 @@ USED_AT_START = (
     "scipy.optimize",
 )
 """Modules that building a worker imports (`ProcessNursery`)."""
-_MESSAGE_BYTES = 64 * 2**20  # at least, beside an expert
+_MESSAGE_BYTES = 64 * 2**20  # least, besides an expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +51,18 @@ class WorkerSettings:
     Attributes:
         server: its number in the plan's cluster.
         model: as for `build_engine`; every machine has its own copy of the checkpoint.
-        revision: of the checkpoint that the plan was made for.
-        content: sha256 of each of its files, as the head has them (`Checkpoint.content`).
-        held: (layer, expert) that it begins with.
-        capacity: how many experts it may hold.
-        host: where its users reach it; 0.0.0.0: at every address of its machine.
-        port: 0 takes any free one.
-        toward: an address of the cluster's head, on whose network the peers are; empty: they are all on this machine.
-        peer_port: where it listens for peers; 0 takes any free one.
-        identity: of the server, among its peers.
-        distance: as for `Peers`.
+        revision: revision of the plan's checkpoint.
+        content: sha256 of each of the head's files (`Checkpoint.content`).
+        held: (layer, expert) held from the start.
+        capacity: most experts held.
+        host: address for its users; 0.0.0.0: every address of its machine.
+        port: 0: any free one.
+        toward: address of the cluster's head, on the peers' network; empty: all are on this machine.
+        peer_port: port for peers; 0: any free one.
+        identity: identity of the server among its peers.
+        distance: see `Peers`.
         links: by server (bytes/s, seconds), where links are emulated.
-        options, cluster, limits: of the engine, of pool and calls to others, and of the endpoint.
+        options, cluster, limits: options of the engine, of pool and calls to others, and of the endpoint.
         api_key: key that users must send; None: none.
     """
 
@@ -91,11 +91,11 @@ class Worker:
     Attributes:
         set_holders, change_holders, adopt, adopt_all, drop, drop_all: those of its `PlacedRuntime`.
 
-    Effects: reads the model, listens for users and for peers, and starts threads; it serves when this returns. `close`
-    ends all of it.
+    Effects: reads the model, listens for users and peers, and starts threads; it serves on return. `close` ends
+    everything.
 
     Raises:
-        MismatchError: the checkpoint here is not the plan's.
+        MismatchError: the checkpoint differs from the plan's.
         MoetoolError: a port is in use, or the model cannot be read.
     """
 
@@ -152,7 +152,7 @@ class Worker:
             undo.pop_all()
 
     def info(self) -> WorkerInfo:
-        """Once it serves. Raises: MoetoolError if it no longer can."""
+        """Check that it serves. Raises: MoetoolError: it no longer can."""
         if not self._server.serves(_READY_S) or self._engine.state == "failed":
             raise MoetoolError(f"server {self._settings.server} does not serve (its engine: {self._engine.state})")
         return WorkerInfo(
@@ -170,11 +170,11 @@ class Worker:
         return self._meter.take(int(metrics["queue_running"] + metrics["queue_waiting"]))
 
     def drain(self) -> None:
-        """Take no more requests and finish those that run; experts are still computed for others."""
+        """Accept no more requests and finish running ones; still compute experts for others."""
         self._server.stop(within_s=self._settings.limits.drain_timeout_s + 10.0)
 
     def close(self) -> None:
-        """End; requests that still run end with an error."""
+        """End; running requests end with an error."""
         deadline = time.monotonic() + 10.0
         ended = False
         while not ended and time.monotonic() < deadline:
@@ -184,7 +184,7 @@ class Worker:
 
     def _on_ready(self, url: str) -> None:
         settings = self._settings
-        if settings.toward and settings.host in ("0.0.0.0", "::"):  # the URL is for people on other machines too
+        if settings.toward and settings.host in ("0.0.0.0", "::"):  # the URL must work from other machines
             scheme, host, port = url.partition(":")[0], own_address(settings.toward), url.rpartition(":")[2]
             url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._url = url
@@ -195,28 +195,28 @@ class Worker:
 
 
 def message_bytes(spec: ModelSpec, tokens: int) -> int:
-    """The most that servers say to each other at once: an expert, or the rows of one forward, if all go to one server.
+    """Largest message between servers: an expert, or all rows of one forward.
 
-    A prompt that is scored is one forward, however long it is.
+    A scored prompt is one forward, whatever its length.
 
     Args:
-        tokens: that a forward may have.
+        tokens: most tokens of a forward.
     """
-    rows_bytes = tokens * max(spec.top_k_L) * spec.hidden_size * 4  # float32, the widest there is
+    rows_bytes = tokens * max(spec.top_k_L) * spec.hidden_size * 4  # float32, the widest type
     return spec.slot_bytes + max(rows_bytes, _MESSAGE_BYTES)
 
 
 class _Timed:
-    """An engine whose requests are timed. Its statistics have the cluster's counters besides."""
+    """An engine that times its requests and adds the cluster's counters to its statistics."""
 
     def __init__(self, engine: EngineLike, meter: Meter) -> None:
         self._engine, self._meter = engine, meter
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)  # all but what is below is the engine's
+        return getattr(self._engine, name)  # everything else is the engine's
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
-        """As the engine's, which tells the sink of the end."""
+        """Like the engine's, with a sink that records the end."""
         began = time.monotonic()
 
         def timed(output: Output) -> None:
@@ -227,11 +227,11 @@ class _Timed:
         return self._engine.submit(prompt, params, timed)
 
     def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
-        """As the engine's."""
+        """See the engine's."""
         return self._engine.prompt_logprobs(prompt, top)
 
     def stats(self) -> dict[str, Any]:
-        """As the engine's, with the local compute share."""
+        """Like the engine's, with the local compute share."""
         return {**self._engine.stats(), "cluster": self._meter.to_json()}
 
 
@@ -240,7 +240,7 @@ def _require_revision(checkpoint: Checkpoint, settings: WorkerSettings) -> None:
     if found != settings.revision:
         raise MismatchError(
             f"{settings.model} on the machine of server {settings.server} is {found[:12]}, but the plan is for "
-            f"{settings.revision[:12]}; copy the plan's model there, or plan again with: moetool plan placement"
+            f"{settings.revision[:12]}; copy the plan's model there, or make a new plan: moetool plan placement"
         )
     if settings.content and (file := differing_file(settings.content, checkpoint.content)):
         ours, theirs = (content.get(file, "none")[:12] for content in (checkpoint.content, settings.content))

@@ -98,7 +98,7 @@ class BatchLoop:
 
     @property
     def problems(self) -> list[str]:
-        """Why it has failed, or which ranks are missing for want of a machine."""
+        """Why it has failed, or which ranks lack a machine."""
         if self.state == "failed":
             return [self.reason]
         return [f"GPU {gpu} has no machine; continuing without it" for gpu in self.ranks.homeless]
@@ -118,7 +118,7 @@ class BatchLoop:
     # -- the head's own thread ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Take events until one says `close`, or no rank is left; then nobody is left waiting."""
+        """Take events until one is `close` or no rank is left; then all waiting requests are refused."""
         try:
             while True:
                 waits = self.requests.pending and self.ranks.whole
@@ -238,7 +238,7 @@ class BatchLoop:
     def advance(self) -> None:
         """Begin what can begin now: a generation, a decision or a batch."""
         if self.state == "ready" and self.ranks.gone:
-            raise MoetoolError("all ranks are gone, and none of them can be started again")
+            raise MoetoolError("all ranks have ended, and none of them can be restarted")
         if self.state == "starting" and len(self.ranks.there) == len(self._cluster.gpus) and not self.ranks.members:
             self._form()
         if self.state == "starting" or not self.ranks.whole or self.began is not None:
@@ -252,7 +252,7 @@ class BatchLoop:
                 self._end_for_joins()
             return
         back = self.ranks.there != self.ranks.members
-        if back and not self.requests.running:  # somebody is back, and nothing runs
+        if back and not self.requests.running:  # a rank is back, and nothing runs
             self._form()
         elif self.requests.running or (self.requests.pending and self._is_due()):
             if not self.placing.control.looks_ahead:

@@ -1,4 +1,4 @@
-"""Re-placement between two batches of ranks, from the last batch or from the batch that waits."""
+"""Re-placement between two batches of ranks, from the last batch or from the waiting one."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,12 @@ PredictRouting = Callable[[Sequence[int], int], np.ndarray]
 
 _FORGET = 0.5
 _ASK_AGAIN = 32
-"""Decisions without a predictor that was found too dear; then it is asked once more, to be measured again."""
+"""Decisions without a predictor that was too slow, before it is measured again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A request of the batch that comes next."""
+    """A request of the next batch."""
 
     prompt: Sequence[int]
     new_tokens: int
@@ -34,19 +34,17 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCosts:
-    """Measured costs of ranks, for both sides of a decision about the next batch.
+    """Measured costs of ranks, for both sides of a decision.
 
     Attributes:
-        row_s: seconds that an expert takes for one row; 0 where only `expert` says.
-        byte_s_GG: seconds of a byte of rows from GPU to GPU, or one number for all ways.
-        move_bytes_s: at which experts come to a GPU.
-        added_byte_s: seconds that batches have lately taken longer because of experts on the move, for each byte of
-            these; 0 where none have moved.
-        row_bytes: of a row; 0 for float32.
-        expert: seconds of an expert against the rows that it gets at once.
-        free_s: compute phases that are left before the coming batch, in which moving costs nothing (0 where moving
-            stops everything).
-        within_s: a decision that comes later is dropped.
+        row_s: seconds of an expert per row; 0: only `expert` is known.
+        byte_s_GG: seconds per byte of rows from GPU to GPU, or one number for all links.
+        move_bytes_s: rate of experts to a GPU.
+        added_byte_s: recent extra seconds of batches per migrated byte; 0 without migrations.
+        row_bytes: bytes of a row; 0: float32.
+        expert: seconds of an expert by number of rows.
+        free_s: compute phases left before the next batch, in which moves cost nothing (0 if moves stop everything).
+        within_s: deadline of a decision; later ones are dropped.
     """
 
     row_s: float
@@ -60,12 +58,12 @@ class BatchCosts:
 
 
 class RoutingPredictor:
-    """A way to predict the routing of requests that wait, and its measured cost.
+    """A predictor of waiting requests' routing, with its measured cost.
 
     Attributes:
-        predict: gives the expert uses [L, E] of a prompt and a number of new tokens.
-        token_s: seconds a prompt token, lately; 0 before the first.
-        passed_over: decisions since it was asked.
+        predict: returns the expert uses [L, E] of a prompt and a number of new tokens.
+        token_s: recent seconds per prompt token; 0 before the first.
+        passed_over: decisions since its last use.
     """
 
     def __init__(self, name: str, predict: PredictRouting) -> None:
@@ -82,14 +80,14 @@ class RoutingPredictor:
             self.token_s = (time.perf_counter() - began) / len(prompt)
 
     def demand(self, spec: ModelSpec, cluster: Cluster, batch: Sequence[Waiting]) -> tuple[np.ndarray, float]:
-        """Predicted tokens_GLE of a batch, and the seconds that predicting took."""
+        """Predicted tokens_GLE of a batch, and the prediction's seconds."""
         began = time.perf_counter()
         tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
         for one in batch:
             tokens_GLE[one.gpu] += self.predict(one.prompt, one.new_tokens)
         taken_s = time.perf_counter() - began
         token_s = taken_s / max(1, sum(len(one.prompt) for one in batch))
-        stale = not self.token_s or self.passed_over  # what it took long ago, the machine perhaps busier
+        stale = not self.token_s or self.passed_over  # an old measurement, perhaps of a busier machine
         self.token_s += (1.0 if stale else _FORGET) * (token_s - self.token_s)
         self.passed_over = 0
         return tokens_GLE, taken_s
@@ -100,26 +98,26 @@ class RoutingPredictor:
 
 
 class BatchReplacement:
-    """Places anew between two batches.
+    """Makes new placements between two batches.
 
     Args:
-        placement: `vanilla` and `offline` stay as they begin; `reactive` places for the last batch; `proactive` for
-            the one that waits.
-        cluster: with the memory that placements may fill: less than there is by the double buffer.
-        planner_name, options: who places. DIRECTOR does so without the steps that take most of its time, unless asked.
+        placement: `vanilla` and `offline` never change; `reactive` places for the last batch; `proactive` for the
+            waiting one.
+        cluster: cluster with the memory for placements, without the double buffer.
+        planner_name, options: the planner. DIRECTOR skips its slowest steps by default.
         predictors: for `proactive`, the cheapest first: the cascade, then the replica. One is enough.
-        always: move whatever it costs.
+        always: whether to move whatever the cost.
 
-    Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. Which
-    is which, the paper leaves open. Here the cheaper predictor is always asked. The other one is asked after it where
-    the gain that the first predicts is more than the other was measured to take (a major adjustment), and its answer
-    would not come too late; and after each 32 decisions without it, or if it was never measured, to measure it.
+    Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. The
+    paper does not define the two. Here the cheaper predictor is always used. The other one follows if the predicted
+    gain exceeds its measured cost (a major adjustment) and it is not too late; and after 32 decisions without it, or
+    before its first measurement, to measure it.
 
     Deviations:
-        - The paper's placement follows every prediction; here it does where the gain predicted exceeds the cost
+        - The paper's placement follows every prediction; here only if the predicted gain exceeds the cost
           (`moetool.placement._decide.decide`).
-        - `reactive` sees the last batch when that has ended, so its migrations are waited for, whatever way they take.
-        - Both sides take a batch as one event of each layer, as the paper's T_comp and T_comm do; its forwards may be
+        - `reactive` sees the last batch after its end, so the next batch waits for its migrations.
+        - Both sides treat a batch as one event per layer, like the paper's T_comp and T_comm; its forwards may be
           uneven in other ways.
     """
 
@@ -140,7 +138,7 @@ class BatchReplacement:
         if placement == "proactive" and not predictors:
             raise UsageError(
                 "placement proactive needs a predictor; train one with "
-                "moetool train cascade --trace DIR, and give it with --predictor DIR"
+                "moetool train cascade --trace DIR, and pass it with --predictor DIR"
             )
         self.placement, self.predictors = placement, list(predictors)
         self._spec, self._cluster = spec, cluster
@@ -153,20 +151,20 @@ class BatchReplacement:
 
     @property
     def decides(self) -> bool:
-        """Whether it ever places anew."""
+        """Whether it ever makes a new placement."""
         return SEES[self.placement] != "nothing"
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it decides while the batch before is still running."""
+        """Whether it decides while the previous batch is still running."""
         return SEES[self.placement] == "queue"
 
     def saw(self, tokens_GLE: np.ndarray) -> None:
-        """Note the routing of the last batch."""
+        """Record the routing of the last batch."""
         self._last_GLE = tokens_GLE.astype(np.float64)
 
     def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, costs: BatchCosts) -> Decision | None:
-        """Whether to place anew for the batch that comes; None where nothing is known of it."""
+        """Decide whether to re-place for the next batch; None if nothing is known about it."""
         if not self.looks_ahead:
             if not self.decides or self._last_GLE is None or not self._last_GLE.any():
                 return None
@@ -184,7 +182,7 @@ class BatchReplacement:
     def _worth(
         self, predictor: RoutingPredictor, batch: Sequence[Waiting], so_far: Decision, costs: BatchCosts
     ) -> bool:
-        """Whether to know better than a decision does, by what that was measured to take."""
+        """Whether a further prediction is worth its measured cost."""
         if not predictor.token_s or predictor.passed_over >= _ASK_AGAIN:
             return True
         cost_s = predictor.cost_s(batch)
@@ -199,10 +197,10 @@ class BatchReplacement:
         predict_s: float = 0.0,
         planned_s: float = 0.0,
     ) -> Decision:
-        """Decide from what was seen or predicted.
+        """Decide from observed or predicted routing.
 
         Args:
-            planned_s: seconds of planning before, for a worse prediction.
+            planned_s: seconds already spent planning with a worse prediction.
         """
         spec, cluster = self._spec, self._cluster
         sides = replacement_costs(cluster, spec, tokens_GLE, costs, predict_s + planned_s + self._plan_s)
@@ -217,7 +215,7 @@ class BatchReplacement:
 def replacement_costs(
     cluster: Cluster, spec: ModelSpec, tokens_GLE: np.ndarray, costs: BatchCosts, plan_s: float = 0.0
 ) -> ReplacementCosts:
-    """The ranks' costs as a decision reckons with them; a remote call is a row's way to another server and back."""
+    """The ranks' costs for a decision; a remote call sends a row to another server and back."""
     latency = measured_latency(cluster, spec, tokens_GLE, costs)
     apart_GG = np.not_equal.outer(cluster.server_G, cluster.server_G)
     byte_s = np.broadcast_to(np.asarray(costs.byte_s_GG, np.float64), apart_GG.shape)[apart_GG]
@@ -232,13 +230,13 @@ def replacement_costs(
 
 
 def measured_latency(cluster: Cluster, spec: ModelSpec, tokens_GLE: np.ndarray, costs: BatchCosts) -> Latency:
-    """The ranks as planners see them."""
+    """The ranks in planners' form."""
     row_s, row_bytes = costs.row_s or _row_s(tokens_GLE, costs.expert), costs.row_bytes or 4.0 * spec.hidden_size
     return linear_latency(cluster, row_s, costs.byte_s_GG, row_bytes, "measured")
 
 
 def _row_s(tokens_GLE: np.ndarray, expert: Curve | None) -> float:
     """Mean seconds of a row, each source's rows of an expert computed at once."""
-    assert expert is not None, "nothing says what a row takes"
+    assert expert is not None, "the cost of a row is unknown"
     rows = tokens_GLE[tokens_GLE > 0]
     return float(along(expert, rows).sum() / rows.sum())

@@ -11,27 +11,27 @@ from moetool.types import Cluster
 
 @dataclass(slots=True, kw_only=True)
 class BatchRecord:
-    """A batch that has run.
+    """A finished batch.
 
     Attributes:
-        number: from 0.
-        requests: in it.
-        seconds: from its announcement to its end, as the head saw it.
-        ready_s: of these, waiting for experts to be in place.
-        waited_s: all-to-alls waited for pieces of experts, the longest of the ranks.
+        number: number from 0.
+        requests: requests in it.
+        seconds: from its announcement to its end, at the head.
+        ready_s: part of these spent waiting for experts.
+        waited_s: waits of all-to-alls for parts of experts, maximum over ranks.
         steps: forwards in lockstep.
-        hottest: rows on the fullest GPU, summed over steps and layers.
-        rows: of all GPUs.
+        hottest: rows on the busiest GPU, summed over steps and layers.
+        rows: rows of all GPUs.
         sent_GG: bytes of rows from GPU to GPU.
-        moved_bytes: of experts that arrived while it ran, or since the one before it ended.
-        moved_during_exchange: of these, in an all-to-all.
-        from_disk: experts that a rank had to read from the checkpoint, since their source was gone.
-        held: the most experts that a rank has held in this generation, what arrives before a switch counted.
-        version: of the placement at its end.
+        moved_bytes: bytes of experts that arrived while it ran, or after the previous batch.
+        moved_during_exchange: part of these in an all-to-all.
+        from_disk: experts read from the checkpoint because their source had ended.
+        held: most experts that a rank held in this generation, including arrivals before a switch.
+        version: version of the placement at its end.
         tokens_GLE: uses of experts by each GPU's own tokens.
         expert_s, dense_s, exchange_s: means over the ranks.
-        byte_s: that a byte of rows took in an all-to-all, without what it takes besides; 0 where nothing tells.
-        decided_s: that the batch waited for the decision about it, before it began.
+        byte_s: seconds per byte of rows in an all-to-all, without its fixed cost; 0 if unknown.
+        decided_s: seconds that the batch waited for its decision.
     """
 
     number: int
@@ -56,7 +56,7 @@ class BatchRecord:
     decided_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """All but `tokens_GLE`."""
+        """Return all fields but `tokens_GLE`."""
         values = {name: value for name, value in asdict(self).items() if name != "tokens_GLE"}
         return {**values, "sent_GG": self.sent_GG.tolist()}
 
@@ -108,10 +108,10 @@ def record_of(
 
 
 def slope(sums: np.ndarray) -> float:
-    """Seconds a byte, by least squares; 0 where nothing varies.
+    """Seconds per byte, by least squares; 0 if nothing varies.
 
     Args:
-        sums: as of `Tally.wire`.
+        sums: see `Tally.wire`.
     """
     count, x, y, xx, xy = np.asarray(sums, np.float64)
     spread = count * xx - x * x

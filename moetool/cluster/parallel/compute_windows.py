@@ -1,4 +1,4 @@
-"""Compute phases, in which experts may be on the move, and all-to-alls, in which they may not."""
+"""Compute phases, in which experts may move, and all-to-alls, in which they may not."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from moetool.cluster.links import Bucket
 from moetool.errors import MoetoolError
 
 MIGRATIONS = ("overlap", "pipelined", "stop")
-"""Ways to migrate (DIRECTOR, Figure 6): in compute phases only; whenever experts are there; while nothing runs."""
+"""Migration modes (DIRECTOR, Figure 6): in compute phases only; whenever experts are available; while nothing runs."""
 
 
 class Windows:
@@ -49,13 +49,13 @@ class Windows:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """An all-to-all is about to begin; returns once no piece is on its way.
+        """Begin an all-to-all; returns once no part is in transfer.
 
         Args:
             timeout_s: after which the other ranks, who are in the all-to-all already, have given this one up.
 
         Raises:
-            MoetoolError: a piece is on its way for that long.
+            MoetoolError: a transfer takes longer.
         """
         with self._changed:
             self._open = False
@@ -64,12 +64,12 @@ class Windows:
                 free = self._changed.wait_for(lambda: not self._holders, timeout_s)
                 self.waited_s += time.perf_counter() - began
                 if not free:
-                    raise MoetoolError(f"an expert transfer has taken {timeout_s:g} s, and an all-to-all waits")
+                    raise MoetoolError(f"an expert transfer took {timeout_s:g} s while an all-to-all waited")
             self.exchanging = True
             self.exchanges += 1
 
     def hold(self, timeout_s: float) -> float | None:
-        """Keep the phase open for a piece.
+        """Keep the phase open for a part.
 
         Returns:
             Seconds that are left of the phase; 0 for a first piece that has to fit whatever is left; None where no
@@ -88,7 +88,7 @@ class Windows:
                     return None
 
     def try_hold(self) -> bool:
-        """As `hold` for a piece that another rank asks for now; it has looked at the time."""
+        """Like `hold`, for a part that another rank requests now; that rank checked the time."""
         with self._changed:
             if self.strict and not self._open:
                 return False
@@ -96,18 +96,18 @@ class Windows:
             return True
 
     def release(self) -> None:
-        """The piece is there."""
+        """End the hold: the part has arrived."""
         with self._changed:
             self._holders -= 1
             self._changed.notify_all()
 
 
 class EmulatedMachine:
-    """A rank's machine as slow as it is made to be.
+    """A rank's machine with emulated slowness.
 
     Args:
-        link_bytes_s: emulated rate of its sends, which queue; 0 does not emulate.
-        expert_token_s: seconds that an expert takes for a row, slept and not computed.
+        link_bytes_s: emulated rate of its sends, which queue; 0: no emulation.
+        expert_token_s: emulated seconds of an expert per row, slept.
     """
 
     def __init__(self, link_bytes_s: float = 0.0, expert_token_s: float = 0.0) -> None:
@@ -115,6 +115,6 @@ class EmulatedMachine:
         self._link = Bucket(link_bytes_s) if link_bytes_s else None
 
     def send(self, num_bytes: int) -> None:
-        """Wait as long as these bytes take, after those that were sent before."""
+        """Wait for the emulated time of these bytes, after earlier ones."""
         if self._link is not None and num_bytes:
             self._link.take(num_bytes, float("inf"))

@@ -1,4 +1,4 @@
-"""An MoE layer over the ranks: rows go to their expert's rank, and products back for the sum."""
+"""An MoE layer over ranks: rows go to their expert's rank, and products return for the sum."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent
 
 _FORGET = 0.5
-"""Weight of the last phase of a kind in the prediction of the next."""
+"""Weight of the last phase in the prediction of the next one of its kind."""
 _FEW_BYTES = 2**16
 """Rows for each rank, with those that lack, up to which they go in one exchange with their counts."""
 
@@ -30,7 +30,7 @@ class DispatchTally:
     """Counters of a rank over a batch.
 
     Attributes:
-        steps: in lockstep with the others, its own work or not.
+        steps: steps in lockstep with the others, with or without own work.
         rows_SL: rows of experts computed here, by step and layer, from all ranks.
         tokens_LE: uses of experts by its own tokens.
         sent: bytes of rows sent to each GPU of the cluster, both ways of the all-to-all.
@@ -60,22 +60,22 @@ class ParallelRuntime(ExpertRuntime):
     one back. With the counts each rank says how many rows it may have for another in this step: where that is few for
     all, as in decode steps, the other layers take two all-to-alls, of rows with their counts, and back.
 
-    Rows of one rank and one expert form one product, wherever it is computed, and the weighted sum is taken at home in
-    the order of the token's top-k, both as in `ExpertRuntime`: so for one composition of a rank's batch the result is
-    the same to the bit as that of a single machine, under every placement and while experts move.
+    Rows of one rank and one expert form one product, wherever it is computed, and the rank computes the weighted sum in
+    the order of the token's top-k, both as in `ExpertRuntime`. So for one batch composition of a rank the result is
+    bit-identical to a single machine's, under every placement and during migration.
 
     Args:
-        residency, store: as of `ExpertRuntime`; no expert goes through them, since held ones lie on the shelf.
+        residency, store: as for `ExpertRuntime`; unused, since held experts are on the shelf.
         shelf: the experts held here.
         gpu: this rank's number in the cluster.
         server_G: the server of each GPU.
-        windows: told of compute phases and all-to-alls.
-        machine: emulates the rank's way out and its computing.
+        windows: called at the start of compute phases and all-to-alls.
+        machine: emulates the rank's outgoing link and its compute time.
 
     Attributes:
-        group: of the generation that runs; None between generations.
-        placed_GLE: the placement in force.
-        tally: since `count_anew`.
+        group: group of the running generation; None between generations.
+        placed_GLE: the current placement.
+        tally: counts since `count_anew`.
     """
 
     from_pool = False
@@ -120,19 +120,19 @@ class ParallelRuntime(ExpertRuntime):
         self.place(placed_GLE)
 
     def place(self, placed_GLE: np.ndarray) -> None:
-        """Compute by another placement from the next step on; every rank must do so before the same step."""
+        """Use another placement from the next step on; every rank must do so before the same step."""
         self.placed_GLE = placed_GLE
         self._to_LE = destinations(placed_GLE, self._server_G)[self._gpu]
 
     def count_anew(self) -> DispatchTally:
-        """Begin a new tally; gives the old one."""
+        """Begin a new tally; returns the old one."""
         old = getattr(self, "tally", None)
         shape = (self._spec.num_layers, self._spec.num_experts)
         self.tally = DispatchTally(tokens_LE=np.zeros(shape, np.int64), sent=[0] * len(self._server_G))
         return old or self.tally
 
     def begin_step(self) -> None:
-        """A step of all ranks begins."""
+        """Begin a step of all ranks."""
         self._next = self._tokens = self._few = 0
         self._began = time.perf_counter()
         self.tally.steps += 1
@@ -145,10 +145,10 @@ class ParallelRuntime(ExpertRuntime):
         super().begin_forward(info)
 
     def end_step(self) -> None:
-        """Take part in the layers that this rank has nothing for, or where its forward failed.
+        """Take part in layers without own rows, or after a failed forward.
 
         Raises:
-            GroupBroken: a rank is gone.
+            GroupBroken: a rank has ended.
         """
         while self._next < self._spec.num_layers:
             self._exchange(self._layers[self._next], {}, {})
@@ -162,7 +162,7 @@ class ParallelRuntime(ExpertRuntime):
         put: Callable[[int, torch.Tensor], None],
     ) -> None:
         if layer.index != self._next:
-            raise RuntimeError(f"MoE layer {layer.index} in place of {self._next}: ranks are in lockstep")
+            raise RuntimeError(f"MoE layer {layer.index}, expected {self._next}: ranks run in lockstep")
         self.uses_L[layer.index] += len(event.needed)
         parts = {expert: inputs(expert, rows) for expert, rows in rows_of.items()}
         identical = [expert for expert in parts if expert >= layer.form.num_experts]
@@ -175,7 +175,7 @@ class ParallelRuntime(ExpertRuntime):
     def _exchange(
         self, layer: MoeLayer, parts: dict[int, torch.Tensor], rows_of: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Each expert's output for this rank's rows of it; and the other ranks' rows are computed."""
+        """Compute each expert's output for this rank's rows, and the other ranks' rows."""
         group, tally = self.group, self.tally
         assert group is not None and self._to_LE is not None, "no generation runs"
         try:
@@ -213,7 +213,7 @@ class ParallelRuntime(ExpertRuntime):
             self._end_exchange(self._dense_before_s.get((index + 1) % self._spec.num_layers, 0.0))
         except GroupBroken:
             raise
-        except Exception as error:  # the others wait for rows that will not come: none of this generation goes on
+        except Exception as error:  # the others wait for missing rows: the generation ends
             group.broken = group.broken or error
             group.abort()
             raise GroupBroken(f"GPU {self._gpu} cannot compute its part ({first_line(error)})") from error
@@ -234,7 +234,7 @@ class ParallelRuntime(ExpertRuntime):
         return told[:, :-1]
 
     def _compute_held(self, layer: MoeLayer, got_YD: torch.Tensor, theirs_RE: torch.Tensor) -> torch.Tensor:
-        """The products of the rows that came, laid out as they came: by rank, then by expert."""
+        """Products of the received rows, in their order: by rank, then by expert."""
         began = time.perf_counter()
         rows = len(got_YD)
         form = replace(layer.form, finish=None)
@@ -250,7 +250,7 @@ class ParallelRuntime(ExpertRuntime):
             if key not in self.shelf:
                 raise MoetoolError(f"expert {expert} of MoE layer {layer.index} is not on GPU {self._gpu}")
             weights = self.shelf.weights(key)
-            for start, end in spans:  # a product for each source; fresh memory, aligned as it is at home
+            for start, end in spans:  # one product per source; new memory, aligned as on the source
                 out_YD[start:end] = form.compute(got_YD[start:end].clone(), weights)
         if self._machine.expert_token_s and rows:
             time.sleep(max(0.0, rows * self._machine.expert_token_s - (time.perf_counter() - began)))
@@ -281,7 +281,7 @@ class ParallelRuntime(ExpertRuntime):
         self.windows.open(next_s)
 
     def _leave(self, rows_R: Sequence[int], rows_XD: torch.Tensor) -> int:
-        """Count the bytes that leave this GPU, and take the emulated time of them."""
+        """Count the bytes that leave this GPU, and wait for their emulated time."""
         row_bytes = rows_XD.shape[1] * rows_XD.element_size()
         away = 0
         for rank, rows in enumerate(rows_R):

@@ -1,4 +1,4 @@
-"""The experts that a rank holds, each in memory of its own on the rank's device."""
+"""A rank's experts, each in separate memory on the rank's device."""
 
 import threading
 import zlib
@@ -14,15 +14,14 @@ from moetool.runtime.copies import CpuCopies, open_copies
 class Shelf:
     """Held experts by key.
 
-    Bytes are put in and read by the threads of the migration; experts are used by the rank's own thread, which also
-    drops them.
+    Migration threads write and read bytes; the rank's own thread uses and drops experts.
 
     Args:
-        files: where experts are read from that come from no other rank.
-        device: where they are computed.
+        files: source of experts that come from no other rank.
+        device: compute device.
 
     Attributes:
-        most: experts that were held at one time, since it was set to 0.
+        most: largest number of experts held since it was set to 0.
     """
 
     def __init__(self, files: ExpertFiles, device: torch.device) -> None:
@@ -34,7 +33,7 @@ class Shelf:
         self._slots: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[Weight, ...]] = {}
         self._free: list[torch.Tensor] = []
-        self._rooms = self._free if self._on_cpu else []  # host memory that nothing fills just now
+        self._rooms = self._free if self._on_cpu else []  # free host memory
         self._lock = threading.Lock()
 
     def __contains__(self, key: int) -> bool:
@@ -57,19 +56,19 @@ class Shelf:
             self.put(key, room)
 
     def room(self) -> torch.Tensor:
-        """Memory of the host to fill with an expert, for `put` or `give_back`: uint8, as long as an expert."""
+        """Host memory for one expert, for `put` or `give_back`: uint8."""
         with self._lock:
             if self._rooms:
                 return self._rooms.pop()
         return self._copies.host_memory(self.size)
 
     def give_back(self, room: torch.Tensor) -> None:
-        """Take back memory that no expert came into."""
+        """Free memory that received no expert."""
         with self._lock:
             self._rooms.append(room)
 
     def put(self, key: int, room: torch.Tensor) -> None:
-        """Hold the expert whose bytes are in `room`, which is given up."""
+        """Hold the expert with the bytes in `room`, which is released."""
         slot = room
         if not self._on_cpu:
             with self._lock:
@@ -82,14 +81,14 @@ class Shelf:
             self.most = max(self.most, len(self._slots))
 
     def drop(self, key: int) -> None:
-        """Give an expert up; its memory is used again."""
+        """Drop an expert; its memory is reused."""
         with self._lock:
             self._views.pop(key, None)
             if (slot := self._slots.pop(key, None)) is not None:
                 self._free.append(slot)
 
     def read(self, key: int, offset: int, num_bytes: int) -> tuple[bytes, int] | None:
-        """A piece of an expert's bytes and its checksum; None if it is not held."""
+        """Part of an expert's bytes and its checksum; None if it is not held."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:
@@ -98,7 +97,7 @@ class Shelf:
         return piece, zlib.crc32(piece)
 
     def close(self) -> None:
-        """Give all of it up."""
+        """Free all memory."""
         with self._lock:
             self._slots.clear()
             self._views.clear()

@@ -29,13 +29,13 @@ _ANSWER_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class TransferReport:
-    """Experts that have come to a rank.
+    """Experts copied to a rank.
 
     Attributes:
         experts: copies that are complete.
         bytes: of them.
         during_exchange: bytes among them that were on their way while one of the two ends was in an all-to-all.
-        from_disk: experts that had to be read from the checkpoint, because their source was gone.
+        from_disk: experts read from the checkpoint because their source had ended.
         seconds: pieces were on their way.
     """
 
@@ -116,7 +116,7 @@ class ExpertTransfer:
         self._stages.put((self._epoch, stage))
 
     def require_well(self) -> None:
-        """Raises: MoetoolError if experts can no longer come here."""
+        """Check that experts can still be received. Raises: MoetoolError: they cannot."""
         if self._failure is not None:
             raise MoetoolError(f"GPU {self._gpu} could not receive an expert ({first_line(self._failure)})")
 

@@ -19,7 +19,7 @@ from moetool.runtime.own_caches import OwnCaches
 from moetool.types import ModelSpec
 
 FOREVER = float("inf")
-"""Seconds of a compute phase that ends when the next all-to-all comes, whenever that is."""
+"""Seconds of a compute phase without a fixed end: it lasts until the next all-to-all."""
 _POLL_S = 0.002
 BATCH_STEPS = 128
 """Steps after which a batch ends, so that costs are measured and placements change under steady load."""
@@ -37,7 +37,7 @@ class Lockstep:
 
     Args:
         gpu: the rank's number in the cluster.
-        say: tells the head something of this generation.
+        say: sends the head a message of this generation.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Lockstep:
         self._ids: set[int] = set()
         self._stages: deque[MigrationStage] = deque()
         self._version = 0
-        self._ended = -1  # the newest batch that the head has asked to end
+        self._ended = -1  # the newest batch that the head ended
         self._moved = asdict(migration.moved)  # when the last batch ended
 
     def cancel(self, request: int) -> None:
@@ -70,17 +70,17 @@ class Lockstep:
         self._joining.extend(requests)
 
     def end(self, batch: int) -> None:
-        """End a batch after the step that runs, since requests are to join; from any thread."""
+        """End a batch after the current step, because requests join; from any thread."""
         self._ended = batch
 
     def follow(self, stages: Sequence[MigrationStage]) -> None:
-        """Go on to these placements as their experts arrive; from any thread."""
+        """Switch to these placements when their experts arrive; from any thread."""
         for stage in stages:
             self._stages.append(stage)
             self._migration.ask(stage)
 
     def begin_anew(self, version: int) -> None:
-        """A generation begins with a placement of this version: what ran, and where it was to go, is dropped."""
+        """Begin a generation with a placement of this version; drop running requests and pending placements."""
         for request in self._ids:
             self._batcher.cancel(request)
         self._ids.clear()
@@ -92,7 +92,7 @@ class Lockstep:
         self._version, self._ended = version, -1
 
     def serve(self, message: dict[str, Any]) -> None:
-        """Serve one batch: requests that join, beside those that go on. Raises: GroupBroken."""
+        """Serve one batch of joining and continuing requests. Raises: GroupBroken."""
         began = time.perf_counter()
         self._runtime.count_anew()
         waited_s = self._windows.waited_s
@@ -143,7 +143,7 @@ class Lockstep:
             self._ids.add(one["id"])
 
     def _reach(self, version: int) -> float:
-        """Wait until the placement that the batch is to begin with is in force everywhere; how long that took."""
+        """Wait until all ranks use the batch's first placement; returns the seconds."""
         began = time.perf_counter()
         self._windows.open(FOREVER)
         while self._version < version:
@@ -196,7 +196,7 @@ class Lockstep:
         return outputs
 
     def _require_whole(self) -> None:
-        """The batcher takes any error in a forward for one of its requests; that of a lost rank is not."""
+        """The batcher attributes any error in a forward to its requests; a lost rank's error is not theirs."""
         group = self._runtime.group
         if group is not None and group.broken is not None:
             raise GroupBroken(first_line(group.broken))

@@ -1,4 +1,4 @@
-"""Live ranks, and how they form the next generation."""
+"""Live ranks, and the formation of generations."""
 
 import contextlib
 import logging
@@ -15,15 +15,15 @@ from moetool.errors import CapacityError, first_line
 _LOG = logging.getLogger(__name__)
 
 _ALIVE_S = 2.0
-"""A rank that does not answer for so long when a new generation is called is ended."""
+"""Seconds without an answer to the call of a generation after which a rank is ended."""
 _FORM_S = 60.0
-"""And one that then says nothing for so long and has not joined: while it reads experts it says that it is alive."""
+"""Seconds without a message before joining after which a rank is ended; one that reads experts sends messages."""
 _TRIES = 5
-"""So often a rank is started again that does not come to say hello; then it stays away."""
+"""Most restarts of a rank that never says hello."""
 RETRY_S = 0.5
-"""Before the second try; twice as long before each that follows."""
+"""Seconds before the second try; doubled before each further one."""
 MACHINE_S = 5.0
-"""So often it is looked whether there is a machine again for a rank whose own has gone."""
+"""Seconds between searches for a machine for a rank without one."""
 
 
 class Launcher(Protocol):
@@ -33,14 +33,14 @@ class Launcher(Protocol):
         """Start all ranks, each with its arguments of `Rank`.
 
         Args:
-            on_death: may be called when a rank has ended, from any thread; its connection mostly says so first.
+            on_death: may be called when a rank has ended, from any thread; usually its connection reports it first.
 
         Raises:
             MoetoolError: one cannot be built.
         """
 
     def restart(self, gpu: int) -> None:
-        """A new process for a rank whose old one has ended. Raises: CapacityError: there is no machine for it now."""
+        """Start a new process for a rank whose process has ended. Raises: CapacityError: no machine is free for it."""
 
     def kill(self, gpu: int) -> None:
         """End a rank's process at once."""
@@ -54,11 +54,10 @@ class _Rank:
     """A rank that has said hello.
 
     Attributes:
-        channel: to it.
-        peer: where it gives experts to others.
-        alive, holds, formed: the newest generation that it was heard of in, that it holds its experts for, and that
-            it has joined.
-        heard_s: when it last said one of these, or was told to join.
+        channel: connection to it.
+        peer: address where it serves experts to others.
+        alive, holds, formed: the newest generation in which it answered, holds its experts, and has joined.
+        heard_s: time of its last such message, or of its order to join.
     """
 
     channel: RankChannel
@@ -72,23 +71,23 @@ class _Rank:
 class Members:
     """The ranks of a head; belongs to the head's thread.
 
-    A generation is called by an order (`call`) to all that are there. Each says that it is alive, at once; that it
-    holds its experts; and, when all do and are told to join, that it has joined. A silent rank is
-    ended. A rank that is gone is started again, and waits for the next call; if it ends before it has said hello, or
-    cannot be started, it is tried again, five times in all. One whose machine has gone waits for a machine.
+    A generation begins with an order (`call`) to all live ranks. Each reports that it is alive; that it holds its
+    experts; and, after all do and are told to join, that it has joined. A silent rank is ended. A lost rank is
+    restarted and waits for the next call; if it ends before its hello, or cannot start, it is retried, five times in
+    all. A rank without a machine waits for one.
 
     Args:
         post: puts an event into the head's queue.
-        names: of the ranks, by GPU.
-        narrate: is given a line about a rank that goes or comes.
+        names: names of the ranks, by GPU.
+        narrate: called with a line about a rank that ends or returns.
 
     Attributes:
-        ranks: those that are there, by GPU.
-        members: those of the present generation.
+        ranks: live ranks, by GPU.
+        members: ranks of the current generation.
         generation: its number.
-        whole: whether all of them have joined it.
-        joined: when each generation was whole.
-        starting: those whose new process is not there yet.
+        whole: whether all members have joined it.
+        joined: time when each generation was complete.
+        starting: ranks whose new process is not ready.
     """
 
     def __init__(
@@ -116,31 +115,31 @@ class Members:
 
     @property
     def there(self) -> list[int]:
-        """The ranks that are there, in this generation or not yet."""
+        """Live ranks, in this generation or not."""
         return sorted(self.ranks)
 
     @property
     def gone(self) -> bool:
-        """Whether nobody is there and nobody is being started again."""
+        """Whether no rank is present and none is being restarted."""
         return not self.ranks and not self._tries.keys() - self._homeless
 
     @property
     def homeless(self) -> list[int]:
-        """The ranks that wait for a machine."""
+        """Ranks that wait for a machine."""
         return sorted(self._homeless.copy())
 
     def greet(self, gpu: int, channel: RankChannel, peer: Sequence[Any]) -> None:
-        """A rank has said hello."""
+        """Record a rank's hello."""
         self._tries.pop(gpu, None)
         self.ranks[gpu] = _Rank(channel, (peer[0], peer[1]))
         _LOG.info("GPU %d joined; it serves experts at %s:%d", gpu, *self.ranks[gpu].peer)
 
     def knows(self, gpu: int | None, channel: RankChannel) -> bool:
-        """Whether this is the connection of a rank that is there."""
+        """Whether this is a live rank's connection."""
         return gpu in self.ranks and self.ranks[gpu].channel is channel
 
     def lose(self, gpu: int) -> bool:
-        """A rank is gone; it is started again. Whether it was a member."""
+        """Record that a rank has ended, and restart it. Returns whether it was a member."""
         del self.ranks[gpu]
         _LOG.warning("GPU %d of generation %d left; %d remain", gpu, self.generation, len(self.ranks))
         self._narrate(f"rank {self._names[gpu]} left; {len(self.ranks)} ranks remain; restarting it")
@@ -148,14 +147,14 @@ class Members:
         return gpu in self.members
 
     def died(self, gpu: int) -> None:
-        """A process has ended, perhaps before it has said hello."""
+        """Record that a process has ended, perhaps before its hello."""
         if gpu in self.ranks:
             self.ranks[gpu].channel.close()
-        elif gpu in self._tries and gpu not in self.starting:  # else it is the process before, as is known
+        elif gpu in self._tries and gpu not in self.starting:  # otherwise it is the previous process
             self._start_again(gpu)
 
     def call(self, order: Mapping[str, Any]) -> None:
-        """Have all that are there form the next generation.
+        """Have all live ranks form the next generation.
 
         Args:
             order: further data for them: the placement and its version.
@@ -165,12 +164,12 @@ class Members:
             return
         self.generation += 1
         self._deadline = monotonic() + _ALIVE_S
-        _LOG.info("generation %d is called: GPUs %s", self.generation, self.members)
+        _LOG.info("forming generation %d: GPUs %s", self.generation, self.members)
         peers = [list(self.ranks[g].peer) if g in self.ranks else None for g in range(self._num_gpus)]
         self.tell({**order, "kind": "form", "members": self.members, "peers": peers})
 
     def heard(self, gpu: int, kind: str, generation: int) -> bool:
-        """A member has said how far it is. Whether the generation is whole now."""
+        """Record a member's progress. Returns whether the generation is complete now."""
         rank = self.ranks[gpu]
         setattr(rank, kind, max(generation, getattr(rank, kind)))  # what a reader says may be of the one before
         rank.heard_s = monotonic()
@@ -185,7 +184,7 @@ class Members:
             return False
         self.whole, self._deadline = True, None
         self.joined[generation] = monotonic()
-        _LOG.info("generation %d is whole", generation)
+        _LOG.info("generation %d is complete", generation)
         if self._served and (come := sorted({*self.members} - self._served)):
             names = ", ".join(self._names[g] for g in come)
             self._narrate(f"rank {names} is back; {len(self.members)} of {self._num_gpus} ranks serve")
@@ -195,7 +194,7 @@ class Members:
         return True
 
     def end_silent(self) -> None:
-        """End ranks that do not answer, or do not join in time; their connections then say that they are gone."""
+        """End ranks that do not answer or join in time; their connections then report the loss."""
         now = monotonic()
         if self._deadline is None or now < self._deadline:
             return
@@ -225,7 +224,7 @@ class Members:
             self.send(gpu, message)
 
     def dismiss(self) -> None:
-        """Have all that are there end, and start none again."""
+        """End all ranks without restarts."""
         self._over.set()
         for gpu in self.there:
             self.send(gpu, {"kind": "stop"})
@@ -255,7 +254,7 @@ class Members:
             except Exception as error:
                 if self._over.is_set():
                     return
-                _LOG.warning("GPU %d could not be started again: %s", gpu, error)
+                _LOG.warning("GPU %d could not be restarted: %s", gpu, error)
                 self._narrate(f"rank {self._names[gpu]} could not be started: {first_line(error)}; trying again")
                 self._homeless.discard(gpu)
                 self.starting.discard(gpu)

@@ -75,7 +75,7 @@ class PlacementState:
         self.use(control, placed_GLE, migrate)
 
     def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str) -> None:
-        """Begin anew; measured costs stay, except that of moving."""
+        """Start over; measured costs stay, except that of moving."""
         self.costs.forget_moving()
         self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
         self._migrate = migrate
@@ -97,7 +97,7 @@ class PlacementState:
         return self._asked_for == batch
 
     def ask(self, batch: int, waiting: Sequence[Waiting], elapsed_s: float | None) -> None:
-        """Have the control look at a batch that comes, on a thread of its own.
+        """Have the control look at the next batch, on its own thread.
 
         Args:
             elapsed_s: since the batch that runs began, if one does.

@@ -1,4 +1,4 @@
-"""The ranks of one generation: a process group that is made anew, under a new number, whenever a rank has died."""
+"""The ranks of one generation: whenever a rank has died, a new process group is made under a new number."""
 
 import threading
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from moetool.errors import MoetoolError, first_line
 
 
 class GroupBroken(MoetoolError):
-    """A collective did not complete: a rank is gone, or the group was aborted. It never works again."""
+    """A collective did not complete: a rank has ended, or the group was aborted. The group cannot be used again."""
 
 
 class Group:
@@ -36,7 +36,7 @@ class Group:
     Effects: waits until all ranks of the generation are there.
 
     Raises:
-        GroupBroken: they do not come in time.
+        GroupBroken: they are late.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ USED_AT_START = (
 )
 """Modules that building a rank imports (`ProcessNursery`)."""
 _ALIVE_S = 5.0
-"""While it reads experts a rank says so often that it is alive."""
+"""Seconds between signs of life from a rank that reads experts."""
 
 
 class Rank:
@@ -174,7 +174,7 @@ class Rank:
             self._inbox.put({"kind": "stop"})
 
     def _heed(self, message: dict[str, Any]) -> bool:
-        """Take in what the head says; whether more is to be heard."""
+        """Take in a message of the head; returns whether more will follow."""
         match message["kind"]:
             case "cancel":
                 self._lockstep.cancel(message["request"])

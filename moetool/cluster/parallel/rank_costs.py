@@ -22,7 +22,7 @@ _LINK_BYTES = (1e5, 1e6)  # between which a measured link's rate is taken from i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCosts:
-    """Costs that are said and not measured; 0 leaves one to be measured.
+    """Given costs; 0 means that a cost is measured.
 
     Attributes:
         row_s: seconds that an expert takes for a row.
@@ -36,7 +36,7 @@ class GivenCosts:
 
 
 class Costs:
-    """Costs of ranks, of which a decision whether to place anew is made.
+    """Costs of ranks, by which new placements are decided.
 
     Each is, in this order: as given; as measured in the batches so far; from the profile; for links from the plan's
     cluster; for an expert's row, a microsecond.

@@ -209,7 +209,7 @@ class RankHead:
             raise
 
     def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
-        """Begin anew with another control, placement and way to migrate, when nothing runs; records begin anew.
+        """Start over with another control, placement and way to migrate, when nothing runs; records start over too.
 
         Raises:
             MoetoolError: the engine has failed, or is closed meanwhile.
@@ -302,7 +302,7 @@ class RankHead:
         }
 
     def close(self) -> None:
-        """End the ranks and tell everybody who still waits."""
+        """End the ranks and refuse all waiting requests."""
         if self.state != "failed":
             self.loop.state = "draining"
         self.loop.post("close", None)

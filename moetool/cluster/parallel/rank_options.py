@@ -19,7 +19,7 @@ class HeadOptions:
         gather_s: how long a batch that is not full waits for more requests.
         patience_s: how long a batch waits for a decision about it that is under way.
         names: of the ranks, by GPU.
-        narrate: is given a line about a rank that goes or comes.
+        narrate: called with a line about a rank that ends or returns.
     """
 
     seating: Seating | None = None
@@ -35,7 +35,7 @@ class RankOptions:
     """Options of each rank.
 
     Attributes:
-        device: `cpu` or `cuda`. With `cuda` rows travel over NCCL, and each rank needs a GPU of its own.
+        device: `cpu` or `cuda`. With `cuda` rows travel over NCCL, and each rank needs its own GPU.
         dtype: of everything but the experts, which stay as the checkpoint has them.
         kv_tokens: tokens that a rank's KV cache holds; the longest context of one request.
         seats: requests that run at once on each rank.

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def destinations(placed_GLE: np.ndarray, server_G: Sequence[int]) -> np.ndarray:
-    """The GPU [G, L, E] that computes expert e for tokens of GPU g; -1 where nobody has it.
+    """The GPU [G, L, E] that computes expert e for tokens of GPU g; -1 where no GPU has it.
 
     The own GPU if it has the expert, else one of the own server, else one of all that have it. Which of several is
     fixed by the source and the expert, so that all rows of one source and one expert form one product (the exactness

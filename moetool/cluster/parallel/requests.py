@@ -21,12 +21,12 @@ class RankRequest:
 
     Attributes:
         id: of the head; -1 until it has one.
-        sink: is given what comes of a request.
+        sink: receives the results of a request.
         score: is given what comes of a prompt that is to be scored, with the `top` likeliest tokens.
         made: tokens that its user has.
         gpu: the rank that it runs on, or will by the order of the queue.
         retries: how often it has begun again.
-        began: when it came.
+        began: its time of arrival.
         cancelled: its rank was told to end it.
     """
 
@@ -94,7 +94,7 @@ class Requests:
         return chosen
 
     def begin(self, chosen: Sequence[RankRequest]) -> dict[int, list[dict[str, Any]]]:
-        """Those that were chosen run from now on; gives by GPU what its rank is to be told of them."""
+        """Mark the chosen requests as running; returns by GPU the message to its rank."""
         shares: dict[int, list[dict[str, Any]]] = {}
         for request in chosen:
             self.pending.popleft()
@@ -113,7 +113,7 @@ class Requests:
     def begin_again(self) -> None:
         """Running requests wait again, before all others: their batch was lost."""
         for request in sorted(self.running.values(), key=lambda r: r.id, reverse=True):
-            if request.cancelled:  # nobody wants what would come of it
+            if request.cancelled:  # its result is no longer wanted
                 self._give(request, Output(request.id, None, finish="cancelled"))
                 continue
             request.retries += 1
@@ -125,7 +125,7 @@ class Requests:
         self.running.clear()
 
     def answer(self, said: Mapping[str, Any]) -> None:
-        """Pass on what a rank has said of a request that runs."""
+        """Pass on a rank's message about a running request."""
         request = self.running.get(said["request"])
         if request is None:
             return

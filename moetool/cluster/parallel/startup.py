@@ -45,12 +45,12 @@ class ParallelOptions:
         planner_options: its options.
         buffer_experts: of a GPU's room that placements made while serving leave free, for experts that arrive before
             others are given up (0: half of what the cluster has beyond one copy of each expert, at least 1).
-        always: place anew whether that is expected to pay or not.
+        always: make a new placement whether or not it is expected to pay.
         starts: on which rank a request's tokens start (`Seating`); as the plan says, if not said.
         cost_row_s, cost_link_bytes_s, cost_move_bytes_s: costs for decisions instead of those measured
             (`moetool.cluster.parallel.rank_costs.GivenCosts`).
         gather_s: how long a batch that is not full waits for more requests.
-        patience_s: how long a batch waits for a decision about it that is under way; one that comes later is dropped.
+        patience_s: seconds that a batch waits for a decision about it; a later decision is dropped.
         seed: of planners.
     """
 
@@ -146,7 +146,7 @@ def open_head(
     Args:
         profile: costs before they are measured.
         toward: HOST:PORT of the Ray head that other machines have joined; empty where all is on this machine.
-        narrate: is given a line about a rank that goes or comes.
+        narrate: called with a line about a rank that ends or returns.
 
     Raises:
         UsageError: an unknown planner, or a predictor that needs the running request.
