@@ -161,12 +161,15 @@ def printable(text: str, keep: str = "\n") -> str:
 
 
 def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Print name, value and meaning, one line each; on a terminal the meaning wraps in its column, or below."""
+    """Print name, value and meaning, one line each; on a terminal the meaning wraps in its column, or below.
+
+    The column of values is left out if all are empty.
+    """
     names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    left = names + 2 + values + 2
+    left = names + 2 + (values + 2 if values else 0)
     for name, value, meaning in rows:
-        line = f"{name:<{names}}  {value:<{values}}  {meaning}"
+        line = f"{name:<{names}}  {value:<{values}}  {meaning}" if values else f"{name:<{names}}  {meaning}"
         if not width or len(line) <= width:
             print(line)
         elif width - left >= _NARROWEST:
@@ -383,8 +386,12 @@ def milliseconds(seconds: float) -> str:
 
 
 def narrate(line: str) -> None:
-    """Print one line on stderr, unless only errors are shown."""
+    """Print one line on stderr, wrapped on a terminal, unless only errors are shown."""
     if logs.narrates():
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            lines = textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+            line = "\n".join(lines) or line
         print(line, file=sys.stderr, flush=True)
 
 

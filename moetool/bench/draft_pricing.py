@@ -111,7 +111,7 @@ def print_drafts(made: DraftTable) -> None:
     tables.print_table(
         f"{options.policy}, {options.share:.0%} of the experts in memory, {options.length} tokens drafted, verified at "
         f"{options.verify:g} x the compute of a token",
-        ("trace", "drafter", "right", "tokens / forward", "loads / token", "x, loads alone", "x, with compute"),
+        ("trace", "drafter", "right", "tokens/forward", "loads/token", "x, loads only", "x, with compute"),
         [
             [
                 *(row.trace, row.drafter, f"{row.right:.2f}", f"{row.tokens_per_forward:.2f}"),

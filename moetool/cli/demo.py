@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 import tomllib
 import urllib.request
@@ -73,7 +74,7 @@ def run(out: Path) -> None:
             "experts in memory",
             "memory",
             "hit rate",
-            "MB loaded / token",
+            "MB loaded/token",
             "tokens/s",
             "same text as transformers",
         ],
@@ -179,7 +180,7 @@ def _replay(out: Path) -> None:
     budgets = [int(share * whole) for share in SHARES]
     rows = replay(trace, list(CURVES), budgets, ReplaySetup(predictor=load_predictor(out / "predictor")))
     tables.print_table(
-        "hit rate in decode (MB loaded / new token); belady knows the future: the bound without prefetching",
+        "hit rate in decode (MB loaded/new token); belady knows the future: the bound without prefetching",
         ["policy", *(f"{share:.1%} of experts" for share in SHARES)],
         [
             [
@@ -288,4 +289,6 @@ def _recipes(*names: str) -> dict[str, dict[str, Any]]:
 
 
 def _say(step: str, line: str) -> None:
-    print(f"\n[{step}] {line}", flush=True)
+    print()
+    tables.print_paragraph(f"[{step}] {line}")
+    sys.stdout.flush()

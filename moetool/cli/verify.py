@@ -69,13 +69,13 @@ def verify(
     if as_json:
         tables.print_json(report.to_json())
     else:
-        tables.print_lines([(name, value, "") for name, value in report.facts()])
+        tables.print_lines([(name, "", value) for name, value in report.facts()])
         tables.print_table("answers by policy", COLUMNS, report.rows())
         for line in report.skipped:
-            print(f"not compared: {line}")
+            tables.print_paragraph(f"not compared: {line}")
         for problem in made.problems[:20]:
-            print(f"- {problem}")
-        print(report.verdict_line)
+            tables.print_paragraph(f"- {problem}")
+        tables.print_paragraph(report.verdict_line)
         print(f"{out}: {report.hint or 'the report'}")
     if made.verdict == "differs":
         raise typer.Exit(1)

@@ -53,4 +53,4 @@ def test_refusals_and_the_command(
     given = ("bench", "drafts", "--trace", trace.path, "--set", "accepted=[0.5]", "--set", "tokens=40")
     assert exit_code(monkeypatch, *given, "--out", tmp_path) == 0
     printed = capsys.readouterr().out
-    assert "loads / token" in printed and "0.5" in printed and (tmp_path / "drafts.json").is_file()
+    assert "loads/token" in printed and "0.5" in printed and (tmp_path / "drafts.json").is_file()

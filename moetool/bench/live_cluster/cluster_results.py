@@ -207,6 +207,10 @@ def print_cluster_bench(made: ClusterBench) -> None:
                 for row in placed
             ],
         )
+    tables.print_paragraph(
+        f"columns of servers: mean latency by task; rounds: smallest to largest mean; x {made.lines[-1]}: mean latency "
+        "relative to it; failed: requests without an answer; by traces: expected from the same requests' routes"
+    )
     settings = list(dict.fromkeys((run.gap_s, run.link) for run in made.runs))
     if len(settings) > 1:
         tables.print_table(
