@@ -173,7 +173,8 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
         if not width or len(line) <= width:
             print(line)
         elif width - left >= _NARROWEST:
-            print(textwrap.fill(line, width, subsequent_indent=" " * left, break_on_hyphens=False))
+            parts = textwrap.wrap(meaning, width - left, break_on_hyphens=False)
+            print(line[:left] + f"\n{' ' * left}".join(parts))
         else:
             indent = " " * (names + 2)
             print(f"{name:<{names}}  {value}")

@@ -106,7 +106,7 @@ def simulate(
             "traces": ", ".join(trace),
             "cluster": cluster,
             "arrivals": arrivals,
-            "requests": f"drawn from {drawn_from}",
+            "requests": drawn_from,
             "costs": runs[0][1].costs,
             "plan": plan,
             "settings": ", ".join(settings),
@@ -127,7 +127,7 @@ def simulate(
         _print_one(runs[0][1])
     tables.print_paragraph(
         f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} running per GPU; links by "
-        f"{options.links}; requests drawn from {drawn_from}"
+        f"{options.links}; requests: {drawn_from}"
     )
     if figure is not None:
         tables.print_paragraph(f"drawn in {', '.join(map(str, drawn))}")
@@ -162,8 +162,8 @@ def _drawn_from(split: float, planned: float | None) -> str:
         planned: share of the requests that a given plan was made from.
     """
     if split == 1:
-        return "the requests that placements are planned on"
-    return "requests held out from planning" if planned in (None, split) else "requests that the plan may have seen"
+        return "drawn from those that placements are planned on"
+    return "held out from planning" if planned in (None, split) else "possibly seen by the plan"
 
 
 def _print(runs: Any) -> None:

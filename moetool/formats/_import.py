@@ -205,7 +205,9 @@ def _write_routes(
     logits = all(sequence.logits_TF is not None for sequence in every)
     notes = list(dict.fromkeys(note for _, _, routes in sources for note in routes.notes)) + _twins(sources)
     if any(sequence.new_tokens is None for sequence in every):
-        notes.append("new tokens are counted by their rows: the last one of an answer, never forwarded, has none")
+        notes.append(
+            "new tokens are counted by their rows; the last token of an answer is never forwarded and has none"
+        )
     tasks: list[str] = []
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
         with TraceWriter(folder, spec, ["topk", *(["logits"] if logits else [])], weights=weights) as writer:

@@ -83,7 +83,7 @@ class ModelFacts(SaidFacts):
         """
         if (value := self.known(what)) is not None:
             return value
-        raise UsageError(f"{path} does not tell {what} of its model; add --set model=PATH or --set {what}=NUMBER")
+        raise UsageError(f"{path} lacks {what} of its model; add --set model=PATH or --set {what}=NUMBER")
 
     def known(self, what: str) -> int | None:
         """Return a number if it is given (`what`: an attribute's name)."""
@@ -116,9 +116,7 @@ class ModelFacts(SaidFacts):
         missing = [what for what, value in given.items() if value is None and self.known(what) is None]
         if len(missing) > 1:
             numbers = " ".join(f"--set {what}=NUMBER" for what in missing)
-            raise UsageError(
-                f"{path} does not tell {' and '.join(missing)} of its model; add --set model=PATH or {numbers}"
-            )
+            raise UsageError(f"{path} lacks {' and '.join(missing)} of its model; add --set model=PATH or {numbers}")
         if num_experts is None and self.spec is not None and self.spec.num_layers == num_layers:
             num_experts_L = self.spec.num_experts_L
         else:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NOTES = [
     "top-k only: no weights, no scores over all experts, no embeddings",
-    "which requests ran together is not in the file: they follow one another",
+    "the file does not record which requests ran together: they are imported one after the other",
 ]
 
 
@@ -162,7 +162,7 @@ def write_responses(
         for response in _responses(trace, num_layers, response_of):
             file.write(json.dumps(response, ensure_ascii=False) + "\n")
     return [
-        f"{format} has no weights, logits, embeddings or tasks, and does not tell which requests ran together",
+        f"{format} has no weights, logits, embeddings or tasks, and does not record which requests ran together",
         f"{num_layers} layers, zeros in those without experts; every answer has one token more than rows after the "
         f"prompt, as an engine counts",
     ]

@@ -30,7 +30,7 @@ def recognize(sample: FileSample) -> str | None:
     names = _column_table.match(_column_table.column_names(sample), {})
     if not {"layer", "expert"} <= names.keys() or "count" in names:
         return None
-    return f"a table whose columns say {', '.join(f'{field} ({name})' for field, name in names.items())}"
+    return f"a table with columns for {', '.join(f'{field} ({name})' for field, name in names.items())}"
 
 
 def read_routes(path: Path, facts: ModelFacts, mapping: Mapping[str, str] | None = None) -> Routes:
@@ -179,7 +179,7 @@ class _Rows:
         return self.tasks[found[0]] or None
 
     def _notes(self) -> list[str]:
-        notes = [f"columns were read as {self.mapped.used}", "the model is not in the file"]
+        notes = [f"columns were read as {self.mapped.used}", "the file does not name the model"]
         if self.weight_R is None:
             notes.append("top-k only: no weights, no scores over all experts")
         return notes

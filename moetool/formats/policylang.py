@@ -113,7 +113,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
             raise MismatchError(f"{path} has router_logits that are not finite, expected numbers")
     spec = renormalized(spec, facts, weights_TS)
     rows = table.take(pa.array(np.arange(0, len(table), num_layers)))
-    notes = ["the model is not in the file, nor which requests ran together"]
+    notes = ["the file names neither the model nor the requests that ran together"]
     if logits_TF is None:
         notes.append("top-k only: no scores over all experts")
     return Routes(

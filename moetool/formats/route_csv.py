@@ -58,7 +58,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     rows_R6, weight_R = _rows(path, lines[num_header:], num_header + 1)
     notes = [
         "top-k only: no scores over all experts, no embeddings, no token ids",
-        "the hidden size and the shared experts are not in the file",
+        "the file lacks the hidden size and the shared experts",
         "the state of the runtime's own cache (residency, expert_bytes of a row) is left out",
     ]
     order = rows_R6[:, 0]

@@ -70,7 +70,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         sequences=sequences,
         notes=[
             "top-k only: no weights, no scores over all experts, no embeddings, no token ids",
-            "requests, positions and prompts are not in the files: each iteration of a rank is one request",
+            "the files lack requests, positions and prompts: each iteration of a rank is one request",
         ],
     )
 

@@ -139,8 +139,8 @@ def _hottest(made: TraceMeasures) -> Finding:
     found, spec = made.popularity, made.routes.spec
     median, layer = float(np.median(found.uneven_L)), int(found.uneven_L.argmax())
     text = (
-        f"In the median layer the most used expert has {median:.1f} times the mean load, in layer "
-        f"{spec.layer_ids_L[layer]} {found.uneven_L[layer]:.1f} times. The median Gini coefficient is "
+        f"In the median layer the most used expert has {median:.1f} times the mean load; "
+        f"{found.uneven_L[layer]:.1f} times in layer {spec.layer_ids_L[layer]}. The median Gini coefficient is "
         f"{np.median(found.gini_L):.2f}. "
     )
     if median >= 2:
@@ -158,8 +158,8 @@ def _layers(made: TraceMeasures) -> Finding | None:
     low, high = int(effective_L.argmin()), int(effective_L.argmax())
     ratio = effective_L[high] / effective_L[low]
     text = (
-        f"Layer {spec.layer_ids_L[low]} effectively uses {effective_L[low]:.0f} experts, layer "
-        f"{spec.layer_ids_L[high]} {effective_L[high]:.0f}. "
+        f"Layer {spec.layer_ids_L[low]} effectively uses {effective_L[low]:.0f} experts, "
+        f"{effective_L[high]:.0f} in layer {spec.layer_ids_L[high]}. "
     )
     if ratio >= 1.25:
         text += "A placement should give layers different shares of memory (prism does)."

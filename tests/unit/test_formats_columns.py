@@ -248,7 +248,7 @@ def test_formats_are_told_by_content_and_said(tmp_path: Path) -> None:
             "expert_bytes=1000",
         ],
     )
-    assert run.exit_code == 0 and "read as columns: a table whose columns say layer (layer)" in run.stderr
+    assert run.exit_code == 0 and "read as columns: a table with columns for layer (layer)" in run.stderr
     (tmp_path / "odd").write_text("hello")
     with pytest.raises(UsageError, match="unknown format"):
         import_trace([tmp_path / "odd"], None, tmp_path / "u")

@@ -203,7 +203,7 @@ def test_what_is_not_said_of_the_model_is_asked_for(tmp_path: Path) -> None:
     file = foreign.write_lines(tmp_path / "r.jsonl", foreign.sglang_native("a"))
     for missing in ("top_k", "num_hidden_layers", "num_experts", "expert_bytes"):
         said = {name: value for name, value in HEADLESS.items() if name != missing}
-        refused(f"does not tell {missing} .*--set model=PATH or --set {missing}=", file, "sglang_routed_experts", said)
+        refused(f"lacks {missing} .*--set model=PATH or --set {missing}=", file, "sglang_routed_experts", said)
     refused("layer 0 is all zero", file, "sglang_routed_experts", {**HEADLESS, "first_k_dense": 0})
     refused("both name", file, "sglang_routed_experts", {**HEADLESS, "moe_layers": "1..3"})
     refused("expected such as 1..26", file, "sglang_routed_experts", {"moe_layers": "many"})

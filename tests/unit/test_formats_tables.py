@@ -53,7 +53,7 @@ def test_policylang_brings_experts_weights_logits_ids_and_tasks(tmp_path: Path) 
 def test_policylang_without_scores_or_phases(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("router_scores", "router_softmax", "router_logits", "phase", "token_id", "domain_tag"))
     file = foreign.write_policylang(tmp_path / "p.parquet", **nothing)
-    refused("does not tell num_experts", file, "policylang")
+    refused("lacks num_experts", file, "policylang")
     import_trace([file], "policylang", tmp_path / "t", tokens_as="prefill", settings={**SAID, "num_experts": 8})
     trace = Trace(tmp_path / "t")
     assert not {"weights", "logits"} & trace.columns
@@ -145,7 +145,7 @@ def test_moe_cache_lab_may_leave_out_what_is_optional(tmp_path: Path) -> None:
         del event["token_id"]
         event["selected_probabilities"] = []
     file = foreign.write_lines(tmp_path / "a.jsonl", *records)
-    refused("does not tell num_experts", file, "moe_cache_lab")
+    refused("lacks num_experts", file, "moe_cache_lab")
     import_trace([file], "moe_cache_lab", tmp_path / "t", settings={**SAID, "num_experts": 8})
     assert "weights" not in Trace(tmp_path / "t").columns
     assert set(rows_of(tmp_path / "t")[0].token_id_T.tolist()) == {-1}
