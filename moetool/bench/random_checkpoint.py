@@ -69,7 +69,8 @@ def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int =
 
     Raises:
         UsageError: the shape does not exist, or has fewer MoE layers.
-        CapacityError: the disk is too full."""
+        CapacityError: the disk is too full.
+    """
     config = cut_config(shape, layers)
     facts = {"schema_version": _SCHEMA, "seed": seed, "config": config}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

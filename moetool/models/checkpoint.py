@@ -399,7 +399,8 @@ def read_tokenizer(folder: Path, **where: Any) -> Any:
         where: passed on to transformers, such as the `config` of the model that it belongs to.
 
     Raises:
-        UsageError: transformers cannot read a tokenizer in the folder. """
+        UsageError: transformers cannot read a tokenizer in the folder.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:

@@ -85,8 +85,8 @@ class ExpertWeights:
         source = self._sources.get(name)
         if source is None:
             raise MismatchError(
-                f"no tensor in the weight files of {self._path} makes {name}: one is missing, or this is a layout "
-                "that transformers does not read; download the model again"
+                f"no tensor in the weight files of {self._path} matches {name}: one is missing, or transformers "
+                "does not read this layout; download the model again"
             )
         if source.converter is None:
             whole = self._take(next(iter(source.names)), tuple(layer.experts.get_parameter(parameter).shape))

@@ -98,7 +98,8 @@ def require_header(file: Path) -> None:
 
     Raises:
         HeaderCut: the file ends inside it.
-        MismatchError, UsageError: see `read_gguf_header`. """
+        MismatchError, UsageError: see `read_gguf_header`.
+    """
     _read(file, 0)
 
 
@@ -191,7 +192,7 @@ def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor
     before = "the header"
     for name, shape, kind, offset in sorted(found, key=lambda entry: entry[3]):
         if name in tensors:
-            raise reader.error(f"{name} is there twice")
+            raise reader.error(f"{name} occurs twice")
         expected = -(-end // alignment) * alignment  # llama.cpp refuses holes too
         if start + offset != expected:
             raise reader.error(

@@ -157,7 +157,7 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
         if parameter is None:
             raise UsageError(
                 f"holds {name}, which moetool does not support in architecture {meta.architecture}; use the model "
-                    "in Hugging Face format"
+                "in Hugging Face format"
             )
         change = next((change for end, change in changed.items() if parameter.endswith(end)), None)
         found[parameter] = GgufPart(tensors={"blocks": name}, shape=_whole_shape(parameter, shape), undo=change)

@@ -276,7 +276,7 @@ def _scheme(weights: Mapping[str, Any], form: Any, path: Path) -> WeightFormat:
         if kind != "int" or strategy not in ("group", "channel") or bits not in BITS:
             raise UsageError(
                 f"{described}, expected integers of {', '.join(map(str, BITS))} bits by group or channel; use the "
-            "unquantized model"
+                "unquantized model"
             )
         return PackQuantized(int(bits), int(size) if strategy == "group" and size else 0, symmetric)
     if form == "nvfp4-pack-quantized" and (kind, bits, size) == ("float", 4, 16) and symmetric:

@@ -418,7 +418,7 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
         nodes[0].runtime.set_holders(Holders(version=10**6, servers_LE=((),), peers=()))
     node = nodes[0]
     parts = node.runtime.residency, node.engine.store
-    with pytest.raises(CapacityError, match="server 0 is to hold 256 experts and has room for 255"):
+    with pytest.raises(CapacityError, match="server 0 should hold 256 experts but has room for 255"):
         Holding(0, node.runtime.spec, *parts, ALL, 255)  # type: ignore[arg-type]
     with pytest.raises(LinkError):
         nodes[0].peers.call(2, {}, (), timeout_s=0.0).result(5)

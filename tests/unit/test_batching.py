@@ -216,7 +216,7 @@ def test_what_cannot_run_is_refused_before_it_is_queued(batcher: Batcher) -> Non
         batcher.check([], SamplingParams(max_tokens=1))
     with pytest.raises(UsageError, match="token id 4096, expected 0 to 4095"):
         batcher.check([0, 4096], SamplingParams(max_tokens=1))
-    with pytest.raises(CapacityError, match="500 tokens and 13 more are asked for, but the context holds 512"):
+    with pytest.raises(CapacityError, match="500 tokens and the request asks for 13 more, but the context holds 512"):
         batcher.check([1] * 500, SamplingParams(max_tokens=13))
 
 

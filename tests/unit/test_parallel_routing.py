@@ -145,7 +145,7 @@ def test_a_piece_that_never_arrives_keeps_no_rank_from_its_all_to_all_for_ever()
     windows.open(10.0)
     assert windows.try_hold()
     began = time.perf_counter()
-    with pytest.raises(MoetoolError, match=r"transfer has taken 0\.05 s"):
+    with pytest.raises(MoetoolError, match=r"transfer took 0\.05 s"):
         windows.close(0.05)
     assert time.perf_counter() - began < 5 and windows.waited_s >= 0.05 and not windows.exchanging
     windows.release()
