@@ -32,10 +32,11 @@ def minimise(
 ) -> Solution | None:
     """Return the optimum by the simplex, which ends in a vertex; None if infeasible.
 
-    Near the least feasible budget the dual simplex may fail; the primal one is tried next.
+    Near the least feasible budget the dual simplex may fail; the primal one is tried next. A programme without costs,
+    which asks for feasibility alone, counts as infeasible where both fail.
 
     Raises:
-        AssertionError: HiGHS fails with every strategy of `STRATEGIES`.
+        AssertionError: HiGHS fails with every strategy of `STRATEGIES`, and there are costs.
     """
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
@@ -59,6 +60,8 @@ def minimise(
         if status != highspy.HighsModelStatus.kUnknown:
             break
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return None
+    if status == highspy.HighsModelStatus.kUnknown and not cost.any():
         return None
     assert status == highspy.HighsModelStatus.kOptimal, status
     return Solution(value=highs.getInfo().objective_function_value, x=np.array(highs.getSolution().col_value))

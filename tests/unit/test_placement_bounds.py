@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import highspy
 import numpy as np
 import pytest
 
@@ -74,6 +75,16 @@ def test_the_primal_simplex_stands_in_for_the_dual_one(monkeypatch: pytest.Monke
     primal = relax(layer)
     assert dual is not None and primal is not None and primal.bound == pytest.approx(dual.bound)
     assert relax(layer, 0.9 * dual.bound) is None
+
+
+def test_a_budget_that_no_simplex_decides_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem([[3.0, 1.0], [1.0, 2.0]], 1, Curve(x=(0.0, 1.0), y=(0.0, 1.0)))
+    layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.array([1, 1]), latency=problem.latency)
+    assert relax(layer, 100.0) is not None
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda highs: highspy.HighsModelStatus.kUnknown)
+    assert relax(layer, 100.0) is None
+    with pytest.raises(AssertionError):
+        relax(layer)
 
 
 def test_placements_that_are_compared_have_one_bound() -> None:
