@@ -119,6 +119,7 @@ def add_tokenizer(writer: Any, model: Path, rule: str | None = "refact") -> None
     writer.add_token_types([gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
     writer.add_eos_token_id(0)
+    writer.add_chat_template((model / "chat_template.jinja").read_text())
 
 
 def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:

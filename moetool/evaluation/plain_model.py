@@ -20,7 +20,6 @@ from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import TensorSource
 from moetool.models.loading import complete, fill, load_full
-from moetool.models.pack_quantized import PackQuantized
 from moetool.models.spec import MoeLayer, moe_layers
 from moetool.models.tensor_index import Tensor
 
@@ -226,9 +225,8 @@ def open_plain(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     by_transformers = quantization.method in ("fp8", "mxfp4") and checkpoint.stands_alone
     if by_transformers and find_spec("accelerate") is not None:
         return PlainModel(_dequantized(checkpoint, dtype, device), "unpacked by transformers (dequantize=True)")
-    packed = all(isinstance(format, PackQuantized) and format.symmetric for format in quantization.formats)
-    origin = "unpacked by compressed-tensors" if packed and quantization.method != "gguf" else _OURS
-    return PlainModel(load_full(checkpoint, dtype, device).model, origin)
+    model = load_full(checkpoint, dtype, device).model
+    return PlainModel(model, "unpacked by compressed-tensors" if hasattr(model, "hf_quantizer") else _OURS)
 
 
 _OURS = "unpacked by moetool: transformers does not unpack this format here"

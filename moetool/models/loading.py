@@ -146,7 +146,10 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
         return _load_stacked(checkpoint, dtype, device)
     spec = checkpoint.spec
     if checkpoint.quantization is not None:
-        model = load_unpacked(path, dtype)
+        try:
+            model = load_unpacked(path, dtype)
+        except MismatchError:  # transformers does not convert packed experts of all families
+            return _load_stacked(checkpoint, dtype, device)
     else:  # tensors of other parts, such as prediction layers and vision towers, may remain
         try:
             model = _from_pretrained(path, dtype, _MISSING).eval()

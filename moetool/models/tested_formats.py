@@ -6,14 +6,17 @@ from moetool.models.gguf_architectures import ARCHITECTURES
 FORMATS = ("dense", "fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4", "gguf")
 
 _QUANTIZED = {
-    "deepseek_v3": ("fp8_block", "int4"),
+    "deepseek_v3": ("fp8_block", "awq", "int4"),
     "deepseek_v32": ("fp8_block",),
-    "glm4_moe": ("fp8_scaled",),
+    "glm4_moe": ("fp8_scaled", "awq", "int4"),
+    "glm_moe_dsa": ("fp8_block",),
     "gpt_oss": ("mxfp4",),
-    "minimax_m2": ("fp8_block",),
+    "mimo_v2_flash": ("fp8_block",),
+    "minimax_m2": ("fp8_block", "awq"),
     "mixtral": ("gptq", "awq"),
     "qwen3_moe": ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "awq", "int4"),
-    "qwen3_next": ("fp8_block",),
+    "qwen3_5_moe_text": ("fp8_block",),
+    "qwen3_next": ("fp8_block", "int4"),
 }
 _GGUF = {"deepseek_v2", "glm4_moe_lite", *(architecture.family for architecture in ARCHITECTURES.values())}
 """The first two also have the architecture `deepseek2`."""

@@ -46,6 +46,8 @@ def test_a_file_of_any_architecture_gives_the_tokens_of_its_vocabulary(
     for text in TEXTS:
         assert ours(text)["input_ids"] == theirs(text)["input_ids"]
         assert ours.decode(ours(text)["input_ids"]) == text
+    chat = [{"role": "user", "content": TEXTS[0]}]
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
     assert ours.eos_token == "<|endoftext|>"
 
 

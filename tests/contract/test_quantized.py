@@ -91,12 +91,18 @@ _INT4_EXPERTS = {
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
 }
 _FP8_CHANNEL = {**_FP8, "strategy": "channel"}
+
+
+def _int4_experts(name: str) -> quantized.Writer | None:
+    return compressed("pack-quantized", {**_INT4, "symmetric": True}) if ".experts." in name else None
+
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer | None]]] = {
     # Kimi-K2-Thinking: the routed experts alone
     "deepseek_v3-int4": (
         "deepseek_v3",
         _INT4_EXPERTS,
-        lambda name: compressed("pack-quantized", {**_INT4, "symmetric": True}) if ".experts." in name else None,
+        _int4_experts,
     ),
     # DeepSeek-V3.2
     "deepseek_v32-fp8_block": ("deepseek_v32", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
@@ -110,8 +116,17 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer
     "minimax_m2-fp8_block": ("minimax_m2", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
     # Qwen3-Next-80B-A3B-Instruct-FP8
     "qwen3_next-fp8_block": ("qwen3_next", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
-    # community quantizations of Qwen3
-    "qwen3_moe-awq": ("qwen3_moe", _AWQ, _everywhere(quantized.awq())),
+    # GLM-5-FP8, MiMo-V2-Flash and Qwen3.5-35B-A3B-FP8
+    **{
+        f"{family}-fp8_block": (family, _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16)))
+        for family in ("glm_moe_dsa", "mimo_v2_flash", "qwen3_5_moe_text")
+    },
+    # community quantizations
+    **{
+        f"{family}-awq": (family, _AWQ, _everywhere(quantized.awq()))
+        for family in ("deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_moe")
+    },
+    **{f"{family}-int4": (family, _INT4_EXPERTS, _int4_experts) for family in ("glm4_moe", "qwen3_next")},
 }
 """Layouts of published checkpoints, by family and format."""
 ALL_POLICIES = ("deepseek_v3-fp8_block", "gpt_oss-mxfp4", "mixtral-gptq", "qwen3_moe-mixed")

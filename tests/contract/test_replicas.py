@@ -270,7 +270,7 @@ def test_gpt_oss_is_read_with_packed_attention_and_refused_with_packed_experts(t
             single = stacked.replace("down_proj", f"{expert}.down_proj.weight")
             tensors |= to_tensors(single, round_weight(weight_ID.T, Scheme(group=16), torch.float32), 4)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(MismatchError, match=r"makes model.layers.0.mlp.experts.down_proj: .* does not read"):
+    with pytest.raises(MismatchError, match=r"matches model.layers.0.mlp.experts.down_proj: .* does not read"):
         load_lazy(Checkpoint.open(tmp_path), torch.float32)
 
 
