@@ -229,17 +229,17 @@ class RankHead:
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises: UsageError, CapacityError: the request can never be served."""
         if not prompt:
-            raise UsageError("the prompt is empty: it has no token to begin with; send at least one character")
+            raise UsageError("the prompt is empty; send at least one character")
         if (bad := next((t for t in prompt if not 0 <= t < self.vocab_size), None)) is not None:
             raise UsageError(f"the prompt has token id {bad}, expected 0 to {self.vocab_size - 1}")
         if params.grammar is not None:
-            raise UsageError("the ranks of --mode ep take no response_format and no forced tool call; leave them out")
+            raise UsageError("the ranks of --mode ep support no response_format and no forced tool call; omit them")
         if params.return_routes:
-            raise UsageError("the ranks of --mode ep give no routed experts; leave out return_routed_experts")
+            raise UsageError("the ranks of --mode ep return no routed experts; omit return_routed_experts")
         if len(prompt) + params.max_tokens > self.max_context:
             raise CapacityError(
-                f"the prompt has {len(prompt):,} tokens and {params.max_tokens:,} more are asked for, but the context "
-                f"holds {self.max_context:,}; shorten the prompt or ask for fewer tokens"
+                f"the prompt has {len(prompt):,} tokens and the request asks for {params.max_tokens:,} more, but the "
+                f"context holds {self.max_context:,}; shorten the prompt or ask for fewer tokens"
             )
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:

@@ -16,9 +16,9 @@ class HeadOptions:
     Attributes:
         seating: deals requests to the ranks (None: in turn).
         host: this machine's address, as the ranks reach it.
-        gather_s: how long a batch that is not full waits for more requests.
-        patience_s: how long a batch waits for a decision about it that is under way.
-        names: of the ranks, by GPU.
+        gather_s: seconds that an incomplete batch waits for more requests.
+        patience_s: seconds that a batch waits for its pending decision.
+        names: names of the ranks, by GPU.
         narrate: called with a line about a rank that ends or returns.
     """
 
@@ -36,18 +36,18 @@ class RankOptions:
 
     Attributes:
         device: `cpu` or `cuda`. With `cuda` rows travel over NCCL, and each rank needs its own GPU.
-        dtype: of everything but the experts, which stay as the checkpoint has them.
-        kv_tokens: tokens that a rank's KV cache holds; the longest context of one request.
+        dtype: data type of all weights except the experts, which keep the checkpoint's form.
+        kv_tokens: tokens in a rank's KV cache; also the longest context of one request.
         seats: requests that run at once on each rank.
-        max_prompt_wait_s: how long a step with prompt tokens may take while the rank's other requests decode; chunks
-            of prompts become smaller where it takes longer (0: as large as they may be).
-        threads: of a rank's own arithmetic (0 chooses).
+        max_prompt_wait_s: time limit of a step with prompt tokens while the rank's other requests decode; prompt chunks
+            shrink after a longer step (0: no limit).
+        threads: compute threads of a rank (0: automatic).
         timeout_s: a collective that takes longer has failed: longer than the slowest rank's forward may take, and as
             long as a rank that hangs goes unnoticed. One that has ended is noticed at once.
         migrate: `overlap`, `pipelined` or `stop` (`moetool.cluster.parallel.compute_windows.MIGRATIONS`, DIRECTOR's
             Figure 6).
-        link_bytes_s: emulates each rank's way out: what it sends queues at this rate (0: not emulated).
-        expert_token_s: emulates the experts' computing: so many seconds a row, waited and not computed (0: not).
+        link_bytes_s: emulated rate of each rank's outgoing link, with a queue (0: not emulated).
+        expert_token_s: emulated seconds of an expert per row, slept (0: not emulated).
     """
 
     device: str = "cpu"
