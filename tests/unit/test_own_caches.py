@@ -125,7 +125,7 @@ def test_scores_do_not_disturb_the_running_request(batcher: OwnCaches, full: Any
 def test_what_cannot_run_is_refused(batcher: OwnCaches) -> None:
     with pytest.raises(UsageError, match="the prompt is empty"):
         batcher.check([], SamplingParams(max_tokens=1))
-    with pytest.raises(CapacityError, match="250 tokens and 7 more are asked for, but the context holds 256"):
+    with pytest.raises(CapacityError, match="250 tokens and the request asks for 7 more, but the context holds 256"):
         batcher.check([1] * 250, SamplingParams(max_tokens=7))
 
 
