@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import mmap
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 _DONTNEED = 4  # of <linux/mman.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _LARGE = 2 << 20
+_KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
 def give_back(memory: torch.Tensor) -> None:
@@ -26,8 +28,11 @@ def give_back(memory: torch.Tensor) -> None:
 def return_freed_memory() -> None:
     """Have the C library return blocks of `_LARGE` bytes and more as soon as they are freed, from now on.
 
-    By default it keeps freed activations of up to 32 MB for later, which a bound on resident memory does not allow.
+    By default it keeps freed activations of up to 32 MB for later, which a bound on resident memory does not allow. For
+    the same reason oneDNN keeps 128 compiled products in place of 1,024, unless it has computed one already or the
+    environment says otherwise: each number of rows has its own, of about 150 kB.
     """
+    os.environ.setdefault(_KEPT_PRODUCTS, "128")
     library = _library()
     if library is not None and hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -1,6 +1,7 @@
 """Memory that prompt chunks borrow from expert slots, and what goes back to the system."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
-from moetool.runtime.returned_memory import UntouchedZeros, give_back
+from moetool.runtime.returned_memory import UntouchedZeros, give_back, return_freed_memory
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 
 
@@ -49,6 +50,15 @@ def test_large_zeros_are_not_resident_before_they_are_touched() -> None:
     memory[5] = 7
     give_back(memory)
     assert int(memory[5]) == 0 and not small.any() and other.shape == (2, 3)
+
+
+def test_few_compiled_products_are_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    return_freed_memory()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    return_freed_memory()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
