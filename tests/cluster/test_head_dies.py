@@ -96,7 +96,7 @@ def test_a_second_head_is_refused(cluster: EdgeProcess, tmp_path: Path) -> None:
     try:
         cluster.restart_head()
     except AssertionError as error:
-        assert "cluster lab has a head, another moetool serve" in str(error)
+        assert "cluster lab already has a head, another moetool serve" in str(error)
     finally:
         second, cluster.popen = cluster.popen, first
     assert second.wait() == 2 and first.poll() is None

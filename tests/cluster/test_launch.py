@@ -147,7 +147,7 @@ def test_the_next_head_takes_over_those_that_live(tmp_path: Path) -> None:
     first, second = _killed(_head(tmp_path, 60.0))
     psutil.Process(second).kill()
     folder = ClusterFolder("c", tmp_path)
-    with pytest.raises(UsageError, match="cluster c has a head"):
+    with pytest.raises(UsageError, match="cluster c already has a head"):
         ClusterFolder("c", tmp_path)
     living = folder.living()
     assert list(living) == ["first"] and living["first"].pid == first
