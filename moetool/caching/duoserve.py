@@ -100,7 +100,7 @@ class Policy(lru.Policy):
 
     def end_forward(self, info: ForwardInfo) -> None:
         for answer in self._answers:
-            answer.result()  # a predictor that failed is to be heard of
+            answer.result()  # raises the predictor's error
         self._answers.clear()
 
 

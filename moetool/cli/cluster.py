@@ -20,8 +20,8 @@ from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from moetool.cluster.fork_server import ForkServer
     from moetool.cluster.launch import Where
-    from moetool.cluster.process_nursery import ProcessNursery
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -59,12 +59,12 @@ def _edge(command: ClusterCommand) -> None:
         raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
     threads = max(1, (os.cpu_count() or 1) // where.count) if where.count else 0
     with contextlib.ExitStack() as stack:
-        if nursery := prepare(where, "moetool.cluster.edge.worker", threads):  # it imports while this process does
-            stack.callback(nursery.close)
-        _serve_edge(command, where, threads, nursery)
+        if fork_server := prepare(where, "moetool.cluster.edge.worker", threads):  # it imports while this process does
+            stack.callback(fork_server.close)
+        _serve_edge(command, where, threads, fork_server)
 
 
-def _serve_edge(command: ClusterCommand, where: "Where", threads: int, nursery: "ProcessNursery | None") -> None:
+def _serve_edge(command: ClusterCommand, where: "Where", threads: int, fork_server: "ForkServer | None") -> None:
     from moetool.cluster.cluster_options import ClusterOptions
     from moetool.cluster.edge.edge_head import EdgeHead
     from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
@@ -134,7 +134,7 @@ def _serve_edge(command: ClusterCommand, where: "Where", threads: int, nursery: 
             [{"settings": one} for one in settings],
             names,
             threads=threads,
-            nursery=nursery,
+            fork_server=fork_server,
             late=True,
             detached=Detached(folder=folder, living=living, orphan_s=own.orphan_s, port=own.control_port),
         )

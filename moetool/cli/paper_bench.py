@@ -45,7 +45,9 @@ def paper(
         Path | None,
         typer.Option(help="Directory that keeps traces and predictors for later runs (default: temporary)."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Papers to run in parallel with NAME all, one core each.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Papers (and rates of --links) to run in parallel, one core each.")
+    ] = 1,
     links: Annotated[
         list[float],
         typer.Option(help="Judge claims again with links this many times as fast, e.g. 0.5. Repeatable."),

@@ -10,8 +10,8 @@ from moetool.config import parse
 from moetool.errors import UsageError
 
 if TYPE_CHECKING:
+    from moetool.cluster.fork_server import ForkServer
     from moetool.cluster.launch import Where
-    from moetool.cluster.process_nursery import ProcessNursery
 
 
 def serve_parallel(command: ClusterCommand) -> None:
@@ -26,12 +26,12 @@ def serve_parallel(command: ClusterCommand) -> None:
     if command.plan is None:
         raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
     with contextlib.ExitStack() as stack:
-        if nursery := prepare(where, "moetool.cluster.parallel.rank", 1):  # it imports while this process does
-            stack.callback(nursery.close)
-        _serve(command, where, nursery)
+        if fork_server := prepare(where, "moetool.cluster.parallel.rank", 1):  # it imports while this process does
+            stack.callback(fork_server.close)
+        _serve(command, where, fork_server)
 
 
-def _serve(command: ClusterCommand, where: "Where", nursery: "ProcessNursery | None") -> None:
+def _serve(command: ClusterCommand, where: "Where", fork_server: "ForkServer | None") -> None:
     from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
     from moetool.cluster.ray_launch import head_address
@@ -60,7 +60,7 @@ def _serve(command: ClusterCommand, where: "Where", nursery: "ProcessNursery | N
     with contextlib.ExitStack() as stack:
         stack.callback(sock.close)
         folder = stack.enter_context(open_folder(f"ep-{folder_name(command.port)}", "ranks"))
-        launcher = RankProcesses(where, names, threads=1 if where.count else 0, folder=folder, nursery=nursery)
+        launcher = RankProcesses(where, names, threads=1 if where.count else 0, folder=folder, fork_server=fork_server)
         costs = None if command.profile is None else CostProfile.load(command.profile)
         head = open_head(
             *(command.model, plan, launcher, options, ranks),

@@ -22,7 +22,10 @@ _YEARS = 10
 _SKEW = timedelta(days=2)  # clocks of hosts may differ
 _OPENSSL_S = 30.0
 
-_CONFIG = """[ca]
+_CONFIG = """[req]
+distinguished_name=subject
+[subject]
+[ca]
 default_ca=files
 [files]
 database=issued
@@ -183,7 +186,7 @@ class _Openssl:
     def request(self) -> None:
         """Make a key and a request for its certificate."""
         curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        subject = ("-subj", f"/CN={self._name}", "-config", os.devnull)
+        subject = ("-subj", f"/CN={self._name}", "-config", "config")
         self._call("req", "-new", *curve, *subject, "-keyout", "key", "-out", "request")
 
     def sign(self, kind: str, *signer: str) -> str:

@@ -139,7 +139,7 @@ class ClusterFolder:
 
     @property
     def logs(self) -> list[Path]:
-        """Files in which processes have said something."""
+        """Log files that are not empty."""
         return sorted(path for path in self.path.glob("*.log") if path.stat().st_size)
 
     def close(self, keep_logs: bool = False) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from moetool.cluster.certificates import Authority
 from moetool.cluster.cluster_folder import ClusterFolder
-from moetool.cluster.process_nursery import ProcessNursery
+from moetool.cluster.fork_server import ForkServer
 from moetool.cluster.worker_link import WorkerDied, WorkerLink
 from moetool.cluster.worker_process import (
     ProcessOrder,
@@ -63,15 +63,15 @@ def parse_where(text: str) -> Where:
     return Where(address=text)
 
 
-def prepare(where: Where, module: str, threads: int) -> ProcessNursery | None:
+def prepare(where: Where, module: str, threads: int) -> ForkServer | None:
     """Begin to import what workers on this machine need, beside what their head does until it starts them.
 
     Args:
-        module, threads: as of `ProcessNursery`.
+        module, threads: as of `ForkServer`.
     """
-    if where.count is None or not ProcessNursery.is_possible():
+    if where.count is None or not ForkServer.is_possible():
         return None
-    return ProcessNursery(module, threads)
+    return ForkServer(module, threads)
 
 
 class Machines(Protocol):
@@ -95,24 +95,24 @@ class ThisMachine:
 
     Args:
         threads: of arithmetic, for each (0 leaves it to its libraries).
-        folder: for logs (default: what processes say is lost).
-        nursery: forks them (default: each imports what it needs by itself).
+        folder: for logs (default: not kept).
+        fork_server: forks them (default: each imports what it needs by itself).
 
-    Effects: owns the nursery.
+    Effects: owns the fork_server.
     """
 
     def __init__(
-        self, names: Sequence[str], threads: int, folder: ClusterFolder | None, nursery: ProcessNursery | None = None
+        self, names: Sequence[str], threads: int, folder: ClusterFolder | None, fork_server: ForkServer | None = None
     ) -> None:
-        self._names, self._threads, self._folder, self._nursery = names, threads, folder, nursery
+        self._names, self._threads, self._folder, self._fork_server = names, threads, folder, fork_server
         self._started: list[ProcessRecord] = []
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
-        """Start one, which this process may end before."""
+        """Start one; it may outlive this process."""
         path = Path(os.devnull) if self._folder is None else self._folder.log(self._names[n])
-        if self._nursery is not None:
-            record = self._nursery.start(order, path)
+        if self._fork_server is not None:
+            record = self._fork_server.start(order, path)
         else:
             with path.open("ab") as log:
                 record, child = start_process(order, threads=self._threads, log=log)
@@ -137,10 +137,13 @@ class ThisMachine:
                 time.sleep(0.01)
             end_process(record.pid, record.started)
         for child in self._children:
-            child.kill()
-            child.wait()
-        if self._nursery is not None:
-            self._nursery.close()
+            try:
+                child.wait(max(0.0, by - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ class Workers:
         late: whether servers for which no machine has joined yet are left out until `restart` finds one; so are those
             that do not start where others are taken over.
         detached: what becomes of them where this process ends without `close` (default: they end at once).
-        nursery: forks processes of this machine (default: one is made, where that is possible).
+        fork_server: forks processes of this machine (default: one is made, where that is possible).
 
     Attributes:
         taken_over: servers whose worker was there already.
@@ -198,7 +201,7 @@ class Workers:
         threads: int = 0,
         late: bool = False,
         detached: Detached | None = None,
-        nursery: ProcessNursery | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._build, self._arguments = f"{build.__module__}:{build.__qualname__}", [dict(one) for one in arguments]
         self._names, self._detached = tuple(names), detached or Detached()
@@ -210,8 +213,8 @@ class Workers:
         self._toward = ""
         self._machines: Machines
         if where.address is None:
-            nursery = nursery or prepare(where, build.__module__, threads)
-            self._machines = ThisMachine(self._names, threads, folder, nursery)
+            fork_server = fork_server or prepare(where, build.__module__, threads)
+            self._machines = ThisMachine(self._names, threads, folder, fork_server)
         else:
             from moetool.cluster.ray_launch import RayMachines
 

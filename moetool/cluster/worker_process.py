@@ -73,7 +73,7 @@ class ProcessRecord:
         host, port: where it listens for heads.
         pid: on its own machine.
         mark: its name.
-        started: when it started, as the system counts: another process of that number started at another time.
+        started: start time in clock ticks since boot; tells it from a later process of the same pid.
         certificate: by which heads know it, PEM; it has made the key itself.
         machine: that it is on, by its number at Ray; empty: on the head's own.
     """

@@ -277,7 +277,7 @@ class Timeline:
         return self._answers.popleft() if len(self._answers) > self._prediction_lag else 0
 
     def _wait_for(self, answer: int) -> int:
-        """Let the compute stream wait for an answer; none is left to wait for."""
+        """Have the compute stream wait for an answer; returns 0, as none is left to wait for."""
         waited = max(0, answer - self.now)
         self._tally.prediction += waited
         self.now += waited

@@ -421,7 +421,7 @@ def read_tokenizer(folder: Path, **where: Any) -> Any:
 def _is_code(file: Path) -> bool:
     """Whether a tokenizer_config.json names code of the checkpoint's own."""
     try:
-        values = json.loads(read_bounded(file, advice=""))  # it has numbers that no other file may have
+        values = json.loads(read_bounded(file, advice=""))  # its model_max_length may have 31 digits
     except (OSError, ValueError, RecursionError, MoetoolError):  # transformers says what is wrong with it
         return False
     return isinstance(values, dict) and "auto_map" in values

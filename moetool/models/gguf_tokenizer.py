@@ -42,10 +42,12 @@ def read_gguf_tokenizer(file: Path, kind: Any, rule: Any) -> Any:
     splits = theirs.GGUF_PRE_TOKENIZER_SPLITS
     known = {*splits, *_GPT2, *_SAME_AS, "deepseek-v3"}
     if kind == "gpt2" and rule not in known:
-        raise UsageError(
-            f"{file} splits text by the rule {rule!r}, which moetool does not know; put the original model's "
-            "tokenizer.json into the same directory"
+        found = (
+            "does not name its rule for splitting text (tokenizer.ggml.pre)"
+            if rule is None
+            else f"splits text by the rule {rule!r}, which moetool does not know"
         )
+        raise UsageError(f"{file} {found}; put the original model's tokenizer.json into the same directory")
     made = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     if kind == "gpt2" and rule not in splits:
         patterns = _DEEPSEEK_V3 if rule == "deepseek-v3" else [splits[_SAME_AS[rule]]] if rule in _SAME_AS else []

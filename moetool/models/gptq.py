@@ -34,6 +34,8 @@ def unsigned_values(words: torch.Tensor, bits: int) -> torch.Tensor:
 def in_even_groups(order: bytes | memoryview, groups: int) -> bool:
     """Whether the groups of a `g_idx` all have one size; only act-order may make others."""
     group_of = torch.frombuffer(bytearray(order), dtype=torch.int32)
+    if int(group_of.min()) < 0:
+        return False
     return bool((group_of.bincount(minlength=groups) == len(group_of) // groups).all())
 
 

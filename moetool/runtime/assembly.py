@@ -35,6 +35,7 @@ from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.returned_memory import return_freed_memory
+from moetool.runtime.sizing import LEAST_CHUNK
 from moetool.runtime.warm_start import WarmStart
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
@@ -136,6 +137,11 @@ class ServeOptions:
         if self.pool is not None:
             require_pool_form("pool", self.pool)
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
+        if self.borrowed_slots and self.prefill_chunk <= LEAST_CHUNK:
+            raise UsageError(
+                f"borrowed_slots is {self.borrowed_slots}, but chunks of prefill_chunk={self.prefill_chunk} tokens "
+                f"borrow none; set prefill_chunk above {LEAST_CHUNK}, or borrowed_slots=0"
+            )
         require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
 
 

@@ -19,7 +19,7 @@ class MemoryShare:
 
     Attributes:
         most_slots: slots that a full chunk borrows.
-        chunk_tokens: tokens of a full chunk.
+        chunk_tokens: tokens of a full chunk, more than `LEAST_CHUNK` where it borrows.
         kv_slots: slots that the fully grown KV cache borrows.
         kv_tokens: tokens by which it may grow.
     """

@@ -21,7 +21,7 @@ class PrefixPages:
     Attributes:
         active: whether the cache shares pages: only if every layer attends to the whole context.
         evicted: pages evicted so far.
-        lost: evicted pages so far that a later prompt had again, of as many as the whole cache has.
+        lost: evicted pages that later prompts needed again; as many are remembered as the cache holds.
     """
 
     def __init__(self, cache: Any, may_reuse: Callable[[str], bool]) -> None:

@@ -1,5 +1,6 @@
 """Workers as processes of this machine, with workers that cost nothing to build."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -16,8 +17,8 @@ import pytest
 
 from moetool.cluster.certificates import Authority, self_signed
 from moetool.cluster.cluster_folder import ClusterFolder
+from moetool.cluster.fork_server import ForkServer
 from moetool.cluster.launch import Detached, Where, Workers
-from moetool.cluster.process_nursery import ProcessNursery
 from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, lives, start_process
 from moetool.errors import MismatchError, MoetoolError, UsageError
@@ -218,12 +219,12 @@ def test_a_call_that_hangs_keeps_no_orphan_alive(tmp_path: Path) -> None:
     eventually(lambda: not _lives(pid))
 
 
-def test_a_forked_process_outlives_its_nursery_and_is_known_by_its_start(tmp_path: Path) -> None:
-    head, nursery = identity("head"), ProcessNursery("tests.launched")
+def test_a_forked_process_outlives_its_fork_server_and_is_known_by_its_start(tmp_path: Path) -> None:
+    head, fork_server = identity("head"), ForkServer("tests.launched")
     orders = [ProcessOrder(mark=f"moetool-worker-{n}", authority=head.authority, orphan_s=600.0) for n in range(2)]
-    first, second = (nursery.start(order, tmp_path / "log") for order in orders)
-    nursery.close()
-    nursery.close()
+    first, second = (fork_server.start(order, tmp_path / "log") for order in orders)
+    fork_server.close()
+    fork_server.close()
     assert lives(first.pid, first.started) and not lives(first.pid, first.started + 1)
     link = WorkerLink(
         "first", first, head, {"do": "build", "build": "tests.launched:build", "arguments": {"name": "a"}}
@@ -236,7 +237,24 @@ def test_a_forked_process_outlives_its_nursery_and_is_known_by_its_start(tmp_pat
     end_process(second.pid, second.started)
     assert not lives(second.pid, second.started)
     with pytest.raises(MoetoolError, match=r"a worker's process does not start"):
-        nursery.start(orders[0], tmp_path / "log")
+        fork_server.start(orders[0], tmp_path / "log")
+
+
+def test_a_fork_server_tells_what_failed_and_is_started_again_once_it_has_died(tmp_path: Path) -> None:
+    head = identity("head")
+    order = ProcessOrder(mark="moetool-worker-0", authority=head.authority, orphan_s=600.0)
+    with contextlib.closing(ForkServer("tests.launched")) as fork_server:
+        with pytest.raises(MoetoolError, match=r"does not start: .*No such file"):
+            fork_server.start(order, tmp_path / "missing" / "log")
+        first = fork_server.start(order, tmp_path / "log")
+        parent = psutil.Process(first.pid).parent()
+        assert parent is not None
+        parent.kill()
+        eventually(lambda: not _lives(parent.pid))
+        second = fork_server.start(order, tmp_path / "log")
+    for one in (first, second):
+        assert lives(one.pid, one.started)
+        end_process(one.pid, one.started)
 
 
 def test_a_process_without_a_worker_waits_for_no_second_head(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def test_an_unknown_rule_is_refused_unless_a_tokenizer_lies_beside(
     rule: str | None, reference: Path, tmp_path: Path
 ) -> None:
     path = _spelled("deepseek2-softmax", tmp_path, reference, rule)
-    with pytest.raises(UsageError, match=f"by the rule {rule!r}.* put the original model's tokenizer.json") as caught:
+    why = "does not name its rule" if rule is None else f"by the rule {rule!r}"
+    with pytest.raises(UsageError, match=f"{why}.* put the original model's tokenizer.json") as caught:
         _ = Checkpoint.open(path).tokenizer
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     for file in reference.glob("tokenizer*"):

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
+from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
+from moetool.runtime.assembly import ServeOptions
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.returned_memory import UntouchedZeros, give_back, return_freed_memory
@@ -111,3 +113,8 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
     assert model.dense_bytes + slots * model.slot_bytes + kv_bytes + activations * model.token_bytes <= memory
     whole = longest == min(MOST_CHUNK, split.kv_tokens)
     assert not chunk or whole or made["slots"] == num_experts or borrowed >= split.slots // 2 - 1
+
+
+def test_slots_that_no_chunk_can_borrow_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"borrowed_slots is 4, but chunks of prefill_chunk=256 tokens borrow none"):
+        ServeOptions(borrowed_slots=4, prefill_chunk=256)

@@ -40,7 +40,7 @@ USED_AT_START = (
     "accelerate",
     "scipy.optimize",
 )
-"""Modules that building a worker imports (`ProcessNursery`)."""
+"""Modules that building a worker imports (`ForkServer`)."""
 _MESSAGE_BYTES = 64 * 2**20  # least, besides an expert
 
 

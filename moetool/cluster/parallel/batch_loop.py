@@ -182,9 +182,8 @@ class BatchLoop:
                     self._heard(gpu, message)
             case "decided":
                 epoch, batch, found = value
-                begun = (
-                    self._cohort if self.placing.control.looks_ahead else -1
-                )  # what has run needs no decision in time
+                # No decision is late for what has run.
+                begun = self._cohort if self.placing.control.looks_ahead else -1
                 self._migrate(self.placing.decided(epoch, batch, found, begun))
             case "use":
                 self._use(*value)

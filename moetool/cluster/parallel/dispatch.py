@@ -22,7 +22,7 @@ from moetool.types import ForwardInfo, GateEvent
 _FORGET = 0.5
 """Weight of the last phase in the prediction of the next one of its kind."""
 _FEW_BYTES = 2**16
-"""Rows for each rank, with those that lack, up to which they go in one exchange with their counts."""
+"""Bytes for each rank, padding included, up to which rows and counts share one all-to-all."""
 
 
 @dataclass(slots=True, kw_only=True)

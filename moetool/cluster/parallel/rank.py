@@ -43,7 +43,7 @@ USED_AT_START = (
     "accelerate",
     "scipy.optimize",
 )
-"""Modules that building a rank imports (`ProcessNursery`)."""
+"""Modules that building a rank imports (`ForkServer`)."""
 _ALIVE_S = 5.0
 """Seconds between signs of life from a rank that reads experts."""
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moetool.cluster.cluster_folder import ClusterFolder
+from moetool.cluster.fork_server import ForkServer
 from moetool.cluster.launch import Detached, Where, Workers
 from moetool.cluster.parallel.rank import Rank
-from moetool.cluster.process_nursery import ProcessNursery
 
 _BUILD_S = 180.0
 
@@ -18,8 +18,8 @@ class RankProcesses:
         where: as of `Workers`.
         names: of the ranks.
         threads: of arithmetic, for each rank's libraries.
-        folder: for what ranks on this machine have to say (default: it is lost).
-        nursery: as of `Workers`.
+        folder: for the logs of ranks on this machine (default: not kept).
+        fork_server: as of `Workers`.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class RankProcesses:
         *,
         threads: int = 0,
         folder: ClusterFolder | None = None,
-        nursery: ProcessNursery | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._where, self._names, self._threads = where, names, threads
-        self._folder, self._nursery = folder, nursery
+        self._folder, self._fork_server = folder, fork_server
         self._workers: Workers | None = None
         self._on_death: Callable[[int], None] = lambda gpu: None
 
@@ -44,7 +44,7 @@ class RankProcesses:
             *(self._where, Rank, arguments, self._names),
             threads=self._threads,
             detached=detached,
-            nursery=self._nursery,
+            fork_server=self._fork_server,
         )
         for gpu in range(len(self._workers)):
             self._workers.call(gpu, "ready", timeout_s=_BUILD_S)

@@ -1,4 +1,4 @@
-"""Forks workers' processes of this machine from one that has imported what they need: that takes seconds for each."""
+"""Forks this machine's workers from one process that has imported their modules; importing takes seconds."""
 
 import contextlib
 import gc
@@ -14,48 +14,56 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, environment_of, serve_order
 from moetool.errors import MoetoolError, first_line
 
 _START_S = 120.0
-_CUDA = Path("/dev/nvidiactl")
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # CUDA, CUDA under WSL, ROCm
 
 
-class ProcessNursery:
+class ForkServer:
     """One process that imports a module, and forks from itself on request.
 
     Args:
         module: has what the processes build. It may name modules that are imported besides in `USED_AT_START`.
         threads: of arithmetic, for the libraries of each (0 leaves it to them).
 
-    Effects: starts the process, which ends with this one; those that it has forked do not.
+    Effects: starts the process, again if it has ended. It ends with this one; those that it has forked do not.
     """
 
     def __init__(self, module: str, threads: int = 0) -> None:
         self._lock = threading.Lock()
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", __name__, module],
+        self._module, self._threads, self._closed = module, threads, False
+        self._popen = self._begin()
+
+    def _begin(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,  # a line that was read ahead would not be polled for
             start_new_session=True,  # Ctrl-C is for the head
-            env=environment_of(threads),
+            env=environment_of(self._threads),
         )
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether processes of this machine may be forked: CUDA does not survive it."""
-        return sys.platform == "linux" and not _CUDA.exists()
+        """Whether processes of this machine may be forked: the state of a GPU's driver does not survive it."""
+        return sys.platform == "linux" and not any(Path(driver).exists() for driver in _GPU_DRIVERS)
 
     def start(self, order: ProcessOrder, log: Path) -> ProcessRecord:
         """Fork a worker's process, which appends what it has to say to `log`. Raises: MoetoolError: it cannot start."""
-        stdin, stdout = self._popen.stdin, self._popen.stdout
-        assert stdin is not None and stdout is not None
         by = time.monotonic() + _START_S
         with self._lock:
+            if self._closed:
+                raise MoetoolError("a worker's process does not start: who forks it has ended")
+            if self._popen.poll() is not None:
+                self._popen = self._begin()
+            stdin, stdout = self._popen.stdin, self._popen.stdout
+            assert stdin is not None and stdout is not None
             try:
                 stdin.write(json.dumps({"order": asdict(order), "log": str(log)}).encode() + b"\n")
                 stdin.flush()
@@ -74,6 +82,7 @@ class ProcessNursery:
 
     def close(self) -> None:
         """End it; the processes that it has forked go on."""
+        self._closed = True
         with contextlib.suppress(OSError):
             assert self._popen.stdin is not None and self._popen.stdout is not None
             self._popen.stdin.close()
@@ -83,26 +92,46 @@ class ProcessNursery:
 
 
 def _import(module: str) -> None:
-    with contextlib.suppress(Exception):  # who builds it says why
+    with contextlib.suppress(Exception):  # building the worker reports it
         for name in getattr(importlib.import_module(module), "USED_AT_START", ()):
             importlib.import_module(name)
 
 
-def _fork(wanted: dict[str, Any]) -> None:
-    """Fork a process, which does not return."""
-    if os.fork():
-        return
+def _fork(wanted: dict[str, Any]) -> bytes:
+    """Fork a process, which does not return; gives the line that it says first, or what kept it from that."""
+    reading, writing = os.pipe()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os.close(reading)
+        os.close(writing)
+        return _error(wanted, error)
+    if not child:
+        os.close(reading)
+        _serve(wanted, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as said:
+        return said.readline() or _error(wanted, "it ended before it served")
+
+
+def _serve(wanted: dict[str, Any], stdout: int) -> NoReturn:
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        silence, log = os.open(os.devnull, os.O_RDWR), os.open(wanted["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(silence, 0)
-        os.dup2(log, 2)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.dup2(os.open(wanted["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), 2)
         serve_order(ProcessOrder(**wanted["order"]))
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        os.write(1, _error(wanted, error))
     finally:
         os._exit(1)
+
+
+def _error(wanted: dict[str, Any], error: object) -> bytes:
+    return json.dumps({"mark": wanted["order"]["mark"], "error": str(error)}).encode() + b"\n"
 
 
 def _main() -> None:
@@ -110,7 +139,7 @@ def _main() -> None:
     gc.freeze()  # what is here stays shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended processes leave nothing
     while line := sys.stdin.buffer.readline():
-        _fork(json.loads(line))
+        os.write(1, _fork(json.loads(line)))
     os._exit(0)
 
 
