@@ -23,7 +23,7 @@ from moetool.models.scaled_weight import ScaledWeight, kernel_of
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster (`tests/bench/test_row_products.py`): beyond them
 arithmetic bounds both, and torch's uses the CPU's bfloat16 pair products."""
-MAX_SCALED_ROWS = 16
+MAX_SCALED_ROWS = 8
 """The same for weights that torch must unpack."""
 MIN_ELEMENTS = 2**18
 """Smallest weight, in numbers, for which calling and compiling the kernel pays."""
