@@ -265,7 +265,8 @@ def _measure(found: Simulated, measure: str) -> float:
         return found.tokens_per_s
     if measure == "planning":
         return float(np.mean([one.plan_s for one in found.migrations])) if found.migrations else 0.0
-    whole = [seconds for _, seconds in sorted(_rounds(found))][1:]  # the first follows a round of one request
+    rounds = sorted(_rounds(found))
+    whole = [seconds for _, seconds in rounds[1:]]  # the first follows a round of one request
     if len(whole) < 2:
-        raise CannotTestError(f"{len(whole) + 1} rounds had a request for every GPU, expected three or more")
+        raise CannotTestError(f"rounds with a request for every GPU: {len(rounds)}, expected three or more")
     return float(np.std(whole))
