@@ -21,6 +21,7 @@ from moetool.runtime import assembly
 from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
+from tests.identities import identity
 from tests.servers import eventually
 
 CYCLES = int(os.environ.get("MOETOOL_LIFETIME_CYCLES", "24"))
@@ -133,7 +134,7 @@ def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest
     from moetool.cluster.parallel import rank
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-    given: dict[str, Any] = {"gpu": 0, "model": "reference", "server_G": [0], "token": bytes(32)}
+    given: dict[str, Any] = {"gpu": 0, "model": "reference", "server_G": [0], "identity": identity("rank-0")}
     given |= {"head": ("127.0.0.1", 1), "store": ("127.0.0.1", store.port), "options": rank.RankOptions(kv_tokens=512)}
     with contextlib.suppress(LinkError):  # port 1 takes nobody; the first time loads libraries
         rank.Rank(**given)

@@ -414,7 +414,7 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
     for asked, parts in wrong:
         with pytest.raises(MoetoolError):
             nodes[0].runtime.handle(Frame(head=asked, parts=parts))
-    with pytest.raises(MismatchError, match="of another model"):
+    with pytest.raises(MismatchError, match="belongs to another model"):
         nodes[0].runtime.set_holders(Holders(version=10**6, servers_LE=((),), peers=()))
     node = nodes[0]
     parts = node.runtime.residency, node.engine.store

@@ -57,7 +57,7 @@ def test_another_policys_or_models_state_is_refused(tmp_path: Path) -> None:
     assert restore_state(file, "lfu", lfu) is None
     run(lfu, seed=1)
     save_state(file, "lfu", lfu)
-    with pytest.raises(MismatchError, match=r"holds what lfu learned .* expected moe_infinity"):
+    with pytest.raises(MismatchError, match=r"holds the state of lfu for .* expected moe_infinity"):
         restore_state(file, "moe_infinity", make("moe_infinity", lfu.spec))
     other = ModelSpec.from_json({**lfu.spec.to_json(), "revision": "f" * 64})
     with pytest.raises(MismatchError, match="expected lfu and ffffffffffff"):

@@ -261,7 +261,7 @@ def test_pools_keep_to_their_budgets(files: _Files) -> None:
         store = _tiered(files, 4, None, **options)
         assert store.host_pool_bytes == (200 if "copies" in options else least) * 1024  # a ring of at most 1 GiB
         store.close()
-        with pytest.raises(CapacityError, match=f"expected at least {least}, .* give it {least * 1024:,}"):
+        with pytest.raises(CapacityError, match=f"expected at least {least}, .* set it to {least * 1024:,}"):
             _tiered(files, 4, least - 1, **options)
 
 
