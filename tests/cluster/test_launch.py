@@ -286,7 +286,9 @@ def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:
     folder.require_same([{"a": 1}], {})
     folder.require_same([{"a": 2}], {})  # none lives
     folder.require_same([{"a": 2}], _living())
-    with pytest.raises(MismatchError, match=r"cluster c serve another model or plan.*\(processes 7 on 127.0.0.1\)"):
+    with pytest.raises(
+        MismatchError, match=r"cluster c run another model, plan or options.*\(processes 7 on 127.0.0.1\)"
+    ):
         folder.require_same([{"a": 3}], _living())
     folder.close()
     for name in ("", "a/b", "..", "x" * 65):
