@@ -42,7 +42,7 @@ class RowBlock(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """What a block multiplies.
+    """The order in which a block multiplies numbers of x, and the sums of x that follow them.
 
     Attributes:
         places: of the numbers of x, in the order in which the block gives its own.

@@ -37,7 +37,7 @@ class RowJob(NamedTuple):
 
 
 class RowShape(NamedTuple):
-    """What weights of one call have in common.
+    """Sizes that all weights of a call share.
 
     Attributes:
         outputs: O.

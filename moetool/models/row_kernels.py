@@ -63,7 +63,10 @@ def _require_sound(kind: RowKind, call: PoolCall) -> None:
     row_bytes = blocks * kind.block_bytes
     ones = kind.one * (BLOCK_ROWS * row_bytes // len(kind.one))
     weight = torch.frombuffer(bytearray(ones), dtype=torch.uint8).view(BLOCK_ROWS, row_bytes)
-    x, output = ordered_rows(torch.ones(rows, blocks * kind.numbers), kind), torch.zeros(rows, BLOCK_ROWS)
+    x, output = (
+        ordered_rows(torch.ones(rows, blocks * kind.numbers, dtype=torch.bfloat16), kind),
+        torch.zeros(rows, BLOCK_ROWS),
+    )
     scale = torch.full((1 + 2 * blocks,), kind.factor)
     if kind.scales_a_block:
         start = SCALE_BYTES if kind.scale == "float8" else 0
@@ -82,7 +85,10 @@ def _fastest_prefetch(kind: RowKind, call: PoolCall, rounds: int = 4) -> int:
     weight = torch.empty(_TRIAL_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS, row_bytes, dtype=torch.uint8)
     ask_for_huge_pages(weight)
     weight.zero_()
-    x, output = ordered_rows(torch.zeros(1, blocks * kind.numbers), kind), torch.empty(1, len(weight))
+    x, output = (
+        ordered_rows(torch.zeros(1, blocks * kind.numbers, dtype=torch.bfloat16), kind),
+        torch.empty(1, len(weight)),
+    )
     scale = torch.ones(4 * blocks)
     least = dict.fromkeys(_PREFETCH_BYTES, float("inf"))
     for ahead in _PREFETCH_BYTES * rounds:

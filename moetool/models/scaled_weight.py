@@ -57,7 +57,7 @@ class ScaledWeight(NamedTuple):
 
     @property
     def row_shape(self) -> RowShape:
-        """What its kernel needs to know of it."""
+        """The sizes that its kernel is called with."""
         outputs, row_bytes = self.values.shape
         return _row_shape(self.kind, outputs, self.columns, self.group, self.scale_rows, row_bytes)
 

@@ -1,4 +1,4 @@
-"""What `moetool serve MODEL` without other flags reads from disk, against bounds and settings by hand.
+"""Bytes that `moetool serve MODEL` without flags reads from disk, beside bounds and manual settings.
 
     python -m pytest tests/bench/test_serve_reach.py -s -m ''
 

@@ -216,7 +216,7 @@ def test_requests_get_the_tokens_of_generate(case: Case) -> None:
 
 
 def test_the_next_turn_of_a_chat_gets_the_tokens_of_generate(case: Case) -> None:
-    """Where each request has its own cache; elsewhere pages are shared (tests/e2e/test_prefix_caching.py)."""
+    """For families whose requests have their own caches; paged ones: tests/e2e/test_prefix_caching.py."""
     config = case.full.model.config.get_text_config()
     if not (own_cache(config) and goes_on(config)):
         pytest.skip("paged, or its cache takes no second prompt")

@@ -20,11 +20,21 @@ from moetool.request import SamplingParams
 from moetool.runtime import growing_pages
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.copies import stride_of
+from moetool.runtime.engine import Engine
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import SERVED, ReplaySetup, replay
 from tests.engines import engine
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
+
+
+def _answer_all(made: Engine, tokenizer: Any, least: int, more: int) -> None:
+    """Answer `PROMPTS`, each begun a step after the one before: the first with `least` tokens, the next with `more`."""
+    for i, prompt in enumerate(PROMPTS):
+        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=least + more * i), lambda output: None)
+        made.step()
+    while not made.idle:
+        made.step()
 
 
 @pytest.mark.parametrize(
@@ -86,11 +96,7 @@ def test_replay_decides_as_serve_did_with_predictions_on_a_thread(
 ) -> None:
     options = {"lag": lag, "slots_per_layer": 7}
     made = engine(reference, tokenizer, "duoserve", 60, predictor=predictor, log=tmp_path / "log", options=options)
-    for i, prompt in enumerate(PROMPTS):
-        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=3 + 2 * i), lambda output: None)
-        made.step()
-    while not made.idle:
-        made.step()
+    _answer_all(made, tokenizer, 3, 2)
     counts = made.residency.counts
     made.close()
     trace = Trace(tmp_path / "log")
@@ -138,11 +144,7 @@ def test_replay_decides_as_serve_did_with_slots_for_each_layer(
     log = tmp_path / "log"
     slots = equal_slots(Checkpoint.open(reference).spec, 60, 0.8)
     made = engine(reference, tokenizer, policy, 60, log=log, layer_slots=slots)
-    for i, prompt in enumerate(PROMPTS):
-        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=3 + 2 * i), lambda output: None)
-        made.step()
-    while not made.idle:
-        made.step()
+    _answer_all(made, tokenizer, 3, 2)
     counts = made.residency.counts
     made.close()
     trace = Trace(log)
@@ -167,11 +169,7 @@ def test_replay_decides_as_serve_did_with_every_kind_of_signal(
         predictor.count(Tokens(experts_TPK=experts_TPK, request_T=torch.arange(200) // 20))
     log = tmp_path / "log"
     made = engine(reference, tokenizer, "promoe", 60, predictor=predictor, log=log)
-    for i, prompt in enumerate(PROMPTS):
-        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=3 + 2 * i), lambda output: None)
-        made.step()
-    while not made.idle:
-        made.step()
+    _answer_all(made, tokenizer, 3, 2)
     counts = made.residency.counts
     made.close()
     trace = Trace(log)
@@ -187,11 +185,7 @@ def test_replay_decides_by_the_costs_that_the_server_measured(
 ) -> None:
     log = tmp_path / "log"
     made = engine(reference, tokenizer, policy, 60, log=log, options={"live": True}, host_memory_bytes=40 * 73_728)
-    for i, prompt in enumerate(PROMPTS):
-        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=4 + 3 * i), lambda output: None)
-        made.step()
-    while not made.idle:
-        made.step()
+    _answer_all(made, tokenizer, 4, 3)
     counts = made.residency.counts
     made.close()
     trace = Trace(log)

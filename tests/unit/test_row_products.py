@@ -1,10 +1,15 @@
 """Products of few rows by the compiled kernel, against float64 and against themselves."""
 
+from dataclasses import replace
+
+import numba
 import pytest
 import torch
 
 from moetool.models import row_products
 from moetool.models.huge_pages import ask_for_huge_pages
+from moetool.models.row_inputs import ordered_rows
+from moetool.models.row_kinds import GGML_KINDS
 from moetool.models.row_products import (
     MAX_ROWS,
     RowLinear,
@@ -73,6 +78,13 @@ def test_rows_are_taken_from_and_written_to_the_places_that_jobs_name() -> None:
     expected = [(first, 2), (second, 2), (second, 2), (first, 0), (second, 1)]
     for output, (weight, source) in zip(made, expected, strict=True):
         assert torch.equal(output, products([x[source : source + 1]], [weight])[0][0])
+
+
+def test_a_kernel_leaves_nothing_to_compile_for_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = replace(next(kind for kind in GGML_KINDS if kind.name == "q4_k"))  # one that nothing is compiled for yet
+    assert row_products.find_kernel(kind) is not None
+    monkeypatch.setattr(numba, "cfunc", None)
+    assert ordered_rows(_rows(1, kind.numbers), kind).shape[:2] == (1, 1)
 
 
 def test_weights_keep_their_values_in_huge_pages() -> None:

@@ -117,12 +117,12 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def _along(options: Options) -> str:
-    """What of the grid has the most values, which is the abscissa."""
+    """The option of the sweep with the most values, for the x axis."""
     return max(options.sweep, key=lambda name: len(options.sweep[name]))
 
 
 def _swept(values: Mapping[str, Sequence[float]], options: Options) -> dict[str, list[Curve]]:
-    """Curves over what of the grid has the most values, one for each of the other points, a line for each seed."""
+    """Curves over the option with the most values, one for each choice of the others, with a line for each seed."""
     along = _along(options)
     others = [name for name in ("planner", *options.sweep) if name != along]
     grid = {"planner": options.modes, **options.sweep}
