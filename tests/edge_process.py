@@ -23,7 +23,7 @@ import psutil
 
 from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
-from tests.servers import PATIENCE_S, eventually, post
+from tests.servers import PATIENCE_S, eventually, has_ended, post
 
 NAMES = ("s0", "s1", "s2")
 _SERVING = re.compile(r"(\w+) is serving on (http://\S+?)/v1")
@@ -135,7 +135,7 @@ def edge_cluster(folder: Path, *arguments: str) -> Iterator[EdgeProcess]:
             left = cluster.processes()
             cluster.popen.send_signal(signal.SIGINT)
             assert cluster.popen.wait(90) == 0, cluster.narration
-            eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in left))
+            eventually(lambda: all(map(has_ended, left)))
             assert len(left) == len(NAMES) and cluster.is_forgotten()
         finally:
             if cluster is not None and cluster.popen.poll() is None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from moetool.serving.server import HttpServer, bind
 
 PATIENCE_S = 60.0
@@ -53,6 +55,14 @@ def get(url: str, path: str, **headers: str) -> tuple[int, http.client.HTTPMessa
     connection.request("GET", path, headers=headers)
     response = connection.getresponse()
     return response.status, response.headers, response.read().decode()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended, be it that its parent has not asked for its exit status yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True
 
 
 def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:

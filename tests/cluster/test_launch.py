@@ -24,7 +24,7 @@ from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_proc
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from tests.identities import identity
 from tests.launched import build
-from tests.servers import PATIENCE_S, eventually
+from tests.servers import PATIENCE_S, eventually, has_ended
 
 pytestmark = pytest.mark.ray
 NAMES = ("first", "second")
@@ -38,7 +38,10 @@ def workers() -> Iterator[Workers]:
 
 
 def _lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return not has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_calls_and_what_they_raise(workers: Workers) -> None:

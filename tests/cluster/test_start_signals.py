@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.edge_process import write_plan
-from tests.servers import PATIENCE_S, eventually
+from tests.servers import PATIENCE_S, eventually, has_ended
 
 pytestmark = pytest.mark.ray
 
@@ -40,8 +40,7 @@ def test_a_signal_during_the_start_ends_all_in_order(mode: str, number: signal.S
         assert served.wait(PATIENCE_S) in (0, 130), said.read_text()
         lines = [line for line in said.read_text().splitlines() if line.startswith("moetool:")]
         assert "Traceback" not in said.read_text() and (mode == "edge" or lines[-1] == "moetool: stopped")
-        psutil.wait_procs(processes, timeout=PATIENCE_S)
-        assert not [process for process in processes if process.is_running()]
+        eventually(lambda: all(map(has_ended, processes)))
         assert not list((tmp_path / "cache" / "moetool" / "clusters").iterdir())
     finally:
         served.kill()
