@@ -16,10 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, environment_of, serve_order
+from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, environment_of, serve_order
 from moetool.errors import MoetoolError, first_line
 
 _START_S = 120.0
+_GONE_S = 5.0
+"""For a process that is being forked when this is closed; then who forks it is ended all the same."""
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # CUDA, CUDA under WSL, ROCm
 
 
@@ -36,6 +38,7 @@ class ForkServer:
     def __init__(self, module: str, threads: int = 0) -> None:
         self._lock = threading.Lock()
         self._module, self._threads, self._closed = module, threads, False
+        self._is_asked = False  # it has an order that it has not answered
         self._popen = self._begin()
 
     def _begin(self) -> "subprocess.Popen[bytes]":
@@ -67,6 +70,7 @@ class ForkServer:
             try:
                 stdin.write(json.dumps({"order": asdict(order), "log": str(log)}).encode() + b"\n")
                 stdin.flush()
+                self._is_asked = True
                 while True:
                     poll = select.poll()
                     poll.register(stdout, select.POLLIN)
@@ -74,6 +78,7 @@ class ForkServer:
                     said = json.loads(line or b'{"error": "it said nothing"}')
                     if said.get("mark", order.mark) == order.mark:  # not of one that was late
                         break
+                self._is_asked = not line
             except (OSError, ValueError) as error:
                 said = {"error": first_line(error)}
         if "error" in said:
@@ -81,14 +86,25 @@ class ForkServer:
         return ProcessRecord(**said)
 
     def close(self) -> None:
-        """End it; the processes that it has forked go on."""
+        """End it; the processes that it has forked go on, but for one of which nobody has been told."""
         self._closed = True
+        stdin, stdout = self._popen.stdin, self._popen.stdout
+        assert stdin is not None and stdout is not None
         with contextlib.suppress(OSError):
-            assert self._popen.stdin is not None and self._popen.stdout is not None
-            self._popen.stdin.close()
-            self._popen.stdout.close()
+            stdin.close()  # it ends after what it is doing
+        is_alone = self._lock.acquire(timeout=_GONE_S)
+        if is_alone and self._is_asked:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_GONE_S)
         self._popen.kill()
         self._popen.wait()
+        if is_alone:
+            for line in [] if stdout.closed else stdout.readlines():
+                if "pid" in (said := json.loads(line)):
+                    end_process(said["pid"], said["started"])
+            self._lock.release()
+        with contextlib.suppress(OSError):
+            stdout.close()
 
 
 def _import(module: str) -> None:
