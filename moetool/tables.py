@@ -108,7 +108,7 @@ def _widths(
     """Return the columns of every part of a table, and the others by part, each with its width; None is flexible."""
     cells = [[column, *(row[i] for row in rows)] for i, column in enumerate(columns)]
     full = [max(len(line) for cell in column for line in cell.split("\n")) for column in cells]
-    least = [max(map(len, [*heading.split(), *numbers]), default=0) for heading, *numbers in cells]
+    least = [max(map(len, [*_UNIT.sub(r"\1_", heading).split(), *numbers]), default=0) for heading, *numbers in cells]
     keys: dict[int, int | None] = {i: None if i < num_text else least[i] for i in range(num_keys)}
     left = sum((full if i < num_text else least)[i] + _GAP for i in keys)
     if num_text and full[0] <= width // 3:
@@ -148,6 +148,11 @@ def _text_widths(
 def significant(number: float, digits: int = 4) -> str:
     """Format a number with significant digits and without an exponent if large: `142,844`, `0.4143`."""
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"
+
+
+def percent(share: float, form: str = ".1f") -> str:
+    """Format a share as percent, `12.5 %`; `form` is the number's format."""
+    return f"{100 * share:{form}} %"
 
 
 def numbered(number: int, noun: str) -> str:
@@ -279,8 +284,8 @@ def print_maps(made: Any) -> None:
     )
     print_paragraph(
         f"at distance {made.distance} δ selects {made.selected:.2f} experts per layer (K = {made.top_k}), "
-        f"{100 * made.selected_share:.1f} % of them, more than K for {100 * made.widened_share:.1f} % of the layers; "
-        f"{100 * made.hit_rate:.1f} % of the needed ones are among them"
+        f"{percent(made.selected_share)} of them, more than K for {percent(made.widened_share)} of the layers; "
+        f"{percent(made.hit_rate)} of the needed ones are among them"
     )
 
 
@@ -297,9 +302,10 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
     columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
     table = []
     for row in rows:
+        size = count(row.budget_bytes, "B")
         cells = [
             f"{row.policy} (auto)" if row in chosen else row.policy,
-            count(row.budget_bytes, "B") + (f" ({100 * row.budget_bytes / whole_bytes:.4g} %)" if whole_bytes else ""),
+            f"{size} ({percent(row.budget_bytes / whole_bytes, '.4g')})" if whole_bytes else size,
             f"{row.slots:,}",
             f"{row.counts.hit_rate:.3f}",
             f"{row.decode.hit_rate:.3f}" if row.decode.needed else "-",
@@ -314,7 +320,7 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
             cells += [
                 *("-" if s is None else milliseconds(s) for s in (timing["ttft_p50_s"], timing["tpot_mean_s"])),
                 "-" if None in bounds else " to ".join(map(milliseconds, bounds)),
-                f"{timing['stall_share']:.1%}",
+                percent(timing["stall_share"]),
                 count(row.timing.total.late),
             ]
         table.append(cells)
@@ -370,8 +376,8 @@ def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequen
         [
             name,
             *(f"{milliseconds(curve(amount))}{'*' if amount > curve.x[-1] else ''}" for amount in amounts),
-            f"{curve.residual:.1%}",
-            f"{curve.noise:.0%}" if curve.samples > 1 else "-",
+            percent(curve.residual),
+            percent(curve.noise, ".0f") if curve.samples > 1 else "-",
             str(curve.samples),
         ]
         for name, curve in curves

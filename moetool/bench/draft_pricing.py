@@ -109,8 +109,8 @@ def print_drafts(made: DraftTable) -> None:
     """One table."""
     options = made.options
     tables.print_table(
-        f"{options.policy}, {options.share:.0%} of the experts in memory, {options.length} tokens drafted, verified at "
-        f"{options.verify:g} x the compute of a token",
+        f"{options.policy}, {tables.percent(options.share, '.0f')} of the experts in memory, "
+        f"{options.length} tokens drafted, verified at {options.verify:g} x the compute of a token",
         ("trace", "drafter", "right", "tokens/forward", "loads/token", "x, loads only", "x, with compute"),
         [
             [

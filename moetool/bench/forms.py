@@ -309,7 +309,7 @@ def print_forms(made: FormsBench) -> None:
             f"{one.tokens_s:,.1f}",
             f"{one.line.prompt_cpu_s * 1e3:,.0f}",
             f"{one.line.token_cpu_s * 1e3:,.1f}",
-            f"{one.line.stall_share:.0%}",
+            tables.percent(one.line.stall_share, ".0f"),
         ]
         for one in made.lines
     ]

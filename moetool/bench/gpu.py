@@ -166,7 +166,7 @@ def print_gpu(made: GpuBench) -> None:
     tables.print_table(title, heads, [_row(cell) for cell in made.cells if not cell.why], num_text=2)
     print("bound: time of the moved bytes at that bandwidth; (own): routes of the model's random routers")
     for why in dict.fromkeys(cell.why for cell in made.cells if cell.why):
-        missing = [f"{cell.shape} {cell.policy} {cell.share:.1%}" for cell in made.cells if cell.why == why]
+        missing = [f"{cell.shape} {cell.policy} {tables.percent(cell.share)}" for cell in made.cells if cell.why == why]
         print(f"not measured: {', '.join(missing)}: {why}")
     print(made.command)
 
@@ -227,7 +227,7 @@ def _filled(cell: DeviceCell, prefill_s: float, seconds: Sequence[float]) -> Dev
 
 
 def _row(cell: DeviceCell) -> tuple[str, ...]:
-    first = (cell.shape, cell.policy + " (own)" * cell.routers, f"{cell.share:.1%}")
+    first = (cell.shape, cell.policy + " (own)" * cell.routers, tables.percent(cell.share))
     if cell.prefill_s is None or cell.decode_s is None or cell.decode_p95_s is None:
         return (*first, "not measured:", cell.why)
     return (

@@ -96,7 +96,7 @@ def print_policies(made: PolicyTable) -> None:
         ranked = sorted(rows.items(), key=lambda item: item[1][middle].touched if middle in item[1] else 2.0)
         tables.print_table(
             f"{trace}: loads per needed expert (hit rate), by share of the experts in memory",
-            ("policy", *(f"{share:.1%}" for share in shares)),
+            ("policy", *(tables.percent(share) for share in shares)),
             [[name, *(_spelled(found.get(share)) for share in shares)] for name, found in ranked],
         )
 

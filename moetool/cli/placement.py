@@ -184,7 +184,10 @@ def stream(
     tables.print_table(
         f"{planner} on {rows[0].batches} batches of {tokens} tokens per GPU (mean over batches and layers)",
         ["mode", "T_comp + T_comm", "share of the oracle's gain", "experts moved per batch"],
-        [[r.mode, tables.significant(r.latency), f"{r.share_of_truth:.0%}", f"{r.moved:,.1f}"] for r in rows],
+        [
+            [r.mode, tables.significant(r.latency), tables.percent(r.share_of_truth, ".0f"), f"{r.moved:,.1f}"]
+            for r in rows
+        ],
     )
     tables.print_paragraph(
         f"tokens start one request per GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}"

@@ -179,10 +179,10 @@ def _print(runs: Any) -> None:
                 *(at[name] for name in names),
                 *(_seconds(value) for value in (found.mean_s, *_percentiles(latencies_s))),
                 *(_seconds(value) for value in (found.mean_first_s, found.mean_wait_s)),
-                f"{found.local:.1%}",
+                tables.percent(found.local),
                 f"{found.tokens_per_s:,.1f}",
-                f"{sum(found.utilisation_G) / len(found.utilisation_G):.1%}",
-                f"{max(found.utilisation_G):.1%}",
+                tables.percent(sum(found.utilisation_G) / len(found.utilisation_G)),
+                tables.percent(max(found.utilisation_G)),
                 tables.count(found.sent_bytes, "B"),
                 f"{made} of {len(found.migrations)}",
             ]
@@ -221,7 +221,7 @@ def _print_one(found: "Simulated") -> None:
     tables.print_paragraph(
         "mean latency by server: " + ", ".join(f"{name} {_seconds(s)} s" for name, s in slowest[:12]) + more
     )
-    shares = [f"{one.until_s:,.0f} s: {one.local:.1%}" for one in found.windows if one.local is not None]
+    shares = [f"{one.until_s:,.0f} s: {tables.percent(one.local)}" for one in found.windows if one.local is not None]
     step = -(-len(shares) // 12)
     tables.print_paragraph("computed locally until " + ", ".join(shares[::step]))
     busiest = sorted(found.links, key=lambda link: -link[1])[:10]
@@ -229,7 +229,7 @@ def _print_one(found: "Simulated") -> None:
         tables.print_table(
             f"links by bytes, {len(busiest)} of {len(found.links)}",
             ["link", "sent", "busy"],
-            [[name, tables.count(sent, "B"), f"{busy:.1%}"] for name, sent, busy in busiest],
+            [[name, tables.count(sent, "B"), tables.percent(busy)] for name, sent, busy in busiest],
         )
     if found.migrations:
         from moetool.report.simulation_page import decision_table

@@ -157,8 +157,8 @@ def diff(
     rows = [
         [
             str(one.layer),
-            f"{100 * one.flip_rate:.2f} %",
-            f"{100 * one.changed:.2f} %",
+            tables.percent(one.flip_rate, ".2f"),
+            tables.percent(one.changed, ".2f"),
             *(number(x) for x in (one.margin, one.flipped_margin, one.use_bits, one.score_bits)),
         ]
         for one in found.layers
@@ -166,7 +166,9 @@ def diff(
     tables.print_table(
         "", ["layer", "flips", "tokens changed", "margin", "margin, flipped", "JS use", "JS scores"], rows
     )
-    tables.print_paragraph(f"mean flip rate {100 * found.flip_rate:.2f} %; margins in scores, JS divergence in bits")
+    tables.print_paragraph(
+        f"mean flip rate {tables.percent(found.flip_rate, '.2f')}; margins in scores, JS divergence in bits"
+    )
 
 
 def import_files(

@@ -18,6 +18,7 @@ from moetool.placement._latency import Latency, profiled_latency, unit_latency
 from moetool.placement._placement_plan import PlacementPlan, TraceReference, experts_of
 from moetool.placement._planner import Problem
 from moetool.placement._scoring import PlacementScore, latency_bound, remote_bound, score, work_bound
+from moetool.tables import percent
 from moetool.trace.expert_counts import ExpertCounts, open_workload
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, ModelSpec
@@ -292,10 +293,10 @@ def verdict(rows: Sequence[PlannerRow]) -> list[str]:
         line = f"{requests}: {best.planner} has the least T_comp + T_comm"
         if len(mine) > 1 and best.score.latency > 0:
             more = mine[1].score.latency / best.score.latency - 1
-            line += f" ({mine[1].planner} {more:.1%} more)"
+            line += f" ({mine[1].planner} {percent(more)} more)"
         if best.score.latency_gap is not None:
-            line += f", at most {best.score.latency_gap:.1%} above the bound"
-        lines.append(f"{line}; {local.planner} computes the most calls locally ({local.score.local:.1%})")
+            line += f", at most {percent(best.score.latency_gap)} above the bound"
+        lines.append(f"{line}; {local.planner} computes the most calls locally ({percent(local.score.local)})")
     return lines
 
 

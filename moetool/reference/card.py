@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moetool.models.spec import moe_layers
 from moetool.reference.data import Domain, held_out_rows
 from moetool.reference.training_recipe import Recipe
+from moetool.tables import percent
 
 _ROWS = 16  # rows per forward
 
@@ -157,7 +158,7 @@ def readme(name: str, model: Any, facts: Mapping[str, Any]) -> str:
             about["source"] or "not said",
             f"{about['bytes']:,}",
             f"{about['documents']:,} ({about['held_out_documents']:,})",
-            f"{100 * about['share_of_batches']:.1f} %",
+            percent(about["share_of_batches"]),
             f"{held_out['cross_entropy'][domain]:.3f}",
             *([f"{start['cross_entropy'][domain]:.3f}"] if start else []),
         ]

@@ -120,7 +120,7 @@ def _pinning(advice: Advice) -> Answer:
 
 
 def _stability(advice: Advice) -> list[Answer]:
-    found, share = advice.stability, f"the {100 * HOT_SHARE:.0f} % hottest experts"
+    found, share = advice.stability, f"the {tables.percent(HOT_SHARE, '.0f')} hottest experts"
     made = []
     if found.own == found.own:
         stable = found.same - found.own <= _STABLE
@@ -222,8 +222,8 @@ def page(advice: Advice, source: str) -> str:
 
 
 def _share(line: MemoryLine) -> str:
-    return f"{100 * line.share:.4g} %"
+    return tables.percent(line.share, ".4g")
 
 
 def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{100 * rate:.1f} %"
+    return "-" if rate is None else tables.percent(rate)

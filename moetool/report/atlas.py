@@ -9,7 +9,7 @@ import numpy as np
 from moetool.json_files import JsonRecord
 from moetool.report.sample import SampledRoutes
 from moetool.report.sheet import Section
-from moetool.tables import TextTable
+from moetool.tables import TextTable, percent
 from moetool.trace.reader import Trace
 
 _TOP = 5
@@ -167,7 +167,8 @@ def atlas_section(atlas: Atlas) -> Section:
         f"{len(atlas.dead):,} of {len(atlas.entries):,} experts were never chosen"
         + (f": {', '.join(f'{layer}/{expert}' for layer, expert in atlas.dead[:_SHOWN])}" if atlas.dead else "")
         + ".",
-        f"{len(atlas.duplicates):,} pairs of a layer's experts share at least {100 * DUPLICATE:.0f} % of their tokens"
+        f"{len(atlas.duplicates):,} pairs of a layer's experts share at least {percent(DUPLICATE, '.0f')} "
+        "of their tokens"
         + (
             f": {', '.join(f'{a}/{b} and {a}/{c}' for a, b, c, _ in atlas.duplicates[:_TOP])}"
             if atlas.duplicates

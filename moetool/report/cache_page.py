@@ -42,7 +42,9 @@ def _memory_table(plan: CachePlan) -> TextTable:
         ("predictor", plan.predictor_bytes),
         (f"experts: {plan.slots:,} slots of {plan.spec.total_experts:,}", slots_bytes),
     ]
-    rows = [(name, tables.count(size, "B"), f"{size / plan.device_memory_bytes:.1%}") for name, size in parts if size]
+    rows = [
+        (name, tables.count(size, "B"), tables.percent(size / plan.device_memory_bytes)) for name, size in parts if size
+    ]
     whole = ("total", tables.count(plan.device_memory_bytes, "B"), "100.0%")
     return TextTable(title="Device memory", columns=("use", "bytes", "share"), rows=(*rows, whole))
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from moetool.json_files import JsonRecord
 from moetool.report.trace_measures import TraceMeasures
+from moetool.tables import percent
 
 TOPICS = ("caching", "prediction", "placement")
 FEW_USES = 20
@@ -64,7 +65,7 @@ def _distances(made: TraceMeasures) -> Finding | None:
         return None
     text = (
         f"Half of the reuses are within {half:,} distinct experts and 90 % within {most:,}, which is "
-        f"{percent(most / total)} of the model's {total:,}. "
+        f"{percent(most / total, '.0f')} of the model's {total:,}. "
     )
     if most > total / 2:
         text += "Reuse distances are long: an LRU pool needs most of the model to serve well."
@@ -77,7 +78,7 @@ def _prompts(made: TraceMeasures) -> Finding | None:
     share, tokens = made.reuse.prompt_share, made.reuse.prompt_tokens
     if share is None or tokens is None or tokens < 2:
         return None
-    text = f"A forward with prompt tokens (median {tokens:,}) needs {percent(share)} of each layer's experts. "
+    text = f"A forward with prompt tokens (median {tokens:,}) needs {percent(share, '.0f')} of each layer's experts. "
     if share > 0.5:
         text += "Prompts load most of the model: prefetch whole layers, as moesys does, and compare caches in decode."
     else:
@@ -93,8 +94,8 @@ def _repeats(made: TraceMeasures) -> Finding | None:
     chance = float(np.mean([k / e for k, e in zip(spec.top_k_L, spec.num_experts_L, strict=True)]))
     mean = float(np.nanmean(repeat))
     text = (
-        f"A token shares {percent(mean)} of its experts with the previous token in the same layer, against "
-        f"{percent(chance)} by chance. "
+        f"A token shares {percent(mean, '.0f')} of its experts with the previous token in the same layer, against "
+        f"{percent(chance, '.0f')} by chance. "
     )
     text += (
         "Recent tokens predict the next token's experts well."
@@ -166,8 +167,3 @@ def _layers(made: TraceMeasures) -> Finding | None:
     else:
         text += "A placement may give every layer the same memory."
     return Finding(topic="placement", text=text, rule="different from a ratio of 1.25")
-
-
-def percent(share: float) -> str:
-    """Format a share as whole percent."""
-    return f"{100 * share:.0f} %"

@@ -142,8 +142,8 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
         rows=[
             [
                 *of,
-                *("-" if share is None else f"{share:.1%}" for share in found.local_N),
-                *(f"{found.local_mean:.1%}", f"{found.local:.1%}", f"{found.remote_calls:,.0f}"),
+                *("-" if share is None else tables.percent(share) for share in found.local_N),
+                *(tables.percent(found.local_mean), tables.percent(found.local), f"{found.remote_calls:,.0f}"),
                 "-" if found.remote_bound is None else f"{found.remote_bound:,.0f}",
                 *(f"{found.copies:.2f}", summed_bytes([sent for _, _, sent in found.link_bytes])),
                 f"{planning_s:,.2f}",
@@ -167,7 +167,7 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
                 *of,
                 *(significant(value) for value in (found.comp, found.comm, found.latency)),
                 "-" if found.latency_bound is None else significant(found.latency_bound),
-                "-" if found.latency_gap is None else f"{found.latency_gap:.2%}",
+                "-" if found.latency_gap is None else tables.percent(found.latency_gap, ".2f"),
                 *(f"{found.balancedness[name]:.3f}" for name in ("sglang", "vllm", "tensorrt_llm")),
             ]
             for of, found, _ in scores
@@ -197,7 +197,7 @@ def _link_tables(plans: Sequence[Placed]) -> list[TextTable]:
     for i in order:
         a, b, _ = scored[-1][1].link_bytes[i]
         sent = [found.link_bytes[i][2] or 0.0 for _, found in scored]
-        change = (f"{sent[-1] / sent[0] - 1:+.1%}" if sent[0] else "-",) if len(sent) > 1 else ()
+        change = (tables.percent(sent[-1] / sent[0] - 1, "+.1f") if sent[0] else "-",) if len(sent) > 1 else ()
         rows.append((f"{a} -> {b}", *(tables.count(each, "B") for each in sent), *change))
     return [
         TextTable(

@@ -87,9 +87,9 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
                 f"{mean:.4g}" + (f" ± {half:.2g}" if half else ""),
                 *(f"{over([percentile(run.latencies_s, p) for run in of]):.4g}" for p in (50, 90, 99)),
                 f"{over([run.mean_first_s for run in of]):.4g}",
-                f"{over([run.local for run in of]):.1%}",
+                tables.percent(over([run.local for run in of])),
                 f"{over([run.tokens_per_s for run in of]):,.1f}",
-                f"{over([max(run.utilisation_G) for run in of]):.1%}",
+                tables.percent(over([max(run.utilisation_G) for run in of])),
                 tables.count(over([run.sent_bytes for run in of]), "B"),
                 f"{sum(one.made for run in of for one in run.migrations)}",
             )

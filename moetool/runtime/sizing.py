@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from moetool.errors import CapacityError
 from moetool.runtime.decoding import PAGE_TOKENS
+from moetool.tables import percent
 
 GOOD_CONTEXT = 8192
 """Tokens of KV cache that compete with expert slots for memory, limited by the model's context."""
@@ -102,7 +103,9 @@ def divide(
         why["chunk_tokens"] = _said("whole prompts", chunk >= most, more)
     slots = min(model.num_experts, model.min_slots + left // model.slot_bytes)
     left -= (slots - model.min_slots) * model.slot_bytes
-    why["slots"] = "every expert" if slots == model.num_experts else f"{slots / model.num_experts:.0%} of the experts"
+    why["slots"] = (
+        "every expert" if slots == model.num_experts else f"{percent(slots / model.num_experts, '.0f')} of the experts"
+    )
     if kv_tokens is None and slots == model.num_experts:
         most = min(max(MOST_KV_TOKENS, model.max_context), 4 * model.max_context)
         more = _more(left, kv_token_bytes, most - kv) // PAGE_TOKENS * PAGE_TOKENS

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from threading import Event, Thread
 
 from moetool.request import EngineLike
-from moetool.tables import shows_progress
+from moetool.tables import percent, shows_progress
 
 _EVERY_S = 0.5
 
@@ -32,7 +32,7 @@ class Rates:
             return sum(now.get(name, 0) - before.get(name, 0) for name in names)
 
         hits, misses = since("hits_kept", "hits_prefetched", "hits_late"), since("misses", "hosted")
-        rate = f"{100 * hits / (hits + misses):.0f} %" if hits + misses else "-"
+        rate = percent(hits / (hits + misses), ".0f") if hits + misses else "-"
         running, waiting = now.get("queue_running", 0), now.get("queue_waiting", 0)
         return (
             f"{since('tokens_generated') / seconds:.1f} tokens/s | hits {rate} | "

@@ -14,7 +14,7 @@ from moetool.caching._changing import PolicyChoice
 from moetool.caching._policy import MIN_SLOTS
 from moetool.config import SHARE, Span, require_within
 from moetool.errors import UsageError
-from moetool.tables import numbered
+from moetool.tables import numbered, percent
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.reader import Trace
 from moetool.tuning.advice_counts import (
@@ -288,7 +288,7 @@ def _replayed(
         if fits := tuple(name for name in names if name not in lost):
             fitting[line.budget_bytes] = fits
         else:
-            unknown.append(f"No policy fits into {100 * line.share:.4g} % of the experts: {', '.join(lost)}.")
+            unknown.append(f"No policy fits into {percent(line.share, '.4g')} of the experts: {', '.join(lost)}.")
     rows: dict[tuple[int, str, str], ReplayRow] = {}
     shown: dict[tuple[int, str, str], ReplayRow] = {}
     layered = trace.spec.num_layers * trace.spec.slot_bytes

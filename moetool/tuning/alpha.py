@@ -142,7 +142,7 @@ def print_points(plan: CachePlan, points: Sequence[AlphaPoint]) -> None:
                 f"{point.tpot_s * 1e3:.2f}",
                 f"{point.nats:.4f}",
                 f"{point.nats - points[0].nats:+.4f}",
-                f"{100 * point.same:.1f} %",
+                tables.percent(point.same),
                 f"{point.hit_rate:.3f}",
                 f"{point.bytes_per_token / 1e6:.3f}",
             ]

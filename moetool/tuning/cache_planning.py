@@ -12,7 +12,7 @@ from moetool.caching._policy import MIN_SLOTS
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, UsageError
-from moetool.tables import count, numbered
+from moetool.tables import count, numbered, percent
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import repeated
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
@@ -266,7 +266,7 @@ def _reason(
     timed = all(row.timing is not None and row.timing.tpot_mean_s is not None for row in evidence)
     show = _milliseconds if timed else _moved
     values = {row.policy: show(row) for row in evidence}
-    hits = {row.policy: f"{100 * row.decode.hit_rate:.1f} %" for row in evidence}
+    hits = {row.policy: percent(row.decode.hit_rate) for row in evidence}
     absent = "; ".join(f"{name}, {why}" for name, why in left_out.items())
     if timed:
         won, does = "had the shortest time per output token", "takes"

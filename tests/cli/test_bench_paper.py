@@ -60,7 +60,7 @@ def test_claims_are_judged_again_with_other_links(run: Run, captured: Path, tmp_
     found = json.loads((tmp_path / "out" / "verdicts.json").read_text())
     (again,) = found["links"]
     assert again["links"] == 0.5 and [claim["id"] for claim in again["claims"]] == ["Figure 5"]
-    assert again["claims"][0]["values"]["100% remote"] > found["claims"][0]["values"]["100% remote"]
+    assert again["claims"][0]["values"]["100 % remote"] > found["claims"][0]["values"]["100 % remote"]
     assert found["left_out"][0]["ids"] == ["Figure 1", "Figure 4"]
     assert run("prism", "--links", "0")[0] == 2
 

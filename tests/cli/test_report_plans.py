@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moetool import tables
 from tests.command_line import Run
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -47,7 +48,8 @@ def test_a_placement_beside_the_one_before_it(run: Run, inputs: dict[str, Any], 
         name = found["planner"]
         scored = json.loads(run("plan", "score", plans[name], *inputs["traces"], "--json")[1])
         assert scored["local"] == found["local"] and scored["link_bytes"] == found["link_bytes"]
-        assert f"{found['local']:.1%} of the calls local" in said and f"<td>{found['local']:.1%}</td>" in page
+        local = tables.percent(found["local"])
+        assert f"{local} of the calls local" in said and f"<td>{local}</td>".replace(" ", "\xa0") in page
     a_to_b = [sent for a, b, sent in after["link_bytes"] if (a, b) == ("a", "b")]
     assert f"{a_to_b[0] / 1e6:,.1f}" in page  # in the map of traffic
     assert run("report", plans["uniform"], "--out", tmp_path / "alone.html")[0] == 0

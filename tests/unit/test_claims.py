@@ -45,7 +45,7 @@ says = "more is remote, more is waited for"
 printed = "-"
 experiment = "remote_share"
 options = { remote = [0.0, 1.0] }
-check = { order = ["0% remote", "100% remote"] }
+check = { order = ["0 % remote", "100 % remote"] }
 """
 
 
@@ -190,15 +190,15 @@ def test_links_are_varied_for_claims_that_they_can_change(tmp_path: Path) -> Non
         (tested,) = run_paper(one, tmp_path, given=trace)
         assert tested.found is not None
         values.append(tested.found.values)
-    assert values[1]["0% remote"] == values[0]["0% remote"]
-    assert values[1]["100% remote"][0] > values[0]["100% remote"][0]
+    assert values[1]["0 % remote"] == values[0]["0 % remote"]
+    assert values[1]["100 % remote"][0] > values[0]["100 % remote"][0]
 
 
 def test_a_ceiling_falls_with_the_rate_of_links(tmp_path: Path) -> None:
     """1.5 on the machine itself leaves room for 1.4; with links half as fast 1.25 does not."""
     text = RECIPE.replace(
-        'check = { order = ["0% remote", "100% remote"] }',
-        """derive = { x = { times = ["0% remote", "100% remote"] } }
+        'check = { order = ["0 % remote", "100 % remote"] }',
+        """derive = { x = { times = ["0 % remote", "100 % remote"] } }
 check = { at_least = { x = 1.4 } }
 ceiling = { x = 1.5 }""",
     )
@@ -254,10 +254,10 @@ def test_a_result_that_is_wrong_differs_and_a_trace_that_lacks_something_cannot_
     }
     answers = {}
     recipe = RECIPE.replace("seeds = 2", "seeds = 3")
-    for text in (recipe, recipe.replace('"0% remote", "100% remote"', '"100% remote", "0% remote"')):
+    for text in (recipe, recipe.replace('"0 % remote", "100 % remote"', '"100 % remote", "0 % remote"')):
         (tested,) = run_paper(parse_paper(text, "test"), tmp_path, given=trace)
         answers[tested.claim.check.order[0]] = tested.verdict.answer
-    assert answers == {"0% remote": "agrees", "100% remote": "differs"}
+    assert answers == {"0 % remote": "agrees", "100 % remote": "differs"}
     other = RECIPE.replace("remote_share", "replica_agreement").replace("{ remote = [0.0, 1.0] }", "{}")
     (tested,) = run_paper(parse_paper(other, "test"), tmp_path, given=trace)
     assert tested.verdict.answer == "cannot be tested here"

@@ -54,6 +54,6 @@ def test_one_command_writes_and_prints_it(
     given = ("bench", "policies", "--trace", folders[0], "--trace", folders[1], "--tokens", 40, "--out", tmp_path)
     assert exit_code(monkeypatch, *given) == 0
     printed = capsys.readouterr().out
-    assert "a: loads per needed expert" in printed and "belady" in printed and "12.5%" in printed
+    assert "a: loads per needed expert" in printed and "belady" in printed and "12.5 %" in printed
     kept = json.loads((tmp_path / "policies.json").read_text())
     assert {cell["share"] for cell in kept["cells"]} == {0.125, 0.25, 0.5} and kept["tokens"] == 40

@@ -274,7 +274,9 @@ def _cell(runs: list[LineRun]) -> str:
     if not runs:
         return "-"
     local = _median([run.local for run in runs])
-    return _seconds(statistics.median(run.mean_s for run in runs)) + ("" if local is None else f", {local:.1%}")
+    return _seconds(statistics.median(run.mean_s for run in runs)) + (
+        "" if local is None else f", {tables.percent(local)}"
+    )
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -287,7 +289,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    return "-" if value is None else tables.percent(value)
 
 
 def _seconds(value: float | None) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 from moetool.report.drawing import GREY, draw, line
 from moetool.report.figures.figure import Picture, layer_axis
 from moetool.report.trace_measures import BOUND, TraceMeasures, curve_slots
+from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,8 +117,8 @@ def budgets(made: TraceMeasures) -> Picture:
         svg=draw(
             "budgets",
             3.6,
-            f"Curves of {', '.join(names)}; the highest is {best.policy} with {100 * best.counts.hit_rate:.0f} % at "
-            f"{_share(made, best.budget_bytes):.0f} % of the experts. The table below has the numbers.",
+            f"Curves of {', '.join(names)}; the highest is {best.policy} with {percent(best.counts.hit_rate, '.0f')} "
+            f"at {_share(made, best.budget_bytes):.0f} % of the experts. The table below has the numbers.",
             paint,
         ),
         caption="As by moetool replay. Belady evicts the expert that is needed again last: the fewest loads of all "

@@ -8,6 +8,7 @@ from moetool.report.drawing import GREY, STYLES, draw, heat, layer_ticks, line, 
 from moetool.report.figures.figure import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
 from moetool.report.measures import SHARES
 from moetool.report.trace_measures import TraceMeasures
+from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -236,7 +237,7 @@ def coverage(made: TraceMeasures) -> Picture:
         svg=draw(
             "coverage",
             3.2,
-            f"Lines. A quarter of the experts covers {100 * found.own[quarter]:.0f} % of a task.",
+            f"Lines. A quarter of the experts covers {percent(found.own[quarter], '.0f')} of a task.",
             paint,
         ),
         caption="Hit rate of a cache with pinned experts, or the local share of a server that holds them. Experts are "

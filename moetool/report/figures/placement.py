@@ -11,6 +11,7 @@ from moetool.placement._demand import per_server
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.report.drawing import STYLES, heat, layer_ticks, scale_top
 from moetool.report.figures.figure import Sketch, map_height, relative
+from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -174,7 +175,7 @@ def local(plans: Sequence[Placed]) -> Sketch | None:
         key="local",
         title="Local compute share: expert calls that the request's own server computes",
         caption="Prism's local compute ratio, by the server at which requests arrive.",
-        alt="; ".join(f"{placed.name}: {found.local:.1%} of all" for placed, found in known),
+        alt="; ".join(f"{placed.name}: {percent(found.local)} of all" for placed, found in known),
         height=2.8,
         paint=paint,
     )

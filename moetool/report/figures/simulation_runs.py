@@ -8,6 +8,7 @@ import numpy as np
 from moetool.report.drawing import GREY, STYLES, heat, line, logarithmic
 from moetool.report.figures.figure import Sketch
 from moetool.simulation.simulation_results import Simulated, interval
+from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -283,7 +284,7 @@ def utilisation(runs: Sequence[Run]) -> Sketch | None:
         title="GPU utilization",
         caption="Share of the run that each GPU computed. A steep line means load imbalance: others wait for the "
         f"busiest GPU.{_which_seed(runs)}",
-        alt="; ".join(f"{_series(at, 'seed')}: {max(found.utilisation_G):.1%} at most" for at, found in drawn),
+        alt="; ".join(f"{_series(at, 'seed')}: {percent(max(found.utilisation_G))} at most" for at, found in drawn),
         height=2.8,
         paint=paint,
     )

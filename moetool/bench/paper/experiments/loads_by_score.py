@@ -8,6 +8,7 @@ from moetool.bench.paper.experiments.policies import PolicyLine, look_through, m
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.caching._residency import Step, StepKind
+from moetool.tables import percent
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions
 from moetool.types import ForwardInfo, GateEvent
@@ -74,7 +75,7 @@ def run(stage: Workbench, options: Options) -> Found:
             counts = _count(stage, trace, line, options, fold)
             for label, value in _values(stage, trace, line, options, counts, fold).items():
                 values.setdefault(f"{name}, {label}" if len(options.lines) > 1 else label, []).append(value)
-    on = f"{stage.on(traces)}; decode, replayed, {100 * options.memory:g} % of the experts"
+    on = f"{stage.on(traces)}; decode, replayed, {percent(options.memory, 'g')} of the experts"
     return Found(values=values, what=_WHAT[options.measure], unit="%", on=on, traces=len(traces))
 
 

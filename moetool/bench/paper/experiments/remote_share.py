@@ -13,6 +13,7 @@ from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.placement._placement_plan import PlacementPlan, bare_plan
 from moetool.simulation.simulate import ModeInputs, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
+from moetool.tables import percent
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
@@ -63,9 +64,9 @@ def run(stage: Workbench, options: Options) -> Found:
             found = simulate(
                 world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=ModeInputs(plan=plan)
             )
-            values.setdefault(f"{share:.0%} remote", []).append(found.mean_s)
+            values.setdefault(f"{percent(share, '.0f')} remote", []).append(found.mean_s)
         shares = tuple(100 * share for share in options.remote)
-        curves.append((shares, tuple(1e3 * values[f"{share:.0%} remote"][-1] for share in options.remote)))
+        curves.append((shares, tuple(1e3 * values[f"{percent(share, '.0f')} remote"][-1] for share in options.remote)))
     return Found(
         values=values,
         what="mean latency per request",

@@ -9,6 +9,7 @@ from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
 from moetool.runtime.assembly import ServeOptions, fixed_bytes
+from moetool.tables import percent
 from moetool.tuning.alpha import AlphaOptions, plan_alpha
 
 _ANY_S = 1e6  # seconds per token that every alpha meets
@@ -63,7 +64,8 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="cross-entropy per token" if options.measure == "nats" else "unchanged most likely next tokens",
         unit="nats" if options.measure == "nats" else "%",
-        on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, {100 * options.memory:g} % of experts",
+        on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, "
+        f"{percent(options.memory, 'g')} of experts",
         curves=curves,
         axes=("alpha", "cross-entropy per token, nats"),
     )
