@@ -1,7 +1,7 @@
-"""Messages over one TCP connection, encrypted by TLS, whose both ends have certificates of the cluster.
+"""Messages over one TCP connection with mutual TLS by the cluster's certificates.
 
-A message is a short JSON head and raw bytes after it. Nothing is ever unpickled, and no size is believed before it is
-checked.
+A message is a short JSON head followed by raw bytes. Nothing is unpickled, and sizes are checked before memory is
+allocated.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from moetool.cluster.certificates import role_of
 from moetool.errors import MoetoolError
 
 _Done = TypeVar("_Done")
-_FRAME = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of all parts
+_FRAME = struct.Struct("!4sIQ")  # magic, bytes of the head, total bytes of the parts
 _MAGIC = b"moe1"
 HELLO = b"moetool-peer-2\n"
 """First bytes from the called side, once it has accepted the caller."""
-_HEAD_BYTES = 2**20  # at most
-_JOINED_BYTES = 2**18  # messages up to here are sent by one call; larger ones by calls of that size
+_HEAD_BYTES = 2**20  # limit
+_JOINED_BYTES = 2**18  # messages up to this size take one send; larger ones are sent in pieces of it
 
 
 class LinkError(MoetoolError):
-    """A peer cannot be reached, is not of the cluster, broke off or did not answer in time."""
+    """A peer is unreachable, not part of the cluster, disconnected or too late."""
 
 
 class Lost(LinkError):
-    """The connection ended: the peer may have ended, and a new connection may reach it."""
+    """The connection ended; the peer may have restarted, so a new connection may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Frame:
 
     Attributes:
         head: plain JSON values.
-        parts: raw bytes; their meaning is the head's to say.
+        parts: raw bytes, which the head describes.
     """
 
     head: Mapping[str, Any]
@@ -51,14 +51,15 @@ class Frame:
 
 
 class FrameConnection:
-    """One end of a connection; at a time one thread may send and one receive.
+    """One end of a connection; one thread may send while another receives.
 
-    TLS keeps one state for both directions, so a lock is held around each operation of the socket, none of which waits.
+    TLS keeps one state for both directions, so a lock guards every operation on the socket; none of them blocks.
 
     Args:
-        limit_bytes: larger messages are refused before memory is taken for them.
+        sock: a connected TCP socket.
+        limit_bytes: larger messages are refused before memory is allocated for them.
 
-    Effects: owns the socket, which waits for nothing itself: the two directions have deadlines of their own.
+    Effects: owns the socket and makes it non-blocking; each direction has its own deadline.
     """
 
     def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
@@ -73,14 +74,14 @@ class FrameConnection:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, data: bytes, parts: Sequence[Any], by: float) -> None:
-        """Send what `pack` has made, and the parts after it.
+        """Send a head from `pack`, then its parts.
 
         Args:
-            by: deadline of the sending, on the clock of `time.monotonic`.
+            by: deadline on the clock of `time.monotonic`.
 
         Raises:
-            Lost: the peer has ended.
-            LinkError: not in time.
+            Lost: the connection ended.
+            LinkError: the deadline passed.
         """
         if sum(map(len, parts)) <= _JOINED_BYTES:
             data, parts = b"".join([data, *parts]), ()
@@ -96,14 +97,14 @@ class FrameConnection:
             raise Lost(f"the connection broke ({_reason(error)})") from None
 
     def receive(self, by: float | None, rest_s: float = 10.0) -> Frame:
-        """The next message; its parts are slices of one buffer.
+        """Receive the next message; its parts are slices of one buffer.
 
         Args:
-            by: when it must be here; None waits for its beginning for as long as it takes, and `rest_s` for the rest.
+            by: deadline; None waits without limit for the first byte, then `rest_s` seconds for the rest.
 
         Raises:
             Lost: the connection ended.
-            LinkError: not in time, too large, or no message.
+            LinkError: the deadline passed, or the message is too large or malformed.
         """
         frame = bytearray(_FRAME.size)
         self._fill(memoryview(frame)[:1], by)
@@ -123,15 +124,15 @@ class FrameConnection:
         return _unpack(head, memoryview(body))
 
     def close(self) -> None:
-        """End the connection; a thread that waits on it gets `Lost`."""
+        """Close the connection; a thread that waits on it gets `Lost`."""
         with self._lock:
-            with contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # the peer has closed it
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
 
     @property
     def is_open(self) -> bool:
-        """Whether the other end has not ended the connection, as far as is known here (Linux; elsewhere: true)."""
+        """False if the peer is known to have closed the connection (Linux only; elsewhere true until `close`)."""
         if (number := self._sock.fileno()) < 0:
             return False
         poll = select.poll()
@@ -142,18 +143,18 @@ class FrameConnection:
         """Encrypt and authenticate the connection, as the caller.
 
         Args:
-            context: of `Identity.calling`.
-            name: of the process that is meant to answer.
+            context: from `Identity.calling`.
+            name: certificate name of the expected peer.
 
         Raises:
-            LinkError: another answers, it does not accept this process's certificate, or not in time.
+            LinkError: another process answers, the peer rejects this certificate, or the deadline passed.
         """
         try:
             self._shake_hands(context, by, name)
             hello = bytearray(len(HELLO))
             try:
                 self._fill(memoryview(hello), by)
-            except Lost as error:  # in TLS 1.3 the caller hears of it only after the handshake
+            except Lost as error:  # TLS 1.3 reports a rejection only after the handshake
                 raise LinkError(f"the peer does not accept this process ({error})") from None
         except ssl.SSLCertVerificationError as error:
             raise LinkError(f"the peer is not {name} of this cluster ({_reason(error)})") from None
@@ -165,17 +166,17 @@ class FrameConnection:
             raise LinkError("the peer runs another version of moetool")
 
     def answer(self, context: ssl.SSLContext, roles: Collection[str], by: float) -> str:
-        """Encrypt and authenticate the connection, as the called side; `welcome` is to follow.
+        """Encrypt and authenticate the connection, as the called side; call `welcome` next.
 
         Args:
-            context: of `Identity.answering`.
-            roles: of processes that may call (`role_of`).
+            context: from `Identity.answering`.
+            roles: accepted roles of callers (`role_of`).
 
         Returns:
-            The caller's name.
+            The caller's certificate name.
 
         Raises:
-            LinkError: it has no certificate of the cluster, or another role; not in time.
+            LinkError: the caller has no certificate of the cluster or another role, or the deadline passed.
         """
         try:
             certificate = self._shake_hands(context, by)
@@ -189,11 +190,11 @@ class FrameConnection:
         return name
 
     def welcome(self, by: float) -> None:
-        """Tell a caller that it is accepted. Raises: as `send`."""
+        """Tell a caller that it is accepted. Raises like `send`."""
         self.send(HELLO, (), by)
 
     def _shake_hands(self, context: ssl.SSLContext, by: float, name: str = "") -> Mapping[str, Any]:
-        """The other end's certificate. Raises: OSError; TimeoutError."""
+        """Do the TLS handshake; return the peer's certificate. Raises: OSError; TimeoutError."""
         with self._lock:
             self._require_open()
             self._sock = secured = context.wrap_socket(
@@ -215,13 +216,13 @@ class FrameConnection:
             raise Lost(f"the connection broke ({_reason(error)})") from None
 
     def _do(self, event: int, by: float | None, operation: Callable[..., _Done], *args: Any) -> _Done:
-        """Do something with the socket as soon as it can be done. Raises: TimeoutError, OSError."""
+        """Run an operation on the socket once it is ready. Raises: TimeoutError, OSError."""
         while True:
             if by is not None:
                 _left(by)
             try:
                 with self._lock:
-                    self._require_open()  # a TLS socket that was closed would fail in other ways
+                    self._require_open()  # a closed TLS socket would raise other errors
                     return operation(*args)
             except BlockingIOError:
                 self._wait(event, by)
@@ -231,13 +232,13 @@ class FrameConnection:
                 self._wait(select.POLLOUT, by)
 
     def _require_open(self) -> int:
-        """The socket's number. Raises: OSError: it was closed."""
+        """Return the socket's file descriptor. Raises: OSError: it is closed."""
         if (number := self._sock.fileno()) < 0:
             raise OSError(errno.EBADF, "closed")
         return number
 
     def _wait(self, event: int, by: float | None) -> None:
-        """Wait until the socket is ready. Raises: TimeoutError; OSError where it was closed meanwhile."""
+        """Wait until the socket is ready. Raises: TimeoutError; OSError if it was closed meanwhile."""
         poll = select.poll()
         poll.register(self._require_open(), event)
         if not poll.poll(None if by is None else 1e3 * _left(by)):
@@ -245,13 +246,14 @@ class FrameConnection:
 
 
 def dial(address: tuple[str, int], context: ssl.SSLContext, name: str, by: float, limit_bytes: int) -> FrameConnection:
-    """A connection to a process of the cluster, as the caller.
+    """Connect to a process of the cluster, as the caller.
 
     Args:
-        context, name: as of `FrameConnection.call`.
+        context, name, by: as for `FrameConnection.call`.
+        limit_bytes: as for `FrameConnection`.
 
     Raises:
-        LinkError: it does not answer at that address, or not in time.
+        LinkError: no answer at that address, or the deadline passed.
     """
     try:
         sock = socket.create_connection(address, timeout=_left(by))
@@ -267,7 +269,7 @@ def dial(address: tuple[str, int], context: ssl.SSLContext, name: str, by: float
 
 
 def pack(head: Mapping[str, Any], parts: Sequence[Any]) -> bytes:
-    """A message up to its parts, which are buffers of bytes."""
+    """Encode a message up to its parts, which are buffers of bytes."""
     sizes = [len(part) for part in parts]
     text = json.dumps({**head, "parts": sizes}, separators=(",", ":")).encode()
     assert len(text) <= _HEAD_BYTES
@@ -291,7 +293,7 @@ def _unpack(head: bytearray, body: memoryview) -> Frame:
 
 
 def _reason(error: OSError) -> str:
-    """OpenSSL's words without the place in its source."""
+    """Return OpenSSL's message without its source location."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return str(error.verify_message)
     if isinstance(error, ssl.SSLError) and error.reason:

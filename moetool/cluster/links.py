@@ -1,4 +1,4 @@
-"""The ways from one server to the others: how fast they are made to be, and the bytes that went over them."""
+"""A server's outgoing links: emulated rates, and bytes sent."""
 
 import threading
 import time
@@ -9,14 +9,14 @@ from moetool.cluster.frames import LinkError
 
 
 class Bucket:
-    """A token bucket: lets a sender go on only as fast as a link would take what it sends.
+    """A token bucket that delays a sender as a link of a given rate would.
 
-    Every message waits for as long as its own bytes take, behind those that were sent before it.
+    A message waits for its own bytes, after all messages sent before it.
 
     Args:
-        bytes_s: rate at which tokens come.
-        latency_s: added to every message.
-        clock, sleep: of the time that it goes by.
+        bytes_s: rate in bytes per second.
+        latency_s: seconds added to every message.
+        clock, sleep: replacements for `time.monotonic` and `time.sleep`.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class Bucket:
         self._bytes_s, self._latency_s = bytes_s, latency_s
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
-        self._free_at = -float("inf")  # when all that was sent would be over, sent at the rate
+        self._free_at = -float("inf")  # when all sent bytes have arrived
 
     def take(self, num_bytes: int, by: float) -> None:
-        """Wait until this many bytes would have arrived. Raises: LinkError, at the time `by`, if that is later."""
+        """Wait until these bytes would have arrived. Raises: LinkError at time `by` if they would arrive later."""
         with self._lock:
             now = self._clock()
             self._free_at = max(now, self._free_at) + num_bytes / self._bytes_s
@@ -46,10 +46,10 @@ class Bucket:
 
 
 class Links:
-    """One server's ways to the others.
+    """One server's links to the others.
 
     Args:
-        buckets: by server, where a link is emulated.
+        buckets: emulated links by server; the others are not delayed.
     """
 
     def __init__(self, buckets: Mapping[int, Bucket] | None = None) -> None:
@@ -58,7 +58,7 @@ class Links:
         self._lock = threading.Lock()
 
     def sending(self, server: int, num_bytes: int, by: float) -> None:
-        """So many bytes are about to be sent: count them, and wait for as long as they take. Raises: LinkError."""
+        """Count bytes about to be sent, and wait for as long as an emulated link takes. Raises: LinkError."""
         with self._lock:
             self._sent[server] += num_bytes
         if (bucket := self._buckets.get(server)) is not None:

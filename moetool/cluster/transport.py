@@ -1,9 +1,9 @@
 """Point-to-point calls between the servers of a cluster.
 
-Connections are TLS 1.3. Both ends show certificates of the cluster's authority (`moetool.cluster.certificates`), so a
-stranger can neither ask a server for anything, nor pose as one, nor read or change what others say.
+Connections use mutual TLS 1.3 with certificates of the cluster's authority (`moetool.cluster.certificates`), so a
+stranger can neither call a server, nor impersonate one, nor read or change messages.
 
-Every call has a deadline. Calls may be repeated: they ask for results and change nothing.
+Every call has a deadline. Calls are idempotent, so they may be repeated.
 """
 
 import logging
@@ -29,17 +29,17 @@ class CallRefused(MoetoolError):
 
 
 class Listener:
-    """Answers the calls of peers; each connection has its own thread.
+    """Answers the calls of peers, each connection in its own thread.
 
     Args:
-        sock: bound and listening.
-        identity: of this server.
-        handle: returns the answer to a message. The caller gets an error that it raises.
-        links: of this server: answers go over them.
-        limit_bytes: of a message.
-        rest_s: in which a message that has begun must be here, and an answer taken.
+        sock: a bound, listening socket.
+        identity: this server's key and certificate.
+        handle: returns the answer to a message; its errors are sent to the caller.
+        links: this server's outgoing links, which delay answers.
+        limit_bytes: largest message accepted.
+        rest_s: seconds to receive the rest of a message after its first byte, and to send an answer.
 
-    Effects: owns the socket; starts a thread. `close` ends all of them.
+    Effects: owns the socket; starts threads, which `close` ends.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Listener:
         return self._acceptor.address
 
     def close(self) -> None:
-        """Take no more calls, end all connections; calls that are being answered are finished, their answers lost."""
+        """Stop accepting calls and close all connections; calls in progress finish, but their answers are lost."""
         self._acceptor.close()
 
     def _serve(self, connection: FrameConnection) -> None:
@@ -73,8 +73,8 @@ class Listener:
             answer = self._handle(message)
         except MoetoolError as error:
             answer = Frame(head={"error": first_line(error)})
-        except Exception as error:  # the caller must hear of it, and the next call is served
-            _LOG.exception("a call of %s failed", message.head.get("from"))
+        except Exception as error:  # report it to the caller and serve the next call
+            _LOG.exception("a call from %s failed", message.head.get("from"))
             answer = Frame(head={"error": f"{type(error).__name__}: {first_line(error)}"})
         data = pack(answer.head, answer.parts)
         by = time.monotonic() + self._rest_s
@@ -85,16 +85,17 @@ class Listener:
 
 
 class Channel:
-    """Calls to one server, one after another, over one connection and on its own thread.
+    """Calls one server, one call at a time, over one connection in its own thread.
 
     Args:
-        server: number of the called one, and
-        caller: of this one.
-        address: its `Listener.address`.
-        identity: of the caller.
-        links: of the caller: calls go over them.
+        server: number of the called server.
+        address: the called server's `Listener.address`.
+        identity: the caller's key and certificate.
+        caller: number of the calling server.
+        links: the caller's outgoing links, which delay calls.
+        limit_bytes: largest answer accepted.
 
-    Effects: connects at the first call, and again after a failure. Starts a thread; `close` ends it.
+    Effects: connects at the first call, and again after a failure. Starts a thread, which `close` ends.
     """
 
     def __init__(
@@ -122,20 +123,20 @@ class Channel:
         """Send a request; the future receives the answer.
 
         Raises (the future):
-            Refused: the peer said why not.
-            LinkError: it cannot be reached, or gave no answer in time.
+            CallRefused: the peer answered with an error.
+            LinkError: the peer cannot be reached or did not answer in time.
         """
         answer: Future[Frame] = Future()
         message = Frame(head={**head, "from": self._caller}, parts=parts)
         with self._lock:
             if self._closed:
-                answer.set_exception(LinkError(f"server {self._server} is no longer called"))
+                answer.set_exception(LinkError(f"the channel to server {self._server} is closed"))
             else:
                 self._jobs.put((message, time.monotonic() + timeout_s, answer))
         return answer
 
     def close(self) -> None:
-        """End the connection and the thread; calls that wait fail. Does not wait for the thread."""
+        """Close the connection and end the thread, without waiting for it; pending calls fail."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)
@@ -149,12 +150,12 @@ class Channel:
                 answer.set_result(self._call(message, by))
             except MoetoolError as error:
                 answer.set_exception(error)
-            except Exception as error:  # a bug; its caller must not wait for ever
+            except Exception as error:  # a bug; the caller must not wait forever
                 answer.set_exception(error)
         self._disconnect()
         while not self._jobs.empty():
             if (job := self._jobs.get()) is not None:
-                job[2].set_exception(LinkError(f"server {self._server} is no longer called"))
+                job[2].set_exception(LinkError(f"the channel to server {self._server} is closed"))
 
     def _call(self, message: Frame, by: float) -> Frame:
         data = pack(message.head, message.parts)
@@ -167,7 +168,7 @@ class Channel:
                 if fresh or self._closed:
                     raise
                 _LOG.info("server %d: %s; connecting again", self._server, error)
-                self._disconnect()  # it ended while nothing was asked: the peer may have started anew
+                self._disconnect()  # the peer may have restarted since the last call
                 answer = self._exchange(data, message.parts, by)
         except LinkError as error:
             self._disconnect()
@@ -179,14 +180,14 @@ class Channel:
 
     def _exchange(self, data: bytes, parts: Sequence[Any], by: float) -> Frame:
         if self._closed:
-            raise LinkError("the connection to it is closed")
+            raise LinkError("the connection is closed")
         connection = self._connection or self._connect(by)
         connection.send(data, parts, by)
         return connection.receive(by)
 
     def _connect(self, by: float) -> FrameConnection:
         if by <= time.monotonic():
-            raise LinkError("no time was left to connect")
+            raise LinkError("the deadline passed before connecting")
         by = min(by, time.monotonic() + HANDSHAKE_S)
         self._connection = dial(self.address, self._context, f"server-{self._server}", by, self._limit_bytes)
         _LOG.debug("connected to server %d at %s:%d", self._server, *self.address)
@@ -199,10 +200,10 @@ class Channel:
 
 
 def own_address(toward: str) -> str:
-    """The address that this machine has on the way to another (`host:port`, or a host).
+    """Return the address of this machine's interface toward another machine (`host:port` or `host`).
 
     Raises:
-        MoetoolError: there is no such machine, or no way there.
+        MoetoolError: the host is unknown or unreachable.
     """
     before, _, port = toward.rpartition(":")
     has_port = port.isdecimal() and (":" not in before or before.endswith("]"))
@@ -210,7 +211,7 @@ def own_address(toward: str) -> str:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:
-            sock.connect(address)  # sends nothing: it only looks up the way
+            sock.connect(address)  # UDP: looks up the route without sending
             return str(sock.getsockname()[0])
     except OSError as error:
         raise MoetoolError(f"no route to {host} ({error.strerror or error})") from None

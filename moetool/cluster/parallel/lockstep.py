@@ -26,18 +26,19 @@ BATCH_STEPS = 128
 
 
 class Lockstep:
-    """Serves batches together with the other ranks; for the rank's forwarding thread.
+    """Serves batches together with the other ranks; for the rank's forward thread.
 
-    Batching is continuous. Requests join before any step (`join`), unknown to the other ranks. A batch is a run of
-    steps: it ends when no rank has work, when the head has requests that are to begin under another placement, or
-    after `BATCH_STEPS` steps; requests that have not ended go on in the next one, with their caches. Long prompts
-    arrive in chunks. Each step begins with an agreement, one small message: who has work, up to which version
-    everybody's experts have arrived, so that all switch to a placement in the same step, and whether the batch is to
-    end.
+    Batching is continuous. Requests may join before any step (`join`) without the other ranks' knowledge. A batch is a
+    run of steps: it ends when no rank has work, when the head has requests that are to begin under another placement,
+    or after `BATCH_STEPS` steps. Unfinished requests continue in the next batch with their KV caches. Prefill is
+    chunked.
+
+    Each step begins with one small all-gather: whether a rank has work, up to which version its experts have arrived,
+    and whether the batch is to end. So all ranks switch placements in the same step.
 
     Args:
         gpu: the rank's number in the cluster.
-        say: sends the head a message of this generation.
+        say: sends a message of this generation to the head.
     """
 
     def __init__(
@@ -58,15 +59,15 @@ class Lockstep:
         self._ids: set[int] = set()
         self._stages: deque[MigrationStage] = deque()
         self._version = 0
-        self._ended = -1  # the newest batch that the head ended
-        self._moved = asdict(migration.moved)  # when the last batch ended
+        self._ended = -1  # the newest batch that the head asked to end
+        self._moved = asdict(migration.moved)  # at the end of the last batch
 
     def cancel(self, request: int) -> None:
         """End a request before the next step; from any thread."""
         self._cancelled.append(request)
 
     def join(self, requests: Sequence[dict[str, Any]]) -> None:
-        """Serve these too from the next step on; from any thread."""
+        """Add requests from the next step on; from any thread."""
         self._joining.extend(requests)
 
     def end(self, batch: int) -> None:
@@ -74,13 +75,13 @@ class Lockstep:
         self._ended = batch
 
     def follow(self, stages: Sequence[MigrationStage]) -> None:
-        """Switch to these placements when their experts arrive; from any thread."""
+        """Switch to these placements once their experts have arrived; from any thread."""
         for stage in stages:
             self._stages.append(stage)
             self._migration.ask(stage)
 
     def begin_anew(self, version: int) -> None:
-        """Begin a generation with a placement of this version; drop running requests and pending placements."""
+        """Begin a generation with this version of the placement; drop running requests and pending stages."""
         for request in self._ids:
             self._batcher.cancel(request)
         self._ids.clear()
@@ -143,7 +144,7 @@ class Lockstep:
             self._ids.add(one["id"])
 
     def _reach(self, version: int) -> float:
-        """Wait until all ranks use the batch's first placement; returns the seconds."""
+        """Wait until all ranks use the batch's first placement; return the seconds."""
         began = time.perf_counter()
         self._windows.open(FOREVER)
         while self._version < version:
@@ -159,9 +160,10 @@ class Lockstep:
         return self._runtime.group.gather([work, self._migration.arrived, ends])
 
     def _switch(self, arrived: int, begins: bool) -> None:
-        """Switch to stages that have arrived everywhere.
+        """Switch to the stages that have arrived at all ranks.
 
         Args:
+            arrived: newest version whose experts all ranks have.
             begins: whether a batch begins.
         """
         while self._stages and self._stages[0].version <= arrived and (begins or not self._stages[0].at_batch):
@@ -196,7 +198,7 @@ class Lockstep:
         return outputs
 
     def _require_whole(self) -> None:
-        """The batcher attributes any error in a forward to its requests; a lost rank's error is not theirs."""
+        """Raise a lost rank's error, which the batcher would attribute to its requests. Raises: GroupBroken."""
         group = self._runtime.group
         if group is not None and group.broken is not None:
             raise GroupBroken(first_line(group.broken))

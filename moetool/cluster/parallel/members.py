@@ -15,9 +15,9 @@ from moetool.errors import CapacityError, first_line
 _LOG = logging.getLogger(__name__)
 
 _ALIVE_S = 2.0
-"""Seconds without an answer to the call of a generation after which a rank is ended."""
+"""Seconds after which a rank that has not answered the call of a generation is killed."""
 _FORM_S = 60.0
-"""Seconds without a message before joining after which a rank is ended; one that reads experts sends messages."""
+"""Seconds without a message before joining after which a rank is killed; a rank that reads experts sends messages."""
 _TRIES = 5
 """Most restarts of a rank that never says hello."""
 RETRY_S = 0.5
@@ -107,9 +107,9 @@ class Members:
         self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
         self._names, self._narrate = tuple(names) or tuple(str(gpu) for gpu in range(num_gpus)), narrate
         self._served: frozenset[int] = frozenset()  # members of the last generation that was whole
-        self._tries: dict[int, int] = {}  # of the ranks that are coming back
+        self._tries: dict[int, int] = {}  # failed starts of ranks that are being restarted
         self.starting: set[int] = set()
-        self._homeless: set[int] = set()  # of those that are coming back: without a machine
+        self._homeless: set[int] = set()  # restarting ranks without a machine
         self._deadline: float | None = None
         self._over = threading.Event()
 
@@ -171,7 +171,7 @@ class Members:
     def heard(self, gpu: int, kind: str, generation: int) -> bool:
         """Record a member's progress. Returns whether the generation is complete now."""
         rank = self.ranks[gpu]
-        setattr(rank, kind, max(generation, getattr(rank, kind)))  # what a reader says may be of the one before
+        setattr(rank, kind, max(generation, getattr(rank, kind)))  # a message may be older than one of another thread
         rank.heard_s = monotonic()
         if generation != self.generation or kind == "alive":
             return False
@@ -200,7 +200,7 @@ class Members:
             return
         ranks = {gpu: self.ranks[gpu] for gpu in self.members if gpu in self.ranks}
         silent = [gpu for gpu, rank in ranks.items() if rank.alive < self.generation]
-        if not silent:  # who holds all of its experts waits to be told to join, which is when all others do too
+        if not silent:  # ranks that hold their experts wait for the order to join
             step = "formed" if all(rank.holds == self.generation for rank in ranks.values()) else "holds"
             late = {gpu: rank for gpu, rank in ranks.items() if getattr(rank, step) < self.generation}
             silent = [gpu for gpu, rank in late.items() if now - rank.heard_s > _FORM_S]

@@ -1,4 +1,4 @@
-"""The placement in force, the decision under way about the next one, and its measured costs."""
+"""The current placement, the pending decision about the next one, and measured costs."""
 
 import logging
 import threading
@@ -21,29 +21,29 @@ from moetool.types import Cluster, ModelSpec
 _LOG = logging.getLogger(__name__)
 
 _KEPT = 1000
-"""Decisions that are remembered."""
+"""Number of decisions kept."""
 
 
 class PlacementState:
-    """Has the control decide beside the batch that runs, and turns decisions into stages; for the head's thread.
+    """Runs decisions in the background and turns them into migration stages; for the head's thread.
 
     Args:
-        placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
+        placed_GLE: the initial placement, also of every generation with all ranks.
         migrate: how experts move (`moetool.cluster.parallel.compute_windows.MIGRATIONS`).
-        costs: measured by every batch.
-        patience_s: how long a batch waits for its decision.
-        post: puts an event into the head's queue: `decided`, for `decided`.
+        costs: costs that every batch updates.
+        patience_s: seconds that a batch waits for its decision.
+        post: puts an event for `decided` into the head's queue.
 
     Attributes:
-        control: decides.
-        costs: measured costs that it decides by.
-        decisions: its decisions, the last thousand.
-        late: decisions that came when their batch had begun, and were dropped.
-        error: of the control when it last failed; serving goes on without its decision.
-        placed_GLE: the placement that the newest stage leads to.
-        version: of that stage.
-        slots_G: experts that each GPU has room for, all layers together.
-        deciding: when the decision under way began; None: there is none.
+        control: makes decisions.
+        costs: measured costs for decisions.
+        decisions: the last thousand decisions.
+        late: number of decisions dropped because their batch had begun.
+        error: the last failure of the control; serving goes on without its decision.
+        placed_GLE: the placement after the newest stage.
+        version: version of that stage.
+        slots_G: expert slots of each GPU, all layers together.
+        deciding: start time of the pending decision, or None.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class PlacementState:
         self.slots_G = cluster.slots_G(spec.slot_bytes)
         self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
         self._epoch = 0
-        self._asked_for = -1  # the batch that was last decided about
-        self._next: Decision | None = None  # to be carried out when the batch has ended
+        self._asked_for = -1  # the newest batch with a decision
+        self._next: Decision | None = None  # to be carried out after the batch
         self.costs, self._patience_s = costs, patience_s
         self.control: BatchReplacement
         self.placed_GLE: np.ndarray
         self.use(control, placed_GLE, migrate)
 
     def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str) -> None:
-        """Start over; measured costs stay, except that of moving."""
+        """Start over; keep measured costs, except those of migration."""
         self.costs.forget_moving()
         self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
         self._migrate = migrate
         self.decisions = []
 
     def order(self, there: Sequence[int]) -> dict[str, Any]:
-        """Order to a new generation of these GPUs. A decision under way is dropped."""
+        """Return the order for a new generation of these GPUs. A pending decision is dropped."""
         self._epoch += 1
         self._next = None
         self._asked_for = -1
@@ -97,10 +97,10 @@ class PlacementState:
         return self._asked_for == batch
 
     def ask(self, batch: int, waiting: Sequence[Waiting], elapsed_s: float | None) -> None:
-        """Have the control look at the next batch, on its own thread.
+        """Start a decision for the next batch in its own thread.
 
         Args:
-            elapsed_s: since the batch that runs began, if one does.
+            elapsed_s: seconds since the running batch began; None if none runs.
         """
         self._asked_for, self.deciding = batch, time.monotonic()
         control, placed_GLE, epoch = self.control, self.placed_GLE, self._epoch
@@ -116,7 +116,7 @@ class PlacementState:
         threading.Thread(target=decide, name="control", daemon=True).start()
 
     def decided(self, epoch: int, batch: int, found: "Decision | str | None", running: int) -> list[dict[str, Any]]:
-        """Take in a decision; gives the stages to send now.
+        """Accept a decision; return the stages to send now.
 
         Args:
             running: the last batch that has begun.
@@ -142,7 +142,7 @@ class PlacementState:
         return []
 
     def stages(self) -> list[dict[str, Any]]:
-        """The way to the placement that was decided on, if that is still to be sent."""
+        """Return the stages toward the decided placement that have not been sent."""
         decision, self._next = self._next, None
         if decision is None:
             return []
@@ -158,6 +158,6 @@ class PlacementState:
         return [asdict(stage) for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
-        """A batch has ended; args as of `Costs.note`."""
+        """Record a finished batch; arguments as for `Costs.note`."""
         self.control.saw(record.tokens_GLE)
         self.costs.note(record, moved_s, num_ranks)

@@ -1,4 +1,4 @@
-"""The ranks of one generation: whenever a rank has died, a new process group is made under a new number."""
+"""The process group of one generation of ranks; a lost rank ends it, and the next generation gets a new one."""
 
 import threading
 from collections.abc import Sequence
@@ -12,31 +12,32 @@ from moetool.errors import MoetoolError, first_line
 
 
 class GroupBroken(MoetoolError):
-    """A collective did not complete: a rank has ended, or the group was aborted. The group cannot be used again."""
+    """A collective failed: a rank has ended, or the group was aborted. The group cannot be reused."""
 
 
 class Group:
-    """A process group of torch.distributed, made directly and not as the process's only one.
+    """A torch.distributed process group, created directly rather than as the default group.
 
-    Agreements and counts of a CPU go over gloo; rows over gloo on CPUs and NCCL on GPUs. gloo authenticates nobody and
-    encrypts nothing: ranks belong in a trusted network.
+    Control messages use gloo; rows use gloo on CPUs and NCCL on GPUs. gloo neither authenticates nor encrypts: run
+    ranks in a trusted network.
 
     Args:
-        store: that all generations share; each has a prefix of its own.
-        generation: of the group. Ranks of different generations never meet.
-        rank: in this generation, 0 to `size` - 1.
-        device: where the rows are.
-        timeout_s: a collective that takes longer has failed.
-        host: this machine's address, as the other ranks reach it.
+        store: key-value store shared by all generations, each with its own prefix.
+        generation: number of the group. Ranks of different generations never meet.
+        rank: 0 to `size` - 1 in this generation.
+        size: number of ranks.
+        device: device of the rows (default: CPU).
+        timeout_s: time limit of a collective in seconds.
+        host: address at which the other ranks reach this machine.
 
     Attributes:
-        device: where tensors of `exchange` belong.
-        broken: the error that ended it, or None.
+        device: device for tensors of `exchange`.
+        broken: the error that ended the group, or None.
 
-    Effects: waits until all ranks of the generation are there.
+    Effects: waits until all ranks of the generation have connected.
 
     Raises:
-        GroupBroken: they are late.
+        GroupBroken: not all ranks connected in time.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Group:
             raise self._failed(error) from None
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Gather a few numbers of each rank, by rank. Raises: GroupBroken."""
+        """Gather a few integers from each rank; returns them by rank. Raises: GroupBroken."""
         mine = torch.tensor(list(numbers), dtype=torch.int64)
         all_of = torch.empty(self.size * len(mine), dtype=torch.int64)
         self._all_to_all(self._control, all_of, mine.repeat(self.size), [], [])
@@ -82,13 +83,25 @@ class Group:
         return gathered
 
     def counts(self, counts_RE: torch.Tensor) -> torch.Tensor:
-        """Row r goes to rank r; gives one row from each. int64 on the CPU. Raises: GroupBroken."""
+        """Send row r (int64, on the CPU) to rank r; return one row from each rank. Raises: GroupBroken."""
         theirs_RE = torch.empty_like(counts_RE)
         self._all_to_all(self._control, theirs_RE, counts_RE.contiguous(), [], [])
         return theirs_RE
 
     def exchange(self, rows_XD: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
-        """Rows to each rank, in the order of the ranks, and rows from each. Raises: GroupBroken: a rank is gone."""
+        """All-to-all of rows.
+
+        Args:
+            rows_XD: rows to send, ordered by destination rank.
+            send_R: number of rows for each rank.
+            receive_R: number of rows from each rank.
+
+        Returns:
+            Rows [sum of `receive_R`, D], ordered by source rank.
+
+        Raises:
+            GroupBroken: a rank was lost.
+        """
         got_YD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1])
         self._all_to_all(self._data, got_YD, rows_XD.contiguous(), receive_R, send_R)
         return got_YD
@@ -96,22 +109,22 @@ class Group:
     def exchange_few(
         self, rows_XD: torch.Tensor, counts_RE: torch.Tensor, most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and their counts in one all-to-all, which sends `most` rows to each rank, zeros where fewer are.
+        """All-to-all of rows and their counts in one collective, padded to `most` rows per rank pair.
 
         Args:
-            rows_XD: in the order of the ranks.
-            counts_RE: how many of them are for each rank and expert; on the CPU.
-            most: rows that any rank of the group sends to another; the same at all ranks.
+            rows_XD: rows to send, ordered by destination rank.
+            counts_RE: number of rows for each rank and expert; on the CPU.
+            most: largest number of rows that any rank sends to another; the same at all ranks.
 
         Returns:
-            The rows from each rank, and their counts, as `exchange` and `counts` give them.
+            The received rows and their counts, like `exchange` and `counts`.
 
         Raises:
-            GroupBroken: a rank is gone.
+            GroupBroken: a rank was lost.
         """
         width, item = rows_XD.shape[1], rows_XD.element_size()
         counts = counts_RE.to(torch.int16).view(torch.uint8)
-        head = -(-counts.shape[1] // 16) * 16  # so that rows are aligned
+        head = -(-counts.shape[1] // 16) * 16  # aligns the rows
         sent = torch.zeros(self.size, head + most * width * item, dtype=torch.uint8)
         sent[:, : counts.shape[1]] = counts
         sent = sent.to(rows_XD.device)
@@ -129,9 +142,11 @@ class Group:
         return torch.cat(parts).view(rows_XD.dtype).view(-1, width), theirs_RE
 
     def abort(self) -> None:
-        """End it, from any thread: a collective that is under way fails here, and soon at every other rank."""
+        """Abort the group from any thread: running collectives fail here, and soon at every other rank."""
         with self._lock:
-            self.broken = self.broken or GroupBroken("the group was aborted")  # before a collective finds no group
+            self.broken = self.broken or GroupBroken(
+                "the group was aborted"
+            )  # first, so that a new collective reports this error
             groups, self._control, self._data = {self._control, self._data} - {None}, None, None
         for group in groups:
             try:

@@ -1,4 +1,4 @@
-"""One rank: a model whose experts lie on all ranks, what its head asks of it, and the generations that it joins."""
+"""One expert-parallel rank: its model, its share of the experts, and its connection to the head."""
 
 import contextlib
 import logging
@@ -43,32 +43,32 @@ USED_AT_START = (
     "accelerate",
     "scipy.optimize",
 )
-"""Modules that building a rank imports (`ForkServer`)."""
+"""Modules imported to build a rank (`ForkServer`)."""
 _ALIVE_S = 5.0
-"""Seconds between signs of life from a rank that reads experts."""
+"""Seconds between keep-alive messages of a rank that reads experts."""
 
 
 class Rank:
-    """Loads its model, says hello to the head, and does what that asks until it says stop or is gone.
+    """Loads its model, registers with the head, and follows the head's orders until told to stop or the head is gone.
 
-    Two threads: one hears the head, one forwards (`Lockstep`).
+    Two threads: one receives orders, one runs forwards (`Lockstep`).
 
     Args:
-        gpu: its number in the cluster.
+        gpu: the rank's number in the cluster.
         server_G: the server of each GPU.
-        head: where the head listens.
-        store: where the head's store of process groups is.
-        identity: of this rank.
+        head: address of the head.
+        store: address of the head's store for process groups.
+        identity: the rank's key and certificate.
 
     Attributes:
         loaded: the model.
         shelf: the experts held here.
-        windows: the compute phases, in which experts may move.
-        transfer: brings experts here and gives them to other ranks.
+        windows: the compute phases in which experts may move.
+        transfer: exchanges experts with other ranks.
 
     Raises:
         UsageError, MismatchError: as `load_lazy`.
-        LinkError: the head cannot be reached. Where it fails, nothing stays open.
+        LinkError: the head cannot be reached.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Rank:
         options: RankOptions,
     ) -> None:
         self.gpu, self._options = gpu, options
-        self._host = own_address(head[0])  # the way to the head is taken to be the way to the other ranks
+        self._host = own_address(head[0])  # assumes that the other ranks are reached over the same interface
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self._generation = 0
         self._members: list[int] = []
@@ -99,7 +99,7 @@ class Rank:
             stack.callback(self.shelf.close)
             self.windows = Windows(strict=options.migrate != "pipelined")
             machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
-            # The base class wants a pool; experts here lie on the shelf, so it is the smallest there is.
+            # The base class needs a pool; experts here are on the shelf, so it is as small as possible.
             residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
             pool = open_store(loaded, residency, 1)
             stack.callback(pool.close)
@@ -156,25 +156,25 @@ class Rank:
         return True
 
     def close(self) -> None:
-        """End the threads and give up the memory."""
+        """End the threads and free the memory."""
         self._head.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=10.0)
 
-    # -- the thread that hears the head ------------------------------------------------------------------------
+    # -- receiving thread ------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
         try:
             with contextlib.suppress(MoetoolError):
                 while self._heed(self._head.receive()[0]):
                     pass
-        finally:  # whatever it was: a rank that does not hear does not go on
+        finally:  # after any failure: a rank without its receiver must stop
             self._abort()
             self._inbox.put({"kind": "stop"})
 
     def _heed(self, message: dict[str, Any]) -> bool:
-        """Take in a message of the head; returns whether more will follow."""
+        """Handle a message of the head; return whether to go on."""
         match message["kind"]:
             case "cancel":
                 self._lockstep.cancel(message["request"])
@@ -200,7 +200,7 @@ class Rank:
         if (group := self.runtime.group) is not None:
             group.abort()
 
-    # -- the thread that forwards ------------------------------------------------------------------------------
+    # -- forward thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -216,13 +216,13 @@ class Rank:
                     _LOG.info("GPU %d: %s", self.gpu, error)
                     self._say({"kind": "broken", "reason": first_line(error)})
         except LinkError as error:
-            _LOG.info("GPU %d has lost its head: %s", self.gpu, error)
+            _LOG.info("GPU %d lost the head: %s", self.gpu, error)
         finally:
             self._abort()
             self._opened.close()
 
     def _hold(self, message: dict[str, Any]) -> None:
-        """Get ready for a generation: drop running requests, load the planned experts."""
+        """Prepare a generation: drop running requests, load the planned experts."""
         self._lockstep.begin_anew(message["version"])
         self._generation, self._members = message["generation"], message["members"]
         self._placed_GLE = placed_of(message["holders"], len(message["peers"]))
@@ -243,7 +243,7 @@ class Rank:
         self._say({"kind": "holds"})
 
     def _join(self) -> None:
-        """Everybody is ready: meet the others."""
+        """Join the process group of the generation."""
         group = Group(
             self._store,
             self._generation,
@@ -264,7 +264,7 @@ class Rank:
 
 
 def _device(name: str, gpu: int, server_G: Sequence[int]) -> torch.device:
-    """The GPU of this machine that is the rank's own, or the CPU. Raises: UsageError."""
+    """Return the rank's own GPU on this machine, or the CPU. Raises: UsageError."""
     if parse_device(name).type == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", list(server_G[:gpu]).count(server_G[gpu]) % torch.cuda.device_count())

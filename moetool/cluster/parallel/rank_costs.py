@@ -1,4 +1,4 @@
-"""Costs of computing, sending and moving while ranks serve: as given, as measured, or from a profile."""
+"""Costs of compute, communication and migration for expert-parallel ranks: given, measured or from a profile."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from moetool.types import Cluster, ModelSpec
 _NEWEST = 0.5
 """Weight of the newest batch in a measured cost."""
 _STILL = 0.9
-"""Share of the expected cost of moving that is left after each batch in which nothing moved."""
+"""Share of the expected migration delay that remains after each batch without migration."""
 _UNKNOWN_ROW_S = 1e-6
-_LINK_BYTES = (1e5, 1e6)  # between which a measured link's rate is taken from its curve
+_LINK_BYTES = (1e5, 1e6)  # sizes between which a link's measured rate is the slope of its curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCosts:
-    """Given costs; 0 means that a cost is measured.
+    """Given costs; 0 means measured.
 
     Attributes:
-        row_s: seconds that an expert takes for a row.
-        link_bytes_s: of rows, out of each GPU.
-        move_bytes_s: at which experts come to a GPU.
+        row_s: seconds of an expert per row.
+        link_bytes_s: bytes per second of rows sent by each GPU.
+        move_bytes_s: bytes per second of experts copied to a GPU.
     """
 
     row_s: float = 0.0
@@ -36,22 +36,24 @@ class GivenCosts:
 
 
 class Costs:
-    """Costs of ranks, by which new placements are decided.
+    """Costs of ranks for placement decisions.
 
-    Each is, in this order: as given; as measured in the batches so far; from the profile; for links from the plan's
-    cluster; for an expert's row, a microsecond.
+    Sources in order of precedence: given; measured in past batches; the profile; for links the plan's cluster; for a
+    row 1 µs.
 
-    - A row: all seconds of experts over all rows. By the profile it depends on how many rows an expert gets at once:
-      those of one source, as ranks compute them.
-    - A byte of rows: the slope of the seconds of an all-to-all against the bytes that a rank sent in it, over the
-      layers and steps of a batch. Where links differ, all are slower or faster by one factor than the plan's.
-    - A byte of experts: bytes that came over the seconds that pieces of them were on their way; and what the batches
-      that they came in have waited for them, before they began and in all-to-alls. That is forgotten by a tenth with
-      each batch in which nothing moved, so that moving is tried again some time.
+    - Row: expert seconds over rows. With a profile it depends on how many rows an expert gets at once: those of one
+      source, as ranks compute them.
+    - Byte of rows: slope of all-to-all seconds against the bytes that a rank sent, over the layers and steps of a
+      batch. Where links differ, all are scaled by one factor.
+    - Byte of experts: received bytes over the transfer time; plus the time that batches waited for experts, before they
+      began and in all-to-alls. That delay decays by a tenth with each batch without migration, so that migration is
+      tried again.
 
     Args:
-        device, dtype: of the ranks.
-        row_bytes: of a row.
+        said: costs to use instead of measured ones.
+        profile: measured costs to begin with.
+        device, dtype: of the ranks, to choose from the profile.
+        row_bytes: bytes of a row (default: float32 of the hidden size).
 
     Raises:
         MismatchError: the profile is of another kind of layer, or lacks the device or the data type.
@@ -80,15 +82,16 @@ class Costs:
             slopes = [(curve(high) - curve(low)) / (high - low) for curve in latency.links]
             self._byte_s_GG = np.array([*slopes, 0.0])[latency.link_GG]
         np.fill_diagonal(self._byte_s_GG, 0.0)
-        self._row_s = self._byte_s = self._move_bytes_s = 0.0  # until they are measured
-        self._waited_s = self._moved_bytes = 0.0  # of the newest batches in which experts moved, the older the less
+        self._row_s = self._byte_s = self._move_bytes_s = 0.0  # until measured
+        self._waited_s = self._moved_bytes = 0.0  # decaying sums over batches with migration
         self._seconds: deque[tuple[float, float]] = deque(maxlen=8)
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
-        """Measure by a batch that has ended.
+        """Update the costs by a finished batch.
 
         Args:
-            moved_s: that its experts were on their way, summed over the ranks.
+            moved_s: transfer seconds of its experts, summed over the ranks.
+            num_ranks: ranks that served it.
         """
         self._seconds.append((record.seconds, record.dense_s + record.expert_s))
         if record.rows:
@@ -103,16 +106,16 @@ class Costs:
             self._waited_s *= _STILL
 
     def forget_moving(self) -> None:
-        """Experts move in another way from now on."""
+        """Reset the migration delay, after a change of the migration mode."""
         self._waited_s = self._moved_bytes = 0.0
 
     def expected(self, elapsed_s: float | None, within_s: float, *, overlaps: bool) -> BatchCosts:
-        """Costs for a decision.
+        """Return the costs for a decision.
 
         Args:
-            elapsed_s: since the batch that runs began, if one does.
-            within_s: a decision is waited for when that has ended.
-            overlaps: whether experts move while it runs; then moving costs nothing in what is left of its compute
+            elapsed_s: seconds since the running batch began; None if none runs.
+            within_s: longest wait for a decision after the running batch ends.
+            overlaps: whether experts move while the batch runs; moving is then free within the rest of its compute
                 phases.
         """
         left_s = free_s = 0.0
@@ -135,7 +138,7 @@ class Costs:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Measured costs; 0 where there are none yet."""
+        """Return measured costs; 0 where nothing has been measured."""
         rate = 1.0 / self._byte_s if self._byte_s else 0.0
         return {
             "row_s": self._row_s,

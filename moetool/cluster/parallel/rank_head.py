@@ -33,9 +33,9 @@ class RankedModel:
     """The model that ranks serve.
 
     Attributes:
-        name: as ranks locate it.
-        tokenizer: that the server encodes and decodes with; the head works on token ids.
-        content: sha256 of each of its files, which every rank must have too (`Checkpoint.content`).
+        name: name or path by which ranks locate it.
+        tokenizer: for the HTTP server; the head works on token ids.
+        content: SHA-256 of each of its files, which must match on every rank (`Checkpoint.content`).
     """
 
     name: str
@@ -48,28 +48,29 @@ class RankedModel:
 class RankHead:
     """An `EngineLike` over ranks in lockstep.
 
-    Requests wait in one queue, and join as soon as a seat is free, dealt to the ranks as the plan has it (`Seating`).
-    Batching is continuous: a batch is a run of steps between two changes of the requests, and those that have not ended
-    go on in the next. While one batch runs, the control may place for the requests that wait, and their experts move.
+    Requests wait in one queue and join as soon as a seat is free, on the rank that the plan's `Seating` chooses.
+    Batching is continuous: a batch is a run of steps between two changes of the set of requests; unfinished requests
+    continue in the next batch. While one batch runs, the control may plan a placement for the waiting requests, and
+    their experts move.
 
-    When a rank is gone all others drop what they do and form the next generation without it at once, its experts read
-    from their own disks; requests under way begin again with the tokens they have as part of their prompt (the same
-    tokens follow, for what was drawn before is known by seed and number), at most three times. The rank is started
-    again and taken in between two batches.
+    When a rank is lost, the others drop the batch and form the next generation at once, reading the lost experts from
+    their own disks. Running requests restart, at most three times, with their generated tokens as part of the prompt;
+    seed and request number fix the draws, so the same tokens follow. The lost rank is restarted and rejoins between two
+    batches.
 
     Args:
-        model: that is served.
-        cluster: whose GPUs the ranks are, with all of their memory.
-        placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
-        control: decides on others, by
-        costs: costs (default: measured only).
-        launcher: of the ranks.
-        rank_options: of each rank.
-        options: how the head gathers batches.
+        model: the model to serve.
+        cluster: the ranks' GPUs, with all of their memory.
+        placed_GLE: the initial placement, also of every generation with all ranks.
+        control: decides on new placements.
+        costs: costs for decisions (default: measured only).
+        launcher: starts the ranks.
+        rank_options: options of each rank.
+        options: options of batches.
 
     Attributes:
-        loop: batches, generations and the placement in force, on the head's own thread.
-        launcher: of the ranks.
+        loop: batches, generations and the current placement, in the head's own thread.
+        launcher: starts the ranks.
 
     Effects: `start` starts the ranks; `close` ends them.
     """
@@ -110,60 +111,60 @@ class RankHead:
 
     @property
     def state(self) -> State:
-        """`starting`, `ready`, `draining` once it closes, or `failed`."""
+        """Return `starting`, `ready`, `draining` (while closing) or `failed`."""
         return self.loop.state
 
     @property
     def problems(self) -> list[str]:
-        """Why it has failed, or which ranks are missing."""
+        """Return the cause of a failure, or the missing ranks."""
         return self.loop.problems
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Addresses that the started head listens on: for its ranks and for their process groups."""
+        """Return the addresses that the started head listens on: for ranks and for process groups."""
         return [] if self._listener is None else [self._listener.address, (self._host, self._store.port)]
 
     @property
     def max_context(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """Return the limit of prompt and new tokens of a request."""
         return self.loop.max_context
 
     @property
     def max_requests(self) -> int:
-        """Requests of a batch."""
+        """Return the number of requests in a batch."""
         return self.loop.max_requests
 
     @property
     def max_unbegun(self) -> int:
-        """A batch: the next placement is for the waiting requests."""
+        """Return the number of requests in a batch: the next placement is for the waiting requests."""
         return self.max_requests
 
     @property
     def batches(self) -> list[BatchRecord]:
-        """Those that have run since `use`, the last hundred."""
+        """Return the last hundred batches since `use`."""
         return self.loop.records
 
     @property
     def control(self) -> BatchReplacement:
-        """The re-placement between batches."""
+        """Return the re-placement between batches."""
         return self.loop.placing.control
 
     @property
     def decisions(self) -> list[Decision]:
-        """Decisions since `use`, the last thousand."""
+        """Return the last thousand decisions since `use`."""
         return self.loop.placing.decisions
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float = 180.0, read_s: float = 3600.0) -> None:
-        """Start the ranks; ready when this returns.
+        """Start the ranks; return when they are ready.
 
         Args:
-            timeout_s: for all of them to come.
-            read_s: for them to read their experts after that.
+            timeout_s: time limit for all ranks to register.
+            read_s: time limit for reading their experts after that.
 
         Raises:
-            MoetoolError: a rank cannot be built, or does not come in time.
+            MoetoolError: a rank cannot be built or is late.
         """
         from datetime import timedelta
 
@@ -171,7 +172,7 @@ class RankHead:
 
         authority = Authority.new()
         self._listener = open_listener(self._host, authority.issue("head"), self._hear)
-        with socket.create_server((self._host, 0)) as sock:  # left to itself, the store would listen on every address
+        with socket.create_server((self._host, 0)) as sock:  # by itself the store would listen on every interface
             port = sock.getsockname()[1]
             self._store = dist.TCPStore(
                 *(self._host, port, None, True, timedelta(seconds=10)),
@@ -209,10 +210,10 @@ class RankHead:
             raise
 
     def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
-        """Start over with another control, placement and way to migrate, when nothing runs; records start over too.
+        """Replace control, placement and migration mode while no request runs; also clears records.
 
         Raises:
-            MoetoolError: the engine has failed, or is closed meanwhile.
+            MoetoolError: the engine has failed or is closed meanwhile.
         """
         over = threading.Event()
         self.loop.post("use", (control, placed_GLE, migrate or self._rank_options.migrate, over))
@@ -221,13 +222,13 @@ class RankHead:
         self._require_going()
 
     def settle(self) -> None:
-        """Wait until nothing runs or waits. Raises: as `use`."""
+        """Wait until no request runs or waits. Raises: as `use`."""
         while not self.loop.idle:
             self._require_going()
             time.sleep(0.005)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raises: UsageError, CapacityError: the request can never be served."""
+        """Refuse a request that can never be served. Raises: UsageError, CapacityError."""
         if not prompt:
             raise UsageError("the prompt is empty; send at least one character")
         if (bad := next((t for t in prompt if not 0 <= t < self.vocab_size), None)) is not None:
@@ -243,19 +244,19 @@ class RankHead:
             )
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
-        """Queue a request; its tokens go to `sink`, on the head's thread. Raises: as `check`; Unavailable."""
+        """Queue a request; its tokens go to `sink`, called in the head's thread. Raises: as `check`; Unavailable."""
         self._require_ready()
         self.check(prompt, params)
-        if params.seed is None:  # so that a retry draws what the first try would have
+        if params.seed is None:  # so that a retry draws the same tokens
             params = replace(params, seed=secrets.randbits(63))
         return self.loop.admit(RankRequest(prompt=list(prompt), params=params, sink=sink))
 
     def cancel(self, request: int) -> None:
-        """Stop a request; its sink gets a last message unless it has ended already."""
+        """Stop a request; its sink gets a last output unless the request has ended already."""
         self.loop.post("cancel", request)
 
     def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
-        """Log-probabilities of a prompt's tokens; waits for the batch that it is in. Raises: as `submit`."""
+        """Return the log-probabilities of a prompt's tokens; waits for its batch. Raises: as `submit`."""
         self._require_ready()
         params = SamplingParams(max_tokens=0)
         self.check(prompt, params)
@@ -264,7 +265,7 @@ class RankHead:
         return answer.result()
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges by name."""
+        """Return counters and gauges by name."""
         batches = self.loop
         requests, ranks, placing, began = batches.requests, batches.ranks, batches.placing, batches.began
         return {
@@ -286,7 +287,7 @@ class RankHead:
         }
 
     def stats(self) -> dict[str, Any]:
-        """The same for people, the last batches and decisions, and what things cost as far as that was measured."""
+        """Return the metrics with the last batches and decisions, and measured costs."""
         ranks, placing = self.loop.ranks, self.loop.placing
         return {
             "placement": self.control.placement,
@@ -314,7 +315,7 @@ class RankHead:
         self._store = None
 
     def _require_going(self) -> None:
-        """Raises: MoetoolError: the engine has ended."""
+        """Require a running engine. Raises: MoetoolError."""
         if self.state in ("draining", "failed"):
             raise MoetoolError(self.loop.reason or f"the engine is {self.state}")
 
@@ -322,7 +323,7 @@ class RankHead:
         if self.state != "ready":
             raise Unavailable(f"the server is {self.state}; try again later")
 
-    # -- a thread for each rank --------------------------------------------------------------------------------
+    # -- one thread per rank ---------------------------------------------------------------------------------
 
     def _hear(self, channel: RankChannel) -> None:
         gpu = None

@@ -12,14 +12,13 @@ _BUILD_S = 180.0
 
 
 class RankProcesses:
-    """The head's `Launcher` over `moetool.cluster.launch.Workers`.
+    """A `Launcher` of rank processes over `moetool.cluster.launch.Workers`.
 
     Args:
-        where: as of `Workers`.
-        names: of the ranks.
-        threads: of arithmetic, for each rank's libraries.
-        folder: for the logs of ranks on this machine (default: not kept).
-        fork_server: as of `Workers`.
+        where, fork_server: as for `Workers`.
+        names: names of the ranks.
+        threads: compute threads of each rank's libraries.
+        folder: folder for the logs of ranks on this machine (default: not kept).
     """
 
     def __init__(
@@ -37,9 +36,9 @@ class RankProcesses:
         self._on_death: Callable[[int], None] = lambda gpu: None
 
     def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
-        """Start all and wait until each is built. Raises: as `Workers`, and what building raised."""
+        """Start all ranks and wait until each is built. Raises: as `Workers`, and errors of building a rank."""
         self._on_death = on_death
-        detached = Detached(folder=self._folder)  # without a head, ranks end at once
+        detached = Detached(folder=self._folder)  # ranks end as soon as their head has ended
         self._workers = Workers(
             *(self._where, Rank, arguments, self._names),
             threads=self._threads,
@@ -51,23 +50,23 @@ class RankProcesses:
             self._workers.watch(gpu, on_death)
 
     def restart(self, gpu: int) -> None:
-        """A new process in place of one that has ended. Raises: as `Workers.restart`."""
+        """Start a new process for a rank whose process has ended. Raises: as `Workers.restart`."""
         if (workers := self._workers) is not None:
             workers.restart(gpu)
             workers.watch(gpu, self._on_death)
 
     def kill(self, gpu: int) -> None:
-        """End a process at once."""
+        """End a rank's process at once."""
         if self._workers is not None:
             self._workers.kill(gpu)
 
     def pid(self, gpu: int) -> int:
-        """A rank's process, on its own machine."""
+        """Return the process id of a rank, on its own machine."""
         assert self._workers is not None
         return self._workers.pid(gpu)
 
     def close(self) -> None:
-        """End all."""
+        """End all ranks."""
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()

@@ -42,12 +42,12 @@ class RankOptions:
         max_prompt_wait_s: time limit of a step with prompt tokens while the rank's other requests decode; prompt chunks
             shrink after a longer step (0: no limit).
         threads: compute threads of a rank (0: automatic).
-        timeout_s: a collective that takes longer has failed: longer than the slowest rank's forward may take, and as
-            long as a rank that hangs goes unnoticed. One that has ended is noticed at once.
+        timeout_s: time limit of a collective; must exceed the slowest rank's forward. A rank that hangs is noticed
+            after it, one that has ended at once.
         migrate: `overlap`, `pipelined` or `stop` (`moetool.cluster.parallel.compute_windows.MIGRATIONS`, DIRECTOR's
             Figure 6).
         link_bytes_s: emulated rate of each rank's outgoing link, with a queue (0: not emulated).
-        expert_token_s: emulated seconds of an expert per row, slept (0: not emulated).
+        expert_token_s: emulated compute seconds per row of an expert (0: not emulated).
     """
 
     device: str = "cpu"

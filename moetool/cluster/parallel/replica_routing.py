@@ -1,4 +1,4 @@
-"""Routing of tokens to replicas, and placements without lost ranks."""
+"""Replica choice for tokens, and placements after the loss of ranks."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,16 @@ import numpy as np
 
 
 def destinations(placed_GLE: np.ndarray, server_G: Sequence[int]) -> np.ndarray:
-    """The GPU [G, L, E] that computes expert e for tokens of GPU g; -1 where no GPU has it.
+    """Return the GPU [G, L, E] that computes expert e for tokens of GPU g; -1 if no GPU holds it.
 
-    The own GPU if it has the expert, else one of the own server, else one of all that have it. Which of several is
-    fixed by the source and the expert, so that all rows of one source and one expert form one product (the exactness
-    of DESIGN § 4) and no rank has to ask; over the sources and experts it comes to as much for each as the even share
-    that planners reckon with (`moetool.placement._latency.flows`).
+    The order of choice: the token's own GPU, a GPU of the same server, any GPU. Source and expert fix the choice among
+    several, so all rows of one source and one expert form one product (the exactness of DESIGN § 4) without
+    communication. Over all sources and experts, replicas get nearly the even shares that planners assume
+    (`moetool.placement._latency.flows`).
+
+    Args:
+        placed_GLE: which GPU holds which expert, bool.
+        server_G: the server of each GPU.
     """
     server, expert_E = np.array(server_G), np.arange(placed_GLE.shape[2])
     to_GLE = np.full(placed_GLE.shape, -1, np.int64)
@@ -26,10 +30,15 @@ def destinations(placed_GLE: np.ndarray, server_G: Sequence[int]) -> np.ndarray:
 
 
 def without(placed_GLE: np.ndarray, exists_LE: np.ndarray, members: Sequence[int]) -> np.ndarray:
-    """The placement on those GPUs that are there, the experts of the others taken over by them.
+    """Return the placement on the remaining GPUs, which take over the experts of the lost ones.
 
-    An expert that nobody has any more goes to the member with the fewest of its layer: the load of the missing is
-    shared, for a while with more experts on a GPU than it was planned for.
+    An expert without a holder goes to the member with the fewest experts of its layer. A GPU may then hold more experts
+    than planned.
+
+    Args:
+        placed_GLE: which GPU holds which expert, bool.
+        exists_LE: which experts the model has.
+        members: the remaining GPUs.
     """
     left_GLE = np.zeros_like(placed_GLE)
     if not len(members):
@@ -42,7 +51,7 @@ def without(placed_GLE: np.ndarray, exists_LE: np.ndarray, members: Sequence[int
 
 
 def holders_of(placed_GLE: np.ndarray) -> list[list[list[int]]]:
-    """A placement as lists of holders, by layer and expert."""
+    """Convert a placement to lists of holders, by layer and expert."""
     return [
         [np.flatnonzero(placed_GLE[:, layer, expert]).tolist() for expert in range(placed_GLE.shape[2])]
         for layer in range(placed_GLE.shape[1])
@@ -50,7 +59,7 @@ def holders_of(placed_GLE: np.ndarray) -> list[list[list[int]]]:
 
 
 def placed_of(holders: Sequence[Sequence[Sequence[int]]], num_gpus: int) -> np.ndarray:
-    """The placement of `holders_of`."""
+    """Convert lists of holders (`holders_of`) to a placement [G, L, E]."""
     placed_GLE = np.zeros((num_gpus, len(holders), len(holders[0])), bool)
     for layer, experts in enumerate(holders):
         for expert, gpus in enumerate(experts):

@@ -1,4 +1,4 @@
-"""Rank that a request's tokens start on, by a placement plan."""
+"""Choice of the rank on which a request's tokens start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,20 @@ from moetool.placement._demand import STARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seating:
-    """Deals requests to the ranks.
+    """Assigns requests to ranks.
 
-    A plan is made for requests of each server; here all come to one endpoint, so servers take turns. A request that
-    finds no free seat waits for one.
+    A plan has its requests by server, but all requests come to one endpoint, so the servers take turns. A request waits
+    until a seat is free.
 
     Attributes:
-        starts: `round_robin`: ranks take turns, those with the most free seats first; `random`: a rank with a free
-            seat, drawn by `seed` and the request's number; `first`: the first rank of each server, so that no more
-            requests run than those have seats.
         server_G: the server of each GPU.
+        starts: `round_robin`: ranks take turns, those with the most free seats first; `random`: a rank with a free
+            seat, drawn by `seed` and the request's number; `first`: the first rank of each server, whose seats limit
+            the number of running requests.
+        seed: of the draws of `random`.
 
     Raises:
-        UsageError: another way to start.
+        UsageError: an unknown value of `starts`.
     """
 
     server_G: tuple[int, ...]
@@ -35,7 +36,7 @@ class Seating:
             raise unknown_name("--set starts", self.starts, STARTS)
 
     def ranks(self, members: Sequence[int]) -> list[int]:
-        """The GPUs among those that are there on which requests start."""
+        """Return the available GPUs on which requests start."""
         if self.starts != "first":
             return list(members)
         first: dict[int, int] = {}
@@ -46,11 +47,12 @@ class Seating:
     def deal(
         self, requests: Sequence[int], members: Sequence[int], seats: int, taken: Mapping[int, int] | None = None
     ) -> list[int]:
-        """The GPU of each request, by their numbers in the order of the queue, for as many as there are free seats.
+        """Return a GPU for each request in queue order, as far as seats are free.
 
         Args:
-            members: the GPUs that are there.
-            seats: on each.
+            requests: numbers of the requests.
+            members: the available GPUs.
+            seats: seats per GPU.
             taken: seats in use, by GPU (default: none).
         """
         free = {gpu: seats - (taken or {}).get(gpu, 0) for gpu in self.ranks(members)}

@@ -1,4 +1,4 @@
-"""The requests of a head: those that wait, those that run, and what each is answered."""
+"""The head's waiting and running requests, and their results."""
 
 import contextlib
 import time
@@ -17,17 +17,20 @@ _RETRIES = 3
 
 @dataclass(slots=True, kw_only=True)
 class RankRequest:
-    """A request, or a prompt that is to be scored.
+    """A request for generation, or for the log-probabilities of a prompt.
 
     Attributes:
-        id: of the head; -1 until it has one.
-        sink: receives the results of a request.
-        score: is given what comes of a prompt that is to be scored, with the `top` likeliest tokens.
-        made: tokens that its user has.
-        gpu: the rank that it runs on, or will by the order of the queue.
-        retries: how often it has begun again.
-        began: its time of arrival.
-        cancelled: its rank was told to end it.
+        id: the head's number; -1 until assigned.
+        prompt: token ids.
+        params: sampling parameters.
+        sink: receives the outputs of a request for generation.
+        score: receives a prompt's log-probabilities, with the `top` most likely tokens.
+        top: number of alternatives per token.
+        made: tokens already sent to the client.
+        gpu: the rank that it runs on, or is assigned to while waiting.
+        retries: number of restarts.
+        began: arrival time.
+        cancelled: whether its rank was told to stop it.
     """
 
     id: int = -1
@@ -47,11 +50,11 @@ class Requests:
     """Waiting and running requests; for the head's thread.
 
     Attributes:
-        pending: in the order in which they will run.
-        running: by number, those that have a seat.
-        prompt: tokens of prompts that have begun to run; again for each retry.
-        generated: tokens that were made.
-        retried: how often requests have begun again.
+        pending: waiting requests in the order in which they will run.
+        running: running requests by number.
+        prompt: prompt tokens of requests that have begun, counted again for each retry.
+        generated: generated tokens.
+        retried: restarts of requests.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class Requests:
         self.prompt = self.generated = self.retried = 0
 
     def admit(self, request: RankRequest) -> None:
-        """Have a request wait."""
+        """Queue a request."""
         request.began = time.monotonic()
         if request.score is None and request.params.max_tokens == 0:
             self._give(request, Output(request.id, None, finish="length"))
@@ -68,7 +71,7 @@ class Requests:
             self.pending.append(request)
 
     def cancel(self, number: int) -> int | None:
-        """End a request that waits, at once; of one that runs, gives the GPU that is to end it."""
+        """Cancel a waiting request at once; of a running one, return the GPU that must stop it."""
         if number in self.running:
             self.running[number].cancelled = True
             return self.running[number].gpu
@@ -80,11 +83,11 @@ class Requests:
         return None
 
     def choose(self, seating: Seating, members: Sequence[int], seats: int, *, beside: bool = True) -> list[RankRequest]:
-        """The waiting requests that join next, each with its GPU.
+        """Choose the waiting requests that join next, and set the GPU of each.
 
         Args:
-            seats: on each of the members.
-            beside: whether running requests keep their seats; otherwise all seats are taken to be free.
+            seats: seats per member.
+            beside: whether running requests keep their seats; otherwise all seats count as free.
         """
         taken = Counter(request.gpu for request in self.running.values()) if beside else None
         dealt = seating.deal([request.id for request in self.pending], members, seats, taken)
@@ -94,7 +97,7 @@ class Requests:
         return chosen
 
     def begin(self, chosen: Sequence[RankRequest]) -> dict[int, list[dict[str, Any]]]:
-        """Mark the chosen requests as running; returns by GPU the message to its rank."""
+        """Mark the chosen requests as running; return the messages to ranks, by GPU."""
         shares: dict[int, list[dict[str, Any]]] = {}
         for request in chosen:
             self.pending.popleft()
@@ -111,9 +114,9 @@ class Requests:
         return shares
 
     def begin_again(self) -> None:
-        """Running requests wait again, before all others: their batch was lost."""
+        """Put running requests back at the front of the queue, because their batch was lost."""
         for request in sorted(self.running.values(), key=lambda r: r.id, reverse=True):
-            if request.cancelled:  # its result is no longer wanted
+            if request.cancelled:  # its client is gone
                 self._give(request, Output(request.id, None, finish="cancelled"))
                 continue
             request.retries += 1
@@ -152,12 +155,12 @@ class Requests:
         self._give(request, output)
 
     def refuse_lost(self, held: Collection[int], reason: str) -> None:
-        """End running requests with an error, except those of these numbers, which ranks hold."""
+        """End running requests with an error, except the numbers in `held`, which ranks still serve."""
         for request in [request for request in self.running.values() if request.id not in held]:
             self._refuse(request, reason)
 
     def refuse_all(self, others: Sequence[RankRequest], reason: str) -> None:
-        """End all that run and wait with an error, and others that were not admitted."""
+        """End all running and waiting requests with an error, and `others` that were not admitted."""
         self.refuse_lost((), reason)
         for request in (*self.pending, *others):
             self._refuse(request, reason)
@@ -167,7 +170,7 @@ class Requests:
         if output.finish is not None:
             self.running.pop(request.id, None)
         if request.sink is not None:
-            with contextlib.suppress(Exception):  # one broken sink must not end the others
+            with contextlib.suppress(Exception):  # a failing sink must not affect other requests
                 request.sink(output)
 
     def _refuse(self, request: RankRequest, reason: str) -> None:

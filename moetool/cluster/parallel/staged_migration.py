@@ -1,4 +1,4 @@
-"""Migration in stages: experts are copied while the old placement serves, then switched to at once."""
+"""Migration in stages: experts are copied while the old placement serves, then all ranks switch at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +9,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationStage:
-    """Experts that change their holders together.
+    """Experts whose holders change together.
 
     Attributes:
-        version: of the placement that this leads to.
-        copies: (layer, expert, GPU that gets it, GPU that it is copied from).
-        changes: (layer, expert, its holders from now on).
-        at_batch: switched when the next batch begins, and not before.
+        version: version of the placement after this stage.
+        copies: (layer, expert, destination GPU, source GPU).
+        changes: (layer, expert, new holders).
+        at_batch: whether to switch only when the next batch begins.
     """
 
     version: int
@@ -25,7 +25,7 @@ class MigrationStage:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MigrationStage":
-        """From its fields, as JSON has brought them."""
+        """Read from JSON fields."""
         return cls(
             version=data["version"],
             copies=tuple((a, b, c, d) for a, b, c, d in data["copies"]),
@@ -34,7 +34,7 @@ class MigrationStage:
         )
 
     def apply(self, placed_GLE: np.ndarray) -> None:
-        """Switch."""
+        """Apply the changes to a placement in place."""
         for layer, expert, holders in self.changes:
             placed_GLE[:, layer, expert] = False
             placed_GLE[list(holders), layer, expert] = True
@@ -43,22 +43,23 @@ class MigrationStage:
 def plan_stages(
     old_GLE: np.ndarray, new_GLE: np.ndarray, slots_G: Sequence[int], *, version: int, server_G: Sequence[int]
 ) -> list[MigrationStage]:
-    """Stages after each of which every expert has a place.
+    """Plan stages that keep every expert available.
 
-    A GPU holds its old experts and those of a stage until the switch: the double buffer is its room beyond the
-    placement. Where that is enough there is one stage, and it is switched when the next batch
-    begins. Otherwise stages but the last are switched as they arrive, which frees the room for the next.
+    Until the switch a GPU holds its old experts and those of the stage: the double buffer is its room beyond the
+    placement. If that suffices, there is one stage, switched when the next batch begins. Otherwise all stages but the
+    last are switched as they arrive, which frees room for the next.
 
-    Where no expert that is left fits (replicas have taken the room that others need to pass), the one that exceeds it
-    least goes all the same: a GPU then holds more than `slots_G` for one stage.
+    If no remaining expert fits (replicas occupy the room), the one that exceeds the room least goes anyway: a GPU then
+    holds more than `slots_G` for one stage.
 
     Args:
-        slots_G: experts that each GPU has room for, all layers together.
-        version: of the first stage; they count up.
-        server_G: the server of each GPU; copies come from the own one where they can.
+        old_GLE, new_GLE: placements before and after, bool.
+        slots_G: expert slots of each GPU, all layers together.
+        version: version of the first stage; the others count up.
+        server_G: the server of each GPU; copies prefer a source on the same server.
     """
     changed = [(int(layer), int(expert)) for layer, expert in np.argwhere((old_GLE != new_GLE).any(axis=0))]
-    # Those that only free room come first.
+    # First those that only free room.
     changed.sort(key=lambda place: bool((new_GLE[:, *place] & ~old_GLE[:, *place]).any()))
     held_G = old_GLE.sum(axis=(1, 2))
     pulls_G = np.zeros(len(held_G), np.int64)

@@ -29,29 +29,29 @@ from moetool.placement._planner import Problem
 from moetool.types import Cluster, ModelSpec
 
 _MEASURED_TOKENS = 32
-"""Tokens of the prompt that predictors are measured on."""
+"""Prompt tokens for measuring a predictor's cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """Options of `--set` in expert parallelism, besides `RankOptions`.
+    """Options of `--set` for expert parallelism, besides `RankOptions`.
 
     Attributes:
-        placement: `vanilla`: uniform, whatever the plan says; `offline`: the plan, as it is; `reactive`: from the
-            plan, then for the last batch; `proactive`: from the plan, then for the batch that waits.
-        predictors: folders of trained predictors for `proactive`; the cheapest first, such as a cascade and an
+        placement: `vanilla`: uniform, ignoring the plan; `offline`: the plan, unchanged; `reactive`: the plan, then
+            placements for the last batch; `proactive`: the plan, then placements for the waiting batch.
+        predictors: folders of trained predictors for `proactive`, the cheapest first, such as a cascade and an
             awq_replica.
-        planner: places anew.
+        planner: planner of new placements.
         planner_options: its options.
-        buffer_experts: of a GPU's room that placements made while serving leave free, for experts that arrive before
-            others are given up (0: half of what the cluster has beyond one copy of each expert, at least 1).
-        always: make a new placement whether or not it is expected to pay.
-        starts: on which rank a request's tokens start (`Seating`); as the plan says, if not said.
+        buffer_experts: slots per GPU that placements while serving leave free, for experts that arrive before others
+            are dropped (0: half of the cluster's slots beyond one copy of each expert, at least 1).
+        always: apply a new placement even if it is not expected to pay.
+        starts: the rank on which a request's tokens start (`Seating`; default: the plan's).
         cost_row_s, cost_link_bytes_s, cost_move_bytes_s: costs for decisions instead of those measured
             (`moetool.cluster.parallel.rank_costs.GivenCosts`).
-        gather_s: how long a batch that is not full waits for more requests.
-        patience_s: seconds that a batch waits for a decision about it; a later decision is dropped.
-        seed: of planners.
+        gather_s: seconds that an incomplete batch waits for more requests.
+        patience_s: seconds that a batch waits for its pending decision; later decisions are dropped.
+        seed: seed of planners.
     """
 
     placement: str = "offline"
@@ -89,10 +89,10 @@ def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptio
 
 
 def with_buffer(cluster: Cluster, spec: ModelSpec, buffer_experts: int) -> Cluster:
-    """The cluster as planners may fill it while serving: less than there is by the double buffer.
+    """Return the cluster without the double buffer, as planners may fill it while serving.
 
     Raises:
-        CapacityError: the rest does not hold every expert once.
+        CapacityError: the remaining room does not hold every expert once.
     """
     slots_G = np.minimum(cluster.slots_G(spec.slot_bytes), spec.total_experts)
     spare = int(slots_G.sum()) - spec.total_experts
@@ -103,7 +103,7 @@ def with_buffer(cluster: Cluster, spec: ModelSpec, buffer_experts: int) -> Clust
 
 
 def uniform(spec: ModelSpec, cluster: Cluster) -> np.ndarray:
-    """The placement of DIRECTOR's vanilla baseline."""
+    """Return the placement of DIRECTOR's vanilla baseline."""
     tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
     tokens_GLE[:] = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
     demand = Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
@@ -111,11 +111,11 @@ def uniform(spec: ModelSpec, cluster: Cluster) -> np.ndarray:
 
 
 def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[RoutingPredictor]:
-    """Trained predictors of a request's routing from its prompt, with their measured cost.
+    """Load predictors of a prompt's routing and measure their cost.
 
     Raises:
-        UsageError: there is none, or it predicts nothing before a request runs.
-        MismatchError: it is of another model.
+        UsageError: there is none, or it cannot predict before a request runs.
+        MismatchError: it is for another model.
     """
     opened = []
     for folder in folders:
@@ -141,12 +141,12 @@ def open_head(
     toward: str = "",
     narrate: Callable[[str], object] = lambda line: None,
 ) -> RankHead:
-    """A head that is not started.
+    """Build a head; it is not started.
 
     Args:
-        profile: costs before they are measured.
-        toward: HOST:PORT of the Ray head that other machines have joined; empty where all is on this machine.
-        narrate: called with a line about a rank that ends or returns.
+        profile: costs until they are measured.
+        toward: HOST:PORT of the Ray head that other machines have joined; empty if all ranks are on this machine.
+        narrate: called with a line about each lost or returning rank.
 
     Raises:
         UsageError: an unknown planner, or a predictor that needs the running request.
@@ -208,7 +208,7 @@ def open_head(
 
 
 def rank_names(cluster: Cluster) -> tuple[str, ...]:
-    """The server of each GPU, with the GPU's place in it where it has several."""
+    """Return a name for each GPU: its server's, with its index if the server has several."""
     return tuple(
         f"{server.name}/{place}" if len(server.gpus) > 1 else server.name
         for server in cluster.servers
