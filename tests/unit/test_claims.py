@@ -92,6 +92,28 @@ def test_bounds_and_extremes() -> None:
         assert _judge(Check(at_most={"gain": 1.0}), gain, **values).answer == "undecided"
 
 
+def test_a_gain_of_less_than_the_least_effect_is_none() -> None:
+    gain = {"gain": {"less": ("a", "b")}}
+    more = {"more": {"minus": ("a", "b")}}
+    tiny = {"a": [100.0, 100.2, 100.1], "b": [99.9, 100.0, 99.95]}
+    assert _judge(Check(at_least={"gain": 0.0}), gain, **tiny).answer == "undecided"
+    assert _judge(Check(at_least={"more": 0.0}), more, **tiny).answer == "undecided"
+    large = {**tiny, "b": [90.0, 90.2, 90.1]}
+    assert _judge(Check(at_least={"gain": 0.0}), gain, **large).answer == "agrees"
+    assert _judge(Check(at_most={"more": 0.0}), more, **large).answer == "differs"
+    assert _judge(Check(at_least={"gain": 0.05}), gain, **large).answer == "agrees"
+
+
+def test_the_best_of_others_is_the_best_of_each_seed() -> None:
+    best = {"best": {"lowest": ("a", "b", "c")}, "less": {"less": ("best", "d")}}
+    values = derive({"a": [4.0, 8.0], "b": [6.0, 5.0], "c": [9.0, 9.0], "d": [2.0, 5.0]}, best)
+    assert (values["best"], values["less"]) == ([4.0, 5.0], [0.5, 0.0])
+    with pytest.raises(UsageError, match="1 values"):
+        derive({"a": [1.0]}, {"x": {"lowest": ("a",)}})
+    with pytest.raises(UsageError, match="3 values"):
+        derive({"a": [1.0]}, {"x": {"minus": ("a", "a", "a")}})
+
+
 def test_sizes_are_told_beside_directions() -> None:
     values = {"a": [1.0, 1.1], "b": [3.0, 3.1]}
     found = Found(values=values, what="latency", unit="s", on="")

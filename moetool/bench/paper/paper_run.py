@@ -49,6 +49,8 @@ class Tested:
             "size": verdict.size,
             "found": [{"name": n, "mean": m, "half_95": h, "unit": verdict.unit[n]} for n, m, h in verdict.shown],
             "values": {} if self.found is None else {name: list(v) for name, v in self.found.values.items()},
+            "traces": 0 if self.found is None else self.found.traces,
+            "exact": self.found is not None and self.found.exact,
             "on": "" if self.found is None else self.found.on,
             "seconds": self.seconds,
             "pictures": list(self.pictures),

@@ -13,7 +13,8 @@ from moetool.simulation.simulation_results import interval
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
 ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
-_KINDS = ("less", "times", "minus")
+_KINDS = ("less", "times", "minus", "lowest")
+_DIFFERENCES = ("less", "minus")
 _LEAST_EFFECT = 0.01
 """Smallest relevant difference of two ordered values, as a share of the larger."""
 _LEAST_TRACES = 3
@@ -57,7 +58,7 @@ class Check:
     Attributes:
         order: names, each with a lower value than the next.
         lowest, highest: a name below, or above, all others of `among` (default: all measured ones).
-        at_least, at_most: bounds by name.
+        at_least, at_most: bounds by name. Where 0 bounds a derived difference, it has to exceed the least effect.
 
     Raises:
         UsageError: no part is given.
@@ -103,20 +104,23 @@ class Verdict:
 
 
 def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list]:
-    """Values derived from others, per seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b.
+    """Values derived from others, per seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b, `lowest` the least.
 
     A share of 0, or a multiple of it, is NaN.
 
     Raises:
-        UsageError: the kind is unknown, there are not two names, or one was not measured.
+        UsageError: the kind is unknown, there are not two names (`lowest`: too few), or one was not measured.
     """
     made: dict[str, list] = {name: list(given) for name, given in values.items()}
     for name, how in wanted.items():
         ((kind, pair),) = how.items() if len(how) == 1 else [("", ())]
         if kind not in _KINDS:
             raise unknown_name(f"derivation of {name!r}", kind, _KINDS)
-        if len(pair) != 2:
+        if len(pair) < 2 or (len(pair) > 2 and kind != "lowest"):
             raise UsageError(f"{name!r} is derived from {len(pair)} values, expected two")
+        if kind == "lowest":
+            made[name] = [min(each) for each in zip(*(require(made, one) for one in pair), strict=True)]
+            continue
         first, second = (require(made, one) for one in pair)
         for a, b in zip(first, second, strict=True):
             below = a if kind == "less" else b
@@ -173,7 +177,8 @@ def judge(
     for bounds, sign in ((check.at_least, 1), (check.at_most, -1)):
         for name, bound in bounds.items():
             relation = f"{name} {'≥' if sign > 0 else '≤'} {bound:g}"
-            relations.append((relation, [sign * (value - bound) for value in require(values, name)], 0.0))
+            least = 0.0 if bound or found.exact else _least_difference(values, wanted.get(name, {}))
+            relations.append((relation, [sign * (value - bound) for value in require(values, name)], least))
     units = {name: _unit(wanted[name], found.unit) if name in wanted else found.unit for name in values}
     names = [*check.names, *wanted]
     if (check.lowest or check.highest) and not check.among:
@@ -199,6 +204,14 @@ def judge(
     else:
         answer, why = "agrees", ", ".join(words for words, _, _ in relations)
     return Verdict(answer=answer, why=why, size=_sizes(values, size, wanted), shown=shown, unit=units)
+
+
+def _least_difference(values: Mapping[str, Sequence[float]], how: Mapping[str, Sequence[str]]) -> float:
+    """The least effect in the unit of a derived difference; 0 for other values."""
+    kind = next(iter(how), "")
+    if kind not in _DIFFERENCES:
+        return 0.0
+    return _LEAST_EFFECT * (1.0 if kind == "less" else max(abs(v) for one in how[kind] for v in require(values, one)))
 
 
 def _holds(gaps: Sequence[float], least: float, exact: bool) -> bool | None:
@@ -235,4 +248,4 @@ def _sizes(
 
 
 def _unit(how: Mapping[str, Sequence[str]], unit: str) -> str:
-    return {"less": "%", "times": "x", "minus": unit}[next(iter(how))]
+    return {"less": "%", "times": "x"}.get(next(iter(how)), unit)

@@ -85,7 +85,7 @@ def run(stage: Workbench, options: Options) -> Found:
         else f"Gini coefficient of {names[0]}'s experts",
         unit="bits" if options.measure == "tasks" else "",
         on=stage.on(traces),
-        traces=len(stage.seeds),
+        traces=1 if stage.given else len(stage.seeds),
         curves=curves,
         axes=axes,
     )

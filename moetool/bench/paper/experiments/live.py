@@ -2,12 +2,14 @@
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
-from moetool.bench.serve import bench_serve
+from moetool.bench.serve import ServeBench, bench_serve
 from moetool.bench.serving_setup import ServingBenchOptions, Subject
 
 
@@ -16,7 +18,7 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets.
+        data: prompt sets, each timed alone.
         policies: cache policies.
         options: options of policies, by name.
         predictor: predictor for policies that need one; trained on a trace of other prompts of the same sets.
@@ -43,7 +45,7 @@ _WHAT = {
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Time the policies in paired rounds, with one value per round instead of per seed.
+    """Time the policies in paired rounds, with the median of the rounds of each prompt set instead of seeds.
 
     Effects: sets torch's number of threads to one.
 
@@ -55,31 +57,40 @@ def run(stage: Workbench, options: Options) -> Found:
     predictor = None
     if options.predictor:
         predictor = stage.trained(options.predictor, stage.trace(options.data))
-    key = f"live {options.data} {options.policies} {options.predictor} {options.memory} {stage.sizes.texts}"
-    made = stage.once(
-        f"{key} {options.new_tokens} {options.options}",
-        lambda: bench_serve(
-            Subject(model=MODEL, data=options.data, predictor=predictor, work=stage.folder("bench")),
-            policies=options.policies,
-            budgets=[options.memory],
-            options=ServingBenchOptions(
-                rounds=stage.sizes.rounds,
-                requests=stage.sizes.texts,
-                new_tokens=options.new_tokens,
-                threads=1,
-                offload=False,
-            ),
-            policy_options=options.options,
-        ),
-    )
-    values = {
-        line.policy: [_value(each, options) for each in line.rounds]
-        for line in made.lines
-        if line.rounds and (options.measure != "booking" or line.policy in options.policies)
-    }
+    values: dict[str, list[float]] = {}
+    for one in options.data:
+        made = stage.once(
+            f"live {one} {replace(options, measure='latency')}", partial(_timed, stage, options, one, predictor)
+        )
+        for line in made.lines:
+            if line.rounds and (options.measure != "booking" or line.policy in options.policies):
+                rounds = [_value(each, options) for each in line.rounds]
+                values.setdefault(line.policy, []).append(statistics.median(rounds))
     unit = {"latency": "s", "ttft": "ms", "tpot": "ms", "booking": "%"}[options.measure]
-    on = f"{MODEL} live on {made.machine.cpu}, {stage.sizes.texts} requests x {options.new_tokens} new tokens per round"
-    return Found(values=values, what=_WHAT[options.measure], unit=unit, on=on)
+    return Found(
+        values=values,
+        what=_WHAT[options.measure],
+        unit=unit,
+        on=f"{MODEL} live on {made.machine.cpu}, {', '.join(options.data)}: medians of {stage.sizes.rounds} rounds of "
+        f"{stage.sizes.texts} requests x {options.new_tokens} new tokens each",
+        traces=len(options.data),
+    )
+
+
+def _timed(stage: Workbench, options: Options, data: str, predictor: Path | None) -> ServeBench:
+    return bench_serve(
+        Subject(model=MODEL, data=(data,), predictor=predictor, work=stage.folder("bench")),
+        policies=options.policies,
+        budgets=[options.memory],
+        options=ServingBenchOptions(
+            rounds=stage.sizes.rounds,
+            requests=stage.sizes.texts,
+            new_tokens=options.new_tokens,
+            threads=1,
+            offload=False,
+        ),
+        policy_options=options.options,
+    )
 
 
 def _value(found: Mapping[str, Any], options: Options) -> float:

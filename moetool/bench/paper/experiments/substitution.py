@@ -66,6 +66,7 @@ def run(stage: Workbench, options: Options) -> Found:
         unit="nats" if options.measure == "nats" else "%",
         on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, "
         f"{percent(options.memory, 'g')} of experts",
+        traces=len(stage.seeds),
         curves=curves,
         axes=("alpha", "cross-entropy per token, nats"),
     )
