@@ -125,6 +125,9 @@ def test_sizes_are_told_beside_directions() -> None:
 
     assert size(2.5) == size(3.5) == "x as printed"  # 2.9 times: 1.9 more than 1
     assert size(6.0, 8.0) == "x smaller, by 2.6x" and size(2.0) == "x larger, by 1.9x"
+    assert size(60.0) == "x smaller, by 31x"
+    wide = Found(values={"a": [1.0, 1.1], "b": [1.3, 1.0]}, what="latency", unit="s", on="")
+    assert judge(check, wide, wanted, size={"x": (2.0,)}).size == "x none, printed 2"  # 1.1 ± 2.5 times
     assert judge(check, found, wanted).size == ""
 
 

@@ -230,21 +230,29 @@ def _sizes(
     printed: Mapping[str, Sequence[float]],
     wanted: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> str:
-    """Mean values beside the printed ones, in words. Of a multiple, what it is more than 1 counts."""
+    """Mean values beside the printed ones, in words. Of a multiple, what it is more than 1 counts.
+
+    A gain whose interval holds 0 is none.
+    """
     words = []
     for name, theirs in printed.items():
         one = 1.0 if "times" in wanted.get(name, {}) else 0.0
-        mean = sum(require(values, name)) / len(values[name]) - one
+        mean, half = interval(require(values, name))
+        mean -= one
         low, high = min(theirs) - one, max(theirs) - one
         if low / _FACTOR <= mean <= high * _FACTOR:
             words.append(f"{name} as printed")
-        elif mean <= 0 or not math.isfinite(mean):
+        elif mean <= (half or 0.0) or not math.isfinite(mean):
             words.append(f"{name} none, printed {low + one:g}")
         elif mean < low:
-            words.append(f"{name} smaller, by {low / mean:.2g}x")
+            words.append(f"{name} smaller, by {_times(low / mean)}")
         else:
-            words.append(f"{name} larger, by {mean / high:.2g}x")
+            words.append(f"{name} larger, by {_times(mean / high)}")
     return ", ".join(words)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 
 def _unit(how: Mapping[str, Sequence[str]], unit: str) -> str:
