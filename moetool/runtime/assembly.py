@@ -35,7 +35,7 @@ from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.returned_memory import return_freed_memory
-from moetool.runtime.sizing import LEAST_CHUNK
+from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK
 from moetool.runtime.warm_start import WarmStart
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
@@ -47,6 +47,7 @@ _LEAST = {
     "devices": 1,
     "host_memory_bytes": 0,
     "kv_tokens": 16,
+    "expected_context": 16,
     "prefill_chunk": 1,
     "borrowed_slots": 0,
     "first_kv_tokens": 0,
@@ -70,6 +71,8 @@ class ServeOptions:
             `moetool.runtime.expert_store.ExpertStore`). It is not part of the device memory.
         dtype: data type of all weights except the experts, which keep the checkpoint's form.
         kv_tokens: tokens in the KV cache, over all requests; also the longest context of one request.
+        expected_context: tokens of the longest conversation that is expected, by which memory is divided between KV
+            cache and expert slots (`moetool.runtime.expected_reads`).
         prefill_chunk: most prompt tokens of one forward. A longer prompt takes several forwards, and each may need
             every expert.
         max_prompt_wait: approximate limit in seconds on how long decoding requests wait for another request's prompt
@@ -113,6 +116,7 @@ class ServeOptions:
     host_memory_bytes: int = 0
     dtype: str = "float32"
     kv_tokens: int = 4096
+    expected_context: int = GOOD_CONTEXT
     prefill_chunk: int = 512
     max_prompt_wait: float = 0.0
     prefix_caching: bool = True

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from moetool.models.loading import DTYPES, parse_device, parse_dtype
 from moetool.runtime.assembly import ServeOptions, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
+from moetool.runtime.expected_reads import PUBLISHED, ExpectedSplit, MissCurve, best_split, miss_curve
 from moetool.runtime.memory_share import lendable
 from moetool.runtime.own_caches import own_cache
-from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, MemorySplit, divide
-from moetool.runtime.warm_start import policy_in_force
+from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, MemorySplit, with_rest
+from moetool.runtime.warm_start import kept_routes, policy_in_force
 from moetool.tables import count
 from moetool.types import ModelSpec
 
@@ -98,28 +100,43 @@ def choose(
     else:
         limit, source = _process_limit(process_memory_bytes, _state_bytes(checkpoint.spec, policy, options))
     model = footprint(checkpoint, options, predictor_bytes)
-    fixed = {"kv_tokens": chosen.get("kv_tokens"), "chunk_tokens": chosen.get("prefill_chunk")}
-    split = divide(model, limit, **fixed)
-    chunk_why = split.why["chunk_tokens"]
+    automatic = policy == AUTO
+    curve = _curve(checkpoint.spec, chosen) if automatic else PUBLISHED
+    kv_tokens, longest = chosen.get("kv_tokens"), options.expected_context
+    shares_memory = automatic and device.type == "cpu" and options.devices == 1 and device_memory_bytes is None
+    found = best_split(
+        model,
+        limit,
+        kv_tokens=kv_tokens,
+        chunk_tokens=chosen.get("prefill_chunk"),
+        longest=longest,
+        curve=curve,
+        lend=partial(_shared, checkpoint, model, values) if shares_memory else lambda split: {},
+    )
+    chunk_why = found.split.why["chunk_tokens"]
     if device_memory_bytes is not None:
-        fixed["chunk_tokens"] = split.chunk_tokens
-        activations = split.chunk_tokens * model.token_bytes
-        if device_memory_bytes + activations + split.kv_tokens * model.context_bytes < limit:
-            alone = replace(model, context_bytes=0)
-            split, source = (
-                divide(alone, device_memory_bytes + activations, **fixed),
-                why.get("memory", "--device-memory"),
+        chunk = found.split.chunk_tokens
+        activations = chunk * model.token_bytes
+        if device_memory_bytes + activations + found.split.kv_tokens * model.context_bytes < limit:
+            found = best_split(
+                replace(model, context_bytes=0),
+                device_memory_bytes + activations,
+                kv_tokens=kv_tokens,
+                chunk_tokens=chunk,
+                longest=longest,
+                curve=curve,
             )
+            source = why.get("memory", "--device-memory")
+    split, every = found.split, found.split.slots == model.num_experts
+    if every and kv_tokens is None:
+        split = with_rest(model if device_memory_bytes is None else replace(model, context_bytes=0), split)
     chosen |= {"kv_tokens": split.kv_tokens, "prefill_chunk": split.chunk_tokens}
     if device.type == "cuda" and "host_memory_bytes" not in values:
         everything = checkpoint.spec.total_experts * model.slot_bytes
         room = int(memory_bytes()[1] * _HOST_SHARE)
         chosen["host_memory_bytes"] = min(everything, room) if split.slots < model.num_experts else 0
         why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
-    automatic = policy == AUTO
-    shares: dict[str, int] = {}
-    if automatic and device.type == "cpu" and chosen.get("devices", 1) == 1 and device_memory_bytes is None:
-        shares = _shared(checkpoint, model, split, values)
+    shares = dict(found.lent)
     slots = shares.pop("slots", split.slots)
     if "prefill_chunk" in shares:
         chosen["prefill_chunk"], chunk_why = shares.pop("prefill_chunk"), "more than 256 take expert slots"
@@ -137,12 +154,13 @@ def choose(
                     policy, chosen["pool"] = kept.policy, kept.pool
                     why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
-    slots_why, kv_why = split.why["slots"], why.get("kv_tokens", split.why["kv_tokens"])
+    slots_why = split.why["slots"]
+    kv_why = why.get("kv_tokens", "rest, with every expert in a slot" if every else "fewest expected reads, within 2 %")
     chosen = shares | chosen
     if kept_slots < slots:
         slots_why = f"{kept_slots} beside a long prompt and a full KV cache"
     if first := chosen.get("first_kv_tokens", 0):
-        kv_why = f"{first:,} at first, more takes expert slots"
+        kv_why = f"{first:,} at first, more takes expert slots" + (f"; {kv_why}" if kv_tokens is None else "")
     memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + slots * model.slot_bytes
     choices = [
         ("device", chosen["device"], why["device"]),
@@ -153,6 +171,8 @@ def choose(
         ("KV cache", f"{split.kv_tokens:,} tokens", kv_why),
         ("prefill chunk", f"{chosen['prefill_chunk']:,} tokens", chunk_why),
     ]
+    if found.others and not every:
+        choices.append(_reads_row(checkpoint.spec, found, curve))
     form = chosen.get("pool") or "one"
     shape = "" if form == "one" else f", {POOL_FORMS.get(form, form)}"
     choices.append(("policy", policy + shape, why.get("policy", "as set")))
@@ -176,25 +196,51 @@ def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: in
         num_experts=spec.total_experts,
         min_slots=MIN_SLOTS,
         kv_token_bytes=max(1, (many - empty) // (64 * PAGE_TOKENS)),
-        token_bytes=_token_bytes(checkpoint, dtype),
+        token_bytes=_token_bytes(checkpoint, options),
         max_context=checkpoint.max_context or MOST_CHUNK,
+        token_experts=sum(spec.top_k_L),
         context_bytes=2 * max(1, (many - empty) // (64 * PAGE_TOKENS)) // len(config.per_layer_config),
     )
 
 
-def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def _token_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
     """Peak bytes of activations per token, over MoE layers, dense layers and attention."""
-    spec, config = checkpoint.spec, checkpoint.config
+    spec, config, size = checkpoint.spec, checkpoint.config, parse_dtype(options.dtype).itemsize
     rows = max(spec.top_k_L) + spec.num_shared_experts
-    # Rows of its experts: gathered, computed and summed.
-    experts = rows * spec.hidden_size * (3 * dtype.itemsize + 8) + 16 * spec.num_experts
-    dense = 3 * (getattr(config, "intermediate_size", None) or 0) * dtype.itemsize
+    intermediate = getattr(config, "intermediate_size", None) or 0
+    width = getattr(config, "moe_intermediate_size", None) or intermediate
+    if parse_device(options.device).type == "cpu" and options.devices == 1:
+        # Outputs of its experts, their sum in float32, and one expert's rows, which may be those of every token.
+        experts = rows * spec.hidden_size * size + 12 * spec.hidden_size + (2 * spec.hidden_size + 3 * width) * size
+    else:  # rows of its experts are gathered, computed and summed together
+        experts = rows * spec.hidden_size * (3 * size + 8)
+    experts += 16 * spec.num_experts
     queries = 4 * max(config.num_attention_heads * width for _, width in map(kv_shape, config.per_layer_config))
     mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # of a later chunk, in two forms
-    return 8 * spec.hidden_size * dtype.itemsize + max(experts, dense, queries * dtype.itemsize + mask)
+    return 8 * spec.hidden_size * size + max(experts, 3 * intermediate * size, queries * size + mask)
 
 
-def _shared(checkpoint: Checkpoint, model: Footprint, split: MemorySplit, values: Mapping[str, Any]) -> dict[str, int]:
+def _curve(spec: ModelSpec, values: Mapping[str, Any]) -> MissCurve:
+    """Misses by slots: of the routes that the model's last server kept, else of published ones."""
+    routes = kept_routes(spec) if values.get("warm_start", True) else None
+    return PUBLISHED if routes is None else miss_curve(spec, routes) or PUBLISHED
+
+
+def _reads_row(spec: ModelSpec, found: ExpectedSplit, curve: MissCurve) -> tuple[str, str, str]:
+    """Expected reads of a turn, beside those with a small and with a large KV cache."""
+    others = (
+        f"{count(round(loads * spec.slot_bytes), 'B')} with {tokens:,} tokens"
+        for tokens, loads in found.others
+        if tokens != found.split.kv_tokens
+    )
+    return (
+        "expected reads",
+        f"{count(round(found.loads * spec.slot_bytes), 'B')} a turn",
+        "; ".join((*others, curve.source)),
+    )
+
+
+def _shared(checkpoint: Checkpoint, model: Footprint, values: Mapping[str, Any], split: MemorySplit) -> dict[str, int]:
     """Options for borrowing expert slots for prompt chunks and KV cache, where the user has not set them."""
     if "borrowed_slots" in values:
         return {}

@@ -34,6 +34,8 @@ from moetool.types import ForwardInfo, GateEvent
 _IMPLEMENTATION = "moetool"
 _FEW_ROWS = 1024
 """Most choices computed together, because the intermediate values of all are held at once."""
+_SUMMED_TOKENS = 256
+"""Tokens whose products are weighted together on a CPU: the weighted products of all would take twice their memory."""
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
@@ -400,18 +402,22 @@ class ExpertRuntime:
             gather: returns rows of an expert's inputs, by expert and position in [T * K].
         """
         choices = by_expert(index_TK)
-        x_of = choices.split(gather(choices.experts, choices.places))
+        rows_of, at_once = choices.split(choices.places), index_TK.numel() <= _FEW_ROWS
+        x_of = choices.split(gather(choices.experts, choices.places)) if at_once else {}
         products: torch.Tensor | None = None
+
+        def inputs(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return x_of[expert] if at_once else gather(choices.experts[choices.span_of[expert]], rows)
 
         def put(expert: int, output: torch.Tensor) -> None:
             nonlocal products
             if products is None:
                 products = output.new_empty(index_TK.numel(), output.shape[1])
-            products[choices.span_of[expert]] = output
+            products[rows_of[expert]] = output
 
-        self._compute(layer, event, choices.split(choices.places), lambda expert, rows: x_of[expert], put)
+        self._compute(layer, event, rows_of, inputs, put)
         assert products is not None
-        return choices.restore(products)
+        return products
 
     def _compute(
         self,
@@ -601,6 +607,15 @@ class ExpertRuntime:
 
 def _summed(products: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Sum over each token's experts, [T, D] in the wider type of products [T * K, D] and weights."""
+    tokens = _SUMMED_TOKENS if products.device.type == "cpu" else len(weights_TK)
+    if len(weights_TK) > tokens:
+        summed = torch.empty(
+            len(weights_TK), products.shape[1], dtype=torch.promote_types(products.dtype, weights_TK.dtype)
+        )
+        shares = products.view(len(weights_TK), -1).split(tokens)
+        for target, some, weights in zip(summed.split(tokens), shares, weights_TK.split(tokens), strict=True):
+            target.copy_(_summed(some.view(weights.numel(), -1), weights))
+        return summed
     return (products * weights_TK.reshape(-1, 1)).view(*weights_TK.shape, -1).sum(dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Sort a layer's choices by expert, and restore their order."""
+"""Sort a layer's choices by expert."""
 
 from itertools import groupby
 from typing import NamedTuple
@@ -22,12 +22,6 @@ class Choices(NamedTuple):
     def split(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
         """Split a tensor with one row per choice by expert."""
         return {expert: x[span] for expert, span in self.span_of.items()}
-
-    def restore(self, x: torch.Tensor) -> torch.Tensor:
-        """Restore rows to the order of [T * K]."""
-        restored = torch.empty_like(x)
-        restored[self.places] = x
-        return restored
 
 
 def by_expert(index_TK: torch.Tensor) -> Choices:

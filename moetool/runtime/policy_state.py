@@ -82,6 +82,18 @@ def read_facts(path: Path, name: str, revision: str) -> dict[str, str]:
     return facts if expected.items() <= facts.items() else {}
 
 
+def read_array(path: Path, name: str, revision: str, array_name: str) -> np.ndarray | None:
+    """One array of the state that `save_state` kept for policy `name`; None if it or the file is missing or damaged."""
+    if not read_facts(path, name, revision):
+        return None
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            found: np.ndarray = file.get_tensor(array_name)
+    except (OSError, ValueError, safetensors.SafetensorError):
+        return None
+    return found
+
+
 def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
     """Restore the learned state of policy `name` from an earlier run.
 

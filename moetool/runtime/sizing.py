@@ -1,13 +1,13 @@
 """Division of a memory budget between weights, activations, KV cache and expert slots."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moetool.errors import CapacityError
 from moetool.runtime.decoding import PAGE_TOKENS
 from moetool.tables import percent
 
 GOOD_CONTEXT = 8192
-"""Tokens of KV cache that compete with expert slots for memory, limited by the model's context."""
+"""Tokens of the longest expected conversation, limited by the model's context."""
 LEAST_CONTEXT = 1024
 """Fewest useful tokens of KV cache."""
 MOST_KV_TOKENS = 65_536
@@ -15,7 +15,7 @@ MOST_KV_TOKENS = 65_536
 MOST_CHUNK = 8192
 """Most prompt tokens of one forward; longer prompts take several."""
 LEAST_CHUNK = 256
-_SHARE = 16  # 1/16 of the memory for experts goes to the KV cache, then 1/16 to activations
+_SHARE = 16  # 1/16 of the memory for experts goes to activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Footprint:
         token_bytes: activations of one token of a forward, at their peak.
         context_bytes: memory for reading the KV cache per token of context: a copy of one layer's keys and values.
         max_context: longest context that the model was trained for.
+        token_experts: routed experts that a token needs, over all layers.
     """
 
     dense_bytes: int
@@ -40,6 +41,7 @@ class Footprint:
     kv_token_bytes: int
     token_bytes: int
     max_context: int
+    token_experts: int
     context_bytes: int = 0
 
 
@@ -52,7 +54,7 @@ class MemorySplit:
         kv_tokens: tokens of the KV cache, whole pages.
         chunk_tokens: most prompt tokens of one forward.
         unused_bytes: the rest.
-        why: reason for each of the three, in a few words.
+        why: reasons for slots and chunk, in a few words.
     """
 
     slots: int
@@ -62,25 +64,21 @@ class MemorySplit:
     why: dict[str, str]
 
 
-def divide(
-    model: Footprint, memory_bytes: int, *, kv_tokens: int | None = None, chunk_tokens: int | None = None
-) -> MemorySplit:
-    """Divide memory between activations, KV cache and expert slots.
+def divide(model: Footprint, memory_bytes: int, *, kv_tokens: int, chunk_tokens: int | None = None) -> MemorySplit:
+    """Divide memory between activations, a KV cache of given size and expert slots.
 
-    A KV cache of `LEAST_CONTEXT` tokens and activations of `LEAST_CHUNK` come first. Beyond them each gets a fixed
-    share of the rest, up to `GOOD_CONTEXT` and `MOST_CHUNK`, while experts lack slots. If every expert has a slot, the
-    KV cache takes the rest.
+    Activations of `LEAST_CHUNK` tokens come first. Beyond them they get a fixed share of the rest, up to `MOST_CHUNK`,
+    while experts lack slots.
 
     Args:
         memory_bytes: for weights, activations, KV cache and slots together.
-        kv_tokens, chunk_tokens: fixed by the user; None: automatic.
+        chunk_tokens: fixed by the user; None: automatic.
 
     Raises:
         CapacityError: the memory is below the minimum; the message lists the parts.
     """
-    why = {"kv_tokens": "as set", "chunk_tokens": "as set"}
-    context = min(model.max_context, GOOD_CONTEXT)
-    kv = _pages(min(context, LEAST_CONTEXT) if kv_tokens is None else kv_tokens)
+    why = {"chunk_tokens": "as set"}
+    kv = _pages(kv_tokens)
     chunk = min(LEAST_CHUNK, kv) if chunk_tokens is None else chunk_tokens
     kv_token_bytes = model.kv_token_bytes + model.context_bytes
     fixed = model.dense_bytes + kv * kv_token_bytes + chunk * model.token_bytes
@@ -92,13 +90,9 @@ def divide(
             f"{model.min_slots} expert slots {model.min_slots * model.slot_bytes:,}: {memory_bytes - left:,} in all; "
             "allow that much, or lower kv_tokens"
         )
-    if kv_tokens is None:
-        more = _more(left // _SHARE, kv_token_bytes, context - kv) // PAGE_TOKENS * PAGE_TOKENS
-        kv, left = kv + more, left - more * kv_token_bytes
-        why["kv_tokens"] = _said("one full context", kv >= context, more)
     if chunk_tokens is None:
         most = min(MOST_CHUNK, kv)
-        more = _more(left // _SHARE, model.token_bytes, most - chunk)
+        more = max(0, min(most - chunk, left // _SHARE // model.token_bytes))
         chunk, left = chunk + more, left - more * model.token_bytes
         why["chunk_tokens"] = _said("whole prompts", chunk >= most, more)
     slots = min(model.num_experts, model.min_slots + left // model.slot_bytes)
@@ -106,12 +100,15 @@ def divide(
     why["slots"] = (
         "every expert" if slots == model.num_experts else f"{percent(slots / model.num_experts, '.0f')} of the experts"
     )
-    if kv_tokens is None and slots == model.num_experts:
-        most = min(max(MOST_KV_TOKENS, model.max_context), 4 * model.max_context)
-        more = _more(left, kv_token_bytes, most - kv) // PAGE_TOKENS * PAGE_TOKENS
-        kv, left = kv + more, left - more * kv_token_bytes
-        why["kv_tokens"] = "rest, with every expert in a slot"
     return MemorySplit(slots=slots, kv_tokens=kv, chunk_tokens=chunk, unused_bytes=left, why=why)
+
+
+def with_rest(model: Footprint, split: MemorySplit) -> MemorySplit:
+    """Give the KV cache the unused memory of a division in which every expert has a slot."""
+    kv_token_bytes = model.kv_token_bytes + model.context_bytes
+    most = min(max(MOST_KV_TOKENS, model.max_context), 4 * model.max_context) - split.kv_tokens
+    more = max(0, min(most, split.unused_bytes // kv_token_bytes)) // PAGE_TOKENS * PAGE_TOKENS
+    return replace(split, kv_tokens=split.kv_tokens + more, unused_bytes=split.unused_bytes - more * kv_token_bytes)
 
 
 def _said(everything: str, complete: bool, more: int) -> str:
@@ -119,11 +116,6 @@ def _said(everything: str, complete: bool, more: int) -> str:
     if complete:
         return everything
     return f"1/{_SHARE} of the experts' memory" if more else "the minimum, to leave memory for experts"
-
-
-def _more(room_bytes: int, item_bytes: int, most: int) -> int:
-    """Number of further items that fit, at most `most`."""
-    return max(0, min(most, room_bytes // item_bytes))
 
 
 def _pages(tokens: int) -> int:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from moetool.assets import cache_folder
 from moetool.caching._changing import LearnedByAll, PolicyChanges, PolicyChoice
 from moetool.errors import MoetoolError
 from moetool.runtime.live_oracle import CANDIDATES
-from moetool.runtime.policy_state import Learned, read_facts, restore_state, save_state
+from moetool.runtime.policy_state import Learned, read_array, read_facts, restore_state, save_state
 from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
@@ -63,6 +65,17 @@ def policy_in_force(spec: ModelSpec, num_slots: int) -> PolicyChoice | None:
         return None
     kept = (facts.get("in_force"), facts.get("pool"))
     return next((choice for choice in _REMEMBERED if (choice.policy, choice.pool) == kept), None)
+
+
+def kept_routes(spec: ModelSpec) -> np.ndarray | None:
+    """Expert keys [N, sum of top-k] of the newest tokens that a server of the model kept; None if there are none."""
+    for policy, array_name in ((_ALL, "foresight/path_RP"), ("foresight", "path_RP")):
+        routes_NP = read_array(_file(spec, policy), policy, spec.revision, array_name)
+        if routes_NP is not None and routes_NP.shape[1:] == (sum(spec.top_k_L),) and routes_NP.dtype.kind == "i":
+            layer_P = np.repeat(np.arange(spec.num_layers), spec.top_k_L)
+            known = (routes_NP // spec.num_experts == layer_P).all(axis=1)
+            return np.asarray(routes_NP[known])
+    return None
 
 
 def _file(spec: ModelSpec, policy: str) -> Path:

@@ -12,14 +12,16 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.caching._layer_slots import equal_slots
@@ -32,11 +34,14 @@ from moetool.models.location import locate_config
 from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.automatic import ServeSetup, choose
+from moetool.runtime.batching import Batcher
 from moetool.runtime.copies import stride_of
+from moetool.runtime.decoding import Batch
 from moetool.runtime.engine import Engine
 from moetool.runtime.event_window import EventWindow, WindowForward
+from moetool.runtime.expected_reads import ExpectedSplit, best_split
 from moetool.runtime.memory_share import MemoryShare, lendable
-from moetool.runtime.sizing import Footprint, divide
+from moetool.runtime.sizing import GOOD_CONTEXT, Footprint, MemorySplit, divide
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests import families
 from tests.bench.test_foresight import ROUTES, sequences
@@ -315,8 +320,9 @@ SHAPE = Footprint(
     num_experts=1664,
     min_slots=2,
     kv_token_bytes=331_776,
-    token_bytes=262_000,
+    token_bytes=107_776,
     max_context=163_840,
+    token_experts=156,
     context_bytes=24_576,
 )
 """DeepSeek-V2-Lite in bfloat16."""
@@ -327,72 +333,99 @@ SHAPE = Footprint(
 def test_default_settings_on_published_routes(count: int, prompt: int, new: int) -> None:
     """Loads of DeepSeek-V2-Lite without flags over those with KV cache and chunk of exactly the longest request.
 
-    The KV cache grows and shrinks as `GrowingPages` does.
+    A batcher over a model with one small layer composes the forwards, and its KV cache grows as a server's.
     """
     spec, law = sequences("law")
     sources = [np.concatenate(law), np.concatenate(sequences("intent")[1])]
     starts = [(i % 2, i // 2 * (prompt + new)) for i in range(count)]
     rows = [sources[which][at : at + prompt + new] for which, at in starts]
     rows = [row for row in rows if len(row) == prompt + new]
-    memory = round(SHARE * SHAPE.num_experts) * SHAPE.slot_bytes
-    while divide(SHAPE, memory).slots < SHARE * SHAPE.num_experts:
-        memory += 2_000_000
-    split = divide(SHAPE, memory)
-    made = lendable(SHAPE, split, chunk=True, cache=True)
+    found = default_split(round(SHARE * SHAPE.num_experts))
+    memory = found.split.slots * SHAPE.slot_bytes + found.split.unused_bytes
+    memory += found.split.kv_tokens * (SHAPE.kv_token_bytes + SHAPE.context_bytes)
+    memory += found.split.chunk_tokens * SHAPE.token_bytes
     hand = divide(SHAPE, memory, kv_tokens=prompt + new, chunk_tokens=prompt)
     by_hand = {
-        f"{name}{' by layer' if by_layer else ''}": _served(spec, rows, prompt, hand.slots, name, by_layer=by_layer)
+        f"{name}{' by layer' if by_layer else ''}": _served(spec, rows, prompt, hand, {}, name, by_layer=by_layer)
         for name, by_layer in (("foresight", True), ("foresight", False), ("lfru", True), ("lru", True))
     }
-    slots, first = made["slots"], made["first_kv_tokens"]
-    share = MemoryShare(
-        most_slots=made["borrowed_slots"],
-        chunk_tokens=made.get("prefill_chunk", split.chunk_tokens),
-        kv_slots=made["kv_slots"],
-        kv_tokens=split.kv_tokens - first,
-    )
-    ours = _served(
-        spec, rows, prompt, slots, "foresight", by_layer=True, share=share, first=first, most=split.kv_tokens
-    )
+    ours = _served(spec, rows, prompt, found.split, found.lent, "foresight", by_layer=True)
     best = min(by_hand.values())
-    print(f"\n  {len(rows)} of {prompt} + {new}: {slots} slots without flags ({made}), {hand.slots} by hand: {by_hand}")
+    print(
+        f"\n  {len(rows)} of {prompt} + {new}: without flags {found.split} {found.lent}; "
+        f"{hand.slots} slots by hand: {by_hand}"
+    )
     print(f"  {ours} loads without flags, {ours / best:.3f} x the best")
+
+
+def default_split(slots: int) -> ExpectedSplit:
+    """The division without flags that has so many slots beside a full KV cache."""
+    memory = slots * SHAPE.slot_bytes
+    while True:
+        found = best_split(
+            SHAPE,
+            memory,
+            kv_tokens=None,
+            chunk_tokens=None,
+            longest=GOOD_CONTEXT,
+            lend=partial(lendable, SHAPE, chunk=True, cache=True),
+        )
+        if found.split.slots >= slots:
+            return found
+        memory += 2_000_000
 
 
 def _served(
     spec: ModelSpec,
     rows: Sequence[np.ndarray],
     prompt: int,
-    slots: int,
+    split: MemorySplit,
+    lent: Mapping[str, int],
     name: str,
     *,
     by_layer: bool,
-    share: MemoryShare | None = None,
-    first: int = 0,
-    most: int = 0,
 ) -> int:
+    slots, first = lent.get("slots", split.slots), lent.get("first_kv_tokens", 0)
     residency = Residency(build_policy(name, spec, {}, slots), layer_slots=equal_slots(spec, slots) if by_layer else ())
-    chunk = share.chunk_tokens if share is not None else prompt
-    page, number, used_most, granted = 16, 0, 0, first // 16
-    step = max(1, -(-(most // page - granted) // 16))
+    share = MemoryShare(
+        most_slots=lent.get("borrowed_slots", 0),
+        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
+        kv_slots=lent.get("kv_slots", 0),
+        kv_tokens=split.kv_tokens - first if first else 0,
+    )
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=16_384,
+    )
+    batcher = Batcher(
+        LlamaForCausalLM(config).eval(),
+        max_requests=8,
+        kv_tokens=split.kv_tokens,
+        max_batch_tokens=share.chunk_tokens,
+        prefix_caching=True,
+        first_kv_tokens=first,
+    )
+
+    def forward(batch: Batch) -> None:
+        info = batch.info
+        residency.lend(share.borrowed(len(info.request_T)) + share.borrowed_by_cache(batcher.borrowed_kv_tokens))
+        experts_TLK = np.array([rows[r][t] for r, t in zip(info.request_T, info.position_T, strict=True)])
+        residency.begin_forward(info)
+        for layer in range(spec.num_layers):
+            routes = tuple(map(tuple, experts_TLK[:, layer].tolist()))
+            residency.event(GateEvent(forward=info, layer=layer, experts_TK=routes, weights_TK=None))
+        residency.end_forward(info)
+
+    batcher.on_forward = forward
     for request, row in enumerate(rows):
-        held, ends = 0, [*range(chunk, prompt, chunk), *range(prompt, len(row) + 1)]
-        for end in ends:
-            part = row[held:end]
-            if share is not None:
-                used_most, number_next = max(used_most, -(-held // page)), number + 1
-                if number_next % 256 == 0:
-                    steps = -(-max(0, used_most - first // page) // step)
-                    granted, used_most = min(granted, first // page + steps * step), 0
-                while -(-end // page) > granted and granted < most // page:
-                    granted = min(most // page, granted + step)
-                residency.lend(share.borrowed(len(part)) + share.borrowed_by_cache(granted * page - first))
-            info, events = make_forward(spec, part, forward_id=number, request=request)
-            number += 1
-            residency.begin_forward(info)
-            for event in events:
-                residency.event(event)
-            residency.end_forward(info)
-            held = end
+        tokens = np.random.default_rng(request).integers(3, 64, prompt).tolist()
+        batcher.add(request, tokens, SamplingParams(max_tokens=len(row) - prompt, ignore_eos=True))
+        while not batcher.idle:
+            batcher.step()
         residency.end_request(request)
+    batcher.close()
     return residency.counts.loads

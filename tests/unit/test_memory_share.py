@@ -3,12 +3,14 @@
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
@@ -16,10 +18,12 @@ from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.returned_memory import UntouchedZeros, give_back, return_freed_memory
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
+from moetool.types import ForwardInfo, Phase
 
 
 def test_longer_chunks_borrow_more_and_never_less_than_their_activations() -> None:
@@ -83,9 +87,10 @@ def test_a_released_slot_is_loaded_anew(prefetch: bool, reference: Path) -> None
     cache=st.booleans(),
     tokens=st.integers(1, 9000),
     grown=st.floats(0, 1),
+    kv_tokens=st.integers(1024, 8192),
 )
 def test_the_memory_holds_what_is_lent_and_what_is_kept(
-    memory: int, num_experts: int, chunk: bool, cache: bool, tokens: int, grown: float
+    memory: int, num_experts: int, chunk: bool, cache: bool, tokens: int, grown: float, kv_tokens: int
 ) -> None:
     model = Footprint(
         dense_bytes=1_000_000_000,
@@ -95,9 +100,10 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
         kv_token_bytes=98_304,
         token_bytes=150_000,
         max_context=40_960,
+        token_experts=384,
         context_bytes=4096,
     )
-    split = divide(model, memory)
+    split = divide(model, memory, kv_tokens=kv_tokens)
     made = lendable(model, split, chunk=chunk, cache=cache)
     borrowed, kv_slots = made.get("borrowed_slots", 0), made.get("kv_slots", 0)
     first, longest = made.get("first_kv_tokens", split.kv_tokens), made.get("prefill_chunk", split.chunk_tokens)
@@ -118,3 +124,48 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
 def test_slots_that_no_chunk_can_borrow_are_refused() -> None:
     with pytest.raises(UsageError, match=r"borrowed_slots is 4, but chunks of prefill_chunk=256 tokens borrow none"):
         ServeOptions(borrowed_slots=4, prefill_chunk=256)
+
+
+class _Large(TorchDispatchMode):
+    """Collects the storages of tensors of at least this many bytes that operations make."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._num_bytes = num_bytes
+        self.made: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self._num_bytes:
+                self.made[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return made
+
+
+def test_outputs_of_a_long_prompts_experts_are_held_once(reference: Path) -> None:
+    """Neither gathered inputs nor weighted outputs of all choices take memory, and the sum is the same to the bit."""
+    with contextlib.closing(load_lazy(Checkpoint.open(reference), torch.float32, CPU)) as loaded:
+        residency = Residency(build_policy("lru", loaded.spec, {}, 8))
+        runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency))
+        layer, num_tokens, draw = loaded.layers[0], 700, torch.Generator().manual_seed(1)
+        hidden_TD = torch.randn(num_tokens, loaded.spec.hidden_size, generator=draw)
+        index_TK = torch.rand(num_tokens, layer.num_experts, generator=draw).topk(layer.top_k).indices
+        weights_TK = torch.rand(index_TK.shape, generator=draw)
+        info = ForwardInfo(
+            forward_id=0,
+            request_T=(0,) * num_tokens,
+            phase_T=(Phase.PREFILL,) * num_tokens,
+            position_T=tuple(range(num_tokens)),
+        )
+        watched = list[torch.Tensor]()
+        watching = runtime.watch_products(layer, lambda products_TKD: watched.append(products_TKD.clone()))
+        for measured in (False, True):
+            runtime.begin_forward(info)
+            with _Large(index_TK.numel() * hidden_TD.shape[1] * 4) as large, torch.inference_mode():
+                output_TD = runtime.forward(layer, hidden_TD, index_TK, weights_TK)
+            runtime.end_forward()
+            if not measured:
+                watching.remove()
+        runtime.close()
+    assert len(large.made) == 1
+    assert torch.equal(output_TD, (watched[0] * weights_TK[..., None]).sum(dim=1))

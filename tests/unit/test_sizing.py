@@ -2,13 +2,24 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moetool.errors import CapacityError
-from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, LEAST_CONTEXT, MOST_CHUNK, Footprint, divide
+from moetool.runtime.expected_reads import ExpectedSplit, best_split
+from moetool.runtime.memory_share import lendable
+from moetool.runtime.sizing import (
+    GOOD_CONTEXT,
+    LEAST_CHUNK,
+    LEAST_CONTEXT,
+    MOST_CHUNK,
+    Footprint,
+    MemorySplit,
+    with_rest,
+)
 
 MODEL = Footprint(
     dense_bytes=3_000_000_000,
@@ -18,8 +29,17 @@ MODEL = Footprint(
     kv_token_bytes=98_304,
     token_bytes=150_000,
     max_context=40_960,
+    token_experts=48 * 8,
     context_bytes=4096,
 )
+
+
+def found_with(memory: int) -> ExpectedSplit:
+    return best_split(MODEL, memory, kv_tokens=None, chunk_tokens=None, longest=GOOD_CONTEXT)
+
+
+def chosen(memory: int) -> MemorySplit:
+    return found_with(memory).split
 
 
 @given(
@@ -32,9 +52,10 @@ MODEL = Footprint(
 def test_the_parts_stay_within_the_memory(
     memory: int, kv_tokens: int | None, chunk_tokens: int | None, num_experts: int, max_context: int
 ) -> None:
-    model = replace(MODEL, num_experts=num_experts, max_context=max_context)
+    model = replace(MODEL, num_experts=num_experts, max_context=max_context, token_experts=min(384, num_experts))
     try:
-        split = divide(model, memory, kv_tokens=kv_tokens, chunk_tokens=chunk_tokens)
+        found = best_split(model, memory, kv_tokens=kv_tokens, chunk_tokens=chunk_tokens, longest=GOOD_CONTEXT)
+        split = found.split if kv_tokens is not None else with_rest(model, found.split)
     except CapacityError:
         return
     used = (
@@ -53,37 +74,36 @@ def test_the_parts_stay_within_the_memory(
         assert split.chunk_tokens == chunk_tokens
 
 
-def test_more_memory_never_takes_slots_away() -> None:
-    splits = [divide(MODEL, gigabytes * 10**9) for gigabytes in range(4, 90)]
+def test_more_memory_never_takes_slots_away_and_never_adds_reads() -> None:
+    splits = [found_with(gigabytes * 10**9) for gigabytes in range(4, 90)]
     for less, more in itertools.pairwise(splits):
-        assert less.slots <= more.slots
-        assert less.kv_tokens <= more.kv_tokens
-        assert less.chunk_tokens <= more.chunk_tokens
-
-
-@pytest.mark.parametrize("gigabytes", [8, 16, 24, 48])
-def test_beyond_the_least_experts_keep_seven_eighths_of_what_they_could_use(gigabytes: int) -> None:
-    memory = gigabytes * 10**9
-    split = divide(MODEL, memory)
-    least = divide(MODEL, memory, kv_tokens=LEAST_CONTEXT, chunk_tokens=LEAST_CHUNK)
-    assert least.slots < MODEL.num_experts and split.slots >= 7 / 8 * least.slots
+        assert less.split.slots <= more.split.slots
+        assert 1.02 * less.loads >= more.loads
 
 
 def test_a_prompt_is_one_forward_where_memory_is_not_tight() -> None:
-    split = divide(MODEL, 24 * 10**9)
+    lent = best_split(
+        MODEL,
+        24 * 10**9,
+        kv_tokens=None,
+        chunk_tokens=None,
+        longest=GOOD_CONTEXT,
+        lend=partial(lendable, MODEL, chunk=True, cache=True),
+    )
+    split = lent.split
     assert split.kv_tokens == GOOD_CONTEXT
     assert split.chunk_tokens == MOST_CHUNK
     assert 1500 < split.slots < MODEL.num_experts
-    everything = divide(MODEL, 96 * 10**9)
+    everything = with_rest(MODEL, chosen(96 * 10**9))
     assert everything.slots == MODEL.num_experts
     assert everything.kv_tokens >= MODEL.max_context
 
 
 def test_too_little_memory_is_refused_with_the_parts() -> None:
     with pytest.raises(CapacityError, match=r"3,000,000,000.*expert slots.*in all") as caught:
-        divide(MODEL, 3 * 10**9)
+        chosen(3 * 10**9)
     needed = int(str(caught.value).split(": ")[-1].split(" in all")[0].replace(",", ""))
-    split = divide(MODEL, needed)
+    split = chosen(needed)
     assert (split.slots, split.kv_tokens, split.chunk_tokens) == (MODEL.min_slots, LEAST_CONTEXT, LEAST_CHUNK)
     with pytest.raises(CapacityError):
-        divide(MODEL, needed - 1)
+        chosen(needed - 1)

@@ -1,0 +1,178 @@
+"""Division of memory between KV cache and expert slots by the experts that a turn of a chat is expected to read.
+
+A slot saves misses; a token of KV cache saves forwarding a conversation again. Turns are assumed as follows: the
+conversation has between `SHORTEST` tokens and the longest expected, evenly on a logarithmic scale; the turn adds
+`TURN_PROMPT` tokens and `TURN_ANSWER` new ones; one turn in eight begins with the whole text as its prompt. A
+conversation that outgrows the KV cache is forwarded whole at each turn.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from moetool.errors import CapacityError
+from moetool.runtime.memory_share import MemoryShare
+from moetool.runtime.sizing import LEAST_CONTEXT, Footprint, MemorySplit, divide
+from moetool.types import ModelSpec
+
+SHORTEST = 256
+TURN_PROMPT, TURN_ANSWER = 128, 256
+_BEGINNING = 1 / 8  # turns without a cached prefix
+_NEAR = 0.02  # a longer context is worth as much
+_LENGTHS, _CANDIDATES, _POINTS = 16, 32, 32
+LEAST_TOKENS = 128
+"""Fewest kept tokens whose routes give a miss curve."""
+_MOST_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissCurve:
+    """Loads for each needed expert by the share of the experts that have slots, piecewise linear.
+
+    Attributes:
+        shares: ascending, from 0 to 1.
+        loads: for each share.
+        source: for display.
+    """
+
+    shares: tuple[float, ...]
+    loads: tuple[float, ...]
+    source: str
+
+    def at(self, share: float) -> float:
+        """Loads for each needed expert."""
+        right = min(max(bisect_right(self.shares, share), 1), len(self.shares) - 1)
+        (start, stop), (first, last) = self.shares[right - 1 : right + 1], self.loads[right - 1 : right + 1]
+        return first + (last - first) * (share - start) / (stop - start)
+
+
+PUBLISHED = MissCurve(
+    shares=(0, 0.125, 0.25, 0.5, 1), loads=(1, 0.614, 0.418, 0.207, 0), source="misses of DeepSeek-V2-Lite's routes"
+)
+"""foresight, equal slots per layer, law (`moetool bench policies`, `moetool guide benchmarks`)."""
+
+
+def miss_curve(spec: ModelSpec, routes_NP: np.ndarray) -> MissCurve | None:
+    """Misses of LRU with equal slots per layer over the newest tokens of one model's routes; None if they are too few.
+
+    Args:
+        routes_NP: expert keys of each token, layer after layer; -1: unknown.
+
+    Source: stack distances (Mattson et al., 1970). Deviation: all experts that a token needs in a layer count against
+        the slots before it, and the first quarter of the tokens only fills them.
+    """
+    routes_NP = routes_NP[(routes_NP >= 0).all(axis=1)][-_MOST_TOKENS:]
+    if len(routes_NP) < LEAST_TOKENS:
+        return None
+    hits_S, needed = np.zeros(_POINTS), 0
+    for layer, (start, stop) in enumerate(pairwise(accumulate(spec.top_k_L, initial=0))):
+        stack: list[int] = []  # most recently used first
+        depth_count = np.zeros(spec.num_experts_L[layer] + 1)
+        for row, keys in enumerate(routes_NP[:, start:stop].tolist()):
+            depths = [stack.index(key) for key in keys if key in stack]
+            if row >= len(routes_NP) // 4:
+                needed += len(keys)
+                for depth in depths:
+                    depth_count[depth] += 1
+            stack = keys + [key for key in stack if key not in keys]
+        slots_S = np.arange(_POINTS) * spec.num_experts_L[layer] // _POINTS
+        hits_S += np.concatenate([[0], np.cumsum(depth_count)])[slots_S]
+    return MissCurve(
+        shares=(*(np.arange(_POINTS) / _POINTS).tolist(), 1.0),
+        loads=(*(1 - hits_S / needed).tolist(), 0.0),
+        source="misses of this model's last tokens",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedSplit:
+    """A division of memory and what it is expected to read.
+
+    Attributes:
+        split: weights, activations, KV cache and slots at full size.
+        lent: options for borrowing slots (`moetool.runtime.memory_share.lendable`).
+        loads: expected loads of experts per turn.
+        others: tokens of KV cache and expected loads of the smallest and the largest cache that were compared.
+    """
+
+    split: MemorySplit
+    lent: Mapping[str, int]
+    loads: float
+    others: tuple[tuple[int, float], ...] = ()
+
+
+def best_split(
+    model: Footprint,
+    memory_bytes: int,
+    *,
+    kv_tokens: int | None,
+    chunk_tokens: int | None,
+    longest: int,
+    curve: MissCurve = PUBLISHED,
+    lend: Callable[[MemorySplit], Mapping[str, int]] = lambda split: {},
+) -> ExpectedSplit:
+    """Choose the largest KV cache with which a turn is expected to load at most `_NEAR` more than the fewest experts.
+
+    Args:
+        memory_bytes, chunk_tokens: as for `divide`.
+        kv_tokens: fixed by the user; None: chosen, at least `LEAST_CONTEXT`.
+        longest: tokens of the longest expected conversation.
+        lend: options for borrowing slots with a given division.
+
+    Raises:
+        CapacityError: as for `divide`.
+    """
+    context = min(model.max_context, longest)
+    least = min(context, LEAST_CONTEXT)
+    sizes = [least + (context - least) * i // _CANDIDATES for i in range(_CANDIDATES + 1)]
+    found: list[ExpectedSplit] = []
+    for size in sorted(set(sizes)) if kv_tokens is None else [kv_tokens]:
+        try:
+            split = divide(model, memory_bytes, kv_tokens=size, chunk_tokens=chunk_tokens)
+        except CapacityError:
+            if not found:
+                raise
+            break
+        lent = lend(split)
+        found.append(ExpectedSplit(split=split, lent=lent, loads=expected_loads(model, split, lent, curve, longest)))
+    most = (1 + _NEAR) * min(one.loads for one in found)
+    best = next(one for one in reversed(found) if one.loads <= most)
+    if kv_tokens is not None:
+        return best
+    ends = tuple((one.split.kv_tokens, one.loads) for one in (found[0], found[-1]))
+    return ExpectedSplit(split=best.split, lent=best.lent, loads=best.loads, others=ends)
+
+
+def expected_loads(
+    model: Footprint, split: MemorySplit, lent: Mapping[str, int], curve: MissCurve, longest: int
+) -> float:
+    """Expected loads of experts per turn, answer included."""
+    first = lent.get("first_kv_tokens", split.kv_tokens)
+    share = MemoryShare(
+        most_slots=lent.get("borrowed_slots", 0),
+        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
+        kv_slots=lent.get("kv_slots", 0),
+        kv_tokens=split.kv_tokens - first,
+    )
+    shortest = min(SHORTEST, longest)
+    total = 0.0
+    for number in range(_LENGTHS):
+        length = shortest * (longest / shortest) ** ((number + 0.5) / _LENGTHS)
+        grown = max(0, int(min(length, split.kv_tokens)) - first)
+        slots = lent.get("slots", split.slots) - share.borrowed_by_cache(grown)
+        new = min(TURN_PROMPT, length) if length <= split.kv_tokens else length
+        total += TURN_ANSWER * model.token_experts * curve.at(slots / model.num_experts)
+        total += (1 - _BEGINNING) * _prompt_loads(model, share, slots, new)
+        total += _BEGINNING * _prompt_loads(model, share, slots, length)
+    return total / _LENGTHS
+
+
+def _prompt_loads(model: Footprint, share: MemoryShare, slots: int, tokens: float) -> float:
+    """Loads of a prompt whose chunks each need experts chosen evenly, those in slots aside."""
+    chunks = max(1.0, tokens / share.chunk_tokens)
+    unused = (1 - model.token_experts / model.num_experts) ** (tokens / chunks)
+    kept = max(0, slots - share.borrowed(int(tokens / chunks)))
+    return chunks * (1 - unused) * (model.num_experts - kept)
