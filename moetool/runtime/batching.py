@@ -33,14 +33,13 @@ from moetool.runtime.decoding import (
 from moetool.runtime.growing_pages import GrowingPages
 from moetool.runtime.paged_attention import DecodeRows, SequenceEnds, no_mask, paged_attention
 from moetool.runtime.prefix_pages import PrefixPages
+from moetool.runtime.prompt_chunks import PromptChunks
 from moetool.runtime.returned_memory import UntouchedZeros, give_back
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
 
 _LOG = logging.getLogger(__name__)
 _ATTENTION = "moetool_paged"
-LEAST_CHUNK = 64
-"""Fewest prompt tokens of a forward that other requests wait for: each forward may need every expert."""
 
 
 @dataclass(slots=True)
@@ -69,8 +68,8 @@ class Batcher:
         max_batch_tokens: most tokens of one forward; longer prompts come in chunks.
         unreserved: number of requests admitted whatever their length: if the KV cache proves too small, one of them
             restarts. Further requests are admitted only if the cache holds all at full length.
-        max_prompt_wait_s: time limit of a forward with prompt tokens while others decode. Chunks shrink after a longer
-            forward, down to `LEAST_CHUNK` tokens (0: chunks have full size).
+        max_prompt_wait_s: time limit of a forward with prompt tokens while others decode
+            (`moetool.runtime.prompt_chunks.PromptChunks`; 0: chunks have full size).
         prefix_caching: keep the pages of finished requests, and forward only the part of a prompt without a page. No
             effect on models with sliding-window layers.
         first_kv_tokens: initial tokens of the KV cache (`GrowingPages`); 0, and models with sliding-window layers: all.
@@ -81,6 +80,7 @@ class Batcher:
         graphs: runs decode steps once they are recorded (`record_steps`).
         fixed_shapes: whether the sequences of a decode step attend in one call, by tensors of fixed shapes; default on
             a GPU, where many calls cost more than padding.
+        stalled_s: returns the seconds that forwards have waited for experts so far.
 
     Effects: switches the model to moetool's paged attention and hooks its forward; `close` undoes both.
 
@@ -106,6 +106,7 @@ class Batcher:
         AttentionMaskInterface.register(_ATTENTION, no_mask)
         self.model = model
         self.on_forward: Callable[[Batch], None] | None = None
+        self.stalled_s: Callable[[], float] = float
         self.graphs: DecodeGraphs | None = None
         self.fixed_shapes = model.device.type == "cuda"
         self.max_requests = max_requests
@@ -134,8 +135,7 @@ class Batcher:
         if self._latent is not None:  # the cache takes its shape from the config, and latent attention has another
             text.num_key_value_heads, text.head_dim = kv_shape(text)
         self._sampler = Sampler(self._eos)
-        self._max_prompt_wait_s = max_prompt_wait_s
-        self._chunk_tokens = max_batch_tokens
+        self._chunks = PromptChunks(max_prompt_wait_s, max_batch_tokens)
         self._first_kv_tokens = first_kv_tokens
         self._growing: GrowingPages | None = None
         self._manager: Any = None
@@ -228,20 +228,20 @@ class Batcher:
             self._pages.begin_forward()
             if self._growing is not None:
                 self._growing.begin_forward()
-            decoding = self._max_prompt_wait_s > 0 and any(request.done for request in self._requests.values())
-            self.processor.max_batch_tokens = self._chunk_tokens if decoding else self._config.max_batch_tokens
+            num_decoding = sum(request.done > 0 for request in self._requests.values())
+            chunk = self._chunks.tokens(decoding=num_decoding > 0)
+            self.processor.max_batch_tokens = min(self._config.max_batch_tokens, chunk + num_decoding)
             prepared = self.processor.prepare_next_batch()
             self._leaving.clear()
             if not prepared:
                 return outputs
-            began = time.perf_counter()
+            began, stalled_s = time.perf_counter(), self.stalled_s()
             with torch.inference_mode():
                 self.processor._generation_step(
                     self.graphs if self.graphs is not None and self._decodes else self.model
                 )
             self.processor.update_batch()
-            if decoding:
-                self._fit_chunk(time.perf_counter() - began)
+            self._chunks.observe(self._num_prompt_tokens, time.perf_counter() - began, self.stalled_s() - stalled_s)
         except Exception as error:
             outputs += self._recover(error, prepared)
         else:
@@ -283,14 +283,10 @@ class Batcher:
             num_inside += 1
             free_pages -= request.num_pages
 
-    def _fit_chunk(self, took_s: float) -> None:
-        """Choose the next chunk size from the time of the last chunk."""
-        info = None if self._batch is None else self._batch.info
-        num_prompt = 0 if info is None else sum(phase is Phase.PREFILL for phase in info.phase_T)
-        if num_prompt < min(LEAST_CHUNK, self._chunk_tokens) // 2:
-            return  # a decode step, or the end of a prompt
-        wanted = int(num_prompt * self._max_prompt_wait_s / took_s)
-        self._chunk_tokens = min(self._config.max_batch_tokens, max(LEAST_CHUNK, min(wanted, 2 * num_prompt)))
+    @property
+    def _num_prompt_tokens(self) -> int:
+        """Prompt tokens of the last forward."""
+        return 0 if self._batch is None else sum(phase is Phase.PREFILL for phase in self._batch.info.phase_T)
 
     def _may_reuse(self, name: str) -> bool:
         """Whether a request may reuse cached pages: one whose routes are recorded must be forwarded."""

@@ -98,6 +98,7 @@ class Engine:
         self._saved = time.monotonic()
         self.batcher = batcher
         batcher.on_forward = self._on_forward
+        batcher.stalled_s = lambda: self.store.stats.stall_seconds
         if isinstance(batcher, Batcher):
             batcher.record_steps(loaded.layers, runtime)
         self._log = log

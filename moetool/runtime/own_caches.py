@@ -5,6 +5,8 @@ model's own attention and cache they run as in `generate`. The forwards of the r
 (`moetool.runtime.meeting`), so that experts are loaded and multiplied once for all.
 """
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +27,7 @@ from moetool.runtime.decoding import (
     score_prompt,
 )
 from moetool.runtime.meeting import Meeting
+from moetool.runtime.prompt_chunks import PromptChunks
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
 
@@ -60,6 +63,7 @@ def open_batcher(
             kv_tokens=kv_tokens,
             max_batch_tokens=max_batch_tokens,
             prefix_caching=prefix_caching and goes_on(model.config.get_text_config()),
+            max_prompt_wait_s=max_prompt_wait_s if goes_on(model.config.get_text_config()) else 0.0,
         )
     return Batcher(
         model,
@@ -81,6 +85,8 @@ class _Request:
     answer: list[int] = field(default_factory=list)
     cache: Any = None
     reused: int = 0  # tokens of the prompt that the cache held before its first forward
+    held: int = 0  # tokens of the prompt that the cache holds
+    take: int = 0  # tokens of the prompt in its next forward
 
     @property
     def num_tokens(self) -> int:
@@ -89,21 +95,21 @@ class _Request:
 
     @property
     def coming(self) -> list[int]:
-        """Tokens of its next forward: the prompt, as far as it is not in the cache, or the newest one."""
-        return self.answer[-1:] or self.prompt[self.reused :]
+        """Tokens of its next forward: `take` of the prompt that are not in the cache, or the newest one."""
+        return self.answer[-1:] or self.prompt[self.held : self.held + self.take]
 
     @property
     def start(self) -> int:
         """Position of the first of them."""
-        return len(self.prompt) + len(self.answer) - 1 if self.answer else self.reused
+        return len(self.prompt) + len(self.answer) - 1 if self.answer else self.held
 
 
 class OwnCaches:
     """Continuous batching with one cache per request; otherwise like `Batcher`.
 
     Requests begin in order of arrival, if their caches fit at full length. A prompt is forwarded whole, whatever its
-    length. States of fixed size cannot go back to an earlier token, so a prompt can only go on where a whole earlier
-    request ended.
+    length, unless other requests wait for it (`max_prompt_wait_s`). States of fixed size cannot go back to an earlier
+    token, so a prompt can only go on where a whole earlier request ended.
 
     Args:
         model: a transformers model in memory.
@@ -112,9 +118,11 @@ class OwnCaches:
         max_batch_tokens: most tokens of one forward, unless a single prompt has more.
         prefix_caching: keep the cache of the request that ended last while there is room, for a prompt that begins
             with all of its tokens.
+        max_prompt_wait_s: as for `Batcher`, for families whose caches take several tokens at once (`goes_on`).
 
     Attributes:
         kv_bytes: upper bound of the caches' bytes; they grow with the requests.
+        stalled_s: as for `Batcher`.
     """
 
     evicted_pages = held_kv_bytes = 0
@@ -127,13 +135,16 @@ class OwnCaches:
         max_requests: int = 1,
         max_batch_tokens: int = 512,
         prefix_caching: bool = False,
+        max_prompt_wait_s: float = 0.0,
     ) -> None:
         self.model = model
         self.max_requests = max_requests
         self.kv_tokens = kv_tokens
         self.kv_bytes = kv_cache_bytes(model.config.get_text_config(), model.dtype, kv_tokens)
         self.on_forward: Callable[[Batch], None] | None = None
+        self.stalled_s: Callable[[], float] = float
         self._max_batch_tokens = max_batch_tokens
+        self._chunks = PromptChunks(max_prompt_wait_s, sys.maxsize)
         self._prefix_caching = prefix_caching
         self._ended: tuple[list[int], Any] | None = None  # tokens of the last request, and its cache
         self._eos = eos_ids(model)
@@ -198,12 +209,21 @@ class OwnCaches:
         requests = self._next_batch()
         if not requests:
             return []
+        num_prompt_tokens = sum(len(request.coming) for request in requests if not request.answer)
+        began, stalled_s = time.perf_counter(), self.stalled_s()
         try:
             logits_RV = self._forward(requests)
         except Exception as error:
             return [self._fail(request, error) for request in requests]
+        self._chunks.observe(num_prompt_tokens, time.perf_counter() - began, self.stalled_s() - stalled_s)
         self._forward_id += 1
-        return [self._sample(request, logits_RV[i : i + 1]) for i, request in enumerate(requests)]
+        for request in requests:
+            request.held += 0 if request.answer else request.take
+        return [
+            self._sample(request, logits_RV[i : i + 1])
+            for i, request in enumerate(requests)
+            if request.held == len(request.prompt)
+        ]
 
     def score(self, request: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         """Forward a prompt by itself, outside the running requests; gives its logits as `score_prompt`."""
@@ -234,16 +254,19 @@ class OwnCaches:
         tokens, cache = self._ended
         if len(tokens) < len(request.prompt) and request.prompt[: len(tokens)] == tokens:
             request.cache, request.reused, self._ended = cache, len(tokens), None
+            request.held = request.reused
 
     def _next_batch(self) -> list[_Request]:
         """Requests that decode, then prompts in order of arrival up to `max_batch_tokens`, at least one."""
         decoding = [request for request in self._inside if request.answer]
         room = self._max_batch_tokens - len(decoding)
+        chunk = self._chunks.tokens(decoding=bool(decoding))
         prompts: list[_Request] = []
         for request in self._inside:
             if not request.answer:
-                room -= len(request.coming)
-                if prompts and room < 0:
+                request.take = min(len(request.prompt) - request.held, chunk)
+                room, chunk = room - request.take, chunk - request.take
+                if prompts and (room < 0 or request.take == 0):
                     break
                 prompts.append(request)
         return decoding + prompts

@@ -31,7 +31,7 @@ from moetool.errors import CapacityError
 from moetool.machine import resident_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.location import locate_config
-from moetool.request import SamplingParams
+from moetool.request import Output, SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.automatic import ServeSetup, choose
 from moetool.runtime.batching import Batcher
@@ -173,6 +173,30 @@ def test_second_turn(checkpoint: Checkpoint, new: int) -> None:
         f"  bytes {read[True] / read[False]:.2f} x (least {least / read[False]:.2f}), "
         f"TTFT {seconds[True] / seconds[False]:.2f} x"
     )
+
+
+def test_prompt_wait(checkpoint: Checkpoint) -> None:
+    """A prompt of 1,500 tokens alone and while another request decodes, by the limit of its wait."""
+    for limit in (0.0, 2.0):
+        engine = opened(checkpoint, without_flags(checkpoint, kv_tokens=2304, max_prompt_wait=limit))
+        waiting, long, alone = (prompt[: 30 if i == 0 else 1500] for i, prompt in enumerate(texts(checkpoint, 1500, 3)))
+        found = ask(engine, alone)
+        print(f"\n  {checkpoint.name}, limit {limit}: alone read {found.read:.0f} experts", end="")
+        engine.submit(list(waiting), SamplingParams(max_tokens=500, ignore_eos=True), lambda output: None)
+        engine.step()
+        answered: list[Output] = []
+        engine.submit(list(long), SamplingParams(max_tokens=1), answered.append)
+        before, forwards, longest, began = engine.metrics()["bytes_read"], 0, 0.0, time.perf_counter()
+        while not answered:
+            start = time.perf_counter()
+            engine.step()
+            forwards, longest = forwards + 1, max(longest, time.perf_counter() - start)
+        read = (engine.metrics()["bytes_read"] - before) / engine.spec.slot_bytes
+        seconds = time.perf_counter() - began
+        print(
+            f"; beside a decoding request {read:.0f} in {forwards} forwards, {seconds:.2f} s, longest {longest:.2f} s"
+        )
+        engine.close()
 
 
 # -- loads over events -------------------------------------------------------------------------------------------------

@@ -236,6 +236,30 @@ def test_the_next_turn_of_a_chat_gets_the_tokens_of_generate(case: Case) -> None
     batcher.close()
 
 
+def test_a_prompt_in_chunks_gets_the_tokens_of_generate(case: Case) -> None:
+    """For families whose requests have their own caches, while another request decodes."""
+    config = case.full.model.config.get_text_config()
+    if not (own_cache(config) and goes_on(config)):
+        pytest.skip("paged, or its cache takes no second prompt")
+    text, params = TOKENS[0].repeat(3).tolist(), SamplingParams(max_tokens=6, ignore_eos=True)
+    prompts = [text, text[::-1]]
+    batcher = open_batcher(case.full.model, max_requests=2, kv_tokens=256, max_prompt_wait_s=1e-6)
+    sizes: list[int] = []
+    batcher.on_forward = lambda batch: sizes.append(len(batch.token_id_T))
+    batcher.add(0, prompts[0], params)
+    outputs = batcher.step()
+    batcher.add(1, prompts[1], params)
+    while not batcher.idle:
+        outputs += batcher.step()
+    batcher.close()
+    assert sizes[:3] == [len(text), 65, 1 + len(text) - 64]
+    for request, prompt in enumerate(prompts):
+        made = case.full.model.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        assert [one.token for one in outputs if one.request == request] == made[0, len(prompt) :].tolist()
+
+
 def test_scores_in_pieces_are_those_of_a_whole_forward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "PIECE_BYTES", 7 * 4 * case.full.model.config.get_text_config().vocab_size)
     prompt = TOKENS[0].tolist()

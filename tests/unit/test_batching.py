@@ -288,16 +288,21 @@ def test_all_are_answered_however_few_run_together(full: Any, tokenizer: Any) ->
     assert answers[0] == answers[1] and all(len(tokens) == 10 for tokens in answers[0].values())
 
 
-def test_chunks_shrink_while_others_decode(full: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock by which a forward takes a second for every 100 tokens."""
-    now = [0.0]
+@pytest.mark.parametrize(("stall", "chunks"), [(0.0, 100), (0.25, 75), (3.0, 300)])
+def test_chunks_are_small_while_others_decode(
+    full: Any, monkeypatch: pytest.MonkeyPatch, stall: float, chunks: int
+) -> None:
+    """On a clock by which a forward waits for experts, and takes a second more for every 100 tokens."""
+    now, stalled = [0.0], [0.0]
     monkeypatch.setattr(batching.time, "perf_counter", lambda: now[0])
     batcher = Batcher(full.model, max_requests=2, kv_tokens=2048, max_batch_tokens=512, max_prompt_wait_s=1.0)
+    batcher.stalled_s = lambda: stalled[0]
     seen: list[Batch] = []
 
     def forward(batch: Batch) -> None:
         seen.append(batch)
-        now[0] += len(batch.token_id_T) / 100
+        stalled[0] += stall
+        now[0] += stall + len(batch.token_id_T) / 100
 
     batcher.on_forward = forward
     alone = [60 + i % 50 for i in range(900)]
@@ -311,5 +316,24 @@ def test_chunks_shrink_while_others_decode(full: Any, monkeypatch: pytest.Monkey
     _run(batcher)
     batcher.close()
     prompts = [sum(phase is Phase.PREFILL for phase in batch.info.phase_T) for batch in seen]
-    assert prompts[0] == 511 and all(64 <= size <= 100 for size in prompts[1:4]) and sum(prompts) == 900
-    assert all(1 in batch.info.request_T for batch in seen[:5])
+    assert sum(prompts) == 900 and all(abs(size - chunks) <= 4 for size in prompts[: 900 // chunks])
+    assert all(1 in batch.info.request_T for batch in seen[: 900 // chunks])
+
+
+def test_the_first_prompt_that_others_wait_for_is_cut_too(full: Any, tokenizer: Any) -> None:
+    """Answers are those of whole prompts."""
+    ids, answers = _ids(tokenizer), []
+    for limit in (0.0, 1e-6):
+        batcher = Batcher(full.model, max_requests=3, kv_tokens=2048, max_batch_tokens=900, max_prompt_wait_s=limit)
+        seen: list[int] = []
+        batcher.on_forward = lambda batch, seen=seen: seen.append(len(batch.token_id_T))
+        batcher.add(0, ids[0], SamplingParams(max_tokens=30, ignore_eos=True))
+        found = {0: batcher.step()}
+        for request in (1, 2):
+            batcher.add(request, [60 + i % 50 for i in range(400)], SamplingParams(max_tokens=4, ignore_eos=True))
+        for request, outputs in _run(batcher).items():
+            found.setdefault(request, []).extend(outputs)
+        batcher.close()
+        answers.append({request: _tokens(outputs) for request, outputs in found.items()})
+        assert seen[1] == (801 if not limit else 257) and (not limit or max(seen[2:]) <= 66)
+    assert answers[0] == answers[1]

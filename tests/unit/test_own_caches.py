@@ -321,3 +321,25 @@ def test_forwards_that_a_failure_leaves_behind_release_no_lock(full: Any) -> Non
         warnings.simplefilter("always")
         plain.run([Forward([1, 2], 0)] * 2, visit=visit, on_layer=lambda number, layer: None)
     assert [str(warning.message) for warning in seen if "silenced" in str(warning.message)] == []
+
+
+def test_a_prompt_that_others_wait_for_comes_in_chunks(full: Any, ids: list[list[int]]) -> None:
+    long, answers, sizes = [60 + i % 50 for i in range(400)], [], []
+    for limit in (0.0, 1e-6):
+        batcher = OwnCaches(full.model, max_requests=3, kv_tokens=1024, max_prompt_wait_s=limit)
+        seen: list[Batch] = []
+        batcher.on_forward = seen.append
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        batcher.add(0, long, params)
+        found = {0: _tokens(batcher.step())}
+        batcher.add(1, long[::-1], params)
+        for request, outputs in _run(batcher).items():
+            found.setdefault(request, []).extend(_tokens(outputs))
+        batcher.close()
+        answers.append(found)
+        sizes.append([len(batch.token_id_T) for batch in seen])
+        info = [batch.info for batch in seen]
+        held = [t for one in info for r, t in zip(one.request_T, one.position_T, strict=True) if r == 1]
+        assert held == list(range(400 + 7))
+    assert answers[0] == answers[1] and all(len(tokens) == 8 for tokens in answers[0].values())
+    assert sizes[0][:2] == [400, 401] and sizes[1][:6] == [400, 65, 65, 65, 65, 65]
