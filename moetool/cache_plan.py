@@ -69,6 +69,7 @@ class CachePlan(Artefact):
         profile_sha256: digest of the profile (`CostProfile.sha256`), if the choice was by time.
         requests_used: requests of the trace for the choice.
         requests_held_out: the other requests, behind `evidence`.
+        uses_LE: tokens of `requests_used` that chose each expert, layer by layer; empty: unknown.
         evidence: rows of a replay (`moetool.tuning.replay.ReplayRow.to_json`) of every candidate and of the bound.
         frontier: memory against latency: the best untuned policy for several budgets, this one included. It is chosen
             on `requests_used`, with seconds and bytes per decode token there and on `requests_held_out`
@@ -104,6 +105,7 @@ class CachePlan(Artefact):
     requests_held_out: tuple[int, ...]
     evidence: tuple[dict[str, Any], ...]
     frontier: tuple[dict[str, Any], ...] = ()
+    uses_LE: tuple[tuple[int, ...], ...] = ()
     target_tpot_s: float | None = None
     reason: str
 
@@ -148,6 +150,12 @@ class CachePlan(Artefact):
             f"at least the {parts:,} of its parts",
         )
         check.require_distinct("requests_used, requests_held_out", (*self.requests_used, *self.requests_held_out))
+        if self.uses_LE:
+            check.require_whole("uses_LE: layers", len(self.uses_LE), spec.num_layers, spec.num_layers)
+            for layer, (uses_E, size) in enumerate(zip(self.uses_LE, spec.num_experts_L, strict=True)):
+                check.require_whole(f"uses_LE.{layer}: experts", len(uses_E), size, size)
+                for uses in uses_E:
+                    check.require_whole(f"uses_LE.{layer}", uses, 0)
         check.require_plain("evidence", self.evidence)
         check.require_plain("frontier", self.frontier)
         if self.target_tpot_s is not None:

@@ -173,6 +173,10 @@ class Policy:
     def end_request(self, request: int) -> None:
         """A request is over, finished or cancelled."""
 
+    def expected_use(self) -> Mapping[int, float]:
+        """Past use of experts by key, as far as the policy keeps it; relative numbers."""
+        return {}
+
     def state(self) -> dict[str, np.ndarray]:
         """Learned state for `restore`, without the residents."""
         return {}

@@ -179,6 +179,9 @@ class Policy(policy.Policy):
             for row in rows[-most:]:
                 self.memory.store(walk, path_TP[row])
 
+    def expected_use(self) -> Mapping[int, float]:
+        return self.memory.uses()
+
     def state(self) -> dict[str, np.ndarray]:
         return self.memory.state()
 

@@ -76,6 +76,9 @@ class Policy(policy.Policy):
         self._time += 1
         self._uses[key] = (self._uses.get(key, (0, 0))[0] + 1, self._time)
 
+    def expected_use(self) -> Mapping[int, float]:
+        return {key: float(uses) for key, (uses, _) in self._uses.items()}
+
     def state(self) -> dict[str, np.ndarray]:
         rows = [(key, *use) for key, use in sorted(self._uses.items())]
         return {"uses_N3": np.array(rows, np.int64).reshape(-1, 3)}  # key, uses, time of the last one

@@ -173,7 +173,7 @@ def serve(
     among = f" on {options.devices} devices" if options.devices > 1 else ""
     below = (
         f", {tables.count(engine.store.host_pool_bytes, 'B')} in host memory" if engine.store.host_pool_bytes else ""
-    )
+    ) + (f", read {engine.host_order}" if engine.host_order else "")
     tables.narrate(
         f"moetool: {model} under {setup.policy}: {slots} of "
         f"{engine.spec.total_experts} experts fit{among} ({tables.count(engine.store.pool_bytes, 'B')}{below})"

@@ -226,6 +226,12 @@ class TokenMemory:
         for array in (self.shared_WLN, self.now_WN, self.old_WN):
             array[walk.place] = 0
 
+    def uses(self) -> dict[int, float]:
+        """Number of stored tokens that chose each expert, by key."""
+        paths_NP = self._path_NP[: self._count]
+        keys, counts = np.unique(paths_NP[paths_NP >= 0], return_counts=True)
+        return dict(zip(keys.tolist(), map(float, counts), strict=True))
+
     def state(self) -> dict[str, np.ndarray]:
         """The stored tokens in order, the row of the one before each, and past use."""
         kept = min(self._stored, self._size)

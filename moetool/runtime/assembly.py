@@ -27,6 +27,7 @@ from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import kv_cache_bytes
 from moetool.runtime.device_stores import Stores, begin_with, fill_device, open_stores
 from moetool.runtime.engine import Engine
+from moetool.runtime.expected_use import read_order
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
 from moetool.runtime.gate_log import ServeLog
@@ -36,7 +37,7 @@ from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.returned_memory import return_freed_memory
 from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK
-from moetool.runtime.warm_start import WarmStart
+from moetool.runtime.warm_start import WarmStart, kept_routes
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
 
@@ -266,8 +267,6 @@ def build_engine(
             learned = changes = PolicyChanges(residency, PolicyChoice(name, options.pool or "one"), policy_options)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
-        if isinstance(store, ExpertStore) and store.copies.staged and options.host_memory_bytes:
-            store.read_ahead(range(loaded.spec.total_experts))
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
         if options.warm_start and log is None and state is None and isinstance(residency, Residency):
             if options.remember_policy and changes is not None:
@@ -277,6 +276,11 @@ def build_engine(
             assert isinstance(store, ExpertStore)
             begin_with(warm.restore(), residency, store)
             save = warm.save
+        order = ""
+        if options.host_memory_bytes:
+            routes_NP = kept_routes(loaded.spec) if options.warm_start and log is None else None
+            keys, order = read_order(loaded.spec, residency.policy.expected_use(), routes_NP, plan)
+            store.read_ahead(keys)
         if log is None:
             fill_device(residency, store)
         runtime = open_runtime(loaded, residency, store)
@@ -298,6 +302,7 @@ def build_engine(
             ),
             save=save,
         )
+        engine.host_order = order
         serving = PolicyChoice(name, options.pool or "one").name
         others = OraclePolicies(serving=serving, candidates=CANDIDATES if changes is not None else ())
         if plan is not None:

@@ -1,7 +1,7 @@
 """The expert pools of several devices as one pool, with the slot numbers of `moetool.caching._devices.Fleet`."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 
@@ -60,6 +60,14 @@ class Stores:
     def device_of(self, slot: int) -> int:
         """Device number of a slot."""
         return bisect_right(self._starts, slot) - 1
+
+    def read_ahead(self, keys: Iterable[int]) -> None:
+        """See `ExpertStore.read_ahead`; each expert into the host memory of its own device."""
+        own: list[list[int]] = [[] for _ in self._stores]
+        for key in keys:
+            own[key % len(own)].append(key)
+        for store, its in zip(self._stores, own, strict=True):
+            store.read_ahead(its)
 
     def load(self, key: int, slot: int, prefetch: bool) -> None:
         """See `ExpertStore.load`."""

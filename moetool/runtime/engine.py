@@ -55,6 +55,9 @@ class Engine:
         save: saves the policy's learned state; called every few minutes and at close.
         lent: whether the caller closes the model, which may serve further engines.
 
+    Attributes:
+        host_order: order in which experts are read into host memory ahead of use, for display; empty: they are not.
+
     Effects: owns the model and the runtime. `start` starts the thread, `close` ends it, frees the runtime's threads and
         closes the model's files.
     """
@@ -75,6 +78,7 @@ class Engine:
         self._lent = lent
         self._files = None if loaded.files is None else loaded.files.shards
         self._reason = ""
+        self.host_order = ""
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.spec = loaded.spec
@@ -289,7 +293,7 @@ class Engine:
 
         `prefetch_recall` is the share of needed experts not kept in cache that were prefetched, in time or late. Rates
         are null before the first event. `oracle` compares the last forwards (`LiveOracle`), and `policy_changes` lists
-        each new policy with its first forward.
+        each new policy with its first forward. `host_experts_read` is the order in which host memory is filled.
         """
         counts, read = self.residency.counts, self.store.stats
         lent = self.residency.lent if isinstance(self.residency, Residency) else 0
@@ -313,6 +317,7 @@ class Engine:
                 "reused": self._reused_tokens,
                 "generated": self._new_tokens,
             },
+            "host_experts_read": self.host_order or None,
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
             "dense_bytes": {"stored": self._stored_dense_bytes, "memory": self._dense_bytes},
             "memory_bytes": {

@@ -116,9 +116,9 @@ class ExpertSource:
         return tier, copied
 
     def read_ahead(self, key: int) -> bool:
-        """Read an expert into an empty buffer of host memory; False if no buffer is empty."""
+        """Read an expert into an empty buffer of host memory, unless it has one; False if no buffer is empty."""
         if self._host is None or (buffer := self._host.open_free(key)) is None:
-            return self._host is not None and self._host.holds(key)
+            return self._host is not None and not self._host.full
         try:
             buffer.num_bytes = self._files.read_stored(key, buffer.memory)
         except BaseException:

@@ -134,7 +134,10 @@ class ExpertStore:
             self._queued.notify()
 
     def read_ahead(self, keys: Iterable[int]) -> None:
-        """Let idle threads read experts into host memory, in this order, while it has room."""
+        """Let idle threads read experts into host memory, in this order, while it has room.
+
+        Where the host memory is full, those that came last leave first.
+        """
         with self._lock:
             self._ahead.extend(keys)
             self._queued.notify_all()

@@ -1,6 +1,7 @@
 """The tier between disk and device: a cache of experts in host memory."""
 
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class HostTier:
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self._free = [Buffer(memory) for memory in reversed(buffers)]
-        self._of: dict[int, Buffer] = {}  # least recently used first
+        self._of: OrderedDict[int, Buffer] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
 
     def open(self, key: int) -> Buffer | None:
@@ -70,12 +71,21 @@ class HostTier:
             buffer.users += 1
             return buffer
 
+    @property
+    def full(self) -> bool:
+        """Whether no buffer is empty."""
+        return not self._free
+
     def open_free(self, key: int) -> Buffer | None:
-        """Like `open`, with an empty buffer; None if there is none, or the expert has a buffer."""
+        """Like `open`, with an empty buffer, as the least recently used expert; None if there is none, or it has one.
+
+        So experts that are read ahead in the order of expected use leave in the opposite order.
+        """
         with self._changed:
             if key in self._of or not self._free:
                 return None
             buffer = self._of[key] = self._free.pop()
+            self._of.move_to_end(key, last=False)
             buffer.key, buffer.users = key, 1
             return buffer
 

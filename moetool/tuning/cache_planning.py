@@ -7,11 +7,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from moetool.cache_plan import CachePlan, PredictorReference
 from moetool.caching._policy import MIN_SLOTS
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, UsageError
+from moetool.placement._demand import count_experts
 from moetool.tables import count, numbered, percent
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import repeated
@@ -203,6 +206,7 @@ def plan_cache(
         shown = chosen.replay(candidates, held_out)
         evidence = [shown if row.policy == shown.policy else row for row in evidence]
     choice = chosen.row
+    uses_LE = _uses(trace, used)
     predicts = candidates.pays(choice.policy)
     _LOG.info("chosen: %s in %d bytes; left out: %s", choice.policy, budget, left_out)
     return CachePlan(
@@ -229,12 +233,23 @@ def plan_cache(
         requests_held_out=tuple(sorted(held_out)),
         evidence=tuple(row.to_json() for row in evidence),
         frontier=tuple(point.to_json() for point in points),
+        uses_LE=tuple(
+            tuple(row[:size]) for row, size in zip(uses_LE.astype(int).tolist(), spec.num_experts_L, strict=True)
+        ),
         target_tpot_s=target_tpot_s,
         reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out)
         + (f" {_form(chosen.layer_slots, choice.slots)}." if chosen.layer_slots else "")
         + (f" {_tuning(chosen, untuned)}." if chosen is not divided else "")
         + (f" {_target(target_tpot_s, choice, evidence)}." if target_tpot_s is not None else ""),
     )
+
+
+def _uses(trace: Trace, requests: frozenset[int]) -> np.ndarray:
+    """Tokens [L, E] of these requests that chose each expert."""
+    wanted, uses_LE = np.array(sorted(requests)), np.zeros((trace.spec.num_layers, trace.spec.num_experts))
+    for batch in trace.batches():
+        uses_LE += count_experts(trace.spec, batch.experts_TS[np.isin(batch.request_T, wanted)])
+    return uses_LE
 
 
 def _trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:

@@ -228,6 +228,33 @@ def test_idle_threads_read_ahead_into_free_host_memory(files: _Files) -> None:
     store.close()
 
 
+def test_experts_read_ahead_leave_in_the_opposite_order(files: _Files) -> None:
+    copies = Streams()
+    store = _tiered(files, 4, 4, threads=1, copies=copies)
+    store.read_ahead([7, 3, 9, 1, 5])
+    eventually(lambda: store.stats.reads == 4)
+    for slot, key in enumerate((0, 2)):  # take the buffers of 1 and 9
+        store.load(key, slot, prefetch=False)
+        store.ready(key, slot)
+    for slot, key in enumerate((7, 3)):
+        store.load(key, slot, prefetch=False)
+        store.ready(key, slot)
+    copies.drain()
+    assert (store.stats.reads, store.stats.host_hits) == (6, 2)
+    store.close()
+
+
+def test_an_expert_that_another_thread_reads_does_not_end_reading_ahead(files: _Files) -> None:
+    store = _tiered(files, 4, 6, threads=3, copies=Streams())
+    files.gate.clear()
+    store.load(2, 0, prefetch=True)
+    eventually(lambda: files.begun == [2])
+    store.read_ahead([2, 4, 6])
+    eventually(lambda: sorted(files.begun) == [2, 4, 6])
+    files.gate.set()
+    store.close()
+
+
 def test_loads_from_host_memory_are_one_batch_with_one_mark(files: _Files) -> None:
     class Counting(Streams):
         batches: list[int]
