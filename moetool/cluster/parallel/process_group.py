@@ -144,9 +144,8 @@ class Group:
     def abort(self) -> None:
         """Abort the group from any thread: running collectives fail here, and soon at every other rank."""
         with self._lock:
-            self.broken = self.broken or GroupBroken(
-                "the group was aborted"
-            )  # first, so that a new collective reports this error
+            # First, so that a new collective reports this error.
+            self.broken = self.broken or GroupBroken("the group was aborted")
             groups, self._control, self._data = {self._control, self._data} - {None}, None, None
         for group in groups:
             try:
