@@ -1,4 +1,4 @@
-"""A valid example of each artefact in JSON, for tests that spoil it. Each call makes a new one."""
+"""A valid example of each JSON artefact, for tests that corrupt it. Each call makes a new one."""
 
 import json
 from dataclasses import replace
@@ -59,7 +59,7 @@ def PLACEMENT_PLAN() -> Json:
 
 
 def MIGRATION_PLAN() -> Json:
-    """The way of one expert from the second GPU to the first."""
+    """A migration plan that moves one expert from the second GPU to the first."""
     cluster = make_cluster([[14], [14]])
     old, new = make_plan(SPEC, cluster, _placed(4)), make_plan(SPEC, cluster, _placed(4))
     experts = [[list(gpu) for gpu in layer] for layer in new.experts_LG]

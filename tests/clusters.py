@@ -1,4 +1,4 @@
-"""Small clusters and loads that tests make up."""
+"""Small synthetic clusters and loads."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 
 def make_cluster(slots: Sequence[Sequence[int]], slot_bytes: int = 1000, **fields: object) -> Cluster:
-    """A cluster whose servers' GPUs have room for so many experts."""
+    """A cluster whose GPUs have room for so many experts."""
     return Cluster(
         servers=tuple(
             Server(name=f"s{n}", gpus=tuple(Gpu(memory_bytes=room * slot_bytes) for room in gpus))
@@ -31,7 +31,7 @@ def make_problem(
     tokens_GLE: np.ndarray | None = None,
     latency: Latency | None = None,
 ) -> Problem:
-    """A problem with random loads without ties, some experts far likelier than others."""
+    """A placement problem with random skewed loads without ties."""
     if tokens_GLE is None:
         rng = np.random.default_rng(seed)
         shape = (len(cluster.gpus), spec.num_layers, spec.num_experts)

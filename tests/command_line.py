@@ -9,11 +9,11 @@ import pytest
 from moetool.cli import main as cli
 
 Run = Callable[..., tuple[int, str, str]]
-"""What the fixture `run` gives: arguments to exit code, stdout and stderr."""
+"""Type of the fixture `run`: from arguments to exit code, stdout and stderr."""
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
-    """Run `moetool` with these arguments; gives its exit code."""
+    """Run `moetool` with these arguments and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
     try:
         cli.main()

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, and the embedded model."""
+"""Shared fixtures: one thread, no network, the embedded model."""
 
 import gc
 import logging
@@ -10,7 +10,7 @@ import tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("HF_HOME", os.path.expanduser("~/.cache/huggingface"))  # noqa: PTH111
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="moetool-tests-")  # what serving keeps
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="moetool-tests-")  # the user's cache folder
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,33 +19,29 @@ from typing import Any
 import pytest
 import torch
 
-torch.set_num_threads(1)  # sums are compared to the bit; more threads may add in another order
+torch.set_num_threads(1)  # sums are compared bit by bit; more threads may add in another order
 
 
 def pytest_unconfigure() -> None:
-    """Remove what serving kept."""
+    """Remove the user's cache folder."""
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
-    """Never look for garbage among what torch and transformers consist of.
-
-    transformers collects garbage whenever an engine is closed, which the tests do a thousand times: each time it would
-    look through half a million objects that stay, for a quarter of a second.
-    """
+    """Exclude objects of torch and transformers from garbage collection."""
     _freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor among what is loaded later: after tests that have imported much, and once a file's own fixtures are gone."""
+    """Also exclude what was imported later, after tests that imported much and after a file's own fixtures."""
     if nextitem is not None and (nextitem.path != item.path or len(sys.modules) > _loaded + 100):
         gc.collect()
         _freeze()
 
 
 _loaded = 0
-"""Modules there were at the last freeze."""
+"""Number of modules at the last freeze."""
 
 
 def _freeze() -> None:
@@ -56,7 +52,7 @@ def _freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def _logs_of_one_test() -> Iterator[None]:
-    """A command sets the levels of the whole process, and of those that it starts; they are those of before again."""
+    """Restore log levels, which a command sets for the whole process and its children."""
     yield
     os.environ.pop("MOETOOL_LOG", None)
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "moetool"]:
@@ -74,7 +70,7 @@ def reference() -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(reference: Path) -> Any:
-    """Its tokenizer."""
+    """The embedded model's tokenizer."""
     from moetool.models.checkpoint import Checkpoint
 
     return Checkpoint.open(reference).tokenizer
@@ -82,7 +78,7 @@ def tokenizer(reference: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def full(reference: Path) -> Any:
-    """The plain model in float32, experts and all."""
+    """The plain transformers model in float32, with all experts."""
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.loading import load_full
 
@@ -102,7 +98,7 @@ def lazy(reference: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def predictor(reference: Path) -> Any:
-    """An affinity predictor of the embedded model, counted on made-up routes: good enough to take decisions by."""
+    """An affinity predictor of the embedded model, counted on synthetic routes."""
     import numpy as np
 
     from moetool.learning.predictor import build
@@ -117,7 +113,7 @@ def predictor(reference: Path) -> Any:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    """What moetool logs from warnings on, whatever an earlier test has set."""
+    """The warnings and errors that moetool logs, at the default level."""
     lines: list[str] = []
 
     class Lines(logging.Handler):

@@ -1,4 +1,4 @@
-"""The commands and snippets of a Markdown page, run as they stand but on the embedded model."""
+"""Commands and snippets of a Markdown page, run unchanged but on the embedded model."""
 
 import re
 import shlex
@@ -13,11 +13,11 @@ INSTEAD = {
     "num_experts=64 --set expert_bytes=17301504": "num_experts=32 --set expert_bytes=73728",
     "moetool verify reference": "moetool verify reference --prompts 1 --tokens 2",
 }
-"""What a page says for readers, and what a test runs so that it takes seconds."""
+"""Replacements that let a page's examples run within seconds."""
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, the file that it is meant for (or nothing), and its text."""
+    """A fenced block: its language, the file that it is for (or empty), and its text."""
 
     language: str
     file: str
@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str, instead: Mapping[str, str] = INSTEAD) -> Iterator[Block]:
-    """The fenced blocks of a page, in their order."""
+    """The fenced blocks of a page in order."""
     for said, replacement in instead.items():
         page = page.replace(said, replacement)
     for language, file, text in re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```", page, re.S | re.M):
@@ -33,7 +33,7 @@ def blocks(page: str, instead: Mapping[str, str] = INSTEAD) -> Iterator[Block]:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The commands of a block of bash or console, in words; a quoted word may span lines."""
+    """The commands of a bash or console block as word lists; a quoted word may span lines."""
     found: list[list[str]] = []
     line = ""
     for part in block.text.replace("\\\n", " ").splitlines():
@@ -48,7 +48,7 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def cluster_of(folder: Path, names: tuple[str, ...]) -> Path:
-    """A cluster.toml with room for the embedded model, a GPU a server."""
+    """A cluster.toml with one GPU per server and room for the embedded model."""
     servers = [
         f'[[servers]]\nname = "{name}"\n[[servers.gpus]]\nmemory_bytes = "40MB"\nreserved_bytes = "24MB"\n'
         for name in names

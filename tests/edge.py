@@ -26,14 +26,14 @@ from moetool.runtime.expert_store import open_store
 from tests.identities import identity
 
 PATIENT = ClusterOptions(hedge_s=0.0)
-"""Nobody is asked besides who is slow on a busy machine, so that counts are what they have to be."""
+"""Disables checks for slow peers, so that counts do not depend on the machine's load."""
 
 
 class Node:
-    """One server: an engine without a thread, and the listener that others call.
+    """One server: an engine without a thread, and a listener for calls of peers.
 
     Attributes:
-        on_call: if set, is given every call before it is answered.
+        on_call: if set, called with every message before it is answered.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Node:
         self.listener = Listener(listen("127.0.0.1"), identity(f"server-{self.server}"), self._handle, links=self.links)
 
     def listen_again(self) -> None:
-        """Another listener, at another address."""
+        """Listen again at another address."""
         self.listener.close()
         self.listener = Listener(listen("127.0.0.1"), identity(f"server-{self.server}"), self._handle, links=self.links)
 
@@ -87,7 +87,7 @@ class Node:
 
 
 class Nodes:
-    """The servers of a cluster, and who holds what."""
+    """The servers of a cluster and their experts."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = list(nodes)
@@ -98,7 +98,7 @@ class Nodes:
         return self.nodes[server]
 
     def arrange(self, held: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Have each server hold these experts and no others, and tell all."""
+        """Set the experts of each server, and publish them."""
         for node, experts in zip(self.nodes, held, strict=True):
             for at in set(node.runtime.held) - set(experts):
                 node.runtime.drop(*at)
@@ -107,7 +107,7 @@ class Nodes:
         self.publish()
 
     def publish(self, gone: Sequence[int] = ()) -> Holders:
-        """Tell all servers what each holds."""
+        """Tell all servers which experts each server holds."""
         self.version += 1
         spec = self.nodes[0].runtime.spec
         servers_LE = [[[] for _ in range(num)] for num in spec.num_experts_L]  # type: list[list[list[int]]]
@@ -135,7 +135,7 @@ def cluster(
     distance: Sequence[Sequence[float]] | None = None,
     options: ClusterOptions | None = None,
 ) -> Iterator[Nodes]:
-    """So many servers as there are lists of held experts."""
+    """A cluster with one server per list of held experts."""
     near = distance or [[1.0] * len(held)] * len(held)
     nodes: list[Node] = []
     try:

@@ -1,4 +1,4 @@
-"""`moetool serve --cluster local:3` as a process of its own, for tests that kill its servers."""
+"""`moetool serve --cluster local:3` as a separate process, for tests that kill its servers."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ PROMPTS = ("The king said", "def add(a, b):", "12 * 3 =")
 
 
 def write_plan(path: Path) -> Path:
-    """A plan for the embedded model: half of its experts on each of three servers, each on one or two of them."""
+    """Write a plan for the embedded model: half of its experts on each of three servers, each expert on one or two."""
     spec = Checkpoint.open("reference").spec
     placed_GLE = np.zeros((3, spec.num_layers, spec.num_experts), bool)
     for key in range(spec.total_experts):
@@ -46,10 +46,10 @@ class EdgeProcess:
     """A running cluster of three servers.
 
     Args:
-        cache: the user's cache folder, in which the cluster has its own.
+        cache: the user's cache folder, which contains the cluster's folder.
 
     Attributes:
-        urls: of each server, by its name.
+        urls: address of each server by name.
     """
 
     def __init__(self, arguments: list[str], stderr: IO[str], cache: Path) -> None:
@@ -65,18 +65,18 @@ class EdgeProcess:
         self.popen = subprocess.Popen([*command, *self._arguments], stderr=self._stderr, env=environment)
 
     def kill_head(self) -> None:
-        """SIGKILL the head alone."""
+        """Kill only the head, with SIGKILL."""
         self.popen.kill()
         self.popen.wait()
 
     def restart_head(self) -> None:
-        """Another head, by the same command; waits until all serve. From now on, narration is that head's."""
+        """Start a new head with the same command; wait until all serve. `narration` is then that head's."""
         self._read_from += len(self.narration)
         self._start()
         self.wait()
 
     def wait(self) -> None:
-        """Until every server serves."""
+        """Wait until every server serves."""
         deadline = time.monotonic() + 600
         while len(found := dict(_SERVING.findall(self.narration))) < len(NAMES):
             assert self.popen.poll() is None and time.monotonic() < deadline, self.narration
@@ -85,11 +85,11 @@ class EdgeProcess:
 
     @property
     def narration(self) -> str:
-        """What the head has written on stderr so far."""
+        """The head's stderr so far."""
         return Path(self._stderr.name).read_text(encoding="utf-8")[self._read_from :]
 
     def server(self, name: str) -> psutil.Process:
-        """The process that serves a server's users now."""
+        """The current process of a server."""
         port = urlsplit(self.urls[name]).port
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -98,18 +98,18 @@ class EdgeProcess:
         raise AssertionError(f"nobody listens on {self.urls[name]}: {self.narration}")
 
     def kill(self, name: str) -> None:
-        """SIGKILL one server."""
+        """Kill one server with SIGKILL."""
         self.server(name).send_signal(signal.SIGKILL)
 
     def is_back(self, name: str, times: int = 1) -> bool:
-        """Whether a server has come back so often; on another port, where somebody has taken its own meanwhile."""
+        """Whether a server has returned so often, on another port if its own was taken meanwhile."""
         found = re.findall(rf"server {name} is back on (http://\S+?)/v1", self.narration)
         if len(found) >= times:
             self.urls[name] = found[-1]
         return len(found) >= times
 
     def processes(self) -> list[psutil.Process]:
-        """Those of its servers."""
+        """The server processes."""
         found = []
         for path in self._cache.rglob("*.worker.json"):
             with contextlib.suppress(psutil.Error, OSError):
@@ -117,13 +117,13 @@ class EdgeProcess:
         return found
 
     def is_forgotten(self) -> bool:
-        """Whether no folder of the cluster is left."""
+        """Whether the cluster's folder is gone."""
         return not list(self._cache.glob("moetool/clusters/*"))
 
 
 @contextlib.contextmanager
 def edge_cluster(folder: Path, *arguments: str) -> Iterator[EdgeProcess]:
-    """A cluster that serves; at the end it is interrupted, and nothing may be left of it."""
+    """A serving cluster; interrupted at the end, it must leave no process and no file."""
     plan = write_plan(folder / "plan.json")
     with tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
         cluster = None
@@ -145,17 +145,16 @@ def edge_cluster(folder: Path, *arguments: str) -> Iterator[EdgeProcess]:
 
 
 class Load:
-    """Users of every server, one each, that ask again and again.
+    """Users that repeat requests, one per server.
 
     Args:
-        right: the answer to each prompt.
-        prompts: what each server's user asks, in turn; all of them, without.
+        right: the expected answer to each prompt.
+        prompts: prompts of each server's user, in turn (default: all prompts).
 
     Attributes:
-        outcomes: (server, what became of a request): `right`, `wrong`, `refused` (an error in words), or `broken` (the
-            connection ended).
-        wrong: answers that were not what they had to be.
-        longest_s: that anybody waited.
+        outcomes: (server, outcome): `right`, `wrong`, `refused` (an error message) or `broken` (the connection ended).
+        wrong: unexpected answers.
+        longest_s: longest time until an answer.
     """
 
     def __init__(
@@ -181,8 +180,8 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(2 * PATIENCE_S)  # what it has asked for takes no longer than that
-            assert not thread.is_alive(), "somebody waits for ever"
+            thread.join(2 * PATIENCE_S)  # a request takes no longer
+            assert not thread.is_alive(), "a user waits forever"
 
     def _live(self, name: str) -> None:
         for prompt in itertools.cycle(self._prompts[name]):

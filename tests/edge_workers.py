@@ -1,4 +1,4 @@
-"""Workers of a cluster that keep state as real ones do, and draw their users' tokens at random."""
+"""Workers of a cluster with real state and randomly drawn tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,13 +20,13 @@ from moetool.types import Cluster, ModelSpec
 
 
 class DrawnWorker:
-    """A server whose users' tokens want experts with given odds.
+    """A server whose tokens choose experts with given probabilities.
 
     Args:
-        others: all workers by server, this one among them once it is made.
-        odds_LE: how likely a token wants each expert.
-        call_s: that a remote (token, expert) pair takes, beside `expert_s` of computing.
-        move_s: that an expert takes on its way.
+        others: all workers by server, including this one once it is made.
+        odds_LE: probability that a token chooses each expert.
+        call_s: seconds of a remote (token, expert) pair, besides `expert_s` of compute.
+        move_s: seconds of an expert's transfer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DrawnWorker:
         others[server] = self
 
     def serve(self, tokens: int, seconds: float, request_tokens: int = 20) -> None:
-        """So many tokens of this server's users, routed."""
+        """Serve so many tokens of this server's users, routed."""
         self._seconds += seconds
         self._request_s += [0.1] * (tokens // request_tokens)
         for layer, (num_experts, top_k) in enumerate(zip(self.spec.num_experts_L, self.spec.top_k_L, strict=True)):
@@ -155,10 +155,10 @@ class DrawnWorker:
         self.held.remove((layer, expert))
 
     def drain(self) -> None:
-        """Nothing runs here."""
+        """No request runs here."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
     def _live(self) -> None:
         if self.dead:
@@ -174,13 +174,13 @@ class DrawnWorker:
 
 
 def odds(spec: ModelSpec, num_servers: int, seed: int = 0) -> np.ndarray:
-    """Likelihoods [N, L, E] of experts on servers whose users want different things, far from even."""
+    """Skewed probabilities [N, L, E] of experts, different on each server."""
     drawn_NLE = np.random.default_rng(seed).random((num_servers, spec.num_layers, spec.num_experts)) ** 6 + 1e-3
     return drawn_NLE / drawn_NLE.sum(axis=2, keepdims=True)
 
 
 class Table:
-    """Who is there and who holds what, for a scheduler: as the head of a cluster, but nothing is mended."""
+    """Live servers and their experts for a scheduler: like a cluster's head, but without restarts."""
 
     def __init__(self, spec: ModelSpec, workers: Mapping[int, Any], version: int = 0) -> None:
         self.spec = spec
@@ -268,7 +268,7 @@ class Table:
 def open_cluster(
     spec: ModelSpec, cluster: Cluster, held: Mapping[int, set[Place]], slots: Sequence[int], odds_NLE: np.ndarray
 ) -> tuple[dict[int, DrawnWorker], Table]:
-    """Workers, one a server, that have joined."""
+    """Workers that have joined, one per server."""
     workers: dict[int, DrawnWorker] = {}
     for n in range(len(cluster.servers)):
         DrawnWorker(n, spec, held[n], slots[n], odds_NLE[n], workers)

@@ -1,4 +1,4 @@
-"""Engines without a thread, so that a test composes the batches."""
+"""Engines without a thread, so that tests compose the batches."""
 
 import random
 from collections import Counter
@@ -26,7 +26,7 @@ from moetool.types import ForwardInfo, GateEvent
 
 
 class Chaos(Policy):
-    """Prefetches and evicts at random: decisions must never matter to the result."""
+    """A policy that prefetches and evicts at random: decisions must never affect the result."""
 
     def __init__(self, spec: Any, num_slots: int, seed: int) -> None:
         super().__init__(spec, None, num_slots)
@@ -59,7 +59,7 @@ class Chaos(Policy):
 
 
 class Seeing(lru.Policy):
-    """LRU that writes down what every event needs."""
+    """LRU that records the experts of every event."""
 
     def __init__(self, spec: Any, num_slots: int) -> None:
         super().__init__(spec, None, num_slots)
@@ -71,7 +71,7 @@ class Seeing(lru.Policy):
 
 
 class Perverse(Seeing):
-    """Prefetches only what the next layer will not need, as many as there are."""
+    """A policy that prefetches only experts that the next layer does not need."""
 
     def __init__(self, spec: Any, num_slots: int, seen: Seeing) -> None:
         super().__init__(spec, num_slots)
@@ -93,7 +93,7 @@ class Perverse(Seeing):
 
 @contextmanager
 def every_read_fails_once(files: ExpertFiles) -> Iterator[Counter[int]]:
-    """The first read of every expert leaves rubbish in its slot and fails; gives how often each was tried."""
+    """Make the first read of every expert corrupt its slot and fail; returns the number of reads per expert."""
     real, tries = files.read_stored, Counter[int]()
 
     def read_stored(key: int, slot: torch.Tensor) -> int:
@@ -128,7 +128,7 @@ def engine(
     options: dict[str, Any] | None = None,
     pooled: bool | None = None,
 ) -> Engine:
-    """An engine over the embedded model in float32, ready but with no thread of its own."""
+    """An engine over the embedded model in float32, without its own thread."""
     loaded = load_lazy(Checkpoint.open(reference), torch.float32, device)
     if isinstance(policy, str):
         shares = split_slots(loaded.spec, slots, devices)
@@ -149,7 +149,7 @@ def engine(
 
 
 def generate(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """All prompts in one batch, greedily; gives their tokens and the logits of every forward."""
+    """Generate greedily for all prompts in one batch; returns their tokens and the logits of every forward."""
     logits: list[torch.Tensor] = []
     hook = engine.batcher.model.lm_head.register_forward_hook(lambda m, a, out: logits.append(out.clone()))
     tokens: dict[int, list[int]] = {}

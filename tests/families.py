@@ -1,4 +1,4 @@
-"""Tiny random models of every family, small enough to build all of them in a test."""
+"""Tiny random models of every family."""
 
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ _FIRST_DENSE = (
     *("llama4_text", "mimo_v2_flash"),
 )
 DENSE_LAYERS = {name: {0} for name in _FIRST_DENSE} | {"flint": {0, 1}, "jamba": {0, 2}, "nemotron_h": {0, 2}}
-"""Layers of each tiny model that have no experts."""
+"""Dense layers of each tiny model."""
 
 
 def config(family: str, **changed: Any) -> Any:
@@ -169,7 +169,7 @@ def config(family: str, **changed: Any) -> Any:
 
 
 def save(family: str, to: Path, **changed: Any) -> None:
-    """Write a tiny model whose routers, biases and experts all matter to its output."""
+    """Write a tiny model whose routers, biases and experts all affect its output."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -180,7 +180,7 @@ def save(family: str, to: Path, **changed: Any) -> None:
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("tid2eid"):  # which experts a token goes to
+            if name.endswith("tid2eid"):  # experts by token id
                 rows = [torch.randperm(8, generator=draw)[: tensor.shape[1]] for _ in range(len(tensor))]
                 tensor.copy_(torch.stack(rows))
             elif "bias" in name or (tensor.dim() > 1 and tensor.is_floating_point()):
@@ -189,12 +189,12 @@ def save(family: str, to: Path, **changed: Any) -> None:
                 tensor.uniform_(0.5, 1.5, generator=draw)
             if name.endswith("balancing_biases"):
                 tensor *= 0.05
-                tensor[-1] = -1.0  # transformers sets it so whatever the checkpoint says
+                tensor[-1] = -1.0  # transformers sets it to this whatever the checkpoint says
     model.save_pretrained(to)
 
 
 def counted(spec: ModelSpec) -> Any:
-    """An affinity predictor of routes drawn at random: where it errs does not matter here."""
+    """An affinity predictor of random routes; its accuracy does not matter."""
     made = build("affinity", spec)
     draw = np.random.default_rng(5)
     shape = (64, spec.num_layers, spec.top_k_L[0])
@@ -207,11 +207,11 @@ MULTIMODAL = {
     **{"gemma4": "gemma4_text", "llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text", "mistral3": "mistral4"},
     **{name: f"{name}_text" for name in _WITHIN},
 }
-"""Families of models that also see, with the family of their text part."""
+"""Families of vision-language models, with the family of their text part."""
 
 
 def save_multimodal(family: str, to: Path) -> torch.nn.Module:
-    """Write a tiny model that also sees, and give it back."""
+    """Write and return a tiny vision-language model."""
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
@@ -232,7 +232,7 @@ def save_multimodal(family: str, to: Path) -> torch.nn.Module:
 
 
 def require_known(name: str) -> None:
-    """Skip a test of a family that the installed transformers, of those that moetool is tested with, lacks."""
+    """Skip a test of a family that the installed transformers lacks."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:

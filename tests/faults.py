@@ -1,4 +1,4 @@
-"""Faults at every place where moetool touches the disk to write."""
+"""Injected faults at every write operation of moetool."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -39,10 +39,11 @@ def disk_full() -> None:
 def fault_at(
     number: int, monkeypatch: pytest.MonkeyPatch, strike: Callable[[], None] = disk_full
 ) -> Iterator[Callable[[], bool]]:
-    """Make the `number`-th write operation fail, counted over all places; gives whether it came to that.
+    """Make the `number`-th write operation fail; yields whether it was reached.
 
     Args:
-        strike: what happens in its place.
+        number: counted over all kinds of write operations.
+        strike: called instead of the operation.
     """
     state = {"left": number}
 
@@ -64,7 +65,7 @@ def fault_at(
 
 
 def every_fault(run: Callable[[], Any], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run once for each write operation, failing it, and check what is left; gives how many there are."""
+    """Run once for each write operation, with that operation failing, and check the result; returns their number."""
     number = 0
     while True:
         with fault_at(number, monkeypatch) as struck:

@@ -1,6 +1,6 @@
-"""Files as other programs write them, made by hand from what is known of their formats and not by our exporters.
+"""Files of other programs, written by hand from their formats' documentation, not by moetool's exporters.
 
-A model of four layers, the first without experts; E 8, K 2. Request `a` has a prompt of 4 tokens and 3 decoded ones,
+A model of four layers, the first without experts; E 8, K 2. Request `a` has a prompt of 4 tokens and 3 new ones,
 request `b` a prompt of 2 and 2. Engines sample one token more than they forward.
 """
 
@@ -50,7 +50,7 @@ def sglang_native(name: str, rows: np.ndarray | None = None) -> dict[str, Any]:
 
 
 def sglang_openai(name: str) -> dict[str, Any]:
-    """The same from its OpenAI routes."""
+    """The same from SGLang's OpenAI API."""
     text = sglang_native(name)["meta_info"]["routed_experts"]
     choices = [{"index": 0, "message": {"content": "…"}}]
     return {"id": name, "choices": choices, "usage": usage(name), "sglext": {"routed_experts": text}}
@@ -73,20 +73,20 @@ def write_lines(path: Path, *records: Any) -> Path:
     return path
 
 
-# Ten slots: in each layer experts 3 and 5 have a second one, and the first eight are shuffled.
+# Ten slots: in each layer experts 3 and 5 have a second one, and the first eight are permuted.
 MAPPING = np.array([[*np.random.default_rng(9 + layer).permutation(EXPERTS), 3, 5] for layer in range(HIDDEN)])
 FORWARDS = [
     (1, ["a"] * 4, [0, 1, 2, 3], [4]),
     (2, ["a"], [4], None),
-    (3, ["b", "b", "a"], [0, 1, 5], [2, 1]),  # a piece of a prompt beside a decoded token
+    (3, ["b", "b", "a"], [0, 1, 5], [2, 1]),  # a prompt chunk beside a decode token
     (2, ["a", "b"], [6, 2], None),
     (2, ["b"], [3], None),
 ]
-"""Forwards of the recorder: mode, whose token, its position, extend_seq_lens."""
+"""Forwards of the recorder: mode, requests of the tokens, positions, extend_seq_lens."""
 
 
 def slots_of(experts: np.ndarray, layer: int, turn: int) -> list[int]:
-    """Slots that hold these experts in a layer; of two copies now the first and now the second."""
+    """Slots of these experts in a layer, alternating between two replicas."""
     found = [np.flatnonzero(MAPPING[layer] == expert) for expert in experts]
     return [int(each[turn % len(each)]) for each in found]
 
@@ -142,14 +142,14 @@ def save(path: Path, value: Any) -> Path:
 
 
 def stat_pack() -> dict[str, Any]:
-    """Mode stat: a buffer of nine passes, five of them used."""
+    """Mode stat: a buffer of nine passes, five of them in use."""
     count = np.zeros((9, HIDDEN, EXPERTS), np.int32)
     count[: len(FORWARDS), 1:] = counts_by_forward()
     return {"rank": 0, "logical_count": torch.from_numpy(count), "average_utilization_rate_over_window": None}
 
 
 def per_pass_packs() -> list[dict[str, Any]]:
-    """Mode per_pass, two ranks: the odd slots were counted by the second."""
+    """Mode per_pass, two ranks: the second counted the odd slots."""
     packs = []
     for rank in range(2):
         records = []
@@ -180,7 +180,7 @@ def write_tensorrt(folder: Path) -> Path:
 
 
 def policylang_columns() -> dict[str, list[Any]]:
-    """Rows in no order; scores of all experts, and logits."""
+    """Rows in random order, with scores of all experts and logits."""
     rows = []
     for number, name in ((7, "a"), (3, "b")):
         for t in range(TOKENS[name]):

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, and the models that they stand for."""
+"""GGUF files of tiny models, with the models that they encode."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ _SCALES = {
     "IQ4_NL": {0: 2.5e-4},
     "IQ4_XS": {0: 1.4e-5},
 }
-"""Types of blocks: where their scales in float16 lie, and how large they are in random ones."""
+"""Block types: positions of their float16 scales, and the magnitude of random ones."""
 _LACK_QUANTIZERS = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
 TYPES: Mapping[str, str | tuple[str, ...]] = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"}
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
@@ -42,13 +42,13 @@ def written(
     spelled: Path | None = None,
     **changed: int,
 ) -> tuple[Path, Path]:
-    """A GGUF file of a tiny model by the gguf package's own writer and quantizers, and its twin in safetensors.
+    """Write a GGUF file of a tiny model with the gguf package's writer and quantizers, and its twin in safetensors.
 
     Args:
-        types: of the experts' blocks, of several, layers take turns; and of what is `dense`.
-        width: of the model, twice that of its experts.
-        spelled: a model whose tokenizer the file gets, whose numbers are its vocabulary.
-        changed: further values of its config.
+        types: block types of experts (several alternate by layer) and of `dense` weights.
+        width: hidden size, twice the experts' intermediate size.
+        spelled: a model whose tokenizer is added to the file, and whose vocabulary size is used.
+        changed: further values of the config.
     """
     sizes = {"hidden_size": width, "moe_intermediate_size": width // 2, "shared_expert_intermediate_size": 32} | changed
     families.save(family, folder / "dense", norm_topk_prob=family == "qwen3_moe", **sizes)
@@ -107,7 +107,7 @@ def written(
 
 
 def add_tokenizer(writer: Any, model: Path, rule: str | None = "refact") -> None:
-    """Write the tokenizer of the embedded model, whose own rule is `refact`; with None a file names none."""
+    """Write the embedded model's tokenizer, whose pre-tokenizer is `refact`; None writes no pre-tokenizer."""
     content = json.loads((model / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -123,7 +123,7 @@ def add_tokenizer(writer: Any, model: Path, rule: str | None = "refact") -> None
 
 
 def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Write a tensor; gives what the gguf package reads of it."""
+    """Write a tensor; return it as the gguf package reads it back."""
     quantized = gguf.GGMLQuantizationType[kind]
     if kind == "F32":
         writer.add_tensor(name, tensor.numpy())
@@ -136,7 +136,7 @@ def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tenso
 
 
 def random_blocks(shape: Sequence[int], kind: Any) -> np.ndarray:
-    """Blocks of random bits that make numbers as large as trained weights."""
+    """Random blocks whose values are as large as trained weights."""
     values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     draw = np.random.default_rng(int(np.prod(shape)))
     blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // values, num_bytes), dtype=np.uint8)

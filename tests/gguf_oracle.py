@@ -1,8 +1,8 @@
-"""GGUF files of tiny models by llama.cpp's own converter, and the dense models that they are made from.
+"""GGUF files of tiny models by llama.cpp's converter, with the dense models that they come from.
 
-The weights are numbers that float16 holds, made of their names alone, so that a model can be made again anywhere and
-compared with the converted file to the bit. `python -m tests.gguf_oracle LLAMA_CPP FOLDER` converts all of them; the
-files in tests/golden/gguf are its output.
+Weights are exact in float16 and derived from their names, so a model can be made again anywhere and compared with the
+converted file bit by bit. `python -m tests.gguf_oracle LLAMA_CPP FOLDER` converts all of them; the files in
+tests/golden/gguf are its output.
 """
 
 import sys
@@ -45,15 +45,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots1", {"norm_topk_prob": True}),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_experts": 4}),
 }
-"""By the name of the file: family, and its config besides the one that `tests.families` gives."""
+"""By file name: the family, and changes to the config of `tests.families`."""
 _CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration"}
-"""The class that converts a model, where it is only the text part of one."""
+"""The converter class of a model that is the text part of a larger one."""
 _BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
-"""Values of which HunYuan's published config has lists."""
+"""Values that are lists in HunYuan's published config."""
 
 
 def build(name: str) -> Any:
-    """The dense model that a file is made from."""
+    """The dense model of a file."""
     from transformers import AutoModelForCausalLM
 
     family, changed = MODELS[name]
@@ -66,7 +66,7 @@ def build(name: str) -> Any:
 
 
 def _numbers(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Multiples of 1/512 below 1/2, which norms are above one by."""
+    """Multiples of 1/512 below 1/2; for norms, plus one."""
     bits = np.arange(like.numel(), dtype=np.uint64) + np.uint64(zlib.crc32(name.encode()) << 20)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
@@ -76,7 +76,7 @@ def _numbers(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def convert(llama_cpp: Path, name: str, to: Path) -> Path:
-    """Convert a model by llama.cpp's script; its vocabulary is one of numbers, which no tokenizer goes with."""
+    """Convert a model by llama.cpp's script, without a tokenizer."""
     sys.path[:0] = [str(llama_cpp / "gguf-py"), str(llama_cpp)]
     import gguf
     from conversion import ModelBase, get_model_class
@@ -104,7 +104,7 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
 
 
 def split(whole: Path, to: Path) -> list[Path]:
-    """Write the model of a GGUF file in three, `m-00001-of-00003.gguf` and so on."""
+    """Split a model's GGUF file in three: `m-00001-of-00003.gguf` and so on."""
     import gguf
 
     reader = gguf.GGUFReader(whole)

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a CPU: it carries operations out when they are recorded, and again when replayed."""
+"""A stand-in for CUDA graphs on a CPU: it runs operations when recorded, and again when replayed."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class _Operations(TorchDispatchMode):
 
 
 class StandInGraph:
-    """Like `torch.cuda.CUDAGraph`: what it reads and writes lies where it lay when it was recorded."""
+    """Like `torch.cuda.CUDAGraph`: replays use the same memory as the recording."""
 
     number = 0
 
@@ -43,7 +43,7 @@ class StandInGraph:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the CPU record steps as a GPU does."""
+    """Make the CPU record steps as a GPU does."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)

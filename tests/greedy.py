@@ -1,4 +1,4 @@
-"""Greedy tokens, by plain transformers and as a model is served out of a pool, and whether they are the same."""
+"""Greedy tokens by plain transformers and by a model served from a pool, and their comparison."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,22 +19,22 @@ from moetool.types import ForwardInfo, Phase
 from tests import families
 
 TIE = 1e-4
-"""Logits of the two best tokens that are as good as equal."""
+"""Logit gap below which the two best tokens count as a tie."""
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Prompts of different lengths, of the tiny models' tokens."""
+    """Prompts of different lengths in the tiny models' tokens."""
     return [[(7 * i + 3 * k) % 60 + 3 for i in range(3 + k % 12)] for k in range(count)]
 
 
 class Greedy(NamedTuple):
-    """The tokens of some prompts, and for each by how much its logit exceeded the next one's."""
+    """Generated tokens per prompt, and the logit gap between the best two tokens at each."""
 
     tokens: list[list[int]]
     gaps: list[list[float]]
 
     def require_same(self, found: list[list[int]]) -> int:
-        """Require equal tokens, or a first difference where two were as good as equal; gives how many such ties."""
+        """Require equal tokens, or a first difference at a tie; returns the number of such ties."""
         ties = 0
         for ours, theirs, gaps in zip(found, self.tokens, self.gaps, strict=True):
             differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
@@ -44,7 +44,7 @@ class Greedy(NamedTuple):
 
 
 def generated(model: Any, prompts: Sequence[list[int]], max_tokens: int = 6) -> Greedy:
-    """What transformers generates."""
+    """The tokens that transformers generates."""
     tokens, gaps = [], []
     for prompt in prompts:
         made = model.generate(
@@ -71,7 +71,7 @@ def served(
     host_experts: int | None = None,
     products: bool = True,
 ) -> list[list[int]]:
-    """The greedy tokens of all prompts, out of the policy's smallest pool; what was read is what is stored."""
+    """Greedy tokens of all prompts with the policy's smallest pool; checks that the stored weights were read."""
     loaded = load_lazy(Checkpoint.open(path), torch.float32, products=products)
     files, spec = loaded.files, loaded.spec
     assert files is not None
@@ -108,7 +108,7 @@ def served(
 
 
 def require_same_under_every_policy(path: Path, expected: Greedy, prompts: Sequence[list[int]]) -> dict[str, int]:
-    """Require the same tokens under every lossless policy with its smallest pool; gives the ties of each."""
+    """Require the same tokens under every lossless policy with its smallest pool; returns the ties of each."""
     kinds = {policy: policy_class(policy) for policy in plugins.names("policy")}
     return {
         policy: expected.require_same(served(path, policy, prompts))
@@ -126,7 +126,7 @@ def forward_logits(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> torch.Tensor:
-    """The logits [T, V] of one forward of tokens [1, T] through a pool; `pooled` as on a GPU, slots as stored."""
+    """Logits [T, V] of one forward of tokens [1, T] with a pool; `pooled` as on a GPU, with slots as stored."""
     loaded = load_lazy(Checkpoint.open(path), dtype, device, products=not pooled)
     residency = Residency(build_policy("lru", loaded.spec, {}, slots))
     runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, num_threads=1), pooled=pooled)

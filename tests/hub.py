@@ -1,4 +1,4 @@
-"""A server on this machine that speaks the protocol of the Hugging Face hub, for models in folders."""
+"""A local server with the Hugging Face hub's protocol, for models in folders."""
 
 import contextlib
 import hashlib
@@ -18,18 +18,18 @@ _LFS = (".safetensors", ".gguf", ".bin", ".pth")
 
 
 class Hub:
-    """Models by name, and what goes wrong with them.
+    """Served models and injected faults.
 
     Attributes:
-        folders: what each repository holds.
-        gated: repositories that want their terms accepted.
+        folders: files of each repository.
+        gated: repositories that require accepted terms.
         breaks: files whose next download breaks off after so many bytes.
-        spoils: files whose bytes come changed.
+        spoils: files whose bytes are corrupted.
         gets: (file, first byte) of every download.
         commit: of the main branch.
-        moves: commits that the main branch moves to once a file has been downloaded, by file.
-        ranges: whether it answers range requests.
-        sent: bytes of each file that were asked for.
+        moves: commits that the main branch moves to after the download of a file, by file.
+        ranges: whether range requests are answered.
+        sent: requested bytes of each file.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def _send(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str],
 
 @contextlib.contextmanager
 def running(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that huggingface_hub asks in this process, with a cache of its own."""
+    """A hub for huggingface_hub in this process, with its own cache."""
     from huggingface_hub import constants
 
     hub = Hub()
@@ -153,7 +153,7 @@ def running(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)  # what a broken connection loses is less than that
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)  # limits the bytes that a broken connection loses
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     try:
         yield hub

@@ -1,20 +1,20 @@
-"""Keys and certificates of a made-up cluster."""
+"""Keys and certificates of a test cluster."""
 
 import functools
 
 from moetool.cluster.certificates import Authority, Identity
 
 NOBODY = Identity(name="", certificate="", key="", authority="")
-"""For settings that no connection is made with."""
+"""For settings without a connection."""
 
 
 @functools.cache
 def authority() -> Authority:
-    """The cluster's authority, the same for all tests of a process."""
+    """The cluster's authority, one per test process."""
     return Authority.new()
 
 
 @functools.cache
 def identity(name: str) -> Identity:
-    """A process of the cluster."""
+    """Identity of a process of the cluster."""
     return authority().issue(name)

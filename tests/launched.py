@@ -1,4 +1,4 @@
-"""A worker that costs nothing to build, in a module that Ray's processes can import."""
+"""A minimal worker in a module that Ray's processes can import."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from moetool.errors import MismatchError
 
 
 class Worker:
-    """Says, fails, sleeps and ends when it is asked to."""
+    """Answers, fails, sleeps or ends on request."""
 
     def __init__(self, name: str) -> None:
         if name == "wrong":
@@ -30,5 +30,5 @@ class Worker:
 
 
 def build(name: str) -> Worker:
-    """One of that name; `wrong` cannot be built."""
+    """Build a worker of that name; `wrong` fails."""
     return Worker(name)

@@ -1,4 +1,4 @@
-"""Many clients at once against a server: some wait, some go in the middle, some ask for what they cannot have."""
+"""Many random clients of one server: some wait, some disconnect, some send invalid requests."""
 
 import http.client
 import json
@@ -18,13 +18,13 @@ _ENDS = {"stop", "length"}
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests.
+    """Outcomes of the requests.
 
     Attributes:
-        outcomes: how many ended in which way.
-        wrong: what a server must not do, in words; empty after a good run.
-        texts: the greedy answer to each prompt, the first time; all later ones must equal it.
-        latest: seconds between a request and its answer, the longest.
+        outcomes: number of requests by outcome.
+        wrong: violations, in words; empty after a good run.
+        texts: the first greedy answer to each prompt; later ones must equal it.
+        latest: longest seconds between a request and its answer.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -34,32 +34,32 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, outcome: str) -> None:
-        """One request ended so."""
+        """Count an outcome."""
         with self._lock:
             self.outcomes[outcome] += 1
 
     def fault(self, words: str) -> None:
-        """Something that must not happen did."""
+        """Record a violation."""
         with self._lock:
             self.wrong.append(words)
 
     def same_text(self, prompt: str, text: str) -> None:
-        """A greedy answer arrived."""
+        """Record a greedy answer."""
         with self._lock:
             if self.texts.setdefault(prompt, text) != text:
                 self.wrong.append(f"{prompt!r} was answered {self.texts[prompt]!r} and then {text!r}")
 
     def took(self, seconds: float) -> None:
-        """An answer arrived after so long."""
+        """Record the seconds until an answer."""
         with self._lock:
             self.latest = max(self.latest, seconds)
 
 
 def run_clients(url: str, num_clients: int, seconds: float, *, seed: int = 0) -> Tally:
-    """Let clients come and go for a while.
+    """Run clients for a while.
 
-    A 503 must have a reason and no other 5xx may come; every answer that was begun must be whole or end with an error
-    of its own, unless its client left.
+    A 503 must have a reason, and no other 5xx may occur. Every answer that has begun must be complete or end with an
+    error, unless its client disconnected.
     """
     tally, until = Tally(), time.monotonic() + seconds
 
@@ -75,7 +75,7 @@ def run_clients(url: str, num_clients: int, seconds: float, *, seed: int = 0) ->
 
 
 class _Client:
-    """One client: asks for something at random, and what it does with the answer is random too."""
+    """One client with random requests and random reactions to the answers."""
 
     def __init__(self, url: str, draw: random.Random, tally: Tally) -> None:
         self._address = urlsplit(url).netloc
@@ -118,7 +118,7 @@ class _Client:
         return connection
 
     def _answer(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> dict[str, Any] | None:
-        """The answer, or None where the server had a reason not to give one."""
+        """The answer, or None if the server refused for a valid reason."""
         began = time.monotonic()
         connection = self._request(body, path, **headers)
         response = connection.getresponse()

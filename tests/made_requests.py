@@ -1,4 +1,4 @@
-"""Requests made up from a server's own OpenAPI description: those that it allows, those beside them, and rubbish."""
+"""Requests generated from a server's OpenAPI description: valid ones, near misses and rubbish."""
 
 import http.client
 import json
@@ -32,12 +32,12 @@ _LIKELY: dict[str, st.SearchStrategy[Json]] = {
     "content": st.text(max_size=30),
     "prompt": st.text(min_size=1, max_size=30) | st.lists(st.integers(0, 3000), min_size=1, max_size=20),
 }
-"""By a field's name: values that get further than what its schema alone allows, and keep the answers short."""
+"""Values by field name that are valid beyond the schema and keep answers short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One made-up request; `template` is its path as the description has it, empty for one that is not there."""
+    """One request; `template` is its path in the description, empty if the path does not exist."""
 
     method: str
     path: str
@@ -90,7 +90,7 @@ def _headers() -> st.SearchStrategy[dict[str, str]]:
 
 @st.composite
 def _bodies(draw: st.DrawFn, allowed: st.SearchStrategy[Json]) -> bytes:
-    """What a schema allows, the same with some fields spoilt, or no JSON at all."""
+    """Values allowed by a schema, the same with some fields corrupted, or invalid JSON."""
     kind = draw(st.integers(0, 9))
     if kind == 9:
         return draw(st.binary(max_size=30) | st.sampled_from([b"", b"{", b"[" * 5000, b'{"prompt": NaN}', b"1" * 5000]))
@@ -105,7 +105,7 @@ def _bodies(draw: st.DrawFn, allowed: st.SearchStrategy[Json]) -> bytes:
 
 
 def of_schema(schema: Json, description: Json) -> st.SearchStrategy[Json]:
-    """Values that a JSON schema allows, as far as pydantic writes schemas; others are taken to allow anything."""
+    """Values that a JSON schema allows, for the subset that pydantic writes; other schemas allow anything."""
     if "$ref" in schema:
         found = description
         for part in schema["$ref"].removeprefix("#/").split("/"):
@@ -143,7 +143,7 @@ def of_schema(schema: Json, description: Json) -> st.SearchStrategy[Json]:
 
 @st.composite
 def _objects(draw: st.DrawFn, schema: Json, description: Json) -> Json:
-    """An object with all that is required and here and there something that is not."""
+    """An object with all required fields and some optional ones."""
     required = set(schema.get("required", ()))
     made = {}
     for name, of in schema["properties"].items():
@@ -153,7 +153,7 @@ def _objects(draw: st.DrawFn, schema: Json, description: Json) -> Json:
 
 
 def verdict(call: Call, status: int, headers: Mapping[str, str], body: bytes, description: Json) -> str | None:
-    """What is wrong with an answer, in words."""
+    """The faults of an answer, in words."""
     described = description["paths"].get(call.template, {}).get(call.method.lower())
     if status >= 500 and status != 503:
         return f"status {status}"
@@ -188,10 +188,10 @@ def send(url: str, call: Call) -> tuple[int, Mapping[str, str], bytes]:
 
 
 def fuzz(url: str, description: Json, *, examples: int, seed: int = 0) -> dict[int, int]:
-    """Send so many made-up requests; gives how often each status came.
+    """Send generated requests; returns the number of answers by status.
 
     Raises:
-        AssertionError: an answer was wrong; it names the smallest request that was found to bring one about.
+        AssertionError: a wrong answer; names the smallest request that causes one.
     """
     statuses: dict[int, int] = {}
 

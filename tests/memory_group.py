@@ -8,7 +8,7 @@ from tests.servers import eventually
 
 
 class MemoryGroup:
-    """A cgroup for a server's memory, of version 1 or 2."""
+    """A memory cgroup, version 1 or 2."""
 
     def __init__(self, name: str) -> None:
         second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
@@ -25,22 +25,22 @@ class MemoryGroup:
 
     @property
     def prefix(self) -> list[str]:
-        """Puts the command that follows into the group."""
+        """Command prefix that runs a command in the group."""
         return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs; exec "$@"', "sh"] if self.usable else []
 
     def squeeze(self, spare: int) -> None:
-        """Leave so many bytes beyond what can't be given up."""
+        """Limit the group to so many bytes beyond its unreclaimable memory."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         held = next(int(line.split()[1]) for line in lines if line.startswith(self._held))
-        with contextlib.suppress(OSError):  # EBUSY: it could not be pressed so far; what could go has gone
+        with contextlib.suppress(OSError):  # EBUSY: it could not shrink that far
             self._limit.write_text(str(held + spare))
 
     def limit(self, num_bytes: int) -> None:
-        """Allow so many bytes in all."""
+        """Set the group's limit in bytes."""
         self._limit.write_text(str(num_bytes))
 
     def release(self) -> None:
-        """No limit."""
+        """Remove the limit."""
         self._limit.write_text(self._none)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Cache plans from values by name, whichever argument of `plan_cache` they belong to."""
+"""Cache plans from keyword values, passed to the right argument of `plan_cache`."""
 
 from dataclasses import fields
 from typing import Any

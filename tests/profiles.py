@@ -1,4 +1,4 @@
-"""Cost profiles of whole nanoseconds that tests make up."""
+"""Synthetic cost profiles in whole nanoseconds."""
 
 from collections.abc import Mapping
 
@@ -21,12 +21,12 @@ MACHINE = Machine(
 
 
 def flat(ns: float) -> Curve:
-    """The same for every amount."""
+    """A constant cost."""
     return Curve(x=(1,), y=(ns * 1e-9,))
 
 
 def line(ns: float) -> Curve:
-    """`ns` for each of the amount."""
+    """A cost of `ns` per unit."""
     return Curve(x=(0, 1e6), y=(0, ns * 1e-3))
 
 
@@ -42,7 +42,7 @@ def compute(
     dense: float | None = None,
     head: float = 0,
 ) -> ComputeCosts:
-    """Costs of a device; an expert takes 3 ns, whatever its tokens, and everything else nothing."""
+    """Costs of a device: an expert takes 3 ns for any number of tokens, everything else nothing."""
     return ComputeCosts(
         device=device,
         dtype=dtype,
@@ -64,7 +64,7 @@ def make_profile(
     predictor: float | None = None,
     num_hidden_layers: int | None = None,
 ) -> CostProfile:
-    """A profile with `compute()`, or these, whose loads take 10 ns from disk."""
+    """A profile with these costs (default: `compute()`); a load from disk takes 10 ns."""
     return CostProfile(
         spec=spec,
         config_only=True,

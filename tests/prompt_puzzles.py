@@ -1,4 +1,4 @@
-"""The two embedded prompt sets that are generated: arithmetic, and words drawn in block letters.
+"""The two generated prompt sets: arithmetic, and words in block letters.
 
 `python -m tests.prompt_puzzles` writes them to data/prompts/ again, byte for byte.
 """
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class _Draw:
-    """Random choices that are the same in every Python: the standard library promises that of `random()` alone."""
+    """Random choices that are equal in all Python versions; the standard library guarantees that of `random()` only."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -33,7 +33,7 @@ class _Draw:
         return [word for _, word in sorted((self._random.random(), word) for word in words)]
 
     def digits(self, longest: int) -> int:
-        """A number below 10, 100, … or 10**longest; each bound is as likely, so small numbers are frequent."""
+        """A number below 10, 100, … or 10**longest, each bound equally likely."""
         return self.below(10 ** (1 + self.below(longest)))
 
 
@@ -54,9 +54,9 @@ _OPERATIONS = (
 
 
 def arithmetic(seed: int, n: int) -> list[Prompt]:
-    """Problems over whole numbers: some solved ones, then one that is left open.
+    """Problems with whole numbers: some solved ones, then an open one.
 
-    Every other prompt keeps to one of the five phrasings, the rest mix them. Quotients are whole.
+    Every other prompt uses one of the five phrasings, the rest mix them. Quotients are whole.
     """
     draw = _Draw(seed)
     prompts = []
@@ -133,7 +133,7 @@ _QUESTIONS = (
 
 
 def ascii_words(seed: int, n: int) -> list[Prompt]:
-    """Words in block letters, no word twice, asked for in one of several ways (there are 84 words)."""
+    """Prompts with different words in block letters, in one of several phrasings (84 words exist)."""
     draw = _Draw(seed)
     words = _WORDS.split()
     prompts = []
@@ -150,7 +150,7 @@ def ascii_words(seed: int, n: int) -> list[Prompt]:
 
 
 def block_letters(word: str, ink: str) -> str:
-    """A word in capitals five rows high, drawn with `ink`, or each letter with itself where `ink` is empty."""
+    """A word in capitals five rows high, drawn with `ink`, or each letter with itself if `ink` is empty."""
     drawn = [[row.replace("#", ink or letter) for row in _FONT[letter].split()] for letter in word]
     rows = zip(*drawn, strict=True)
     return "\n".join("  ".join(row).replace(".", " ").rstrip() for row in rows)
@@ -161,7 +161,7 @@ def _prompt(name: str, number: int, text: str, answer: str) -> Prompt:
 
 
 def jsonl(prompts: Iterable[Prompt]) -> str:
-    """The prompts as the embedded sets hold them."""
+    """The prompts in the embedded sets' format."""
     rows = ({"id": p.prompt_id, "prompt": p.text, "answer": p.answer, "task": p.task} for p in prompts)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 

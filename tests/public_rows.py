@@ -1,4 +1,4 @@
-"""Rows of each public data set, in the fields and types that the hub's copies have, and what a prompt of them is."""
+"""Rows of each public data set with the hub's fields and types, and the expected prompt."""
 
 from typing import Any, NamedTuple
 
@@ -7,10 +7,10 @@ class Sample(NamedTuple):
     """Rows of one config.
 
     Attributes:
-        file: where the hub's repository has them.
-        row: with a field that no prompt needs.
-        changes: to it that make another row.
-        prompt, answer, task, prompt_id: of `row`.
+        file: its path in the hub's repository.
+        row: includes a field that no prompt needs.
+        changes: changed fields that make another row.
+        prompt, answer, task, prompt_id: expected results for `row`.
     """
 
     file: str

@@ -1,7 +1,7 @@
-"""Checkpoints as their formats' own writers make them, each with a twin that holds what its writer says it stands for.
+"""Quantized checkpoints, each with a twin of the dequantized weights.
 
-Compressed-tensors' formats are written and unpacked by its own compressors. Those of GPTQ, AWQ, FP8 and MXFP4 are laid
-out here as their authors publish them; the golden tensors of tests/unit/test_weight_formats.py hold both to that.
+Formats of compressed-tensors are written and unpacked by its own compressors. GPTQ, AWQ, FP8 and MXFP4 are laid out
+here as published; the golden tensors of tests/unit/test_weight_formats.py check both.
 """
 
 import json
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
-"""From the name and the value of a weight to what a file holds of it, and to the weight that this stands for."""
+"""From a weight's name and value to its stored tensors and the weight that they represent."""
 
 GROUP = 16
 _LINEAR = re.compile(r"\.(self_attn|mlp|block_sparse_moe)\..*\.weight$")
@@ -26,14 +26,14 @@ _KEPT = re.compile(r"(norm|\.gate|router)\.weight$")
 
 
 def quantize(dense: Path, out: Path, config: dict[str, Any], writer: Callable[[str], Writer | None]) -> Path:
-    """Write a checkpoint of single experts anew.
+    """Write a quantized copy of a checkpoint with separate experts.
 
     Args:
         config: the `quantization_config`.
-        writer: what writes a linear weight of this name; None leaves it as it is.
+        writer: quantizes a linear weight by name; None keeps it.
 
     Returns:
-        The folder of its twin, beside it.
+        The folder of its twin, next to it.
     """
     twin = out.with_name(out.name + "-twin")
     made, meant = {}, {}
@@ -104,14 +104,14 @@ def compressed(form: str, weights: dict[str, Any]) -> Writer:
 
 
 def compressed_config(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What config.json says of it."""
+    """Its config.json entry."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": form}
     head = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
     return {**head, "quantization_status": "compressed", "ignore": ["lm_head"], **more}
 
 
 def gptq(act_order: bool, symmetric: bool = True, group: int = GROUP) -> Writer:
-    """GPTQ in four bits; the groups of act-order are drawn at random."""
+    """GPTQ in four bits; the groups of act-order are random."""
 
     def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         columns = weight.shape[1]
@@ -151,7 +151,7 @@ def awq(group: int = GROUP) -> Writer:
 
 
 def _affine(weight: torch.Tensor, index: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, as float16 holds them, and zero points from 1 to 15, [N, G]."""
+    """Float16 scales and zero points from 1 to 15, [N, G]."""
     scales, zeros = [], []
     for group in range(int(index.max()) + 1):
         part = weight[:, index == group]
@@ -163,7 +163,7 @@ def _affine(weight: torch.Tensor, index: torch.Tensor, symmetric: bool) -> tuple
 
 
 def _words(values: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
-    """Eight values a word along a dimension, the value of place `order[i]` in the i-th four bits."""
+    """Pack eight 4-bit values per word along a dimension; position `order[i]` goes into the i-th nibble."""
     eights = values.long().unflatten(dim, (-1, 8)).movedim(dim + 1, -1)
     words = sum(eights[..., place] << (4 * i) for i, place in enumerate(order))
     assert isinstance(words, torch.Tensor)
@@ -174,13 +174,13 @@ MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, 
 
 
 def mxfp4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """MXFP4 as compressed-tensors lays it out (a `Writer`)."""
+    """MXFP4 in compressed-tensors' layout (a `Writer`)."""
     codes, scales, meant = _mxfp4(weight)
     return {f"{name}_packed": codes.flatten(1), f"{name}_scale": scales}, meant
 
 
 def where_whole(writer: Writer, block: int) -> Writer:
-    """A writer that leaves matrices that are not made of whole blocks as they are."""
+    """A writer that keeps matrices whose sizes are no multiples of a block."""
 
     def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         return ({name: weight}, weight) if any(size % block for size in weight.shape) else writer(name, weight)
@@ -195,7 +195,7 @@ def add_tensors(folder: Path, tensors: Tensors) -> None:
 
 
 def shard(folder: Path, count: int) -> None:
-    """Deal the tensors of a checkpoint out to several files, with an index."""
+    """Split a checkpoint's tensors over several files, with an index."""
     whole = folder / "model.safetensors"
     tensors = load_file(whole)
     files = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
@@ -208,7 +208,7 @@ def shard(folder: Path, count: int) -> None:
 
 
 def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers uint8 [..., K / 32, 16] and exponents [..., K / 32] of a weight [..., K], and what they stand for."""
+    """Return values uint8 [..., K / 32, 16], exponents [..., K / 32] and the dequantized weight [..., K]."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     groups = weight.unflatten(-1, (-1, 32))
     exponent = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()

@@ -1,4 +1,4 @@
-"""Ranks of expert parallelism as threads of the test's own process."""
+"""Expert-parallel ranks as threads of the test process."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from tests.servers import eventually
 
 
 class ThreadRanks:
-    """A `Launcher` whose ranks are threads here."""
+    """A `Launcher` of ranks in threads."""
 
     def __init__(self, restarts: bool = True) -> None:
         self.ranks: dict[int, Rank] = {}
@@ -38,7 +38,7 @@ class ThreadRanks:
         self._start(gpu)
 
     def kill(self, gpu: int) -> None:
-        """As far as a thread can be killed: its connections end."""
+        """End a rank's connections, since a thread cannot be killed."""
         threading.Thread(target=self.ranks[gpu].close, daemon=True).start()
 
     def close(self) -> None:
@@ -50,14 +50,14 @@ class ThreadRanks:
 
 
 def cluster_of(spec: ModelSpec, gpus: int, slots: int, servers: int = 1) -> Cluster:
-    """Servers that share so many GPUs, with room for so many experts on each."""
+    """A cluster of servers with so many GPUs in total, and slots for so many experts on each."""
     gpu = Gpu(memory_bytes=slots * spec.slot_bytes)
     each = gpus // servers
     return Cluster(servers=tuple(Server(name=f"s{n}", gpus=(gpu,) * each) for n in range(servers)), link_bytes_s=1e9)
 
 
 def striped(spec: ModelSpec, gpus: int, replicas: int = 0) -> np.ndarray:
-    """Expert e of every layer on GPU e modulo their number, and the first few on the next GPU as well."""
+    """Expert e of every layer on GPU e modulo their number, and the first few also on the next GPU."""
     placed_GLE = np.zeros((gpus, spec.num_layers, spec.num_experts), bool)
     for expert in range(spec.num_experts):
         placed_GLE[expert % gpus, :, expert] = True
@@ -78,7 +78,7 @@ def open_head(
     gather_s: float = 0.01,
     **options: Any,
 ) -> RankHead:
-    """A head over ranks in threads, started."""
+    """A started head over ranks in threads."""
     spec = Checkpoint.open(reference).spec
     cluster = cluster_of(spec, gpus, slots)
     head = RankHead(
@@ -95,26 +95,26 @@ def open_head(
 
 
 def joined_after(head: RankHead, generation: int) -> float | None:
-    """Time when the first generation after one was complete, None before."""
+    """Time when the first generation after this one was complete; None before that."""
     joined = dict(head.loop.ranks.joined)
     return min((at for number, at in joined.items() if number > generation), default=None)
 
 
 @contextmanager
 def held(head: RankHead) -> Iterator[None]:
-    """Nothing begins and nothing is decided meanwhile: what is asked for makes batches that are as full as can be."""
+    """Hold back batches and decisions, so that the requests made meanwhile form full batches."""
     batches = head.loop
     batches.advance = lambda: None  # type: ignore[method-assign]
     try:
         yield
         eventually(lambda: not batches.events.unfinished_tasks)
     finally:
-        del batches.advance  # the class's own again
+        del batches.advance  # restores the method
         batches.post("tick", None)
 
 
 class Answers:
-    """Collects what requests are answered."""
+    """Collects outputs of requests."""
 
     def __init__(self, head: RankHead) -> None:
         self._head = head
@@ -127,13 +127,13 @@ class Answers:
         return self._head.submit(prompt, SamplingParams(max_tokens=max_tokens, **params), self._take)
 
     def wait(self, requests: Sequence[int], timeout_s: float = 60.0) -> list[list[int]]:
-        """The tokens of each once all have ended."""
+        """The tokens of each request once all have ended."""
         with self._changed:
             assert self._changed.wait_for(lambda: all(r in self.ends for r in requests), timeout_s), self.ends
         return [self.tokens.get(request, []) for request in requests]
 
     def wait_for_tokens(self, count: int, timeout_s: float = 60.0) -> None:
-        """Until so many tokens have come, of all requests together."""
+        """Wait until so many tokens have come, over all requests."""
         with self._changed:
             assert self._changed.wait_for(lambda: sum(map(len, self.tokens.values())) >= count, timeout_s)
 

@@ -1,4 +1,4 @@
-"""A linear baseline for predictions of a coming batch: ridge regression on what its first MoE layer chose."""
+"""A linear baseline for predicting a coming batch: ridge regression on the choices of its first MoE layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,10 @@ from moetool.types import ModelSpec
 
 
 def regressed(history: Sequence[Batch], penalty: float = 10.0) -> Predict:
-    """Predict a coming batch from what its first MoE layer chose, by ridge regression on the history.
+    """Predict a coming batch from the choices of its first MoE layer, by ridge regression on the history.
 
-    For each token and later layer the chance of each expert is linear in the experts that the first layer gave to the
-    token and in the mean of those it gave to the tokens of its request, which tells what the request is about. The
-    first layer is taken as known, as in `calibrated`.
+    For each token and later layer, the probability of each expert is linear in the token's first-layer experts and in
+    their mean over the request. The first layer is known, as in `calibrated`.
 
     Args:
         penalty: added to the diagonal of the normal equations.
@@ -49,7 +48,7 @@ def regressed(history: Sequence[Batch], penalty: float = 10.0) -> Predict:
 
 
 def _features(spec: ModelSpec, rows_TS: np.ndarray) -> np.ndarray:
-    """Of each token: its experts in the first layer, their mean over the request, and 1."""
+    """Features of each token: its first-layer experts, their mean over the request, and 1."""
     chosen_TE = _chosen(rows_TS[:, : spec.top_k_L[0]], spec.num_experts)
     mean_TE = np.broadcast_to(chosen_TE.mean(axis=0), chosen_TE.shape)
     return np.concatenate([chosen_TE, mean_TE, np.ones((len(rows_TS), 1))], axis=1)

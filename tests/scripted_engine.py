@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of the HTTP half: deterministic, on its own thread, as slow as told."""
+"""An engine without a model, for tests of the HTTP API: deterministic, in its own thread, as slow as told."""
 
 import os
 import random
@@ -31,17 +31,17 @@ class _Request:
 
 @dataclass
 class ScriptedEngine:
-    """Answers every request with `reply`, one token of every running request a step, then the end of sequence.
+    """Answers every request with `reply`, one token of every running request per step, then end-of-sequence.
 
-    With a temperature above 0 the tokens are random, from the seed, and there is no end.
+    With a temperature above 0 the tokens are random, from the seed, without end.
 
     Attributes:
         step_s: seconds between steps.
-        fail_at: the request gets an error in place of its token of this number.
+        fail_at: number of the token that is replaced by an error.
         max_running: further requests wait.
-        cancelled: ids of the requests that were cancelled while they ran or waited.
+        cancelled: ids of the requests cancelled while they ran or waited.
         submitted: parameters of all requests, in order.
-        room: a larger prompt is refused with CapacityError (less than max_context: as a small pool would).
+        room: longest prompt; a longer one raises CapacityError.
     """
 
     reply: str = "Hello 🙂 你好, world."
@@ -83,7 +83,7 @@ class ScriptedEngine:
             answer += [END] * params.max_tokens
         if params.temperature > 0:
             draw = random.Random(params.seed)
-            # Not the special tokens, so that all of them have text.
+            # skips special tokens, so that all tokens have text
             answer = [draw.randrange(4, self.vocab_size) for _ in range(params.max_tokens)]
         with self._wake:
             self.submitted.append(params)
@@ -112,7 +112,7 @@ class ScriptedEngine:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of unfinished requests."""
         with self._wake:
             return len(self._requests)
 
@@ -151,7 +151,7 @@ class ScriptedEngine:
         return Output(id, token, None if logprobs is None else self._score(token, logprobs), finish)
 
     def _score(self, token: int, top: int) -> TokenLogprob:
-        """A made-up score; the token itself is the second likeliest, and one alternative is impossible."""
+        """A synthetic score: the token itself is second, and one alternative is impossible."""
         others = [(token + 1) % self.vocab_size, token, *range(4, 4 + top)]
         values = [-0.25, -0.5, float("-inf"), *[-9.0] * top]
         return TokenLogprob(-0.5, list(zip(others, values, strict=False))[:top])

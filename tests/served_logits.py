@@ -1,4 +1,4 @@
-"""Logits of one prompt and of three tokens more, out of a pool of slots, beside those of plain transformers."""
+"""Logits of a prompt and three more tokens from a pool of slots, compared with plain transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ def served_logits(
     vocabulary: int = 1211,
     kept: type = KernelWeight,
 ) -> Any:
-    """The logits of one prompt and of three tokens more, out of a pool of so many slots.
+    """Logits of a prompt and three more tokens, with a pool of so many slots.
 
     Args:
-        kept: what matrices in slots are.
+        kept: form of the matrices in slots.
     """
     loaded = load_lazy(Checkpoint.open(path), dtype, products=products)
     assert loaded.files is not None
@@ -61,7 +61,7 @@ def served_logits(
 
 
 def require_near(whole: torch.Tensor, twin: Path) -> None:
-    """Logits of the prompt are no further off those of the dense model than transformers' own in bfloat16 twice."""
+    """Require errors against the dense model of at most twice those of transformers in bfloat16."""
     tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871]]) % 64
     logits = {}
     for kind, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("grouped_mm", torch.bfloat16)):

@@ -1,4 +1,4 @@
-"""`moetool serve` on the embedded model as a process of its own, for tests that kill it or look at its memory."""
+"""`moetool serve` on the embedded model as a separate process, for tests that kill it or measure its memory."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ class ServerProcess:
     """A running `moetool serve`.
 
     Args:
-        arguments: of `moetool serve`, model first; the port is any free one.
-        prefix: a command that runs the command that follows it.
+        arguments: of `moetool serve`, model first; any free port is used.
+        prefix: a command that runs the rest of the command line.
 
     Attributes:
-        url: where it answers; set once it does.
+        url: its address; set once it answers.
     """
 
     def __init__(self, arguments: list[str], stderr: IO[str], prefix: Sequence[str] = ()) -> None:
@@ -35,21 +35,21 @@ class ServerProcess:
 
     @property
     def narration(self) -> str:
-        """What it has written on stderr so far."""
+        """Its stderr so far."""
         return Path(self._stderr.name).read_text(encoding="utf-8")
 
     def kill(self) -> None:
-        """SIGKILL: it gets no chance to tidy up."""
+        """Kill with SIGKILL, without cleanup."""
         self.popen.kill()
         self.popen.wait(30)
 
     def stop(self) -> int:
-        """SIGTERM; gives the exit code."""
+        """Stop with SIGTERM; returns the exit code."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(60)
 
     def _answers(self) -> str:
-        deadline = time.monotonic() + 300  # a start is 5 s of computing, on a machine that others use too
+        deadline = time.monotonic() + 300  # a start takes 5 s of compute on a shared machine
         while time.monotonic() < deadline:
             if found := _SERVING.search(self.narration):
                 return found[1]
@@ -72,7 +72,7 @@ def served(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[ServerProces
 
 
 def quarter_of_experts() -> list[str]:
-    """Arguments under which the embedded model has a quarter of its experts in memory."""
+    """Arguments that keep a quarter of the embedded model's experts in memory."""
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, fixed_bytes
     from moetool.runtime.copies import stride_of

@@ -1,4 +1,4 @@
-"""Servers on a thread and clients for them."""
+"""Servers in threads, and their clients."""
 
 import contextlib
 import http.client
@@ -13,12 +13,12 @@ import psutil
 from moetool.serving.server import HttpServer, bind
 
 PATIENCE_S = 60.0
-"""Nobody waits longer for what comes at once on a machine that has nothing else to do."""
+"""Time limit for events that are immediate on an idle machine."""
 
 
 @contextlib.contextmanager
 def serving(engine: Any, **options: Any) -> Iterator[tuple[str, HttpServer]]:
-    """(URL, server) of an engine that is served on a thread; the engine is closed at the end."""
+    """(URL, server) of an engine served in a thread; closes the engine at the end."""
     server = HttpServer(engine, bind("127.0.0.1", 0), **options)
     server.start()
     try:
@@ -33,7 +33,7 @@ def serving(engine: Any, **options: Any) -> Iterator[tuple[str, HttpServer]]:
 
 
 def client_of(url: str) -> Any:
-    import openai  # not on every machine whose GPU is tested
+    import openai  # not on every machine with a GPU
 
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
@@ -58,7 +58,7 @@ def get(url: str, path: str, **headers: str) -> tuple[int, http.client.HTTPMessa
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended, be it that its parent has not asked for its exit status yet."""
+    """Whether a process has ended, even if it is still a zombie."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
     except psutil.NoSuchProcess:
@@ -66,7 +66,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait until something is so that comes about on another thread or in another process."""
+    """Wait for a condition that another thread or process makes true."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s:g} s"

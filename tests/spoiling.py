@@ -1,4 +1,4 @@
-"""Strategies that spoil valid files: plain values by their structure, bytes anywhere, tables by their columns."""
+"""Strategies that corrupt valid files: JSON values by structure, raw bytes, and table columns."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ RUBBISH: st.SearchStrategy[Json] = st.one_of(
 
 @st.composite
 def spoilt(draw: st.DrawFn, value: Json) -> Json:
-    """The value with one to three places dropped, doubled, retyped, swapped, moved a little or made extreme."""
+    """The value with one to three places dropped, duplicated, retyped, swapped, shifted or made extreme."""
     whole = {"root": copy.deepcopy(value)}
     for _ in range(draw(st.integers(1, 3))):
         _spoil_place(draw, whole)
@@ -51,7 +51,7 @@ def _spoil_place(draw: st.DrawFn, whole: dict[str, Json]) -> None:
         case 0:
             del parent[key]
         case 1:
-            parent[key] = copy.deepcopy(draw(RUBBISH))  # a later place may be within it
+            parent[key] = copy.deepcopy(draw(RUBBISH))  # a later place may be inside it
         case 2 if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
             parent[key] = draw(NUMBERS | st.sampled_from([parent[key] + 1, parent[key] - 1, -parent[key]]))
         case 3 if isinstance(parent[key], list):
@@ -71,7 +71,7 @@ def _spoil_place(draw: st.DrawFn, whole: dict[str, Json]) -> None:
 
 @st.composite
 def spoilt_bytes(draw: st.DrawFn, data: bytes) -> bytes:
-    """The bytes cut, with bits flipped, with runs overwritten, doubled or taken out."""
+    """The bytes truncated, or with bits flipped, or with runs overwritten, duplicated or removed."""
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
         match draw(st.integers(0, 5)):
@@ -93,7 +93,7 @@ def spoilt_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def spoilt_header(draw: st.DrawFn, data: bytes) -> bytes:
-    """The bytes with some of their first kilobytes spoilt, or numbers there made extreme."""
+    """The bytes with some of their first kilobytes corrupted, or numbers there made extreme."""
     head, rest = data[: 1 << 11], data[1 << 11 :]
     if draw(st.booleans()):
         return draw(spoilt_bytes(head)) + rest
@@ -104,7 +104,7 @@ def spoilt_header(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def json_files(draw: st.DrawFn, value: Json) -> bytes:
-    """JSON text of a spoilt value, sometimes with its bytes spoilt as well, or nothing like it."""
+    """JSON text of a corrupted value, sometimes with corrupted bytes, or unrelated text."""
     kind = draw(st.integers(0, 19))
     if kind == 0:
         deep = [b"[" * 100_000, b'{"a":' * 200 + b"1" + b"}" * 200, b"1" * 5000, b"", b"\xff\xfe", b"null", b"NaN"]
@@ -119,7 +119,7 @@ def _dump(value: Json) -> bytes:
 
 @st.composite
 def toml_files(draw: st.DrawFn, value: Json) -> bytes:
-    """TOML text of a spoilt table, sometimes with its bytes spoilt as well."""
+    """TOML text of a corrupted table, sometimes with corrupted bytes."""
     kind = draw(st.integers(0, 19))
     if kind == 0:
         return draw(
@@ -152,7 +152,7 @@ def _toml(value: Json) -> str:
 
 @st.composite
 def safetensors_files(draw: st.DrawFn, data: bytes) -> bytes:
-    """A safetensors file with its header, its numbers or its bytes spoilt."""
+    """A safetensors file with a corrupted header, numbers or bytes."""
     length = int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     match draw(st.integers(0, 5)):
@@ -175,7 +175,7 @@ def safetensors_files(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def columns(draw: st.DrawFn, table: Any) -> Any:
-    """An Arrow table with one or two columns' values spoilt, or its rows shuffled, doubled or cut."""
+    """An Arrow table with one or two corrupted columns, or with rows shuffled, duplicated or cut."""
     import pyarrow as pa
 
     for _ in range(draw(st.integers(1, 2))):

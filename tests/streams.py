@@ -1,4 +1,4 @@
-"""A made-up GPU: two queues that run whenever they like, as long as each keeps its order and waits for its marks."""
+"""A simulated GPU: two queues that run in random order, as long as each keeps its order and waits for its events."""
 
 import random
 import threading
@@ -18,11 +18,11 @@ class Mark:
 
 
 class Streams:
-    """`moetool.runtime.copies.Copies` over memory of the CPU.
+    """`moetool.runtime.copies.Copies` over CPU memory.
 
-    Nothing that is asked for happens before `advance` is called or somebody waits with `finish`; then the queues of
-    copies and of computing take turns at random. So an operation that the store forgot to order finds the bytes of
-    another expert. Reading a file into host memory happens at once, as it does beside a GPU.
+    Operations run only when `advance` or `finish` is called; then the queues of copies and of compute alternate at
+    random. So a missing dependency makes an operation read another expert's bytes. Reads into host memory happen at
+    once, as they do beside a GPU.
     """
 
     device = torch.device("cpu")
@@ -64,7 +64,7 @@ class Streams:
         return mark
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Ask for some computing."""
+        """Queue a computation."""
         with self._lock:
             self._queues["compute"].append((None, work))
 
@@ -90,7 +90,7 @@ class Streams:
         self.drain()
 
     def advance(self, operations: int) -> None:
-        """Let so many operations happen, as far as they may."""
+        """Run so many operations, as far as events allow."""
         with self._lock:
             for _ in range(operations):
                 ready = [q for q in self._queues.values() if q and self.passed(q[0][0])]
@@ -99,7 +99,7 @@ class Streams:
                 self._draw.choice(ready).popleft()[1]()
 
     def drain(self) -> None:
-        """Let everything happen."""
+        """Run all operations."""
         deadline = time.monotonic() + 10
         while any(self._queues.values()):
             self.advance(1)

@@ -1,4 +1,4 @@
-"""Small models, gate streams and traces that tests make up."""
+"""Small synthetic models, gate streams and traces."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
-AHEAD = 3  # layers that made-up events look ahead
+AHEAD = 3  # layers that synthetic events look ahead
 
 
 def make_spec(
@@ -46,7 +46,7 @@ def make_forward(
 ) -> tuple[ForwardInfo, list[GateEvent]]:
     """One forward of one request and its events, from the experts of each token in each layer.
 
-    All that a policy may ask for is there: made up, but for scores by which those experts are the likeliest.
+    All optional fields are filled with random values, except scores, under which those experts are the most likely.
     """
     num_tokens = len(experts_TLK)
     rng = rng or np.random.default_rng([forward_id, request, num_tokens])
@@ -81,7 +81,7 @@ def make_forward(
 
 
 def random_experts(spec: ModelSpec, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Experts [T, L, K] of random tokens: distinct within a layer, some far likelier than others."""
+    """Experts [T, L, K] of random tokens: distinct within a layer, with skewed popularity."""
     chance_E = 1.0 / np.arange(1, spec.num_experts + 1)
     shape = (num_tokens, spec.num_layers, spec.num_experts)
     return np.argsort(rng.random(shape) ** (1.0 / chance_E), axis=-1)[..., ::-1][..., : spec.top_k_L[0]].copy()
@@ -90,7 +90,7 @@ def random_experts(spec: ModelSpec, num_tokens: int, rng: np.random.Generator) -
 def random_stream(
     spec: ModelSpec, *, num_requests: int, prompt_tokens: int, new_tokens: int, seed: int, signals: bool = False
 ) -> Iterator[tuple[ForwardInfo, list[GateEvent]]]:
-    """Requests one after the other: a prompt in one forward, then a forward for each new token.
+    """Sequential requests: the prompt in one forward, then a forward per new token.
 
     Args:
         signals: fill the optional fields too.
@@ -117,7 +117,7 @@ def write_trace(
     composition: str = "sequential",
     seed: int = 0,
 ) -> Trace:
-    """Write and open a trace of random tokens; `batch_size` requests at a time share their forwards."""
+    """Write and open a trace of random tokens; `batch_size` requests at a time share forwards."""
     rng = np.random.default_rng(seed)
     with durable.staged_directory(folder) as partial:
         writer = TraceWriter(partial, spec, ["topk"])
@@ -157,7 +157,7 @@ def write_trace(
 
 
 class MadeUpPredictor:
-    """Scores from the observed experts alone, in the form of a `moetool.learning.predictor.Predictor`."""
+    """A `moetool.learning.predictor.Predictor` that scores by the observed experts only."""
 
     needs = frozenset({"experts"})
     remembers = False

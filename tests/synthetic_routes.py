@@ -1,4 +1,4 @@
-"""Small traces whose routing can be learned: each layer mostly follows from the one before it and from the task."""
+"""Small traces with learnable routing: each layer mostly follows from the previous one and the task."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -14,7 +14,7 @@ TASKS = ("arithmetic", "code", "chat")
 
 
 def make_spec(num_layers: int = 4, num_experts: int = 8, top_k: int = 2, revision: str = "a" * 64) -> ModelSpec:
-    """The spec of a model that need not exist."""
+    """The spec of a synthetic model."""
     return ModelSpec(
         name="synthetic",
         revision=revision,
@@ -32,7 +32,7 @@ def make_spec(num_layers: int = 4, num_experts: int = 8, top_k: int = 2, revisio
 
 
 def make_routes(spec: ModelSpec, num_tokens: int, task: int, rng: np.random.Generator) -> np.ndarray:
-    """experts_TLK int64: layer 0 leans to the task's experts, and each later expert shifts by a step of the layer."""
+    """Return experts_TLK int64: layer 0 prefers the task's experts, later experts shift by a step of the layer."""
     experts, top_k = spec.num_experts, spec.top_k_L[0]
     gumbel_TLE = rng.gumbel(size=(num_tokens, spec.num_layers, experts))
     gumbel_TLE[:, 0, task % experts] += 2
@@ -49,10 +49,9 @@ AHEAD = 3
 
 
 def make_signals(spec: ModelSpec, routes_TLK: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """What the routers see and say, noisily: the columns logits_TF, hidden_TH, ahead_TR and resident_TW.
+    """Noisy signals of the routers: the columns logits_TF, hidden_TH, ahead_TR and resident_TW, in float16.
 
-    The hidden states of a layer show its own experts; the gates of the next layers are right more often than not. All
-    are float16.
+    The hidden states of a layer encode its own experts; the gates of the next layers are right more often than not.
     """
     num_tokens, num_layers, _ = routes_TLK.shape
     E, D = spec.num_experts, spec.hidden_size
@@ -88,7 +87,7 @@ def make_rows(
         phase_T=(iteration_T > 0).astype(np.uint8),
         iteration_T=iteration_T.astype(np.int32),
         position_T=np.arange(length, dtype=np.int32),
-        token_id_T=routes_TLK[:, 0, 0].astype(np.int32),  # the token decides its first expert
+        token_id_T=routes_TLK[:, 0, 0].astype(np.int32),  # the token determines its first expert
         experts_TS=routes_TLK.reshape(length, -1).astype(np.uint16),
         weights_TS=np.full((length, sum(spec.top_k_L)), 0.5, np.float16),
         **make_signals(spec, routes_TLK, rng),
@@ -96,7 +95,7 @@ def make_rows(
 
 
 def make_embedding(spec: ModelSpec, request: int, rng: np.random.Generator) -> np.ndarray:
-    """embedding_D float32 of an iteration of a request: it shows the task."""
+    """Return embedding_D float32 of an iteration of a request, which encodes the task."""
     embedding_D = rng.normal(0, 0.3, spec.hidden_size)
     embedding_D[request % len(TASKS)] += 1
     return embedding_D.astype(np.float32)

@@ -1,4 +1,4 @@
-"""A shape so small that its checkpoint takes kilobytes: DeepSeek-V2's family, a dense layer and four of 8 experts."""
+"""A shape whose checkpoint takes kilobytes: DeepSeek-V2's family, one dense layer and four of 8 experts."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ EXPERT_BYTES = 3 * 32 * 16 * 2
 
 
 def write_shape(folder: Path) -> str:
-    """The folder of its config.json, as `--shape` takes it."""
+    """Write config.json for `--shape`; return its folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return str(folder)

@@ -1,4 +1,4 @@
-"""Small traces for tests: a model of three unlike layers, and the rows of requests that never ran."""
+"""Small traces: a model with three different layers, and rows of synthetic requests."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ SEQUENTIAL = {"kind": "sequential"}
 
 
 def rows(request: int, forward: int, iteration: int, positions: Sequence[int], spec: ModelSpec = SPEC) -> TokenBatch:
-    """The tokens of one request in one forward, with every column; equal arguments give equal rows."""
+    """Tokens of one request in one forward, with every column; equal arguments give equal rows."""
     draw = np.random.default_rng([request, forward, iteration])
     count = len(positions)
     width = spec.num_layers * spec.hidden_size
@@ -65,17 +65,17 @@ def rows(request: int, forward: int, iteration: int, positions: Sequence[int], s
 
 
 def alone(lengths: Sequence[tuple[int, int]]) -> list[TokenBatch]:
-    """The forwards of requests (prompt tokens, new tokens) that ran one after the other."""
+    """Forwards of requests (prompt tokens, new tokens) that ran one after the other."""
     forwards: list[TokenBatch] = []
     for request, (prompt, new) in enumerate(lengths):
         forwards.append(rows(request, len(forwards), 0, range(prompt)))
-        for iteration in range(1, new):  # the last new token is sampled and never forwarded
+        for iteration in range(1, new):  # the last new token is sampled but never forwarded
             forwards.append(rows(request, len(forwards), iteration, [prompt + iteration - 1]))
     return forwards
 
 
 def together(lengths: Sequence[tuple[int, int]]) -> list[TokenBatch]:
-    """The forwards of the same requests when they ran as one batch, request i from forward i on."""
+    """Forwards of the same requests as one batch, request i from forward i on."""
     forwards = []
     for forward in range(max(i + new for i, (_, new) in enumerate(lengths))):
         parts = []

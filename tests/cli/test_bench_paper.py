@@ -56,7 +56,7 @@ def test_claims_are_judged_again_with_other_links(run: Run, captured: Path, tmp_
     only = ("--only", "Figure 5", "--links", "0.5")
     code, out, _ = run("prism", "--quick", *only, "--out", tmp_path / "out", *given)
     assert code == 0 and "verdicts by the rate of all links" in out and "0.5 x" in out
-    assert "not repeated: Figure 1, Figure 4: drawings" in out
+    assert "not repeated: Figure 1, Figure 4: diagrams" in out
     found = json.loads((tmp_path / "out" / "verdicts.json").read_text())
     (again,) = found["links"]
     assert again["links"] == 0.5 and [claim["id"] for claim in again["claims"]] == ["Figure 5"]
