@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from moetool.errors import UsageError
+from moetool.evaluation.library_weights import Read, library_reader, read_by_safetensors
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import TensorSource
-from moetool.models.loading import complete, fill, load_full
+from moetool.models.loading import complete, fill, load_full, transformers_unpacks
 from moetool.models.spec import MoeLayer, moe_layers
-from moetool.models.tensor_index import Tensor
 
 
 class Forward(NamedTuple):
@@ -225,8 +225,15 @@ def open_plain(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     by_transformers = quantization.method in ("fp8", "mxfp4") and checkpoint.stands_alone
     if by_transformers and find_spec("accelerate") is not None:
         return PlainModel(_dequantized(checkpoint, dtype, device), "unpacked by transformers (dequantize=True)")
-    model = load_full(checkpoint, dtype, device).model
-    return PlainModel(model, "unpacked by compressed-tensors" if hasattr(model, "hf_quantizer") else _OURS)
+    library = library_reader(checkpoint)
+    if library is None or transformers_unpacks(checkpoint):
+        model = load_full(checkpoint, dtype, device).model
+        return PlainModel(model, "unpacked by compressed-tensors" if hasattr(model, "hf_quantizer") else _OURS)
+    read, name = library
+    model = checkpoint.empty_model(dtype)
+    fill(model, checkpoint.sources.values(), checkpoint, read, dtype, device)
+    complete(model, (), checkpoint.path)
+    return PlainModel(model, f"unpacked by {name}")
 
 
 _OURS = "unpacked by moetool: transformers does not unpack this format here"
@@ -253,7 +260,14 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
         found = re.match(rf"{re.escape(name)}\.(\d+)\.", source.parameter)
         sources.setdefault(int(found[1]) if found else None, []).append(source)
     inside = {key for key in model.state_dict() if re.match(rf"{re.escape(name)}\.\d+\.", key)}
-    read = partial(_read_by_library, checkpoint) if checkpoint.quantization is None else checkpoint.open_shards().load
+    origin, library = _OURS, library_reader(checkpoint)
+    read: Read
+    if checkpoint.quantization is None:
+        read, origin = partial(read_by_safetensors, checkpoint), "read by safetensors"
+    elif library is not None:
+        read, origin = library[0], f"unpacked by {library[1]}"
+    else:
+        read = checkpoint.open_shards().load
     fill(model, sources.get(None, []), checkpoint, read, dtype, device)
     complete(model, inside, checkpoint.path)
     opened: list[int] = []
@@ -265,18 +279,7 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
         opened.append(number)
         fill(model, sources.get(number, []), checkpoint, read, dtype, device)
 
-    origin = "read by safetensors" if checkpoint.quantization is None else _OURS
     return PlainModel(model, origin, open_layer)
-
-
-def _read_by_library(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Read a tensor by the safetensors library."""
-    from safetensors import safe_open
-
-    tensor: Tensor = checkpoint.index.tensors[name]
-    with safe_open(checkpoint.index.files[tensor.file], framework="pt") as file:
-        value: torch.Tensor = file.get_tensor(name)
-    return value
 
 
 def _free(model: Any, names: Iterator[str] | set[str]) -> None:

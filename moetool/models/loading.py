@@ -142,7 +142,7 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
         MismatchError: a tensor is missing or has another shape than the config says.
     """
     path = checkpoint.path
-    if not checkpoint.stands_alone or (checkpoint.quantization is not None and not _transformers_unpacks(checkpoint)):
+    if not checkpoint.stands_alone or (checkpoint.quantization is not None and not transformers_unpacks(checkpoint)):
         return _load_stacked(checkpoint, dtype, device)
     spec = checkpoint.spec
     if checkpoint.quantization is not None:
@@ -168,13 +168,14 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
     )
 
 
-def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
+def transformers_unpacks(checkpoint: Checkpoint) -> bool:
     """Whether transformers loads a checkpoint's quantized weights correctly on every machine.
 
     It does not for some pack-quantized ones: it unpacks stacked experts without zero points, and does not stack
     unquantized experts beside packed weights.
     """
-    assert checkpoint.quantization is not None
+    if checkpoint.quantization is None or not checkpoint.stands_alone:
+        return False
     formats = checkpoint.quantization.formats
     names = checkpoint.index.tensors
     return all(isinstance(format, PackQuantized) and format.symmetric for format in formats) and any(

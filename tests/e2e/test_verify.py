@@ -14,13 +14,17 @@ from moetool.errors import UsageError
 from moetool.evaluation.layer_comparison import OUTSIDE
 from moetool.evaluation.verification import Comparison, VerifyOptions, verify
 from moetool.evaluation.verification_report import report_on
+from moetool.models import ggml_blocks
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
+from moetool.models.nvfp4 import Nvfp4Codec
+from moetool.models.pack_quantized import PackCodec
 from moetool.models.packed_linear import PackedLinear
 from moetool.models.row_kernels import find_kernel
+from moetool.models.scaled import ScaledCodec
 from moetool.models.shards import Shards
 from moetool.runtime.expert_forward import ExpertRuntime
-from tests import families, quantized
+from tests import families, gguf_models, quantized
 
 SMALL = VerifyOptions(policies=("lru",), prompts=3, tokens=3)
 _PACKED_SIZE = {
@@ -94,6 +98,64 @@ def test_quantized_experts_are_compared_with_their_dense_twins(
     assert sum(layer.experts_compared for layer in made.layers) == 24
 
 
+_COMPRESSED = {
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+    ),
+    "int4_asymmetric": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False},
+    ),
+    "fp8_channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
+}
+
+
+@pytest.fixture(scope="module", params=[*_COMPRESSED, "gguf"])
+def unpacked(request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in a format that its own library unpacks."""
+    folder = tmp_path_factory.mktemp(request.param)
+    vocabulary = {"vocab_size": len(Checkpoint.open(reference).tokenizer)}
+    if request.param == "gguf":
+        types = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1", "dense": "Q5_1"}
+        return gguf_models.written("qwen2_moe", folder, types, spelled=reference, **vocabulary)[0]
+    form, weights = _COMPRESSED[request.param]
+    _shape("qwen3_moe", folder / "dense", reference)
+    config = quantized.compressed_config(form, weights)
+    quantized.quantize(folder / "dense", folder / "m", config, lambda name: quantized.compressed(form, weights))
+    return folder / "m"
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_weights_are_compared_with_those_of_the_formats_library(layer_by_layer: bool, unpacked: Path) -> None:
+    made = _verify(unpacked, replace(SMALL, layer_by_layer=layer_by_layer))
+    library = "the gguf package" if unpacked.suffix == ".gguf" else "compressed-tensors"
+    assert made.oracle == f"unpacked by {library}" and made.whole != layer_by_layer
+    assert made.verdict in ("exact", "ties"), made.problems
+    assert sum(layer.experts_compared for layer in made.layers) > 0
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_an_error_of_our_unpacking_differs(
+    layer_by_layer: bool, unpacked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(real: Callable[..., Any]) -> Callable[..., Any]:
+        def into(self: Any, stored: Any, out: torch.Tensor) -> None:
+            real(self, stored, out)
+            out.mul_(1.25)
+
+        return into
+
+    if unpacked.suffix == ".gguf":
+        real = ggml_blocks.unpack_blocks
+        monkeypatch.setattr(ggml_blocks, "unpack_blocks", lambda blocks, kind: real(blocks, kind) * 1.25)
+    for codec in (Nvfp4Codec, PackCodec, ScaledCodec):
+        monkeypatch.setattr(codec, "into", spoiled(codec.into))
+    made = _verify(unpacked, replace(SMALL, layer_by_layer=layer_by_layer))
+    assert made.verdict == "differs" and any(problem.startswith("layer 0: ") for problem in made.problems)
+    assert unpacked.parent.name.startswith("int4") or any("hold other weights" in text for text in made.problems)
+
+
 @pytest.fixture(scope="module")
 def packed(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in MXFP4, experts and linear layers, large enough for the kernels."""
@@ -110,7 +172,7 @@ def test_packed_linear_layers_and_experts_agree_in_bfloat16(layer_by_layer: bool
     made = _verify(packed, replace(SMALL, dtype="bfloat16", layer_by_layer=layer_by_layer))
     with Checkpoint.open(packed) as checkpoint:
         assert len(checkpoint.packed_linears(torch.bfloat16)) == 4
-    assert made.whole != layer_by_layer and made.oracle.startswith("unpacked by moetool")
+    assert made.whole != layer_by_layer and made.oracle == "unpacked by compressed-tensors"
     assert sum(layer.experts_compared for layer in made.layers) == _PACKED_SIZE["num_experts"]
     assert [problem for problem in made.problems if problem.startswith("layer")] == []
 
