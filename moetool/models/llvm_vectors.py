@@ -118,22 +118,32 @@ class Vectors:
         look_up = self.function("llvm.x86.avx512.permvar.sf.512", self.floats, self.floats, self.words)
         return self.builder.call(look_up, [self.ir.Constant(self.floats, table), words])
 
-    def rounded(self, numbers: Any) -> Any:
-        """float32 rounded to the nearest bfloat16, ties to even, as int16."""
-        bits = self.builder.bitcast(numbers, self.words)
-        odd = self.builder.and_(self.builder.lshr(bits, self.all(self.int32, 16)), self.all(self.int32, 1))
-        nearest = self.builder.add(self.builder.add(bits, self.all(self.int32, 0x7FFF)), odd)
-        return self.builder.trunc(self.builder.lshr(nearest, self.all(self.int32, 16)), self.of(self.int16))
+    def rounded(self, number: Any) -> Any:
+        """A float32, or a vector of them, rounded to the nearest bfloat16, ties to even, as int16."""
+        builder, word, short = self.builder, self.int32, self.int16
+        if isinstance(number.type, self.ir.VectorType):
+            word, short = self.of(word), self.of(short)
+        half, one, last = (self._each(word, value) for value in (16, 1, 0x7FFF))
+        bits = builder.bitcast(number, word)
+        odd = builder.and_(builder.lshr(bits, half), one)
+        return builder.trunc(builder.lshr(builder.add(builder.add(bits, last), odd), half), short)
 
     def bfloat16(self, number: Any) -> Any:
-        """A float32 rounded to the nearest bfloat16, ties to even, as int16; NaN stays NaN."""
-        builder, word = self.builder, self.int32
-        bits = builder.bitcast(number, word)
-        odd = builder.and_(builder.lshr(bits, self.ir.Constant(word, 16)), self.ir.Constant(word, 1))
-        nearest = builder.add(builder.add(bits, self.ir.Constant(word, 0x7FFF)), odd)
-        short = builder.trunc(builder.lshr(nearest, self.ir.Constant(word, 16)), self.int16)
-        is_nan = builder.fcmp_unordered("uno", number, number)
-        return builder.select(is_nan, self.ir.Constant(self.int16, 0x7FC0), short)
+        """Like `rounded`; NaN stays NaN."""
+        short = self.rounded(number)
+        is_nan = self.builder.fcmp_unordered("uno", number, number)
+        return self.builder.select(is_nan, self._each(short.type, 0x7FC0), short)
+
+    def widened(self, shorts: Any) -> Any:
+        """A vector of bfloat16, as int16, in float32."""
+        bits = self.builder.shl(self.builder.zext(shorts, self.words), self.all(self.int32, 16))
+        return self.builder.bitcast(bits, self.floats)
+
+    def _each(self, kind: Any, value: Any) -> Any:
+        """A constant number, or vector of one value."""
+        if isinstance(kind, self.ir.VectorType):
+            return self.all(kind.element, value, kind.count)
+        return self.ir.Constant(kind, value)
 
     def powers(self, exponents: Any) -> Any:
         """2 to the power of bytes with a bias of 127, as float32; infinity for 255."""

@@ -7,7 +7,7 @@ call. A row's result is bit-identical in any batch that a kernel computes, and d
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -134,23 +134,47 @@ class RowLinear(torch.nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.numel() // self.in_features
-        if not 0 < rows <= MAX_ROWS:
-            return super().forward(input)
-        job = RowsOf(self.weight, range(rows), range(rows))
-        output = scattered_products(input.reshape(rows, self.in_features), [job], rows)
-        output = output.view(*input.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
+        return _linear(input, self.weight, self.bias)
 
 
-def adopt(model: torch.nn.Module) -> int:
+class RowParameter(torch.nn.Parameter):
+    """A weight [O, I] of a module that is no `torch.nn.Linear`; its `torch.nn.functional.linear` is computed likewise."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.nn.functional.linear and len(args) > 1 and isinstance(args[1], RowParameter) and not kwargs:
+                return _linear(*args)
+            return func(*args, **(kwargs or {}))
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    num_outputs, num_inputs = weight.shape
+    rows = input.numel() // num_inputs
+    if not 0 < rows <= MAX_ROWS:
+        return torch.nn.functional.linear(input, weight, bias)
+    job = RowsOf(weight, range(rows), range(rows))
+    output = scattered_products(input.reshape(rows, num_inputs), [job], rows)
+    output = output.view(*input.shape[:-1], num_outputs)
+    return output if bias is None else output + bias
+
+
+def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> int:
     """Let the kernel compute a model's linear layers that it supports; returns their number.
 
-    Effects: changes the class of those layers to `RowLinear` and moves their weights into huge pages; compiles the
-        kernel if there is one such layer.
+    Args:
+        routers: modules whose own weights are multiplied likewise.
+
+    Effects: changes the class of those layers to `RowLinear` and of those weights to `RowParameter`, and moves their
+        weights into huge pages; compiles the kernel if there is one such layer.
     """
     linears = [m for m in model.modules() if type(m) is torch.nn.Linear and takes(m.weight)]
     for module in linears:
         module.__class__ = RowLinear
         ask_for_huge_pages(module.weight, collapse=True)
-    return len(linears)
+    owned = [(router, *each) for router in routers for each in router.named_parameters(recurse=False)]
+    owned = [(router, name, weight) for router, name, weight in owned if weight.dim() == 2 and takes(weight)]
+    for router, name, weight in owned:
+        if not isinstance(router, RowLinear):
+            setattr(router, name, RowParameter(weight, requires_grad=False))
+    return len(linears) + len(owned)
