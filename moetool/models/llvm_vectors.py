@@ -1,9 +1,12 @@
 """LLVM's vectors of float32 and of stored numbers, for functions that numba compiles."""
 
 import functools
+import math
 from typing import Any
 
 LANES = 16  # float32 in a vector of AVX-512; two of AVX2
+_POWERS = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
+"""Taylor's coefficients of 2 to the power of a number between -0.5 and 0.5."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -49,6 +52,11 @@ class Vectors:
         mask = self.ir.Constant(self.of(self.int32, len(places)), places)
         return self.builder.shuffle_vector(vector, self.ir.Constant(vector.type, self.ir.Undefined), mask)
 
+    def merged(self, first: Any, second: Any, places: list[int]) -> Any:
+        """Elements of two vectors by position; those of the second follow those of the first."""
+        mask = self.ir.Constant(self.of(self.int32, len(places)), places)
+        return self.builder.shuffle_vector(first, second, mask)
+
     def broadcast(self, value: Any) -> Any:
         """A vector with all elements equal."""
         one = self.ir.Constant(self.of(value.type), self.ir.Undefined)
@@ -64,6 +72,21 @@ class Vectors:
         """a * b + c, rounded once."""
         fused = self.function(f"llvm.fma.v{LANES}f32", self.floats, *[self.floats] * 3)
         return self.builder.call(fused, [a, b, c])
+
+    def exponential(self, x: Any) -> Any:
+        """e to the power of vectors of numbers that are at most 0, to about 2 ulp; below -87 that of -87."""
+        builder, least = self.builder, self.all(self.float32, -87.0)
+        x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+        binary = builder.fmul(x, self.all(self.float32, math.log2(math.e)))
+        nearest = self.function(f"llvm.rint.v{LANES}f32", self.floats, self.floats)
+        whole = builder.call(nearest, [binary])
+        rest = builder.fsub(binary, whole)
+        power = self.all(self.float32, _POWERS[-1])
+        for factor in reversed(_POWERS[:-1]):
+            power = self.multiply_add(power, rest, self.all(self.float32, factor))
+        moved = builder.shl(builder.fptosi(whole, self.words), self.all(self.int32, 23))
+        scaled = builder.bitcast(builder.add(builder.bitcast(power, self.words), moved), self.floats)
+        return builder.select(builder.fcmp_unordered("uno", x, x), x, scaled)
 
     def ask_for(self, address: Any) -> None:
         """Prefetch an address into the CPU cache."""

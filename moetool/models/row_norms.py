@@ -23,7 +23,7 @@ _NormCall = Callable[[int, int, int, int, int, float], None]
 
 
 def adopt(model: nn.Module) -> int:
-    """Let the kernel compute a model's RMSNorms in bfloat16 whose class computes what Llama's does; returns their number.
+    """Let the kernel compute a model's RMSNorms in bfloat16 that compute what Llama's does; returns their number.
 
     Each result is that of transformers but for the order in which a row's squares are summed in float32: at most a
     rounding of bfloat16 apart. A row's result is bit-identical in any batch.
@@ -48,16 +48,16 @@ def _takes(module: Any) -> bool:
         and weight.dim() == 1
         and len(weight) % LANES == 0
         and weight.is_contiguous()
-        and _is_llamas(type(module))
+        and _is_llamas(type(module).forward)
     )
 
 
 @functools.cache
-def _is_llamas(kind: type) -> bool:
-    """Whether a module's class computes what transformers' `LlamaRMSNorm` does: its forward has the same code."""
+def _is_llamas(forward: Callable[..., Any]) -> bool:
+    """Whether a class's forward has the same code as that of transformers' `LlamaRMSNorm`."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    theirs, llamas = (inspect.unwrap(each.forward).__code__ for each in (kind, LlamaRMSNorm))
+    theirs, llamas = (inspect.unwrap(each).__code__ for each in (forward, LlamaRMSNorm.forward))
     same = ("co_code", "co_consts", "co_names", "co_argcount")
     return all(getattr(theirs, each) == getattr(llamas, each) for each in same)
 

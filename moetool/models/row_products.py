@@ -138,12 +138,17 @@ class RowLinear(torch.nn.Linear):
 
 
 class RowParameter(torch.nn.Parameter):
-    """A weight [O, I] of a module that is no `torch.nn.Linear`; its `torch.nn.functional.linear` is computed likewise."""
+    """A weight [O, I] of another module, whose `torch.nn.functional.linear` with it is computed likewise."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.nn.functional.linear and len(args) > 1 and isinstance(args[1], RowParameter) and not kwargs:
+            if (
+                func is torch.nn.functional.linear
+                and len(args) > 1
+                and isinstance(args[1], RowParameter)
+                and not kwargs
+            ):
                 return _linear(*args)
             return func(*args, **(kwargs or {}))
 

@@ -18,6 +18,7 @@ import torch
 from moetool.errors import UsageError
 from moetool.models.spec import MoeLayer
 from moetool.request import Output, SamplingParams
+from moetool.runtime.decode_attention import find_kernel
 from moetool.runtime.decode_graphs import DecodeGraphs, StepExperts
 from moetool.runtime.decoding import (
     PAGE_TOKENS,
@@ -109,6 +110,10 @@ class Batcher:
         self.stalled_s: Callable[[], float] = float
         self.graphs: DecodeGraphs | None = None
         self.fixed_shapes = model.device.type == "cuda"
+        if model.device.type == "cpu" and model.dtype == torch.bfloat16:
+            for layer in model.config.per_layer_config:  # no request waits for a compiler
+                heads, width = kv_shape(layer)
+                find_kernel(layer.num_attention_heads // heads, width)
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
         self._eos = eos_ids(model)

@@ -1,11 +1,14 @@
 """Attention over a paged KV cache, and over one plain sequence."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moetool.runtime.decode_attention import OneQuery, attend_one_query, supports
 
 _LEAST_ROOM = 256
 _WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN would plan for each new shape
@@ -123,16 +126,29 @@ def paged_attention(
         return output[..., :width], None
     if decode_rows and query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"layer {module.layer_idx} attends by lengths that change from step to step")
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     assert sequence_ends is not None
-    query_ends = sequence_ends.queries
-    key_ends = sequence_ends.keys[allocator.layer_type]
-    outputs = []
-    for i in range(len(query_ends) - 1):
-        queries = slice(query_ends[i], query_ends[i + 1])
-        keys = slice(key_ends[i], key_ends[i + 1])
-        outputs.append(_attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window))
-    return torch.cat(outputs, dim=2)[..., :width].transpose(1, 2).contiguous(), None
+    query_ends, key_ends = sequence_ends.queries, sequence_ends.keys[allocator.layer_type]
+    lengths = [end - first for first, end in pairwise(query_ends)]
+    positions = kwargs["read_index"][allocator.index]
+    views = () if windowed or sliding_window is not None else allocator._kv_token_views[module.layer_idx]
+    alone = len(positions) and not isinstance(cache, Unwritten) and views and supports(query, views[0])
+    singles = [
+        OneQuery(query_ends[i], *key_ends[i : i + 2]) for i, length in enumerate(lengths) if length == 1 and alone
+    ]
+    if singles and len(singles) == len(lengths):
+        for view, new in zip(views, (key, value), strict=True):
+            view.index_copy_(0, kwargs["write_index"][allocator.index], new[0].transpose(0, 1))
+    else:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+    if singles:
+        attend_one_query(query[0], views, positions, singles, scaling, output[0])
+    for i, length in enumerate(lengths):
+        if length > 1 or not singles:
+            queries, keys = slice(*query_ends[i : i + 2]), slice(*key_ends[i : i + 2])
+            one = _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
+            output[:, queries] = one.transpose(1, 2)
+    return output[..., :width].contiguous(), None
 
 
 def _decode(

@@ -134,3 +134,23 @@ def test_without_numba_torch_computes_all(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         monkeypatch.undo()
         row_products.find_kernel.cache_clear()
+
+
+def test_a_router_multiplies_few_rows_by_the_kernel_and_more_by_torch() -> None:
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(_weights(1)[0])
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight, bias)
+
+    router, x, bias = Router(), _rows(MAX_ROWS + 1), _rows(1, 512)[0]
+    expected = router(x)
+    assert adopt(torch.nn.Sequential(), [router]) == 1
+    assert torch.equal(router(x), expected)
+    few = x[:MAX_ROWS]
+    (made,) = products([few], [router.weight])
+    assert torch.equal(router(few), made)
+    assert torch.equal(router(few, bias), made + bias)
+    assert torch.equal(router.weight.float(), _weights(1)[0].float())  # other functions take it as it is

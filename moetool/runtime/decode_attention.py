@@ -1,0 +1,384 @@
+"""Attention of new tokens, one a sequence, over a paged KV cache in bfloat16, in place on a CPU.
+
+torch's needs the keys and values of each sequence gathered first and is far below memory bandwidth for one query: at
+4,000 tokens of Qwen3-30B-A3B's shape 4.2 ms a layer, where the bytes take 0.4 (`tests/bench/test_decode_attention.py`).
+"""
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moetool.models.llvm_vectors import LANES, Vectors
+from moetool.models.row_threads import PoolCall, next_task_of, on_pool
+
+_log = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """The first numbers of a call. For each sequence follow its row of queries, address and number of the positions of
+    its keys (int64), and the address of scores, float32, that only this call uses.
+
+    Attributes:
+        next_task: 0; the threads increment it.
+        query: address, float32 [T, H, D], scaled.
+        key, value: addresses in the cache.
+        output: address, bfloat16 [T, H, D].
+        key_token, key_head, value_token, value_head: bytes from one token, or head, of the cache to the next.
+        heads: KV heads.
+        parts: tasks that share a KV head.
+        sequences: their number.
+    """
+
+    next_task: int
+    query: int
+    key: int
+    value: int
+    output: int
+    key_token: int
+    key_head: int
+    value_token: int
+    value_head: int
+    heads: int
+    parts: int
+    sequences: int
+
+
+_PLACES = {name: place for place, name in enumerate(Job._fields)}
+_PER_SEQUENCE = 4
+_LINE = 64
+_AHEAD = 16
+"""Tokens."""
+_MOST_QUERIES = LANES
+"""Query heads of a task."""
+
+
+class OneQuery(NamedTuple):
+    """A sequence with one new token.
+
+    Attributes:
+        row: of its token in the batch.
+        first, end: its keys' range in the list of positions.
+    """
+
+    row: int
+    first: int
+    end: int
+
+
+def attend_one_query(
+    query_HTD: torch.Tensor,
+    views: Sequence[torch.Tensor],
+    positions: torch.Tensor,
+    sequences: Sequence[OneQuery],
+    scaling: float | None,
+    output_THD: torch.Tensor,
+) -> None:
+    """Write the attention of some rows of a batch. A row's result is bit-identical in any batch.
+
+    Args:
+        query_HTD: bfloat16.
+        views: keys and values of the layer in the cache, bfloat16 [., KV heads, D], where `supports` holds.
+        positions: in the cache, of the keys of all sequences.
+        scaling: of the scores (default: 1 / sqrt(D)).
+        output_THD: bfloat16, contiguous; other rows stay as they are.
+    """
+    num_heads, _, width = query_HTD.shape
+    key, value = views
+    groups = num_heads // key.shape[1]
+    queries, padded = _split(groups)
+    kernel = find_kernel(groups, width)
+    assert kernel is not None
+    scaled_THD = query_HTD.transpose(0, 1).float().mul_(width**-0.5 if scaling is None else scaling).contiguous()
+    positions = positions.to(torch.int64)
+    parts = groups // queries
+    rooms = [key.shape[1] * parts * _room(each.end - each.first, padded) for each in sequences]
+    scores = torch.empty(sum(rooms), dtype=torch.float32)
+    item = key.element_size()
+    job = [
+        *Job(
+            0,
+            scaled_THD.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output_THD.data_ptr(),
+            key_token=key.stride(0) * item,
+            key_head=key.stride(1) * item,
+            value_token=value.stride(0) * item,
+            value_head=value.stride(1) * item,
+            heads=key.shape[1],
+            parts=parts,
+            sequences=len(sequences),
+        )
+    ]
+    room, index = scores.data_ptr(), positions.data_ptr()
+    for each, size in zip(sequences, rooms, strict=True):
+        job += (each.row, index + 8 * each.first, each.end - each.first, room)
+        room += 4 * size
+    kernel(job, torch.get_num_threads())
+
+
+def supports(query: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether the kernel computes attention of queries [1, H, T, D] over a layer's cache [., KV heads, D]."""
+    return (
+        view.dtype == query.dtype == torch.bfloat16
+        and view.device.type == "cpu"
+        and view.stride(-1) == 1
+        and view.shape[-1] == query.shape[-1]
+        and find_kernel(query.shape[1] // view.shape[1], view.shape[-1]) is not None
+    )
+
+
+@functools.cache
+def find_kernel(groups: int, width: int) -> PoolCall | None:
+    """Return the compiled kernel for a number of query heads per KV head and the width of a head.
+
+    None if the width is not a multiple of 16, or numba is missing or does not compile it for this CPU.
+    """
+    if width % LANES:
+        return None
+    try:
+        return _compile(groups, width)
+    except Exception as error:  # numba raises many kinds; torch computes the same
+        _log.warning("attention uses torch, because numba does not compile the kernel (%s)", error)
+        return None
+
+
+def _split(groups: int) -> tuple[int, int]:
+    """Query heads of a task, and the power of two that they are padded to."""
+    queries = max(each for each in range(1, _MOST_QUERIES + 1) if groups % each == 0)
+    return queries, 1 << (queries - 1).bit_length()
+
+
+def _room(num_keys: int, padded: int) -> int:
+    """float32 scores that a task needs."""
+    return num_keys * padded + LANES
+
+
+def _compile(groups: int, width: int) -> PoolCall:
+    import numba
+    from numba import types
+
+    next_task = next_task_of()
+    queries, padded = _split(groups)
+    attend = _attention(queries, padded, width)
+    heads_at, parts_at, sequences_at = _PLACES["heads"], _PLACES["parts"], _PLACES["sequences"]
+    query_at, key_at, value_at, output_at = (_PLACES[name] for name in ("query", "key", "value", "output"))
+    key_token_at, key_head_at = _PLACES["key_token"], _PLACES["key_head"]
+    value_token_at, value_head_at = _PLACES["value_token"], _PLACES["value_head"]
+    head_of = len(_PLACES)
+
+    @numba.cfunc(types.void(types.CPointer(types.int64)), nopython=True, error_model="numpy")
+    def work(job: Any) -> None:
+        parts = job[parts_at]
+        each = job[heads_at] * parts
+        task = next_task(job)
+        while task < job[sequences_at] * each:
+            place = head_of + task // each * _PER_SEQUENCE
+            part = task % each
+            row, index, num_keys, scores = job[place], job[place + 1], job[place + 2], job[place + 3]
+            first = (row * each + part) * queries * width
+            attend(
+                job[query_at] + 4 * first,
+                job[key_at] + part // parts * job[key_head_at],
+                job[value_at] + part // parts * job[value_head_at],
+                job[output_at] + 2 * first,
+                index,
+                num_keys,
+                scores + part * 4 * (num_keys * padded + LANES),
+                job[key_token_at],
+                job[value_token_at],
+            )
+            task = next_task(job)
+
+    return on_pool(work)
+
+
+def _attention(queries: int, padded: int, width: int) -> Any:
+    """numba's `attend(query, key, value, output, index, num_keys, scores, key_token, value_token)` of a task."""
+    from numba.core import types
+    from numba.extending import intrinsic
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _Attention(Vectors(builder), queries, padded, width).generate(*arguments)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def attend(
+        typing_context: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        output: Any,
+        index: Any,
+        num_keys: Any,
+        scores: Any,
+        key_token: Any,
+        value_token: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 9), generate
+
+    return attend
+
+
+class _Attention:
+    """The code of a task: `queries` query heads of one KV head, over the keys of one sequence."""
+
+    def __init__(self, vectors: Vectors, queries: int, padded: int, width: int) -> None:
+        self._v, self._queries, self._padded = vectors, queries, padded
+        self._planes = width // LANES
+
+    def generate(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        output: Any,
+        index: Any,
+        num_keys: Any,
+        scores: Any,
+        key_token: Any,
+        value_token: Any,
+    ) -> None:
+        """Scores, their softmax without its denominator, and the values' sums by blocks of columns."""
+        v, builder = self._v, self._v.builder
+        with self._each(num_keys) as n:
+            self._ask_for(key, key_token, index, n, num_keys, range(self._planes))
+            row = builder.add(key, builder.mul(self._position(index, n), key_token))
+            numbers = [self._widened(row, plane) for plane in range(self._planes)]
+            products = [self._dot(numbers, self._at(query, 4 * LANES * self._planes * g)) for g in range(self._queries)]
+            v.store(self._lane_sums(products), builder.add(scores, v.times(n, 4 * self._padded)))
+        num_scores = v.times(num_keys, self._padded)
+        v.store(v.all(v.float32, -math.inf), builder.add(scores, v.times(num_scores, 4)))
+        vectors = builder.sdiv(builder.add(num_scores, v.number(LANES - 1)), v.number(LANES))
+        denominator = self._softmax(scores, vectors)
+        inverse = builder.fdiv(v.all(v.float32, 1.0), denominator)
+        step = max(1, LANES // self._queries)
+        for first in range(0, self._planes, step):
+            planes = range(first, min(first + step, self._planes))
+            self._values(value, value_token, index, num_keys, scores, output, planes, inverse)
+
+    def _values(
+        self,
+        value: Any,
+        value_token: Any,
+        index: Any,
+        num_keys: Any,
+        scores: Any,
+        output: Any,
+        planes: range,
+        inverse: Any,
+    ) -> None:
+        v, builder = self._v, self._v.builder
+        sums = [[self._place(v.all(v.float32, 0.0)) for _ in planes] for _ in range(self._queries)]
+        with self._each(num_keys) as n:
+            self._ask_for(value, value_token, index, n, num_keys, planes)
+            row = builder.add(value, builder.mul(self._position(index, n), value_token))
+            numbers = [self._widened(row, plane) for plane in planes]
+            at = builder.add(scores, v.times(n, 4 * self._padded))
+            for g, places in enumerate(sums):
+                weight = v.broadcast(v.load(self._at(at, 4 * g), v.float32))
+                for place, number in zip(places, numbers, strict=True):
+                    builder.store(v.multiply_add(weight, number, builder.load(place)), place)
+        for g, places in enumerate(sums):
+            factor = v.chosen(inverse, [g] * LANES)
+            for plane, place in zip(planes, places, strict=True):
+                target = self._at(output, 2 * LANES * (g * self._planes + plane))
+                v.store(v.bfloat16(builder.fmul(builder.load(place), factor)), target, 2)
+
+    def _softmax(self, scores: Any, vectors: Any) -> Any:
+        """Replace scores by their exponentials; returns the sums, that of query `lane % padded` in each lane."""
+        v, builder = self._v, self._v.builder
+        greatest, total = self._place(v.all(v.float32, -math.inf)), self._place(v.all(v.float32, 0.0))
+        with self._each(vectors) as n:
+            each = v.load(builder.add(scores, v.times(n, 4 * LANES)), v.floats)
+            builder.store(self._greater(each, builder.load(greatest)), greatest)
+        top = self._folded(builder.load(greatest), self._greater)
+        with self._each(vectors) as n:
+            at = builder.add(scores, v.times(n, 4 * LANES))
+            power = v.exponential(builder.fsub(v.load(at, v.floats), top))
+            v.store(power, at)
+            builder.store(builder.fadd(builder.load(total), power), total)
+        return self._folded(builder.load(total), builder.fadd)
+
+    def _dot(self, numbers: list[Any], query: Any) -> Any:
+        """Sixteen partial sums of the dot product of a key with a query."""
+        v, builder = self._v, self._v.builder
+        chains: list[Any] = [None, None]
+        for plane, number in enumerate(numbers):
+            other = v.load(self._at(query, 4 * LANES * plane), v.floats)
+            chain = chains[plane % 2]
+            chains[plane % 2] = builder.fmul(number, other) if chain is None else v.multiply_add(number, other, chain)
+        return chains[0] if chains[1] is None else builder.fadd(*chains)
+
+    def _lane_sums(self, products: list[Any]) -> Any:
+        """The sums of the elements of each vector, and zeros up to `padded`."""
+        v, builder = self._v, self._v.builder
+        held = products + [v.all(v.float32, 0.0)] * (self._padded - len(products))
+        lanes, sums = LANES, 1  # of a sum, and sums of a vector
+        while lanes > 1:
+            lanes //= 2
+            halves = [[2 * lanes * n + half * lanes + i for n in range(sums) for i in range(lanes)] for half in (0, 1)]
+            if len(held) > 1:
+                both = [[*half, *(LANES + place for place in half)] for half in halves]
+                held = [
+                    builder.fadd(*(v.merged(a, b, half) for half in both))
+                    for a, b in zip(held[::2], held[1::2], strict=True)
+                ]
+                sums *= 2
+            else:
+                held = [builder.fadd(*(v.chosen(held[0], half) for half in halves))]
+        return held[0]
+
+    def _folded(self, vector: Any, combine: Any) -> Any:
+        """Combine the lanes that belong to the same query; every one of them gets the result."""
+        distance = LANES // 2
+        while distance >= self._padded:
+            turned = [(lane + distance) % LANES for lane in range(LANES)]
+            vector = combine(vector, self._v.chosen(vector, turned))
+            distance //= 2
+        return vector
+
+    def _greater(self, a: Any, b: Any) -> Any:
+        builder = self._v.builder
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+    def _widened(self, row: Any, plane: int) -> Any:
+        v = self._v
+        return v.widened(v.load(self._at(row, 2 * LANES * plane), v.of(v.int16), 2))
+
+    def _ask_for(self, start: Any, token: Any, index: Any, n: Any, num_keys: Any, planes: range) -> None:
+        """Prefetch planes of a later key or value: hardware does not foresee rows that are apart."""
+        v, builder = self._v, self._v.builder
+        later = builder.add(n, v.number(_AHEAD))
+        later = builder.select(builder.icmp_signed("<", later, num_keys), later, n)
+        row = builder.add(start, builder.mul(self._position(index, later), token))
+        for offset in range(2 * LANES * planes.start // _LINE * _LINE, 2 * LANES * planes.stop, _LINE):
+            v.ask_for(self._at(row, offset))
+
+    def _position(self, index: Any, n: Any) -> Any:
+        v = self._v
+        return v.load(v.builder.add(index, v.times(n, 8)), v.int64, 8)
+
+    def _at(self, address: Any, offset: int) -> Any:
+        return self._v.builder.add(address, self._v.number(offset))
+
+    def _place(self, value: Any) -> Any:
+        """A variable with a first value."""
+        from numba.core import cgutils
+
+        place = cgutils.alloca_once(self._v.builder, value.type)
+        self._v.builder.store(value, place)
+        return place
+
+    @contextlib.contextmanager
+    def _each(self, count: Any) -> Iterator[Any]:
+        """A loop; as a context it gives the number of the round."""
+        from numba.core import cgutils
+
+        with cgutils.for_range(self._v.builder, count) as loop:
+            yield loop.index
