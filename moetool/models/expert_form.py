@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from moetool.models import row_products
+from moetool.models.row_gates import gate_of
 from moetool.models.row_products import RowsOf
 from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.stored_expert import Weight
@@ -192,7 +193,7 @@ def _interface(module: Any) -> ExpertForm:
         parts=_stacked(module, *names),
         up_transposed=module.is_transposed,
         down_transposed=module.is_transposed,
-        gate=module._apply_gate if module.has_gate else module.act_fn,
+        gate=gate_of(module) if module.has_gate else module.act_fn,
         finish=module.post_expert_norm if module.has_post_expert_norm else None,
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moetool.errors import CapacityError, MismatchError, UsageError, first_line
-from moetool.models import row_norms, row_products
+from moetool.models import row_gates, row_norms, row_products
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import TensorSource
 from moetool.models.expert_files import ExpertFiles
@@ -315,6 +315,7 @@ def load_lazy(
         if device.type == "cpu":
             row_products.adopt(model, [layer.router for layer in layers])
             row_norms.adopt(model)
+            row_gates.find_kernel()  # no request waits for the compiler
         if (checkpoint.path / "generation_config.json").is_file():
             try:
                 model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)

@@ -1,0 +1,43 @@
+"""Gates with SiLU by the compiled kernel beside transformers' own."""
+
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import _default_apply_gate
+
+from moetool.models.row_gates import gate_of
+
+
+def _module(activation: str = "silu") -> SimpleNamespace:
+    module = SimpleNamespace(act_fn=ACT2FN[activation])
+    module._apply_gate = MethodType(_default_apply_gate, module)
+    return module
+
+
+def _rows(num_rows: int, width: int = 192) -> torch.Tensor:
+    return torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(1)).mul_(4).bfloat16()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 70])
+def test_gates_are_those_of_transformers(num_rows: int) -> None:
+    module, x = _module(), _rows(num_rows)
+    expected, made = module._apply_gate(x), gate_of(module)(x)
+    assert made.shape == expected.shape
+    assert torch.allclose(made.float(), expected.float(), rtol=2**-7, atol=1e-30)
+    assert not num_rows or (made != expected).float().mean() <= 0.001
+    assert all(torch.equal(gate_of(module)(row[None])[0], one) for row, one in zip(x, made, strict=True))
+
+
+def test_large_numbers_and_numbers_that_are_not_finite() -> None:
+    x = torch.tensor([[300.0, -300.0, 0.0, float("nan"), float("inf"), -50.0] + [1.0] * 10 + [1.0] * 16]).bfloat16()
+    made, expected = gate_of(_module())(x), _module()._apply_gate(x)
+    assert torch.allclose(made.float(), expected.float(), rtol=2**-7, atol=1e-30, equal_nan=True)
+
+
+def test_other_activations_types_and_widths_are_computed_by_the_module() -> None:
+    gelu, silu, x = _module("gelu"), _module(), _rows(3)
+    assert torch.equal(gate_of(gelu)(x), gelu._apply_gate(x))
+    for other in (x.float(), _rows(3, 20), x.T):
+        assert torch.equal(gate_of(silu)(other), silu._apply_gate(other))
