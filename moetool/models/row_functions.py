@@ -1,14 +1,34 @@
 """Compiled functions of rows in bfloat16, each in one pass of the calling thread."""
 
 import ctypes
+from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from moetool.models.llvm_vectors import LANES, Vectors
 
-BinaryRowCall = Callable[[int, int, int, int, int, int, int, int, float], None]
-"""For each of two inputs and the output its address and the bytes from one row to the next; then the number of rows,
-vectors of 16 numbers per row, and a factor."""
+BinaryRowCall = Callable[["BinaryRows", float], None]
+"""A call with its rows and a factor."""
+
+
+class BinaryRows(NamedTuple):
+    """Rows of two inputs and of the output.
+
+    Attributes:
+        first, second, output: addresses.
+        first_step, second_step, output_step: bytes from one row to the next.
+        rows: their number.
+        vectors: of 16 numbers per row.
+    """
+
+    first: int
+    first_step: int
+    second: int
+    second_step: int
+    output: int
+    output_step: int
+    rows: int
+    vectors: int
 
 
 class BinaryRow:
@@ -52,21 +72,16 @@ def compile_rows(generate: Callable[[BinaryRow], None]) -> BinaryRowCall:
     def compute(typing_context: Any, first: Any, second: Any, output: Any, count: Any, factor: Any) -> Any:
         return types.void(*[types.int64] * 4, types.float32), of_row
 
-    @numba.cfunc(types.void(*[types.int64] * 8, types.float32), nopython=True)
-    def work(
-        first: Any,
-        first_step: Any,
-        second: Any,
-        second_step: Any,
-        output: Any,
-        output_step: Any,
-        rows: Any,
-        count: Any,
-        factor: Any,
-    ) -> None:
-        for row in range(rows):
-            compute(first + row * first_step, second + row * second_step, output + row * output_step, count, factor)
+    @numba.cfunc(types.void(types.CPointer(types.int64), types.float32), nopython=True)
+    def work(job: Any, factor: Any) -> None:
+        for row in range(job[6]):
+            compute(job[0] + row * job[1], job[2] + row * job[3], job[4] + row * job[5], job[7], factor)
 
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8, ctypes.c_float)(work.address)
+    of_rows = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_float)(work.address)
+
+    def call(rows: BinaryRows, factor: float) -> None:
+        numbers = array("q", rows)
+        of_rows(numbers.buffer_info()[0], factor)
+
     call.work = work  # type: ignore[attr-defined]  # keeps the machine code
     return call

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moetool.models.llvm_vectors import LANES
-from moetool.models.row_functions import BinaryRow, BinaryRowCall, compile_rows
+from moetool.models.row_functions import BinaryRow, BinaryRowCall, BinaryRows, compile_rows
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def _gated(gate: Callable[[torch.Tensor], torch.Tensor], both: torch.Tensor) -> 
     output = both.new_empty(*both.shape[:-1], width)
     first, step = both.data_ptr(), 4 * width
     addresses = (first, step, first + 2 * width, step, output.data_ptr(), 2 * width)
-    kernel(*addresses, output.numel() // width, width // LANES, 0.0)
+    kernel(BinaryRows(*addresses, output.numel() // width, width // LANES), 0.0)
     return output
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moetool.models.llvm_vectors import LANES, pairwise_sum
-from moetool.models.row_functions import BinaryRow, BinaryRowCall, compile_rows
+from moetool.models.row_functions import BinaryRow, BinaryRowCall, BinaryRows, compile_rows
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _normalized(kernel: BinaryRowCall, module: Any, hidden_states: torch.Tensor)
     output, width = torch.empty_like(x), len(weight)
     count = x.numel() // width
     addresses = (x.data_ptr(), 2 * width, weight.data_ptr(), 0, output.data_ptr(), 2 * width)
-    kernel(*addresses, count, width // LANES, module.variance_epsilon)
+    kernel(BinaryRows(*addresses, count, width // LANES), module.variance_epsilon)
     return output
 
 

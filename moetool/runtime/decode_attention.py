@@ -19,7 +19,7 @@ from moetool.models.row_threads import PoolCall, next_task_of, on_pool
 _log = logging.getLogger(__name__)
 
 
-class Job(NamedTuple):
+class AttentionJob(NamedTuple):
     """The first numbers of a call. For each sequence follow its row of queries, address and number of the positions of
     its keys (int64), and the address of scores, float32, that only this call uses.
 
@@ -48,7 +48,7 @@ class Job(NamedTuple):
     sequences: int
 
 
-_PLACES = {name: place for place, name in enumerate(Job._fields)}
+_PLACES = {name: place for place, name in enumerate(AttentionJob._fields)}
 _PER_SEQUENCE = 4
 _LINE = 64
 _AHEAD = 16
@@ -100,7 +100,7 @@ def attend_one_query(
     scores = torch.empty(sum(rooms), dtype=torch.float32)
     item = key.element_size()
     job = [
-        *Job(
+        *AttentionJob(
             0,
             scaled_THD.data_ptr(),
             key.data_ptr(),
@@ -167,39 +167,21 @@ def _compile(groups: int, width: int) -> PoolCall:
     queries, padded = _split(groups)
     attend = _attention(queries, padded, width)
     heads_at, parts_at, sequences_at = _PLACES["heads"], _PLACES["parts"], _PLACES["sequences"]
-    query_at, key_at, value_at, output_at = (_PLACES[name] for name in ("query", "key", "value", "output"))
-    key_token_at, key_head_at = _PLACES["key_token"], _PLACES["key_head"]
-    value_token_at, value_head_at = _PLACES["value_token"], _PLACES["value_head"]
-    head_of = len(_PLACES)
+    first_sequence = len(_PLACES)
 
     @numba.cfunc(types.void(types.CPointer(types.int64)), nopython=True, error_model="numpy")
     def work(job: Any) -> None:
-        parts = job[parts_at]
-        each = job[heads_at] * parts
+        each = job[heads_at] * job[parts_at]
         task = next_task(job)
         while task < job[sequences_at] * each:
-            place = head_of + task // each * _PER_SEQUENCE
-            part = task % each
-            row, index, num_keys, scores = job[place], job[place + 1], job[place + 2], job[place + 3]
-            first = (row * each + part) * queries * width
-            attend(
-                job[query_at] + 4 * first,
-                job[key_at] + part // parts * job[key_head_at],
-                job[value_at] + part // parts * job[value_head_at],
-                job[output_at] + 2 * first,
-                index,
-                num_keys,
-                scores + part * 4 * (num_keys * padded + LANES),
-                job[key_token_at],
-                job[value_token_at],
-            )
+            attend(job, first_sequence + task // each * _PER_SEQUENCE, task % each)
             task = next_task(job)
 
     return on_pool(work)
 
 
 def _attention(queries: int, padded: int, width: int) -> Any:
-    """numba's `attend(query, key, value, output, index, num_keys, scores, key_token, value_token)` of a task."""
+    """numba's `attend(job, place, part)` of a task: of the sequence at that place of the job, by its number there."""
     from numba.core import types
     from numba.extending import intrinsic
 
@@ -208,19 +190,8 @@ def _attention(queries: int, padded: int, width: int) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def attend(
-        typing_context: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        output: Any,
-        index: Any,
-        num_keys: Any,
-        scores: Any,
-        key_token: Any,
-        value_token: Any,
-    ) -> Any:
-        return types.void(*[types.int64] * 9), generate
+    def attend(typing_context: Any, job: Any, place: Any, part: Any) -> Any:
+        return types.void(job, types.int64, types.int64), generate
 
     return attend
 
@@ -232,54 +203,55 @@ class _Attention:
         self._v, self._queries, self._padded = vectors, queries, padded
         self._planes = width // LANES
 
-    def generate(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        output: Any,
-        index: Any,
-        num_keys: Any,
-        scores: Any,
-        key_token: Any,
-        value_token: Any,
-    ) -> None:
+    def generate(self, job: Any, place: Any, part: Any) -> None:
         """Scores, their softmax without its denominator, and the values' sums by blocks of columns."""
         v, builder = self._v, self._v.builder
-        with self._each(num_keys) as n:
-            self._ask_for(key, key_token, index, n, num_keys, range(self._planes))
-            row = builder.add(key, builder.mul(self._position(index, n), key_token))
-            numbers = [self._widened(row, plane) for plane in range(self._planes)]
-            products = [self._dot(numbers, self._at(query, 4 * LANES * self._planes * g)) for g in range(self._queries)]
-            v.store(self._lane_sums(products), builder.add(scores, v.times(n, 4 * self._padded)))
+
+        def number(at: Any) -> Any:
+            return builder.load(builder.gep(job, [at]))
+
+        def field(name: str) -> Any:
+            return number(v.number(_PLACES[name]))
+
+        row, index, num_keys, room = (number(builder.add(place, v.number(n))) for n in range(_PER_SEQUENCE))
+        parts = field("parts")
+        first = builder.add(builder.mul(row, builder.mul(field("heads"), parts)), part)  # task of the batch
+        first = v.times(first, self._queries * self._planes * LANES)
+        query = builder.add(field("query"), v.times(first, 4))
+        output = builder.add(field("output"), v.times(first, 2))
+        head = builder.sdiv(part, parts)
+        self._index, self._num_keys = index, num_keys
+        size = builder.add(v.times(num_keys, self._padded), v.number(LANES))
+        self._scores = scores = builder.add(room, builder.mul(part, v.times(size, 4)))
+        key = builder.add(field("key"), builder.mul(head, field("key_head")))
+        value = builder.add(field("value"), builder.mul(head, field("value_head")))
+        self._score(key, field("key_token"), query)
         num_scores = v.times(num_keys, self._padded)
         v.store(v.all(v.float32, -math.inf), builder.add(scores, v.times(num_scores, 4)))
         vectors = builder.sdiv(builder.add(num_scores, v.number(LANES - 1)), v.number(LANES))
-        denominator = self._softmax(scores, vectors)
-        inverse = builder.fdiv(v.all(v.float32, 1.0), denominator)
-        step = max(1, LANES // self._queries)
-        for first in range(0, self._planes, step):
-            planes = range(first, min(first + step, self._planes))
-            self._values(value, value_token, index, num_keys, scores, output, planes, inverse)
+        inverse = builder.fdiv(v.all(v.float32, 1.0), self._softmax(scores, vectors))
+        step, value_token = max(1, LANES // self._queries), field("value_token")
+        for plane in range(0, self._planes, step):
+            planes = range(plane, min(plane + step, self._planes))
+            self._sum_values(value, value_token, planes, inverse, output)
 
-    def _values(
-        self,
-        value: Any,
-        value_token: Any,
-        index: Any,
-        num_keys: Any,
-        scores: Any,
-        output: Any,
-        planes: range,
-        inverse: Any,
-    ) -> None:
+    def _score(self, key: Any, token: Any, query: Any) -> None:
+        """Write the dot products of every key with the queries."""
+        v, builder = self._v, self._v.builder
+        with self._each(self._num_keys) as n:
+            row = self._row(key, token, n, range(self._planes))
+            numbers = [self._widened(row, plane) for plane in range(self._planes)]
+            products = [self._dot(numbers, self._at(query, 4 * LANES * self._planes * g)) for g in range(self._queries)]
+            v.store(self._lane_sums(products), builder.add(self._scores, v.times(n, 4 * self._padded)))
+
+    def _sum_values(self, value: Any, token: Any, planes: range, inverse: Any, output: Any) -> None:
+        """Write some planes of the output."""
         v, builder = self._v, self._v.builder
         sums = [[self._place(v.all(v.float32, 0.0)) for _ in planes] for _ in range(self._queries)]
-        with self._each(num_keys) as n:
-            self._ask_for(value, value_token, index, n, num_keys, planes)
-            row = builder.add(value, builder.mul(self._position(index, n), value_token))
+        with self._each(self._num_keys) as n:
+            row = self._row(value, token, n, planes)
             numbers = [self._widened(row, plane) for plane in planes]
-            at = builder.add(scores, v.times(n, 4 * self._padded))
+            at = builder.add(self._scores, v.times(n, 4 * self._padded))
             for g, places in enumerate(sums):
                 weight = v.broadcast(v.load(self._at(at, 4 * g), v.float32))
                 for place, number in zip(places, numbers, strict=True):
@@ -351,18 +323,18 @@ class _Attention:
         v = self._v
         return v.widened(v.load(self._at(row, 2 * LANES * plane), v.of(v.int16), 2))
 
-    def _ask_for(self, start: Any, token: Any, index: Any, n: Any, num_keys: Any, planes: range) -> None:
-        """Prefetch planes of a later key or value: hardware does not foresee rows that are apart."""
+    def _row(self, start: Any, token: Any, n: Any, planes: range) -> Any:
+        """Address of a key or value; prefetches planes of a later one, since hardware does not foresee rows apart."""
         v, builder = self._v, self._v.builder
         later = builder.add(n, v.number(_AHEAD))
-        later = builder.select(builder.icmp_signed("<", later, num_keys), later, n)
-        row = builder.add(start, builder.mul(self._position(index, later), token))
+        later = builder.select(builder.icmp_signed("<", later, self._num_keys), later, n)
+        own, other = (
+            builder.add(start, builder.mul(v.load(builder.add(self._index, v.times(each, 8)), v.int64, 8), token))
+            for each in (n, later)
+        )
         for offset in range(2 * LANES * planes.start // _LINE * _LINE, 2 * LANES * planes.stop, _LINE):
-            v.ask_for(self._at(row, offset))
-
-    def _position(self, index: Any, n: Any) -> Any:
-        v = self._v
-        return v.load(v.builder.add(index, v.times(n, 8)), v.int64, 8)
+            v.ask_for(self._at(other, offset))
+        return own
 
     def _at(self, address: Any, offset: int) -> Any:
         return self._v.builder.add(address, self._v.number(offset))

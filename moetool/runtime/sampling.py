@@ -54,6 +54,11 @@ class _Choice:
         self.matcher: Matcher | None = None if params.grammar is None else params.grammar.start()
         self.take(answer)
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether tokens may be excluded or their scores changed."""
+        return self.matcher is not None or bool(self.params.logit_bias) or self.params.penalizes
+
     def take(self, tokens: Iterable[int]) -> None:
         """Count tokens of the answer."""
         for token in tokens:
@@ -133,7 +138,7 @@ class Sampler:
             if choice.params.logprobs is not None:
                 choice.logprobs_V = scores_V.log_softmax(-1)
             _constrain(scores_V, choice, self._eos)
-            if not choice.broken and not scores_V.max().isfinite():
+            if choice.is_constrained and not choice.broken and not scores_V.max().isfinite():
                 choice.broken = NO_TOKEN_LEFT
                 scores_V.zero_()
             if choice.params.temperature > _COLDEST:

@@ -25,7 +25,13 @@ MIRRORS = ("cli", "report")
 DICTATED = {"paged_attention", "few_rows", "few_packed_rows", "many_rows"}
 """Functions whose parameters are those that a library calls them with, and kernels, which take numbers alone."""
 FOREIGN = {
-    *("_attn_implementation", "_experts_implementation", "_kv_token_views", "_dequantize_one"),  # transformers
+    *(
+        "_apply_gate",
+        "_attn_implementation",
+        "_experts_implementation",
+        "_kv_token_views",
+        "_dequantize_one",
+    ),  # transformers
     *("_convert_weight_to_int4pack_for_cpu", "_forward_hooks", "_forward_pre_hooks", "_linear_pointwise"),  # torch
     *("_reorder_linear_weight", "_sleep"),
     *("_exit", "_ntuple_diskusage", "_replace"),  # the standard library

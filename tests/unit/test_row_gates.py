@@ -1,19 +1,15 @@
 """Gates with SiLU by the compiled kernel beside transformers' own."""
 
-from types import MethodType, SimpleNamespace
-
 import pytest
 import torch
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import _default_apply_gate
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 from moetool.models.row_gates import gate_of
 
 
-def _module(activation: str = "silu") -> SimpleNamespace:
-    module = SimpleNamespace(act_fn=ACT2FN[activation])
-    module._apply_gate = MethodType(_default_apply_gate, module)
-    return module
+def _module(activation: str = "silu") -> Qwen3MoeExperts:
+    config = Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8, num_experts=2, hidden_act=activation)
+    return Qwen3MoeExperts(config)
 
 
 def _rows(num_rows: int, width: int = 192) -> torch.Tensor:
