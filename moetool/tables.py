@@ -395,17 +395,21 @@ def milliseconds(seconds: float) -> str:
 def narrate(line: str) -> None:
     """Print one line on stderr, wrapped on a terminal, unless only errors are shown."""
     if logs.narrates():
-        if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns
-            lines = textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-            line = "\n".join(lines) or line
-        print(line, file=sys.stderr, flush=True)
+        print(_wrapped(line), file=sys.stderr, flush=True)
 
 
 def complain(line: str) -> None:
-    """Print one error line on stderr."""
-    sys.stderr.write(f"{line}\n")  # in one call: `print` can be interrupted before the end of the line
+    """Print one error line on stderr, wrapped on a terminal."""
+    sys.stderr.write(f"{_wrapped(line)}\n")  # in one call: `print` can be interrupted before the end of the line
     sys.stderr.flush()
+
+
+def _wrapped(line: str) -> str:
+    if not sys.stderr.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    lines = textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines) or line
 
 
 def shows_progress() -> bool:

@@ -87,8 +87,8 @@ def print_parallel_bench(bench: Bench) -> None:
     if stop in bench.runs and overlap in bench.runs:
         median, low, high = paired(bench, overlap, stop, batch_s)
         print(f"overlap against stop-the-world migration, paired: {median:.3f} of its time ({low:.2f} to {high:.2f})")
-    print(
-        f"emulated: {1e6 * o.expert_token_s:g} us per expert row, {tables.count(o.link_bytes_s, 'B')}/s out of a GPU; "
+    tables.print_paragraph(
+        f"emulated: {1e6 * o.expert_token_s:g} µs per expert row, {tables.count(o.link_bytes_s, 'B')}/s out of a GPU; "
         f"other times are measured on this machine; rows and bytes are counted"
     )
     if bench.costs:
@@ -98,8 +98,8 @@ def print_parallel_bench(bench: Bench) -> None:
             for name, taken in bench.token_s.items()
             if name != "oracle" and all(taken)
         )
-        print(
-            f"measured while serving: {1e6 * row_s:.3g} us per expert row, {tables.count(link, 'B')}/s of rows, "
+        tables.print_paragraph(
+            f"measured while serving: {1e6 * row_s:.3g} µs per expert row, {tables.count(link, 'B')}/s of rows, "
             f"{tables.count(move, 'B')}/s of experts{asked}"
         )
 

@@ -324,9 +324,9 @@ def print_forms(made: FormsBench) -> None:
         num_keys=3,
     )
     if made.judged_tokens:
-        print(
+        tables.print_paragraph(
             f"on the {made.judged_tokens:,} tokens of the prompts: KL divergence {made.kl:.5f} nats, same next token "
             f"{made.top1:.3f}, experts matched {made.match:.4f}"
         )
     for note in made.notes:
-        print(note)
+        tables.print_paragraph(note)

@@ -167,7 +167,7 @@ def print_gpu(made: GpuBench) -> None:
     print("bound: time of the moved bytes at that bandwidth; (own): routes of the model's random routers")
     for why in dict.fromkeys(cell.why for cell in made.cells if cell.why):
         missing = [f"{cell.shape} {cell.policy} {tables.percent(cell.share)}" for cell in made.cells if cell.why == why]
-        print(f"not measured: {', '.join(missing)}: {why}")
+        tables.print_paragraph(f"not measured: {', '.join(missing)}: {why}")
     print(made.command)
 
 

@@ -1,5 +1,6 @@
-"""Baselines: transformers' own ways to run a model."""
+"""Baseline: transformers with weights offloaded to disk."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ def open_offloaded(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: s
     """Load a model with transformers' offloading: `device_map="auto"` with this memory, the rest on disk.
 
     Args:
-        scratch: folder for its files.
+        path: folder of the checkpoint.
+        memory_bytes: limit of the weights in memory.
+        scratch: folder for the offloaded weights.
 
     Returns:
         The model and its MoE layers, or transformers' error in one line.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns that weights are offloaded
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -37,5 +41,5 @@ def open_offloaded(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: s
 
 
 def refusal(error: Exception) -> str:
-    """An error of transformers in one line."""
+    """Return an error of transformers in one line."""
     return f"refused, {type(error).__name__}: {first_line(error)}"

@@ -221,11 +221,12 @@ def print_rivals(made: RivalBench) -> None:
     for cell in made.cells:
         if cell.why:
             memory = "all" if cell.memory_bytes is None else tables.count(cell.memory_bytes, "B")
-            print(f"{cell.engine} with {memory} of memory: {cell.why}")
-    print(
+            tables.print_paragraph(f"{cell.engine} with {memory} of memory: {cell.why}")
+    tables.print_paragraph(
         f"A token reads {made.token_bytes / 1e6:.0f} MB of weights; memory gives {made.memory_bytes_s / 1e9:.1f} GB/s: "
-        f"bound {made.bound_tokens_s:.1f} tokens/s. {made.command}"
+        f"bound {made.bound_tokens_s:.1f} tokens/s."
     )
+    print(made.command)
 
 
 def _prompts(vocabulary: int, options: RivalOptions) -> list[list[int]]:

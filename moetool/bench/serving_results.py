@@ -128,15 +128,16 @@ class ServingConditions(JsonRecord):
             disk: read rate of whole experts.
         """
         prompts = " to ".join(map(str, sorted({min(self.prompt_tokens), max(self.prompt_tokens)})))
-        print(
+        tables.print_paragraph(
             f"{subject}; batch 1, requests: {self.requests}, prompts of {prompts} tokens, {self.new_tokens} new tokens "
-            f"each; medians of {self.rounds} rounds\
-"
-            f"{self.machine.cpu}, {self.threads} of {self.machine.cores} cores for compute, {self.io_threads} I/O "
-            f"threads, {self.dtype}, load {self.load_average:.1f}, torch {self.machine.torch}\n"
-            f"{disk}, {'past the page cache' if self.direct else 'THROUGH THE PAGE CACHE'}\n"
-            f"{self.command}"
+            f"each; medians of {self.rounds} rounds"
         )
+        tables.print_paragraph(
+            f"{self.machine.cpu}, {self.threads} of {self.machine.cores} cores for compute, {self.io_threads} I/O "
+            f"threads, {self.dtype}, load {self.load_average:.1f}, torch {self.machine.torch}"
+        )
+        print(f"{disk}, {'past the page cache' if self.direct else 'THROUGH THE PAGE CACHE'}")
+        print(self.command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +264,7 @@ def print_serve_bench(made: ServeBench) -> None:
     for note in _LEGEND:
         tables.print_paragraph(note)
     if made.refused is not None:
-        print(f"{OFFLOADED}: {made.refused}")
+        tables.print_paragraph(f"{OFFLOADED}: {made.refused}")
     for note in made.notes:
         tables.print_paragraph(note)
 

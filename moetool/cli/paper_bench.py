@@ -220,7 +220,7 @@ def _document(
 def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
     from moetool.bench.paper.verdict import ANSWERS
 
-    print(f"{chosen.paper.title}. {chosen.paper.reference}")
+    tables.print_paragraph(f"{chosen.paper.title}. {chosen.paper.reference}")
     rows = [
         [
             one.claim.id,
@@ -237,11 +237,11 @@ def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
     tables.print_table(title, ["", "the paper says", "printed", "found", "verdict", "size"], rows, num_text=6)
     for one in tested:
         if one.claim.here:
-            print(f"{one.claim.id}, here: {one.claim.here}")
+            tables.print_paragraph(f"{one.claim.id}, here: {one.claim.here}")
     for left in chosen.left_out:
-        print(f"not repeated: {', '.join(left.ids)}: {left.why}")
+        tables.print_paragraph(f"not repeated: {', '.join(left.ids)}: {left.why}")
     for on in dict.fromkeys(one.found.on for one in tested if one.found is not None):
-        print(f"measured on {on}")
+        tables.print_paragraph(f"measured on {on}")
     count = {answer: sum(one.verdict.answer == answer for one in tested) for answer in ANSWERS}
     print(", ".join(f"{number} {answer}" for answer, number in count.items() if number) + f" of {len(tested)}")
     if quick:

@@ -16,7 +16,7 @@ _STABLE = 0.05
 _COLUMNS = ("memory", "best policy", "pool", "slots", "hit rate", "Belady", "pinned", "loads/token", "prefetching")
 _LEGEND = (
     "pool: one for all layers, or layer: equal slots per layer",
-    "hit rate: share of needed experts that were resident, from an empty pool; Belady: the bound",
+    "hit rate: share of needed experts that were resident, from an empty pool; Belady: the bound without prefetching",
     "pinned: the most used experts stay resident; first loads are not counted, so it may exceed Belady",
     "loads/token: experts loaded on demand by the best policy (by Belady)",
     "prefetching: speed-up of a token by prefetching over that link (below 1: slower)",

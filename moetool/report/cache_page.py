@@ -91,7 +91,7 @@ def candidates_table(plan: CachePlan) -> TextTable:
             )
         )
     return TextTable(
-        title=f"Candidates on {len(plan.requests_held_out):,} held-out requests; belady is the bound",
+        title=f"Candidates on {len(plan.requests_held_out):,} held-out requests; belady: the bound without prefetching",
         columns=("policy", "slots", "hit rate in decode", "MB/decode token", *(("TPOT ms",) if timed else ())),
         rows=tuple(rows),
     )

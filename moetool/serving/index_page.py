@@ -4,7 +4,7 @@ import html
 
 _LINKS = {
     "/v1/models": "model list, for OpenAI clients",
-    "/health": "health: whether requests are accepted",
+    "/health": "whether requests are accepted",
     "/stats": "hit rates, bytes and memory, as JSON",
     "/metrics": "the same for Prometheus",
     "/openapi.json": "OpenAPI schema",

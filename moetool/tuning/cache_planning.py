@@ -289,7 +289,7 @@ def _reason(
         won, does = "moved the fewest bytes per decode token", "moves"
     return (
         f"{chosen} {won} on {numbered(num_used, 'request')}. On {num_held_out} held out it {does} {values[chosen]} at "
-        f"a decode hit rate of {hits[chosen]}; {_BOUND}, the bound, {does} {values[_BOUND]}"
+        f"a decode hit rate of {hits[chosen]}; {_BOUND}, the bound without prefetching, {does} {values[_BOUND]}"
         f"{f' (left out: {absent})' if absent else ''}."
     )
 

@@ -248,7 +248,15 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     assert made["command"].startswith("moetool bench serve --shape")
     assert made["dtype"] == "bfloat16" and made["threads"] == 1
     assert made["refused"] or any("offloaded" in line["policy"] for line in made["lines"])
-    for words in ("all in memory", "belady (replay)", "x bound", "GB/s", "on_demand uses 2 slots", made["command"]):
+    for words in (
+        "all in memory",
+        "belady (replay)",
+        "x bound",
+        "GB/s",
+        "on_demand uses 2 slots",
+        "2 rounds\n",
+        made["command"],
+    ):
         assert words in printed.out
     assert (
         _main(monkeypatch, *["bench", "serve", *common, "--policy", "lru", "--budget", "50%", "--json"], *settings) == 0

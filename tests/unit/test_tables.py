@@ -96,14 +96,17 @@ def test_a_unit_stays_with_its_number(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert [line.split()[-1] for line in _seen(capsys).splitlines()] == ["decode", "MB/s"]
 
 
-def test_narration_wraps_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_narration_and_errors_wrap_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = "moetool demo: a small Mixture-of-Experts model, from its gate logits to a server"
     tables.narrate(line)
     assert capsys.readouterr().err == f"{line}\n"
     monkeypatch.setattr(sys, "stderr", _Terminal(sys.stderr))
     monkeypatch.setenv("COLUMNS", "60")
-    tables.narrate(line)
-    assert capsys.readouterr().err == line.replace(" gate", "\n  gate") + "\n"
+    for show in (tables.narrate, tables.complain):
+        show(line)
+        assert capsys.readouterr().err == line.replace(" gate", "\n  gate") + "\n"
 
 
 def test_names_stay_whole_and_what_tells_rows_apart_is_in_every_part(

@@ -233,7 +233,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
     slots = ", ".join(map(str, made.slots))
     tables.print_paragraph(
         f"{made.model}: {slots} of {made.total_experts} experts on {', '.join(made.tasks)}; an expert takes "
-        f"{made.expert_s * 1e6:,.0f} us per token, so links carry {tables.count(made.even_bytes_s, 'B')}/s; "
+        f"{made.expert_s * 1e6:,.0f} µs per token, so links carry {tables.count(made.even_bytes_s, 'B')}/s; "
         f"{tables.numbered(made.options.rounds, 'round')} of "
         f"{tables.numbered(made.options.requests, 'request')} per server; "
         f"{_WHERES[made.options.where]} on one machine; load "
