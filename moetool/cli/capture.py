@@ -27,8 +27,8 @@ def capture(
     data: Annotated[
         list[str],
         typer.Option(
-            help="Prompt sets: embedded or public names ('moetool data' lists them), 'all', or JSONL, Parquet or "
-            "text files. Repeatable."
+            help="Prompt sets: embedded or public names ('moetool data' lists them), 'all', or JSONL, CSV, "
+            "Parquet or text files. Repeatable."
         ),
     ],
     out: Out,

@@ -1,4 +1,4 @@
-"""Prompts to capture: the embedded sets, public data sets, or a user's JSONL, Parquet or text file.
+"""Prompts to capture: the embedded sets, public data sets, or a user's JSONL, CSV, Parquet or text file.
 
     data/prompts/*.jsonl      one object a line: id, prompt, answer (string or null), task; the file's name is its set's
     recipes/datasets/*.toml   public data sets, see `moetool.prompts.dataset_recipe`
