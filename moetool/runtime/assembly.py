@@ -407,6 +407,6 @@ def _slots(loaded: LoadedModel, memory_bytes: int, dense: int, kv: int, predicto
         raise CapacityError(
             f"--device-memory {memory_bytes:,} does not hold {spec.name}: {dense:,} bytes of dense weights, {kv:,} of "
             f"KV cache, {predictor:,} of predictor and at least {MIN_SLOTS} expert slots of {slot_bytes:,} make "
-            f"{dense + kv + predictor + MIN_SLOTS * slot_bytes:,}; give it that much or set fewer kv_tokens"
+            f"{dense + kv + predictor + MIN_SLOTS * slot_bytes:,}; give it that much, or a smaller --set kv_tokens"
         )
     return min(slots, spec.total_experts)

@@ -22,7 +22,7 @@ from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
 from moetool.runtime.expected_reads import PUBLISHED, ExpectedSplit, MissCurve, best_split, miss_curve
 from moetool.runtime.memory_share import lendable
 from moetool.runtime.own_caches import own_cache
-from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, MemorySplit, with_rest
+from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CONTEXT, MOST_CHUNK, Footprint, MemorySplit, with_rest
 from moetool.runtime.warm_start import kept_routes, policy_in_force
 from moetool.tables import count
 from moetool.types import ModelSpec
@@ -115,6 +115,7 @@ def choose(
     )
     chunk_why = found.split.why["chunk_tokens"]
     if device_memory_bytes is not None:
+        _require_room(checkpoint.spec, model, device_memory_bytes, kv_tokens or min(model.max_context, LEAST_CONTEXT))
         chunk = found.split.chunk_tokens
         activations = chunk * model.token_bytes
         if device_memory_bytes + activations + found.split.kv_tokens * model.context_bytes < limit:
@@ -184,6 +185,18 @@ def choose(
         policy=policy,
         choices=tuple(choices),
     )
+
+
+def _require_room(spec: ModelSpec, model: Footprint, device_memory_bytes: int, kv_tokens: int) -> None:
+    kv_bytes, slots_bytes = kv_tokens * model.kv_token_bytes, model.min_slots * model.slot_bytes
+    needed = model.dense_bytes + kv_bytes + slots_bytes
+    if device_memory_bytes < needed:
+        raise CapacityError(
+            f"--device-memory {count(device_memory_bytes, 'B')} is too small for {spec.name}: it needs at least "
+            f"{count(needed, 'B')} (dense weights {count(model.dense_bytes, 'B')}, KV cache of {kv_tokens:,} tokens "
+            f"{count(kv_bytes, 'B')}, {model.min_slots} expert slots {count(slots_bytes, 'B')}); raise it, or give a "
+            "smaller --set kv_tokens"
+        )
 
 
 def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: int = 0) -> Footprint:

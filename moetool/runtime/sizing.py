@@ -88,7 +88,7 @@ def divide(model: Footprint, memory_bytes: int, *, kv_tokens: int, chunk_tokens:
             f"{memory_bytes:,} bytes are too few: weights outside the experts take {model.dense_bytes:,}, KV cache "
             f"for {kv:,} tokens {kv * kv_token_bytes:,}, activations {chunk * model.token_bytes:,} and at least "
             f"{model.min_slots} expert slots {model.min_slots * model.slot_bytes:,}: {memory_bytes - left:,} in all; "
-            "allow that much, or lower kv_tokens"
+            "allow that much, or give a smaller --set kv_tokens"
         )
     if chunk_tokens is None:
         most = min(MOST_CHUNK, kv)

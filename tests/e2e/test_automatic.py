@@ -10,7 +10,7 @@ import pytest
 
 from moetool import learning
 from moetool.caching._policy import build_policy
-from moetool.errors import MoetoolError
+from moetool.errors import CapacityError, MoetoolError
 from moetool.learning.token_memory import TokenMemory, compile_loops, memory_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_dtype
@@ -87,3 +87,15 @@ def test_what_foresight_remembers_leaves_fewer_slots(monkeypatch: pytest.MonkeyP
         for policy in ("lru", "foresight")
     )
     assert more - 73_728 * 30 < less < more - 73_728 * 15
+
+
+def test_a_device_memory_that_is_too_small_is_refused_with_its_own_parts() -> None:
+    checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32", "warm_start": False}
+    with pytest.raises(CapacityError, match=r"--device-memory 1.0 MB is too small for .*: it needs at least ") as e:
+        choose(checkpoint, values, device_memory_bytes=1_000_000)
+    assert "KV cache of 1,024 tokens" in str(e.value) and "--set kv_tokens" in str(e.value)
+    parts = footprint(checkpoint, ServeOptions())
+    least = parts.dense_bytes + 64 * parts.kv_token_bytes + 2 * parts.slot_bytes
+    assert choose(checkpoint, {**values, "kv_tokens": 64}, device_memory_bytes=least).device_memory_bytes == least
+    with pytest.raises(CapacityError, match="KV cache of 64 tokens"):
+        choose(checkpoint, {**values, "kv_tokens": 64}, device_memory_bytes=least - 1)
