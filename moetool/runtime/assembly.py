@@ -77,9 +77,9 @@ class ServeOptions:
         prefill_chunk: most prompt tokens of one forward. A longer prompt takes several forwards, and each may need
             every expert.
         max_prompt_wait: approximate limit in seconds on how long decoding requests wait for another request's prompt
-            chunk. Smaller chunks keep to it, and a long prompt then reads experts several times. Where loading experts
-            takes more than half of it, a chunk computes as long as it loads. A prompt that no request waits for has
-            full chunks (0: no limit).
+            chunk. Smaller chunks keep to it, and a long prompt then reads experts several times. If a forward's fixed
+            time is more than half of it, chunks are larger (`moetool.runtime.prompt_chunks`). A prompt that no request
+            waits for has full chunks (0: no limit).
         prefix_caching: keep the KV cache of earlier prompts and answers until its memory is needed, and forward only
             the part of a new prompt that differs from them.
         borrowed_slots: expert slots that a full prompt chunk borrows for its activations; shorter chunks borrow fewer,

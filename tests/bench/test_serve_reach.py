@@ -374,6 +374,34 @@ def _run(spec: ModelSpec, residency: Residency, experts_TLK: np.ndarray, number:
 
 # -- settings by hand --------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(("count", "prompt", "new"), [(6, 120, 60), (4, 600, 60)])
+def test_default_settings_on_the_embedded_model(
+    count: int, prompt: int, new: int, tmp_path: Path, reference: Path
+) -> None:
+    """Experts read without flags over the fewest by hand, with KV cache and chunk of exactly the longest request."""
+    checkpoint = long_model("reference", tmp_path, reference)
+    values = {"device": "cpu", "oracle_s": 0.0, "warm_start": False}
+    memory = memory_for(checkpoint, values)
+    hand = {"kv_tokens": prompt + new + 16, "prefill_chunk": prompt, "borrowed_slots": 0}
+    choices = [("without flags", "auto", {})]
+    choices += [
+        (f"{policy}, {pool}, chunk {chunk}", policy, {**hand, "pool": pool, "prefill_chunk": chunk})
+        for policy, pool in (("foresight", "layer"), ("foresight", "one"), ("lfru", "layer"), ("lru", "layer"))
+        for chunk in (prompt, 64)
+    ]
+    read: dict[str, float] = {}
+    for title, policy, fixed in choices:
+        limit = memory + resident_bytes()
+        setup = choose(checkpoint, {**values, **fixed}, process_memory_bytes=limit, policy=policy)
+        engine = opened(checkpoint, setup)
+        read[title] = sum(ask(engine, text, new).read for text in texts(checkpoint, prompt, count))
+        engine.close()
+        print(f"\n  {count} of {prompt} + {new}, {title}: {engine.store.num_slots} slots, {read[title]:.0f} experts")
+    best = min(value for title, value in read.items() if title != "without flags")
+    print(f"  {read['without flags'] / best:.3f} x the best by hand")
+
+
 SHAPE = Footprint(
     dense_bytes=0,
     slot_bytes=17_301_504,
