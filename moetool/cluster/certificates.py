@@ -71,10 +71,10 @@ class Identity:
     authority: str
 
     def calling(self, certificate: str = "") -> ssl.SSLContext:
-        """Settings of connections that this process opens.
+        """Return TLS settings for connections that this process opens.
 
         Args:
-            certificate: the only one that is accepted (default: any that the authority has signed).
+            certificate: the only accepted one (default: any signed by the authority).
 
         Raises:
             MoetoolError: a certificate or the key is damaged.
@@ -82,7 +82,7 @@ class Identity:
         return self._context(ssl.PROTOCOL_TLS_CLIENT, certificate or self.authority)
 
     def answering(self) -> ssl.SSLContext:
-        """Settings of connections that this process accepts. Raises: see `calling`."""
+        """Return TLS settings for connections that this process accepts. Raises: as `calling`."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER, self.authority)
         context.num_tickets = 0  # no session is resumed
         return context
@@ -113,7 +113,7 @@ class Authority:
 
     @classmethod
     def new(cls) -> "Authority":
-        """Make one. Raises: UsageError: openssl is not installed; MoetoolError: it fails."""
+        """Create an authority. Raises: UsageError: openssl is not installed; MoetoolError: openssl fails."""
         with _Openssl("cluster") as made:
             made.request()
             return cls(certificate=made.sign("authority", "-selfsign", "-keyfile", "key"), key=made.read("key"))
@@ -151,7 +151,7 @@ def self_signed(name: str, authority: str) -> Identity:
 
 
 def role_of(name: str) -> str:
-    """The role that a name stands for."""
+    """Return the role in a certificate name."""
     return name.partition("-")[0]
 
 
@@ -184,13 +184,13 @@ class _Openssl:
         return (self._folder / file).read_text(encoding="ascii")
 
     def request(self) -> None:
-        """Make a key and a request for its certificate."""
+        """Create a key and a certificate request."""
         curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
         subject = ("-subj", f"/CN={self._name}", "-config", "config")
         self._call("req", "-new", *curve, *subject, "-keyout", "key", "-out", "request")
 
     def sign(self, kind: str, *signer: str) -> str:
-        """The certificate for the request."""
+        """Return the certificate for the request."""
         starts, ends = (date.strftime("%Y%m%d%H%M%SZ") for date in self._dates)
         dates = ("-startdate", starts, "-enddate", ends)
         files = ("-in", "request", "-out", "certificate", "-config", "config", "-extensions", kind)

@@ -72,7 +72,7 @@ class ClusterFolder:
             raise
 
     def identity(self, name: str) -> Identity:
-        """Key and certificate of a process, the same each time. Raises: MoetoolError: they cannot be made."""
+        """Return a process's key and certificate, the same each time. Raises: MoetoolError: they cannot be created."""
         values = self._read()
         if name not in values["identities"]:
             values["identities"][name] = asdict(Authority(**values["authority"]).issue(name))
@@ -81,15 +81,15 @@ class ClusterFolder:
 
     @property
     def scheduler_state(self) -> Path:
-        """File for the scheduler's state."""
+        """Return the file of the scheduler's state."""
         return self.path / "scheduler.json"
 
     def log(self, server: str) -> Path:
-        """Log file of a server's process."""
+        """Return the log file of a server's process."""
         return self.path / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', server)}.log"
 
     def living(self) -> dict[str, ProcessRecord]:
-        """Serving processes of an earlier head, by server; others are ended and forgotten."""
+        """Return the live processes of an earlier head, by server; end and forget the others."""
         kept = []
         for path in self._records():
             values = read_json(path, advice="remove it")
@@ -110,11 +110,11 @@ class ClusterFolder:
         return found
 
     def record_of(self, n: int) -> Path:
-        """File that the process of server `n` is kept in."""
+        """Return the file with the address of server `n`."""
         return self.path / f"{n}{RECORD}"
 
     def keep(self, n: int, server: str, record: ProcessRecord) -> None:
-        """Keep the address of a server's process."""
+        """Store the address of a server's process."""
         durable.write_text(self.record_of(n), json.dumps({"server": server, **asdict(record)}) + "\n")
 
     def forget(self, n: int) -> None:
@@ -139,7 +139,7 @@ class ClusterFolder:
 
     @property
     def logs(self) -> list[Path]:
-        """Log files that are not empty."""
+        """Return the log files that are not empty."""
         return sorted(path for path in self.path.glob("*.log") if path.stat().st_size)
 
     def close(self, keep_logs: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Calls of control between a head and a worker's process: plain values as JSON, over an authenticated connection.
+"""Control messages between a head and a worker process: JSON over an authenticated connection.
 
-Beside what JSON has, values may be tuples, bytes, NumPy arrays, mappings with any keys and moetool's dataclasses.
+Besides JSON's types, values may be tuples, bytes, NumPy arrays, mappings with any keys, and moetool's dataclasses.
 Nothing is unpickled.
 """
 
@@ -18,20 +18,20 @@ import numpy as np
 from moetool.cluster.frames import FrameConnection, LinkError, pack
 
 MOST_BYTES = 2**28
-"""Size of a message, at most."""
+"""Size limit of a message in bytes."""
 _TAKEN_S, _LEAST_BYTES_S = 10.0, 1e6
-"""A peer that takes a message slower than this is given up."""
+"""Least rate, in bytes per second, at which a peer must accept a message."""
 
 
 def send_message(connection: FrameConnection, message: Mapping[str, Any], by: float | None = None) -> None:
     """Send a message.
 
     Args:
-        by: deadline of the sending, on the clock of `time.monotonic` (default: as its size asks).
+        by: deadline on the clock of `time.monotonic` (default: by the message's size).
 
     Raises:
-        LinkError: the other end does not take it.
-        TypeError: it holds something that cannot be sent.
+        LinkError: the peer does not accept the message.
+        TypeError: a value has an unsupported type.
     """
     text = json.dumps(to_plain(dict(message)), separators=(",", ":")).encode()
     if by is None:
@@ -40,13 +40,13 @@ def send_message(connection: FrameConnection, message: Mapping[str, Any], by: fl
 
 
 def receive_message(connection: FrameConnection, by: float | None = None) -> dict[str, Any]:
-    """The next message.
+    """Receive the next message.
 
     Args:
-        by: deadline of its arrival; None: no deadline.
+        by: deadline on the clock of `time.monotonic`; None: no deadline.
 
     Raises:
-        LinkError: there is none, not in time, or it cannot be read.
+        LinkError: the connection ended, the deadline passed, or the message is malformed.
     """
     frame = connection.receive(by, rest_s=_TAKEN_S + MOST_BYTES / _LEAST_BYTES_S)
     try:
@@ -60,14 +60,14 @@ def receive_message(connection: FrameConnection, by: float | None = None) -> dic
 
 
 def to_plain(value: Any) -> Any:
-    """A value as JSON holds it. Raises: TypeError: it is of no kind that can be sent."""
+    """Convert a value to JSON types. Raises: TypeError: unsupported type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
         return [to_plain(one) for one in value]
     if isinstance(value, tuple):
         if value and set(map(type, value)) == {tuple} and set(map(type, itertools.chain.from_iterable(value))) <= {int}:
-            return {"tuples": value}  # placements of large models are long, and JSON writes them at once
+            return {"tuples": value}  # faster for placements of large models, which are long lists
         return {"tuple": [to_plain(one) for one in value]}
     if isinstance(value, Mapping):
         return {"mapping": [[to_plain(key), to_plain(one)] for key, one in value.items()]}
@@ -84,10 +84,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The value that `to_plain` was given.
+    """Restore a value from the output of `to_plain`.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, ImportError: it was given none, or a class that is unknown.
+        ValueError, KeyError, TypeError, AttributeError, ImportError: the input is malformed or names an unknown class.
     """
     if isinstance(value, list):
         return [from_plain(one) for one in value]

@@ -1,4 +1,4 @@
-"""Forks this machine's workers from one process that has imported their modules; importing takes seconds."""
+"""Forks this machine's workers from one process with imported modules, since importing takes seconds."""
 
 import contextlib
 import gc
@@ -21,24 +21,24 @@ from moetool.errors import MoetoolError, first_line
 
 _START_S = 120.0
 _GONE_S = 5.0
-"""For a process that is being forked when this is closed; then who forks it is ended all the same."""
+"""Seconds for a running fork to finish on `close`; the fork server is killed after that."""
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # CUDA, CUDA under WSL, ROCm
 
 
 class ForkServer:
-    """One process that imports a module, and forks from itself on request.
+    """A process that imports a module once and forks workers on request.
 
     Args:
-        module: has what the processes build. It may name modules that are imported besides in `USED_AT_START`.
-        threads: of arithmetic, for the libraries of each (0 leaves it to them).
+        module: module of the workers' build function; its `USED_AT_START` may name more modules to import.
+        threads: compute threads of each worker's libraries (0: the libraries' default).
 
-    Effects: starts the process, again if it has ended. It ends with this one; those that it has forked do not.
+    Effects: starts the process, and restarts it if it has ended. It ends with this process; forked workers do not.
     """
 
     def __init__(self, module: str, threads: int = 0) -> None:
         self._lock = threading.Lock()
         self._module, self._threads, self._closed = module, threads, False
-        self._is_asked = False  # it has an order that it has not answered
+        self._is_asked = False  # whether an order is unanswered
         self._popen = self._begin()
 
     def _begin(self) -> "subprocess.Popen[bytes]":
@@ -47,22 +47,22 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            bufsize=0,  # a line that was read ahead would not be polled for
-            start_new_session=True,  # Ctrl-C is for the head
+            bufsize=0,  # poll does not see lines in a read-ahead buffer
+            start_new_session=True,  # Ctrl-C must reach only the head
             env=environment_of(self._threads),
         )
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether processes of this machine may be forked: the state of a GPU's driver does not survive it."""
+        """Whether workers may be forked here: GPU drivers do not survive a fork."""
         return sys.platform == "linux" and not any(Path(driver).exists() for driver in _GPU_DRIVERS)
 
     def start(self, order: ProcessOrder, log: Path) -> ProcessRecord:
-        """Fork a worker's process, which appends what it has to say to `log`. Raises: MoetoolError: it cannot start."""
+        """Fork a worker process that appends its output to `log`. Raises: MoetoolError: it does not start."""
         by = time.monotonic() + _START_S
         with self._lock:
             if self._closed:
-                raise MoetoolError("a worker's process does not start: who forks it has ended")
+                raise MoetoolError("cannot start a worker: the fork server has ended")
             if self._popen.poll() is not None:
                 self._popen = self._begin()
             stdin, stdout = self._popen.stdin, self._popen.stdout
@@ -76,22 +76,22 @@ class ForkServer:
                     poll.register(stdout, select.POLLIN)
                     line = stdout.readline() if poll.poll(max(0.0, 1e3 * (by - time.monotonic()))) else b""
                     said = json.loads(line or b'{"error": "it said nothing"}')
-                    if said.get("mark", order.mark) == order.mark:  # not of one that was late
+                    if said.get("mark", order.mark) == order.mark:  # skips answers to earlier orders
                         break
                 self._is_asked = not line
             except (OSError, ValueError) as error:
                 said = {"error": first_line(error)}
         if "error" in said:
-            raise MoetoolError(f"a worker's process does not start: {said['error']}")
+            raise MoetoolError(f"cannot start a worker: {said['error']}")
         return ProcessRecord(**said)
 
     def close(self) -> None:
-        """End it; the processes that it has forked go on, but for one of which nobody has been told."""
+        """End the fork server; its workers continue, except one whose start has not been reported."""
         self._closed = True
         stdin, stdout = self._popen.stdin, self._popen.stdout
         assert stdin is not None and stdout is not None
         with contextlib.suppress(OSError):
-            stdin.close()  # it ends after what it is doing
+            stdin.close()  # it ends after its current order
         is_alone = self._lock.acquire(timeout=_GONE_S)
         if is_alone and self._is_asked:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,13 +108,13 @@ class ForkServer:
 
 
 def _import(module: str) -> None:
-    with contextlib.suppress(Exception):  # building the worker reports it
+    with contextlib.suppress(Exception):  # building the worker reports the error
         for name in getattr(importlib.import_module(module), "USED_AT_START", ()):
             importlib.import_module(name)
 
 
 def _fork(wanted: dict[str, Any]) -> bytes:
-    """Fork a process, which does not return; gives the line that it says first, or what kept it from that."""
+    """Fork a process that does not return; return its first line, or the error that prevented it."""
     reading, writing = os.pipe()
     try:
         child = os.fork()
@@ -152,8 +152,8 @@ def _error(wanted: dict[str, Any], error: object) -> bytes:
 
 def _main() -> None:
     _import(sys.argv[1])
-    gc.freeze()  # what is here stays shared
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended processes leave nothing
+    gc.freeze()  # keeps existing objects in shared pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps ended children automatically
     while line := sys.stdin.buffer.readline():
         os.write(1, _fork(json.loads(line)))
     os._exit(0)

@@ -1,8 +1,7 @@
 """The workers of a cluster: one process per server, started, called, watched and restarted by a head.
 
-`local:N` has them on this machine. On several, Ray starts them, each on its machine, and ends those that hang; it takes
-no part in what they do, and they outlive it. The head calls them over connections of their own
-(`moetool.cluster.worker_link`): how a worker is to be built, its statistics, what to hold.
+`local:N` runs them on this machine. On several machines Ray starts them and ends those that hang; they do not use Ray
+otherwise and outlive it. The head calls them over its own connections (`moetool.cluster.worker_link`).
 """
 
 import contextlib
@@ -33,9 +32,9 @@ from moetool.errors import CapacityError, MoetoolError, UsageError
 _LOG = logging.getLogger(__name__)
 
 _CLOSE_S = 25.0
-"""For all workers to close; then their processes are ended."""
+"""Seconds for all workers to close before their processes are ended."""
 _GONE_S = 5.0
-"""For their processes to end after that."""
+"""Seconds for their processes to end after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,8 @@ class Where:
     """The meaning of `--cluster`.
 
     Attributes:
-        count: workers on this machine (`local:3`), or None for machines that have joined with `ray start`.
-        address: of the Ray head that they have joined, or None.
+        count: workers on this machine (`local:3`), or None for machines that joined with `ray start`.
+        address: address of their Ray head, or None.
     """
 
     count: int | None = None
@@ -52,7 +51,7 @@ class Where:
 
 
 def parse_where(text: str) -> Where:
-    """`local:N`, or the address of a Ray head. Raises: UsageError."""
+    """Parse `local:N` or the address of a Ray head. Raises: UsageError."""
     kind, _, rest = text.partition(":")
     if kind == "local":
         if not rest.isdecimal() or int(rest) < 1:
@@ -64,10 +63,10 @@ def parse_where(text: str) -> Where:
 
 
 def prepare(where: Where, module: str, threads: int) -> ForkServer | None:
-    """Begin to import what workers on this machine need, beside what their head does until it starts them.
+    """Start to import the workers' modules in the background; None if workers are not forked.
 
     Args:
-        module, threads: as of `ForkServer`.
+        module, threads: as for `ForkServer`.
     """
     if where.count is None or not ForkServer.is_possible():
         return None
@@ -75,30 +74,30 @@ def prepare(where: Where, module: str, threads: int) -> ForkServer | None:
 
 
 class Machines(Protocol):
-    """Machines that run the processes of workers."""
+    """Machines that run worker processes."""
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
-        """Start one. Raises: CapacityError: there is no machine for it; MoetoolError: it does not start."""
+        """Start a worker process. Raises: CapacityError: no machine is free for it; MoetoolError: it does not start."""
 
     def took(self, n: int, record: ProcessRecord) -> None:
-        """An earlier head has started one."""
+        """Register a process that an earlier head started."""
 
     def end(self, n: int, record: ProcessRecord) -> None:
-        """End one at once, if its machine can be reached."""
+        """End a process at once, if its machine can be reached."""
 
     def close(self) -> None:
-        """Give up what this holds; the processes have been told to end."""
+        """Release resources; the processes have already been told to end."""
 
 
 class ThisMachine:
-    """Processes of this machine.
+    """Worker processes on this machine.
 
     Args:
-        threads: of arithmetic, for each (0 leaves it to its libraries).
-        folder: for logs (default: not kept).
-        fork_server: forks them (default: each imports what it needs by itself).
+        threads: compute threads of each (0: the libraries' default).
+        folder: folder for logs (default: not kept).
+        fork_server: forks them (default: each process imports its modules itself).
 
-    Effects: owns the fork_server.
+    Effects: owns the fork server.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class ThisMachine:
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
-        """Start one; it may outlive this process."""
+        """Start a process; it may outlive this one."""
         path = Path(os.devnull) if self._folder is None else self._folder.log(self._names[n])
         if self._fork_server is not None:
             record = self._fork_server.start(order, path)
@@ -121,16 +120,16 @@ class ThisMachine:
         return record
 
     def took(self, n: int, record: ProcessRecord) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def end(self, n: int, record: ProcessRecord) -> None:
-        """End one at once."""
+        """End a process at once."""
         end_process(record.pid, record.started)
         for child in self._children:
-            child.poll()  # so that none stays as a zombie
+            child.poll()  # avoids zombies
 
     def close(self) -> None:
-        """Wait until the processes have ended, and end those that do not."""
+        """Wait until the processes have ended; kill the others."""
         by = time.monotonic() + _GONE_S
         for record in self._started:
             while lives(record.pid, record.started) and time.monotonic() < by:
@@ -148,13 +147,13 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """Behaviour of workers whose head has ended.
+    """What workers do after their head has ended.
 
     Attributes:
-        folder: of the cluster, where the next head finds them; None: none does.
-        living: those of an earlier head that are taken over, by name.
-        orphan_s: seconds without a head after which a worker ends by itself.
-        port: where the first worker listens for its head; the next has the next one (0: any free ones).
+        folder: folder in which the next head finds them; None: they cannot be taken over.
+        living: workers of an earlier head to take over, by name.
+        orphan_s: seconds without a head after which a worker ends.
+        port: port of the first worker for its head; the next worker has the next port (0: any free ones).
     """
 
     folder: ClusterFolder | None = None
@@ -164,30 +163,31 @@ class Detached:
 
 
 class Workers:
-    """One worker a server.
+    """One worker process per server.
 
-    A worker is what `build(**arguments)` gives in its own process; its methods are called by name, from several
-    threads at once. A method `close()` is called at the end.
+    A worker is the result of `build(**arguments)` in its own process. Its methods are called by name, from several
+    threads at once; `close()` is called at the end.
 
     Args:
-        build: a function or class of a module that the other process finds too.
-        arguments: for each server, of `build`: values that `moetool.cluster.control_messages` can send.
-        names: of the servers. A machine that was started with `ray start --resources '{"moetool:NAME": 1}'` gets the
+        where: this machine, or machines of a Ray head.
+        build: a function or class of a module that the other process can import.
+        arguments: arguments of `build` for each server, of types that `moetool.cluster.control_messages` supports.
+        names: names of the servers. A machine started with `ray start --resources '{"moetool:NAME": 1}'` gets the
             server of that name; the others get theirs in the order of their addresses (`ray_hosts.choose`).
-        threads: of arithmetic, for each worker's libraries (0 leaves it to them).
-        late: whether servers for which no machine has joined yet are left out until `restart` finds one; so are those
-            that do not start where others are taken over.
-        detached: what becomes of them where this process ends without `close` (default: they end at once).
-        fork_server: forks processes of this machine (default: one is made, where that is possible).
+        threads: compute threads of each worker's libraries (0: the libraries' default).
+        late: whether to leave out servers without a machine until `restart` finds one; with taken-over workers also
+            those that do not start.
+        detached: what workers do after this process ends without `close` (default: end at once).
+        fork_server: forks processes of this machine (default: a new one, where forking is possible).
 
     Attributes:
-        taken_over: servers whose worker was there already.
+        taken_over: servers whose worker already ran.
 
-    Effects: joins Ray, unless all is on this machine, and starts the processes. `close` ends them.
+    Effects: joins Ray unless all workers are on this machine, and starts the processes. `close` ends them.
 
     Raises:
-        UsageError: Ray is not installed, or there is no head at the address.
-        CapacityError: fewer machines than servers, and not `late`; none at all.
+        UsageError: Ray is not installed, or no head is at the address.
+        CapacityError: fewer machines than servers and not `late`, or no machine at all.
         MoetoolError: a process does not start.
     """
 
@@ -242,30 +242,30 @@ class Workers:
         return len(self._names)
 
     def is_started(self, n: int) -> bool:
-        """Whether there is, or was, a process for a worker."""
+        """Whether worker `n` has been started."""
         return self._links[n] is not None
 
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
-        """Call a method of worker `n` and wait for its answer.
+        """Call a method of worker `n` and wait for its result.
 
         Raises:
-            WorkerDied: before it answered.
-            MoetoolError: no answer in time; or what the method has raised.
+            WorkerDied: it ended before it answered.
+            MoetoolError: no answer in time, or the method's own error.
         """
         return self._link(n).call(method, args, kwargs, timeout_s)
 
     def pid(self, n: int) -> int:
-        """The process of a worker, on its own machine. Raises: WorkerDied."""
+        """Return the process id of a worker, on its own machine. Raises: WorkerDied."""
         return self._link(n).record.pid
 
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
         """Replace a worker's process.
 
         Args:
-            arguments: of `build`, in place of those of before.
+            arguments: new arguments of `build` (default: the former ones).
 
         Raises:
-            CapacityError: no machine is there for it.
+            CapacityError: no machine is free for it.
             MoetoolError: it does not start.
         """
         if arguments is not None:
@@ -274,7 +274,7 @@ class Workers:
         self._start(n)
 
     def kill(self, n: int) -> None:
-        """End a worker at once, if it has not ended. Nothing that is called on it from now on reaches it."""
+        """Kill a worker if it lives; later calls of it fail."""
         if (link := self._links[n]) is None:
             return
         _LOG.info("ending the process of %s", self._names[n])
@@ -284,18 +284,18 @@ class Workers:
             self._detached.folder.forget(n)
 
     def watch(self, n: int, on_death: Callable[[int], None]) -> None:
-        """Call `on_death(n)`, on another thread, when the present process of a worker ends unasked."""
+        """Call `on_death(n)` in another thread if the current process of a worker ends unexpectedly."""
         self._link(n).when_ended(lambda: on_death(n))
 
     def close(self) -> None:
-        """Close every worker that lives, and end the processes."""
+        """Close all live workers and end their processes."""
         with self._lock:
             self._closing = True
         links = {n: link for n, link in enumerate(self._links) if link is not None}
         closed: set[int] = set()
 
         def close(n: int, link: WorkerLink) -> None:
-            with contextlib.suppress(MoetoolError):  # it is ended in another way
+            with contextlib.suppress(MoetoolError):  # its process is ended below
                 link.end(_CLOSE_S)
                 closed.add(n)
 

@@ -15,24 +15,24 @@ _LOG = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 _STRANGERS = 64
-"""Connections whose handshake has not ended; the oldest makes room for the next."""
+"""Limit of pending handshakes; a new connection drops the oldest."""
 _REFUSAL_S = 1.0
-"""At most one refused connection is logged in so long."""
+"""Least seconds between log lines about refused connections."""
 
 
 class Acceptor:
-    """Takes connections from processes of the cluster, each served on a thread of its own.
+    """Accepts connections from processes of the cluster, each served in its own thread.
 
     Args:
-        sock: bound and listening.
-        identity: of this process.
-        roles: of processes that may call.
-        serve: is given each connection; it ends when this returns or raises `LinkError`.
-        limit_bytes: of a message.
-        most: connections at a time, beside those whose handshake has not ended; others are closed at once.
-        rest_s: that `close` waits for calls under way, all together.
+        sock: a bound, listening socket.
+        identity: this process's key and certificate.
+        roles: accepted roles of callers.
+        serve: called with each connection, which ends when it returns or raises `LinkError`.
+        limit_bytes: largest message accepted.
+        most: limit of open connections, besides pending handshakes; others are closed at once.
+        rest_s: total seconds that `close` waits for running calls.
 
-    Effects: owns the socket; starts a thread. `close` ends all of them.
+    Effects: owns the socket; starts threads, which `close` ends.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Acceptor:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more, end all connections, and wait a while for their threads."""
+        """Stop accepting, close all connections, and wait up to `rest_s` for their threads."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes up `accept`
         self._sock.close()
         self._thread.join()
         with self._lock:
@@ -81,15 +81,15 @@ class Acceptor:
                 if self._closed:
                     return
                 _LOG.warning("cannot accept peers on port %d: %s", self.address[1], error)
-                time.sleep(0.05)  # no file descriptor is free, say
+                time.sleep(0.05)  # e.g. out of file descriptors
                 continue
             try:
                 self._take(FrameConnection(sock, self._limit_bytes), str(caller[0]))
-            except (OSError, RuntimeError):  # it has ended already, or no thread can be started: others will come
+            except (OSError, RuntimeError):  # the connection has ended, or no thread can start; keep accepting
                 sock.close()
 
     def _take(self, connection: FrameConnection, caller: str) -> None:
-        """Serve a connection on its own thread. Raises: RuntimeError: none can be started."""
+        """Serve a connection in its own thread. Raises: RuntimeError: no thread can start."""
         with self._lock:
             if self._closed:
                 connection.close()
@@ -99,7 +99,7 @@ class Acceptor:
                 del self._strangers[oldest]
                 oldest.close()
             thread = threading.Thread(target=self._serve, args=(connection, caller), name="peer-call", daemon=True)
-            thread.start()  # it waits for the lock before it takes itself off the list
+            thread.start()  # the thread waits for this lock before it removes itself from the list
             self._strangers[connection] = thread
 
     def _serve(self, connection: FrameConnection, caller: str) -> None:
@@ -113,7 +113,7 @@ class Acceptor:
             if self._admit(connection):
                 connection.welcome(by)
                 self._serve_peer(connection)
-        except LinkError as error:  # the caller has ended, or was not a peer
+        except LinkError as error:  # the caller has ended or is not a peer
             _LOG.debug("a peer on port %d has disconnected: %s", self.address[1], error)
         finally:
             with self._lock:
@@ -122,7 +122,7 @@ class Acceptor:
             connection.close()
 
     def _admit(self, connection: FrameConnection) -> bool:
-        """Count a connection from the cluster among those that are open, if there is room."""
+        """Register an authenticated connection if the limit allows."""
         with self._lock:
             thread = self._strangers.pop(connection, None)
             if thread is None or self._closed:
@@ -143,7 +143,7 @@ class Acceptor:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket for an `Acceptor`; port 0 takes any free one. Raises: MoetoolError where that is not possible."""
+    """Open a socket for an `Acceptor`; port 0 takes any free one. Raises: MoetoolError: the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

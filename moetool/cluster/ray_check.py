@@ -1,7 +1,7 @@
-"""A Ray head as this machine sees it, in seconds: whether it answers, takes this machine's token and fits its versions.
+"""Quick check of a Ray head: whether it answers, accepts this machine's token and has compatible versions.
 
-Ray's own client waits 20 s to 5.5 minutes for a head that is not there or refuses it, and writes its log meanwhile. So
-a process of its own asks, which is given up after a few seconds.
+Ray's own client waits 20 s to 5.5 minutes for a head that is missing or refuses it, and logs meanwhile. So a separate
+process asks, and is killed after a few seconds.
 """
 
 import importlib
@@ -22,9 +22,9 @@ from moetool.errors import UsageError, first_line
 from moetool.json_files import JsonRecord
 
 REACH_S = 2.0
-"""For a connection to the head."""
+"""Seconds to connect to the head."""
 ANSWER_S = 5.0
-"""For everything that is asked of it."""
+"""Seconds for all questions."""
 _MACHINES_S = 2.5
 _ALIVE = 0
 _NAME = "moetool:"
@@ -36,9 +36,9 @@ class JoinedMachine:
     """A machine of a cluster.
 
     Attributes:
-        servers: whose names it carries (`--resources '{"moetool:NAME": 1}'`).
-        versions: of Python, Ray and moetool there; None: it was not asked, or gave no answer.
-        trouble: why it gave none.
+        servers: names of its servers (`--resources '{"moetool:NAME": 1}'`).
+        versions: its versions of Python, Ray and moetool; None if not asked or no answer.
+        trouble: reason for no answer.
     """
 
     address: str
@@ -53,8 +53,8 @@ class HeadAnswer:
 
     Attributes:
         asks_token: whether it requires a token.
-        versions: of Python and Ray there.
-        machines: that have joined and live.
+        versions: its versions of Python and Ray.
+        machines: live machines that have joined.
     """
 
     asks_token: bool
@@ -79,10 +79,10 @@ class ClusterCheck(JsonRecord):
 
 
 def ask_head(address: str, *, machines: bool = False, within_s: float = ANSWER_S) -> HeadAnswer:
-    """Ask the head at HOST:PORT, with the token that this machine's environment names.
+    """Ask the head at HOST:PORT, with this machine's token.
 
     Args:
-        machines: whether every machine that has joined is asked for its versions.
+        machines: whether to ask every joined machine for its versions.
 
     Effects: starts a process, for at most `within_s`.
 
@@ -119,12 +119,12 @@ def ask_head(address: str, *, machines: bool = False, within_s: float = ANSWER_S
 
 
 def require_reach(address: str) -> None:
-    """Check that HOST:PORT accepts connections. Raises: UsageError: it does not."""
+    """Require that HOST:PORT accepts connections. Raises: UsageError."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
     except (OSError, OverflowError) as error:
-        reason = "no answer; a firewall may be between"
+        reason = "no answer; check firewalls"
         if not isinstance(error, TimeoutError):
             reason = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(f"no Ray head at {address} ({reason}); start one there with: {START} --port={port}") from None
@@ -155,7 +155,7 @@ def own_versions() -> dict[str, str]:
 
 
 def is_here(address: str) -> bool:
-    """Whether an IP address is one of this machine's."""
+    """Whether an IP address belongs to this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
@@ -166,7 +166,7 @@ def is_here(address: str) -> bool:
 
 
 def token_source(environment: Mapping[str, str]) -> str:
-    """Source of this machine's Ray token; empty: there is none.
+    """Return the source of this machine's Ray token; empty if there is none.
 
     Source: Ray's order: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
     """
@@ -180,7 +180,7 @@ def token_source(environment: Mapping[str, str]) -> str:
 def check_cluster(address: str) -> list[ClusterCheck]:
     """Compare this machine with a Ray head and the machines that have joined it.
 
-    Effects: as `ask_head`; takes at most 5 s, and two where all is well.
+    Effects: as `ask_head`; takes at most 5 s, about 2 s without problems.
     """
     by = time.monotonic() + ANSWER_S
     try:
@@ -293,7 +293,7 @@ def _ask(address: str, machines: bool) -> dict[str, Any]:
 
 
 def _ask_machines(address: str, machines: Mapping[str, dict[str, Any]]) -> None:
-    """Add to each machine, by its number at Ray, what it answers."""
+    """Add the answer of each machine, by its Ray node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -327,14 +327,14 @@ def _ask_machines(address: str, machines: Mapping[str, dict[str, Any]]) -> None:
 
 
 def use_mode(mode: str) -> None:
-    """From now on this process says its token to Ray, or does not, whatever it did before.
+    """Switch this process's use of Ray tokens.
 
     Args:
-        mode: as of RAY_AUTH_MODE.
+        mode: as in RAY_AUTH_MODE.
     """
     raylet: Any = importlib.import_module("ray._raylet")
     os.environ["RAY_AUTH_MODE"] = mode
-    raylet.Config.initialize("")  # Ray reads its environment once
+    raylet.Config.initialize("")  # Ray reads its environment only once
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 

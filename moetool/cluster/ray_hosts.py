@@ -1,6 +1,6 @@
-"""The machines that have joined a Ray head: which of them gets a server, and where the head's is.
+"""Choice of machines for servers among those that joined a Ray head, and the head's address.
 
-Each is described as `ray.nodes()` does.
+Machines are described as by `ray.nodes()`.
 """
 
 import ipaddress
@@ -14,18 +14,18 @@ _HEAD = "node:__internal_head__"
 
 
 def choose(name: str, before: str | None, taken: Collection[str | None], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The machine for a server: its former one, the one with its name, or the first free one.
+    """Choose a machine for a server: its former one, the one with its name, or the first free one.
 
-    Once a machine has the name of a server, the head's is nobody's only if it is asked for by name: else a server
-    whose machine is late, or has gone, would begin on the head's, away from its users, and stay there.
+    If any machine carries a server name, the head's machine is used only by name. Otherwise a server whose machine is
+    late or lost would start there, away from its users, and stay.
 
     Args:
-        name: of the server; a rank of a server with several GPUs is `SERVER/GPU`, and goes where its server does.
-        before: the machine it was on, by its number at Ray, or None.
+        name: name of the server; a rank of a server with several GPUs is `SERVER/GPU` and runs on its server's machine.
+        before: Ray node id of its former machine, or None.
         taken: machines of other servers.
 
     Raises:
-        CapacityError: there is none.
+        CapacityError: no machine is free.
     """
     there = {str(node["NodeID"]): node for node in nodes if node["Alive"]}
     if before in there:
@@ -53,19 +53,19 @@ def choose(name: str, before: str | None, taken: Collection[str | None], nodes: 
 
 
 def head_of(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The address of the head's machine, as the joined machines know it.
+    """Return the address of the head's machine as the joined machines know it.
 
-    Whoever starts a cluster may call the head 127.0.0.1, which to every other machine is itself.
+    A head may have been started as 127.0.0.1, which every other machine takes for itself.
 
     Raises:
-        UsageError: the head has no other name for itself, and other machines have joined.
+        UsageError: the head has no other address, and other machines have joined.
     """
     there = [node for node in nodes if node["Alive"]]
     addresses = {str(node["NodeManagerAddress"]) for node in there}
     head = next((str(node["NodeManagerAddress"]) for node in there if _HEAD in node["Resources"]), min(addresses))
     if _is_loopback(head) and (others := sorted(one for one in addresses if not _is_loopback(one))):
         raise UsageError(
-            f"the Ray head calls itself {head}, which to {others[0]}, which has joined, is another machine; start it "
+            f"the Ray head's address is {head}, which {others[0]} cannot reach; start it "
             f"again with: ray start --head --node-ip-address=ADDRESS, one that the others reach"
         )
     return head

@@ -1,4 +1,4 @@
-"""Machines that have joined a Ray head: which gets which worker, and how processes start and end there."""
+"""Worker processes on machines that have joined a Ray head."""
 
 import contextlib
 import logging
@@ -21,22 +21,21 @@ _END_S = 10.0
 
 
 class RayMachines:
-    """Processes of machines that have joined a Ray head, as `moetool.cluster.launch.Machines`.
+    """Worker processes on the machines of a Ray head, as `moetool.cluster.launch.Machines`.
 
-    Ray runs a task that starts a process, and has nothing to do with that afterwards: the process lives on where the
-    head, or Ray itself, ends.
+    A Ray task starts each process; the process then outlives the head and Ray.
 
     Args:
-        address: of the Ray head.
-        threads: of arithmetic, for each (0 leaves it to its libraries).
+        address: address of the Ray head.
+        threads: compute threads of each (0: the libraries' default).
 
     Attributes:
-        toward: the address of the Ray head's machine, as all machines know it.
+        toward: address of the Ray head's machine, as all machines know it.
 
-    Effects: joins Ray, unless this process has; `close` leaves it then.
+    Effects: joins Ray unless this process has joined; `close` then leaves it.
 
     Raises:
-        UsageError: Ray is not installed, or there is no head at the address.
+        UsageError: Ray is not installed, or no head is at the address.
     """
 
     def __init__(self, address: str, names: Sequence[str], threads: int) -> None:
@@ -50,7 +49,7 @@ class RayMachines:
         self.toward = head_of(self._ray.nodes())
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
-        """Start one on its machine. Raises: CapacityError, MoetoolError."""
+        """Start a process on its machine. Raises: CapacityError, MoetoolError."""
         with self._lock:
             taken = {*self._nodes[:n], *self._nodes[n + 1 :]}
             self._nodes[n] = node = choose(self._names[n], self._nodes[n], taken, self._ray.nodes())
@@ -58,15 +57,15 @@ class RayMachines:
         return replace(record, machine=node)
 
     def took(self, n: int, record: ProcessRecord) -> None:
-        """It stays on its machine, which may have joined Ray again since."""
+        """Register its machine, which may have rejoined Ray since."""
         self._nodes[n] = self._node_of(record)
 
     def end(self, n: int, record: ProcessRecord) -> None:
-        """End one at once; where its machine cannot be reached it ends by itself, for lack of a head."""
+        """End a process at once; if its machine cannot be reached, it ends itself for lack of a head."""
         try:
             if (node := self._node_of(record)) is not None:
                 self._run(node, _END_S, end_process, record.pid, record.started)
-        except Exception as error:  # Ray's own kinds, where its head has gone
+        except Exception as error:  # Ray's own errors when its head is gone
             _LOG.info("cannot end the process of %s: %s", self._names[n], first_line(error))
 
     def close(self) -> None:
@@ -80,7 +79,7 @@ class RayMachines:
         return record.machine if record.machine in there else again
 
     def _run(self, node: str, timeout_s: float, work: Any, *args: Any) -> Any:
-        """Have a machine do something. Raises: MoetoolError: it does not; what the work has raised."""
+        """Run a function on a machine. Raises: MoetoolError: no answer from it; or the function's own error."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         where = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -100,12 +99,12 @@ def _start_there(order: ProcessOrder, threads: int) -> ProcessRecord:
 
 
 def head_address(address: str | None) -> str:
-    """The address of the Ray head's machine, as the machines that have joined know it; empty without a head.
+    """Return the address of the Ray head's machine, as joined machines know it; empty if this machine is all.
 
     Effects: joins Ray and leaves it again.
 
     Raises:
-        UsageError: there is no head at the address, or it is not the same to all machines.
+        UsageError: no head is at the address, or its address differs between machines.
     """
     if address is None:
         return ""
@@ -130,21 +129,21 @@ def _connect(ray: Any, address: str) -> None:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Leave it to this process what a SIGTERM does: with Ray's own handler it aborts, and nothing is closed."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may say it
+    """Keep this process's SIGTERM handler: Ray's handler aborts without cleanup."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if before is not None:  # it was set by what is no Python
+        if before is not None:  # None: the handler was not set from Python
             signal.signal(signal.SIGTERM, before)
 
 
 def require_ray() -> Any:
-    """The module `ray`. Raises: UsageError where it is not installed."""
-    # It would print, where data goes, pages of its logs about processes that end.
+    """Import `ray`. Raises: UsageError: it is not installed."""
+    # Ray would print pages of logs about ended processes to stdout.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|The node with node|Raylet is term")
     try:
         import ray

@@ -30,18 +30,18 @@ def rows_head(layer: int, rows: Mapping[int, torch.Tensor]) -> dict[str, Any]:
 
 
 def rows_bytes(rows: Mapping[int, torch.Tensor]) -> memoryview:
-    """All rows, one expert after the other, in the bytes that memory has them in."""
+    """Return all rows as bytes, one expert after the other."""
     every = torch.cat(list(rows.values())).to("cpu").contiguous()
     return every.view(-1).view(torch.uint8).numpy().data
 
 
 def read_rows(head: Mapping[str, Any], parts: Sequence[Any], spec: ModelSpec) -> dict[int, torch.Tensor]:
-    """The rows of a message, by expert; each in its own memory, aligned as torch aligns it.
+    """Read the rows of a message, by expert; each expert's rows in its own memory, aligned as torch allocates.
 
-    Alignment matters: kernels are chosen by it, and may add in another order if it differs.
+    Kernels are chosen by alignment, and another kernel may add in another order.
 
     Raises:
-        MoetoolError: the message does not say what its bytes are, or speaks of experts that the model does not have.
+        MoetoolError: the header is malformed, or names experts that the model does not have.
     """
     try:
         layer, experts, counts = head["layer"], head["experts"], head["rows"]
@@ -57,6 +57,6 @@ def read_rows(head: Mapping[str, Any], parts: Sequence[Any], spec: ModelSpec) ->
         if len(parts) != 1 or len(parts[0]) != sum(counts) * width * dtype.itemsize:
             raise ValueError
     except (KeyError, ValueError, TypeError):
-        raise MoetoolError("rows of hidden states that cannot be read") from None
+        raise MoetoolError("malformed rows of hidden states") from None
     every = torch.frombuffer(parts[0], dtype=dtype).view(-1, width)
     return {expert: rows.clone() for expert, rows in zip(experts, every.split(counts), strict=True)}

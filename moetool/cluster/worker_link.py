@@ -1,4 +1,4 @@
-"""A worker's process as its head sees it: whether it lives, and calls of its methods."""
+"""A head's link to a worker process: liveness and method calls."""
 
 import logging
 import ssl
@@ -19,9 +19,9 @@ from moetool.errors import MoetoolError, first_line
 _LOG = logging.getLogger(__name__)
 
 _NOTICE_S = 1.0
-"""In which the end of a process is noticed, after a call of it has failed."""
+"""Seconds to notice that a process has ended, after a call of it has failed."""
 _HELLO_S = 20.0
-"""For a process to answer the next head: one that is busy or swapped out is not ended for it."""
+"""Seconds for a process to answer the next head; a busy or swapped-out process must not be killed."""
 _REDIAL_S = 0.2
 
 
@@ -32,15 +32,15 @@ class WorkerDied(MoetoolError):
 class WorkerLink:
     """One worker's process.
 
-    A connection is open as long as the process lives, by which each side knows of the other; every call takes one of
-    its own, so that a long one keeps no other waiting.
+    One connection stays open as long as the process lives, so that each side notices the other's end. Every call has
+    its own connection, so long calls delay no others.
 
     Args:
-        name: of the worker, for messages.
+        name: the worker's name, for messages.
         head: this process, as workers know it.
-        order: to build it; None: an earlier head has had it built.
+        order: order to build the worker; None: an earlier head had it built.
 
-    Effects: a thread; `close` ends it.
+    Effects: starts a thread; `close` ends it.
     """
 
     def __init__(self, name: str, record: ProcessRecord, head: Identity, order: Mapping[str, Any] | None) -> None:
@@ -75,12 +75,12 @@ class WorkerLink:
             raise MoetoolError(f"server {self.name} did not answer {method} ({error})") from None
 
     def end(self, timeout_s: float) -> None:
-        """Have the worker close and its process end. Raises: MoetoolError: it does not say that it has."""
+        """Close the worker and end its process. Raises: MoetoolError: it does not confirm."""
         self._forget_ends()
         _ask(self.record, self._context, {"do": "end"}, time.monotonic() + timeout_s)
 
     def when_ended(self, told: Callable[[], None]) -> None:
-        """Call this once when the process ends unasked, on a thread of this class."""
+        """Call `told` once when the process ends unexpectedly, in this class's thread."""
         with self._lock:
             if not self._ended.is_set():
                 self._on_end.append(told)
@@ -88,7 +88,7 @@ class WorkerLink:
         threading.Thread(target=told, name=f"ended-{self.name}", daemon=True).start()
 
     def close(self, why: str) -> None:
-        """Let go of the process, without a word to those who wait for its end; later calls fail for this reason."""
+        """Release the process without notice to waiters; later calls fail with this reason."""
         self._forget_ends()
         with self._lock:
             self._why = self._why or why
@@ -121,10 +121,10 @@ class WorkerLink:
                 receive_message(connection)
             except LinkError as error:
                 connection.close()
-                if not self._built.done():  # another order would have it built twice
-                    self._gone(f"it was not built: {first_line(error)}")
+                if not self._built.done():  # another order would build it twice
+                    self._gone(f"it could not be built: {first_line(error)}")
                     return
-                self._ended.wait(_REDIAL_S)  # perhaps only this connection
+                self._ended.wait(_REDIAL_S)  # perhaps only this connection was lost
             except Exception as error:  # whatever it is, those who wait must hear of it
                 connection.close()
                 self._gone(first_line(error))

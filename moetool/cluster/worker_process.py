@@ -1,6 +1,6 @@
-"""The process of a worker: builds it, answers its head, and ends when no head has called for a while.
+"""A worker's process: builds the worker, serves its head, and ends without a head for some time.
 
-It is in a session of its own and needs nothing of who started it: it outlives its head, and another may call it.
+It runs in its own session and depends on no other process: it outlives its head, and another head may call it.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from moetool.errors import MoetoolError, UsageError, first_line
 _LOG = logging.getLogger(__name__)
 
 _FIRST_S = 60.0
-"""For the first head to come."""
+"""Seconds for the first head to connect."""
 _TICK_S = 0.2
 _END_S = 20.0
-"""For a worker to close; then its process ends all the same."""
+"""Seconds for a worker to close before its process ends anyway."""
 _START_S = 60.0
 _DETACH = ("sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh")
-"""Has a shell start a command in the background and end, so that the command has no parent here."""
+"""A shell starts the command in the background and ends, so that the command has no parent here."""
 RECORD = ".worker.json"
-"""End of the names of records in a cluster's folder."""
+"""Suffix of record files in a cluster's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class ProcessOrder:
     """Arguments of a new process.
 
     Attributes:
-        mark: its name, which no other process has.
+        mark: its unique name.
         authority: certificate that signs those of heads, PEM.
-        toward: an address on the network that the head is on; empty: on this machine.
-        port: that it listens on for heads; 0: any free one.
+        toward: an address on the head's network; empty: on this machine.
+        port: port for heads; 0: any free one.
         orphan_s: seconds without a head after which it ends.
-        record: the file that is kept of it, on this machine; it removes that, and the folder after the last one, when
-            it ends without a head. Empty: there is none.
+        record: file with its address on this machine; a process that ends without a head removes it, and the folder
+            after the last one. Empty: none.
     """
 
     mark: str
@@ -70,12 +70,12 @@ class ProcessRecord:
     """Address and identity of a worker's process.
 
     Attributes:
-        host, port: where it listens for heads.
-        pid: on its own machine.
-        mark: its name.
-        started: start time in clock ticks since boot; tells it from a later process of the same pid.
-        certificate: by which heads know it, PEM; it has made the key itself.
-        machine: that it is on, by its number at Ray; empty: on the head's own.
+        host, port: address for heads.
+        pid: process id on its machine.
+        mark: its unique name.
+        started: start time in clock ticks since boot, which tells it from a later process with the same pid.
+        certificate: certificate by which heads know it, PEM; it has made the key itself.
+        machine: Ray node id of its machine; empty: the head's machine.
     """
 
     host: str
@@ -88,11 +88,11 @@ class ProcessRecord:
 
 
 class WorkerProcess:
-    """Serves heads: builds what the first asks for, and has its methods called.
+    """Serves heads: builds the worker that the first one orders, and calls its methods.
 
     Args:
-        sock: bound and listening.
-        identity: of this process.
+        sock: a bound, listening socket.
+        identity: this process's key and certificate.
 
     Effects: owns the socket; starts a thread for each connection.
     """
@@ -108,9 +108,9 @@ class WorkerProcess:
         self._acceptor = Acceptor(sock, identity, ("head",), self._serve, limit_bytes=MOST_BYTES)
 
     def run(self) -> None:
-        """Serve until a head ends it, or none has called for too long."""
+        """Serve until a head ends the process, or no head has called for too long."""
         while not self._over.wait(_TICK_S):
-            with self._lock:  # a call that hangs does not stand for a head that has gone
+            with self._lock:  # a hanging call does not count as a head
                 now, is_led = time.monotonic(), any(head.is_open for head in self._heads)
                 self._alone_since = now if is_led else self._alone_since
                 alone_s = 0.0 if is_led else now - self._alone_since
@@ -154,7 +154,7 @@ class WorkerProcess:
                 case "end":
                     self._close()
                     return {"value": None}
-            raise MoetoolError(f"{message.get('do')!r} is nothing that this version of moetool does")
+            raise MoetoolError(f"{message.get('do')!r} is unknown to this version of moetool")
         except MoetoolError as error:
             if message.get("do") == "build":
                 _LOG.error("the worker cannot be built: %s", error)
@@ -173,7 +173,7 @@ class WorkerProcess:
 
 
 def new_mark() -> str:
-    """A mark that no other process has."""
+    """Return a unique name for a process."""
     return f"moetool-worker-{secrets.token_hex(8)}"
 
 
@@ -181,9 +181,9 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
     """Start a worker's process on this machine.
 
     Args:
-        threads: of arithmetic, for its libraries (0 leaves it to them).
-        log: where it writes what it has to say (default: where this process does).
-        detach: be no child of this process.
+        threads: compute threads of its libraries (0: the libraries' default).
+        log: file for its output (default: this process's).
+        detach: whether it is no child of this process.
 
     Returns:
         Its `ProcessRecord`, and the `Popen` of the child.
@@ -196,7 +196,7 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
-        start_new_session=True,  # Ctrl-C is for the head
+        start_new_session=True,  # Ctrl-C must reach only the head
         env=environment_of(threads),
     )
     assert popen.stdin is not None and popen.stdout is not None
@@ -213,7 +213,7 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
     if "error" in said:
         popen.kill()
         popen.wait()
-        raise MoetoolError(f"a worker's process does not start: {said['error']}")
+        raise MoetoolError(f"cannot start a worker: {said['error']}")
     if detach:
         popen.wait()
     return ProcessRecord(**said), popen

@@ -180,7 +180,7 @@ def test_a_worker_that_does_not_start_ends_none_that_was_taken_over(tmp_path: Pa
         arguments = [{"name": "c"}, {"name": "d"}]
         made = Workers(Where(count=2), build, arguments, NAMES, detached=detached)
         assert made.is_started(0) and not made.is_started(1) and made.pid(0) == first
-        with pytest.raises(MoetoolError, match=rf"does not start: cannot listen .* port {port + 1}"):
+        with pytest.raises(MoetoolError, match=rf"cannot start a worker: cannot listen .* port {port + 1}"):
             made.restart(1)
     made.restart(1)
     assert [made.call(n, "say", "hello") for n in range(2)] == ["a: hello", "d: hello"]
@@ -247,7 +247,7 @@ def test_a_fork_server_tells_what_failed_and_is_started_again_once_it_has_died(t
     head = identity("head")
     order = ProcessOrder(mark="moetool-worker-0", authority=head.authority, orphan_s=600.0)
     with contextlib.closing(ForkServer("tests.launched")) as fork_server:
-        with pytest.raises(MoetoolError, match=r"does not start: .*No such file"):
+        with pytest.raises(MoetoolError, match=r"cannot start a worker: .*No such file"):
             fork_server.start(order, tmp_path / "missing" / "log")
         first = fork_server.start(order, tmp_path / "log")
         parent = psutil.Process(first.pid).parent()

@@ -53,7 +53,7 @@ def test_the_head_is_called_as_the_others_know_it() -> None:
     here = node("127.0.0.1", "node:__internal_head__")
     assert head_of([here]) == "127.0.0.1"
     assert head_of([here, node("10.0.0.1", alive=False)]) == "127.0.0.1"
-    with pytest.raises(UsageError, match=r"calls itself 127\.0\.0\.1.*10\.0\.0\.1.*--node-ip-address"):
+    with pytest.raises(UsageError, match=r"address is 127\.0\.0\.1.*10\.0\.0\.1.*--node-ip-address"):
         head_of([here, node("10.0.0.1")])
 
 

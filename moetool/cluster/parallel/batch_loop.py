@@ -1,4 +1,4 @@
-"""The head's event loop: batch after batch, generation after generation, on a thread of its own."""
+"""The head's event loop, in its own thread: batches and generations."""
 
 import logging
 import queue
@@ -24,30 +24,28 @@ from moetool.types import Cluster, ModelSpec
 
 _LOG = logging.getLogger(__name__)
 _KEPT = 100
-"""Batches that are remembered."""
+"""Number of batch records kept."""
 _TICK_S, _LEAST_TICK_S = 0.25, 0.002
 
 
 class BatchLoop:
-    """The queue, the batch that runs, and the ranks that run it.
+    """The queue, the running batch, and its ranks.
 
-    Everything that happens is an event in one queue (`post`), and `run` takes them one by one; all else here but
-    `post`, `admit` and reading attributes belongs to the thread of `run`.
-
-    `ranks` and `placing` are given before `run`; both post what happens to them.
+    All changes are events in one queue (`post`), which `run` takes one by one. Everything but `post`, `admit` and
+    reading attributes belongs to the thread of `run`. `ranks` and `placing` are set before `run`; both post events.
 
     Args:
         options: how batches are gathered.
-        content: sha256 of each file of the model; without it, ranks are not asked for theirs.
+        content: SHA-256 of each file of the model; without it, ranks are not checked.
 
     Attributes:
-        state: of the engine; `reason` says why it has failed.
-        max_context, max_requests: of a request, and of a batch; known once a rank has said hello.
-        requests, ranks, placing: which run and wait, who is there, and where experts are.
-        records: of the batches that have run since `use`, the last hundred.
-        batch: number of the newest one, a run of steps (`Lockstep`).
-        began: when it began, if it runs.
-        forwards, failures, moved_bytes, moved_during_exchange: counted from the start.
+        state: state of the engine; `reason` is the cause of a failure.
+        max_context, max_requests: limits of a request and of a batch; known once a rank has registered.
+        requests, ranks, placing: waiting and running requests, live ranks, and placements.
+        records: the last hundred batches since `use`.
+        batch: number of the newest batch, a run of steps (`Lockstep`).
+        began: start time of the running batch.
+        forwards, failures, moved_bytes, moved_during_exchange: counters since the start.
     """
 
     def __init__(
@@ -68,27 +66,27 @@ class BatchLoop:
         self._spec, self._cluster, self._content = spec, cluster, content or {}
         self._lock = threading.Lock()
         self._next_id = 0
-        self._over = False  # no event is taken from the queue any more
+        self._over = False  # events are no longer taken
         self._seating = options.seating or Seating(server_G=tuple(cluster.server_G))
-        self._seats = 0  # of a batch on each rank
+        self._seats = 0  # seats per rank
         self._batch_size = 0
         self._due: float | None = None  # when the next batch could have begun
-        self._ending = False  # the ranks were told to end the batch that runs
-        self._cohort = -1  # number of the newest requests that began together
-        self._late: set[int] = set()  # requests that joined the batch that runs, which may have ended before it knew
+        self._ending = False  # the ranks were told to end the running batch
+        self._cohort = -1  # number of the newest group of requests that began together
+        self._late: set[int] = set()  # requests that joined the running batch, which may have ended before they arrived
         self._decided_s = 0.0
-        self._ended = 0.0  # when the last one had
+        self._ended = 0.0  # end of the last batch
         self._done: dict[int, dict[str, Any]] = {}
         self._first_token = False
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
     def post(self, kind: str, value: Any) -> None:
-        """Something has happened."""
+        """Queue an event."""
         self.events.put((kind, value))
 
     def admit(self, request: RankRequest) -> int:
-        """Queue a request and give its number. Raises: Unavailable: nothing is served any more."""
+        """Queue a request; return its number. Raises: Unavailable: the engine no longer serves."""
         with self._lock:
             if self._over:
                 raise Unavailable(f"the server is {self.state}; try again later")
@@ -98,15 +96,15 @@ class BatchLoop:
 
     @property
     def problems(self) -> list[str]:
-        """Why it has failed, or which ranks lack a machine."""
+        """Return the cause of a failure, or the ranks without a machine."""
         if self.state == "failed":
             return [self.reason]
         return [f"GPU {gpu} has no machine; continuing without it" for gpu in self.ranks.homeless]
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs, waits or is being decided, and all that happened has been taken in."""
-        if self.events.unfinished_tasks:  # first, since events make the others true
+        """Whether no request runs or waits, no decision is pending, and all events are handled."""
+        if self.events.unfinished_tasks:  # first, since events change the others
             return False
         return self._at_rest
 
@@ -118,7 +116,7 @@ class BatchLoop:
     # -- the head's own thread ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Take events until one is `close` or no rank is left; then all waiting requests are refused."""
+        """Handle events until `close` or until no rank is left; then refuse all waiting requests."""
         try:
             while True:
                 waits = self.requests.pending and self.ranks.whole
@@ -155,13 +153,13 @@ class BatchLoop:
             self.requests.refuse_all(unheard, self.reason)
 
     def step(self, kind: str, value: Any) -> None:
-        """Take in one event, end ranks that are silent, and begin what can begin."""
+        """Handle an event, end silent ranks, and begin what can begin."""
         self.handle(kind, value)
         self.ranks.end_silent()
         self.advance()
 
     def handle(self, kind: str, value: Any) -> None:
-        """Take in one event and begin nothing."""
+        """Handle an event without beginning anything."""
         match kind:
             case "submit":
                 self.requests.admit(value)
@@ -182,7 +180,7 @@ class BatchLoop:
                     self._heard(gpu, message)
             case "decided":
                 epoch, batch, found = value
-                # No decision is late for what has run.
+                # A batch that has run can have no late decision.
                 begun = self._cohort if self.placing.control.looks_ahead else -1
                 self._migrate(self.placing.decided(epoch, batch, found, begun))
             case "use":
@@ -208,7 +206,7 @@ class BatchLoop:
             self._form()
 
     def _form(self) -> None:
-        """Have all ranks that are there form the next generation; what ran begins again later."""
+        """Make all live ranks form the next generation; running requests restart later."""
         self.requests.begin_again()
         self.began = None
         self._late.clear()
@@ -228,7 +226,7 @@ class BatchLoop:
                 for output in message["outputs"]:
                     self._first_token = True
                     self.requests.answer(output)
-            # One of a generation that has ended meanwhile says nothing of the batch that runs now.
+            # Reports of an earlier generation do not concern the running batch.
             case "done" if generation == self.ranks.generation and message["batch"] == self.batch:
                 self._done[gpu] = message
                 if len(self._done) == len(self.ranks.members):
@@ -241,7 +239,7 @@ class BatchLoop:
         if self.state == "starting" and len(self.ranks.there) == len(self._cluster.gpus) and not self.ranks.members:
             self._form()
         if self.state == "starting" or not self.ranks.whole or self.began is not None:
-            # A queue that fills the next batch tells all of it at once; one that does not is given time to fill.
+            # A queue that fills the next batch is decided at once; a shorter one gets time to fill.
             known = self._first_token or len(self.requests.pending) >= self.max_requests
             if known and self.placing.control.looks_ahead and self.ranks.whole:
                 self._decide()
@@ -251,7 +249,7 @@ class BatchLoop:
                 self._end_for_joins()
             return
         back = self.ranks.there != self.ranks.members
-        if back and not self.requests.running:  # a rank is back, and nothing runs
+        if back and not self.requests.running:  # a rank has returned while no request runs
             self._form()
         elif self.requests.running or (self.requests.pending and self._is_due()):
             if not self.placing.control.looks_ahead:
@@ -259,11 +257,11 @@ class BatchLoop:
             now, asked = time.monotonic(), self.placing.deciding
             self._due = self._due or now
             is_decided = asked is None or now - max(asked, self._ended) > self.patience_s
-            if is_decided or self.requests.running:  # those that run wait for no decision
+            if is_decided or self.requests.running:  # running requests wait for no decision
                 self._begin(now - self._due, joins=is_decided or not self.placing.control.looks_ahead)
 
     def _join(self) -> None:
-        """Have waiting requests join the batch that runs, as far as there are seats."""
+        """Add waiting requests to the running batch while seats are free."""
         if self.began is None or not self.requests.pending or self.ranks.there != self.ranks.members:
             return
         chosen = self._choose(beside=True)
@@ -273,11 +271,11 @@ class BatchLoop:
         self._batch_size += len(chosen)
 
     def _end_for_joins(self) -> None:
-        """Have the ranks end the batch that runs, if waiting requests have seats and no decision about them is due."""
+        """End the running batch if waiting requests have seats and no decision about them is due."""
         if self._ending or not self.requests.pending or self.began is None:
             return
         if self.ranks.there != self.ranks.members:
-            return  # somebody is back, who is taken in when what runs has ended
+            return  # a rank has returned and rejoins when the running requests have ended
         asked = self.placing.deciding
         if asked is not None and time.monotonic() - asked <= self.patience_s:
             return
@@ -292,11 +290,11 @@ class BatchLoop:
         return free > 0 and (len(pending) >= free or time.monotonic() - pending[0].began >= self.gather_s)
 
     def _choose(self, beside: bool) -> list[RankRequest]:
-        """The requests that join the next batch, each with its GPU."""
+        """Choose the requests for the next batch, each with its GPU."""
         return self.requests.choose(self._seating, self.ranks.members, self._seats, beside=beside)
 
     def _decide(self) -> None:
-        """Have the control look at the batch that comes, once, if all ranks are there to be placed on."""
+        """Start one decision about the next batch, if all ranks are present."""
         whole = len(self.ranks.members) == len(self._cluster.gpus)
         coming = (self._cohort if self.placing.control.looks_ahead else self.batch) + 1
         waits = self.requests.pending or (self.requests.running and not self.placing.control.looks_ahead)
@@ -320,7 +318,12 @@ class BatchLoop:
             self.ranks.tell({"kind": "migrate", "stages": stages})
 
     def _begin(self, decided_s: float, joins: bool) -> None:
-        """Begin the next batch, which has waited so long for a decision; waiting requests join or not."""
+        """Begin the next batch.
+
+        Args:
+            decided_s: seconds that it waited for a decision.
+            joins: whether waiting requests join.
+        """
         self._migrate(self.placing.stages())
         back = self.ranks.there != self.ranks.members
         chosen = self._choose(beside=True) if joins and not back else []
@@ -345,7 +348,7 @@ class BatchLoop:
         )
 
     def _finish(self) -> None:
-        """The batch has ended on all ranks."""
+        """Record the end of a batch on all ranks."""
         assert self.began is not None
         now = time.monotonic()
         record = record_of(
@@ -360,7 +363,9 @@ class BatchLoop:
         held = self._late.union(*(done["left"] for done in self._done.values()))
         self.began, self._ended, self._done, self._late = None, now, {}, set()
         _LOG.debug("batch %d ended after %.3f s, %d B of experts moved", self.batch, record.seconds, record.moved_bytes)
-        self.requests.refuse_lost(held, "the request was lost by its rank")  # which said what it still has
+        self.requests.refuse_lost(
+            held, "the request was lost by its rank"
+        )  # the rank has reported the requests that it still has
 
     def _use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
         if not self._at_rest:

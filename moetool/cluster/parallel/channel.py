@@ -1,4 +1,4 @@
-"""A connection between two processes of a group of ranks: messages either way, with bytes after them."""
+"""A connection between two processes of a group of ranks: messages with raw bytes, both ways."""
 
 import json
 import threading
@@ -13,13 +13,13 @@ from moetool.cluster.listener import HANDSHAKE_S, Acceptor, listen
 _MOST_BYTES = 64 * 2**20
 _MOST_PEERS = 4096
 TAKEN_S, LEAST_BYTES_S = 5.0, 1e6
-"""A peer that takes nothing of a message for so long, or takes it slower, is given up."""
+"""Seconds in which a peer must accept a message, and least rate for longer ones."""
 
 
 class RankChannel:
-    """One end of a connection. `send` from any thread, `receive` from one.
+    """One end of a connection; `send` from any thread, `receive` from one.
 
-    TLS with certificates of both ends (`moetool.cluster.frames`).
+    Mutual TLS (`moetool.cluster.frames`).
     """
 
     def __init__(self, connection: FrameConnection) -> None:
@@ -27,25 +27,25 @@ class RankChannel:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any], data: bytes | memoryview = b"") -> None:
-        """Raises: LinkError, also where the other end takes nothing for five seconds: then the connection is ended."""
+        """Send a message. Raises: LinkError: the peer does not accept it in time; this closes the connection."""
         text = json.dumps(message, separators=(",", ":")).encode()  # a part, since it may be longer than a head
         with self._sending:
             try:
                 by = time.monotonic() + TAKEN_S + (len(text) + len(data)) / LEAST_BYTES_S
                 self._connection.send(pack({}, [text, data]), [text, data], by)
             except LinkError:
-                self.close()  # half a message may be on its way, and the receiving thread must know
+                self.close()  # a partial message may have been sent, and the receiving thread must notice
                 raise
 
     def receive(self, into: memoryview | None = None, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
-        """The next message and its bytes.
+        """Receive the next message and its bytes.
 
         Args:
-            into: where the bytes go if they fit; then none are returned.
-            timeout_s: how long to wait; for ever without.
+            into: buffer for the bytes if they fit; then none are returned.
+            timeout_s: time limit (default: none).
 
         Raises:
-            LinkError: there is none, or not in time; it is no message, or too large for one.
+            LinkError: the connection ended, the time limit passed, or the message is malformed or too large.
         """
         found = self._connection.receive(None if timeout_s is None else time.monotonic() + timeout_s)
         try:
@@ -59,17 +59,17 @@ class RankChannel:
         return message, bytes(data)
 
     def close(self) -> None:
-        """End it; a thread that receives gets `LinkError`."""
+        """Close the connection; a receiving thread gets `LinkError`."""
         self._connection.close()
 
 
 def connect(address: tuple[str, int], identity: Identity, name: str) -> RankChannel:
-    """Raises: LinkError: the process of that name does not answer there, or not with a certificate of the cluster."""
+    """Connect to a process by address and certificate name. Raises: LinkError: no answer, or another process."""
     return RankChannel(dial(address, identity.calling(), name, time.monotonic() + HANDSHAKE_S, _MOST_BYTES))
 
 
 def open_listener(host: str, identity: Identity, on_channel: Callable[[RankChannel], None]) -> Acceptor:
-    """Take connections of ranks on a free port, and have `on_channel` called with each, on a thread of its own."""
+    """Accept connections of ranks on a free port; `on_channel` is called with each in its own thread."""
 
     def serve(connection: FrameConnection) -> None:
         on_channel(RankChannel(connection))

@@ -13,18 +13,17 @@ MIGRATIONS = ("overlap", "pipelined", "stop")
 class Windows:
     """The compute phases of one rank.
 
-    The rank's own thread opens and closes them; a transfer holds the open one while a piece is on its way,
-    and `close` waits for that as long as the other ranks wait for this one. A piece is sized to the
-    predicted rest of the phase.
+    The rank's own thread opens and closes them. A transfer holds the open phase while a piece is on its way; `close`
+    waits for it as long as the other ranks wait for this one. A piece is sized to the predicted rest of the phase.
 
     Args:
-        strict: whether pieces wait for a phase. Otherwise they go whenever they like: the pipelined migration of
+        strict: whether pieces wait for a compute phase. Otherwise they are sent at any time: the pipelined migration of
             DIRECTOR's Figure 6 b.
 
     Attributes:
-        exchanges: all-to-alls that have begun.
-        exchanging: whether one is under way.
-        waited_s: that `close` waited for pieces.
+        exchanges: number of all-to-alls begun.
+        exchanging: whether an all-to-all is running.
+        waited_s: seconds that `close` waited for pieces.
 
     Source: DIRECTOR § V-B.
     """
@@ -41,7 +40,7 @@ class Windows:
         self._used = False
 
     def open(self, seconds: float) -> None:
-        """A compute phase begins that will take about so long."""
+        """Begin a compute phase of about so many seconds."""
         with self._changed:
             self.exchanging = False
             self._open, self._used = True, False
@@ -49,10 +48,10 @@ class Windows:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Begin an all-to-all; returns once no part is in transfer.
+        """Begin an all-to-all; return once no piece is in transfer.
 
         Args:
-            timeout_s: after which the other ranks, who are in the all-to-all already, have given this one up.
+            timeout_s: time after which the other ranks, already in the all-to-all, have given up on this one.
 
         Raises:
             MoetoolError: a transfer takes longer.
@@ -69,11 +68,11 @@ class Windows:
             self.exchanges += 1
 
     def hold(self, timeout_s: float) -> float | None:
-        """Keep the phase open for a part.
+        """Keep the phase open for a piece.
 
         Returns:
-            Seconds that are left of the phase; 0 for a first piece that has to fit whatever is left; None where no
-            phase came in time or this one is over.
+            Seconds left in the phase; 0 for a first piece of any size; None if no phase began in time or this one is
+            over.
         """
         deadline = time.perf_counter() + timeout_s
         with self._changed:
@@ -88,7 +87,7 @@ class Windows:
                     return None
 
     def try_hold(self) -> bool:
-        """Like `hold`, for a part that another rank requests now; that rank checked the time."""
+        """Like `hold`, for a piece that another rank requests now; that rank has checked the time."""
         with self._changed:
             if self.strict and not self._open:
                 return False
@@ -96,18 +95,18 @@ class Windows:
             return True
 
     def release(self) -> None:
-        """End the hold: the part has arrived."""
+        """Release the hold: the piece has arrived."""
         with self._changed:
             self._holders -= 1
             self._changed.notify_all()
 
 
 class EmulatedMachine:
-    """A rank's machine with emulated slowness.
+    """Emulates a slow machine for a rank.
 
     Args:
         link_bytes_s: emulated rate of its sends, which queue; 0: no emulation.
-        expert_token_s: emulated seconds of an expert per row, slept.
+        expert_token_s: emulated compute seconds per row of an expert.
     """
 
     def __init__(self, link_bytes_s: float = 0.0, expert_token_s: float = 0.0) -> None:

@@ -111,7 +111,7 @@ class ParallelRuntime(ExpertRuntime):
         self.count_anew()
 
     def join(self, group: Group, members: Sequence[int], placed_GLE: np.ndarray) -> None:
-        """Work in a new generation.
+        """Enter a new generation.
 
         Args:
             members: the GPU of each of the group's ranks.
@@ -120,7 +120,7 @@ class ParallelRuntime(ExpertRuntime):
         self.place(placed_GLE)
 
     def place(self, placed_GLE: np.ndarray) -> None:
-        """Use another placement from the next step on; every rank must do so before the same step."""
+        """Switch to another placement at the next step; every rank must do so before the same step."""
         self.placed_GLE = placed_GLE
         self._to_LE = destinations(placed_GLE, self._server_G)[self._gpu]
 
@@ -213,7 +213,7 @@ class ParallelRuntime(ExpertRuntime):
             self._end_exchange(self._dense_before_s.get((index + 1) % self._spec.num_layers, 0.0))
         except GroupBroken:
             raise
-        except Exception as error:  # the others wait for missing rows: the generation ends
+        except Exception as error:  # the others wait for missing rows, so the generation ends
             group.broken = group.broken or error
             group.abort()
             raise GroupBroken(f"GPU {self._gpu} cannot compute its part ({first_line(error)})") from error

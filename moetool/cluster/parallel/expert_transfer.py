@@ -1,4 +1,4 @@
-"""Experts on their way between ranks: the receiver pulls them piece by piece, in compute phases only."""
+"""Transfers of experts between ranks: the receiver pulls them piece by piece, in compute phases only."""
 
 import logging
 import queue
@@ -32,11 +32,11 @@ class TransferReport:
     """Experts copied to a rank.
 
     Attributes:
-        experts: copies that are complete.
-        bytes: of them.
-        during_exchange: bytes among them that were on their way while one of the two ends was in an all-to-all.
+        experts: completed copies.
+        bytes: bytes of these copies.
+        during_exchange: part of these sent while either end was in an all-to-all.
         from_disk: experts read from the checkpoint because their source had ended.
-        seconds: pieces were on their way.
+        seconds: transfer time of the pieces.
     """
 
     experts: int = 0
@@ -47,26 +47,24 @@ class TransferReport:
 
 
 class ExpertTransfer:
-    """Brings a stage's experts to this rank, and gives experts to others.
+    """Pulls a stage's experts to this rank, and serves experts to others.
 
-    A piece goes only while the compute phases of both ends are open (`Windows`), and is as large as fits in the
-    predicted rest of the phase, by the rate measured so far. The receiver holds its own phase open; the source
-    answers at once with the piece, or that its phase is over.
-
-    Bytes in an all-to-all are counted apart from that: each end says whether one was under way, or began, while it had
-    the piece.
+    A piece is sent only while the compute phases of both ends are open (`Windows`), and is as large as fits in the
+    predicted rest of the phase at the measured rate. The receiver holds its own phase open; the source answers at once
+    with the piece, or that its phase is over. Both ends report whether an all-to-all ran or began meanwhile, to count
+    those bytes.
 
     Args:
         gpu: this rank's number.
-        host: where to listen.
-        machine: emulates the rank's way out.
+        host: address to listen on.
+        machine: emulates the rank's outgoing link.
 
     Attributes:
-        address: where others ask.
+        address: address for requests of other ranks.
         arrived: version of the newest stage whose experts are all here.
         moved: transfers so far.
 
-    Effects: a thread that pulls, and one for each rank that asks; `close` ends them.
+    Effects: starts a thread that pulls, and one for each rank that requests; `close` ends them.
     """
 
     def __init__(
@@ -84,9 +82,7 @@ class ExpertTransfer:
         self._windows, self._machine = windows, machine
         self._peers: list[tuple[str, int] | None] = []
         self._channels: dict[int, RankChannel] = {}
-        self._stages: queue.Queue[tuple[int, MigrationStage] | None] = (
-            queue.Queue()
-        )  # with the epoch that it was asked in
+        self._stages: queue.Queue[tuple[int, MigrationStage] | None] = queue.Queue()  # with the epoch of the request
         self._failure: Exception | None = None
         self._epoch = 0
         self._rate = 50e6
@@ -101,7 +97,7 @@ class ExpertTransfer:
         self._thread.start()
 
     def begin(self, version: int, peers: Sequence[tuple[str, int] | None]) -> None:
-        """A generation begins with a placement of this version; transfers under way are dropped."""
+        """Begin a generation with a placement of this version; running transfers are dropped."""
         with self._state:
             self._epoch += 1
             self._in_force = self.arrived = version
@@ -112,22 +108,22 @@ class ExpertTransfer:
         self._hang_up()
 
     def ask(self, stage: MigrationStage) -> None:
-        """Bring this rank's share of a stage here."""
+        """Fetch this rank's share of a stage."""
         self._stages.put((self._epoch, stage))
 
     def require_well(self) -> None:
-        """Check that experts can still be received. Raises: MoetoolError: they cannot."""
+        """Require that experts can still be received. Raises: MoetoolError."""
         if self._failure is not None:
             raise MoetoolError(f"GPU {self._gpu} could not receive an expert ({first_line(self._failure)})")
 
     def switched(self, version: int) -> None:
-        """The placement of this version is in force: room that it has freed may be used."""
+        """Note that this version is in use, so that freed room may be used."""
         with self._state:
             self._in_force = version
             self._state.notify_all()
 
     def wait(self, version: int, timeout_s: float) -> bool:
-        """Wait until the experts of a stage are here."""
+        """Wait until the experts of a stage have arrived."""
         with self._state:
             return self._state.wait_for(lambda: self.arrived >= version or self._closed, timeout_s)
 
@@ -145,7 +141,7 @@ class ExpertTransfer:
     def _run(self) -> None:
         try:
             self._bring_stages()
-        except Exception as error:  # such as a disk that cannot be read; `require_well` tells the rank's own thread
+        except Exception as error:  # such as a disk error; `require_well` raises it in the rank's own thread
             _LOG.warning("GPU %d stopped receiving experts: %s", self._gpu, error)
             self._failure = error
 
@@ -155,7 +151,7 @@ class ExpertTransfer:
             if asked is None:
                 return
             epoch, stage = asked
-            with self._state:  # the room of the stage before is free once that is in force
+            with self._state:  # the previous stage's room is free once that stage is in use
                 self._state.wait_for(lambda: self._in_force >= stage.version - 1 or self._epoch != epoch)  # noqa: B023
             for layer, expert, gpu, source in stage.copies:
                 if gpu == self._gpu and self._epoch == epoch:
@@ -187,7 +183,7 @@ class ExpertTransfer:
         self.moved.experts += 1
 
     def _pull(self, key: int, source: int, room: torch.Tensor, epoch: int) -> int | None:
-        """Bytes of an expert from another rank; None where that does not have it."""
+        """Pull an expert's bytes from another rank; None if that rank does not hold it."""
         view = memoryview(room.numpy().data)
         channel = self._channel(source)
         done = 0
@@ -221,7 +217,7 @@ class ExpertTransfer:
         return done
 
     def _serve(self, channel: RankChannel) -> None:
-        """Answer one rank for as long as it asks."""
+        """Serve one rank until it disconnects."""
         while True:
             asked, _ = channel.receive()
             if not self._windows.try_hold():
@@ -243,7 +239,7 @@ class ExpertTransfer:
         if source not in self._channels:
             address = self._peers[source] if source < len(self._peers) else None
             if address is None:
-                raise LinkError(f"GPU {source} is not there")
+                raise LinkError(f"GPU {source} is not connected")
             self._channels[source] = connect(address, self._identity, f"rank-{source}")
         return self._channels[source]
 
