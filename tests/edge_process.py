@@ -23,6 +23,7 @@ import psutil
 
 from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
+from tests.engines import engine, generate
 from tests.servers import PATIENCE_S, eventually, has_ended, post
 
 NAMES = ("s0", "s1", "s2")
@@ -40,6 +41,17 @@ def write_plan(path: Path) -> Path:
         placed_GLE[(key + 1) % 3, layer, expert] |= key % 2 == 0
     make_plan(spec, make_cluster([[130]] * 3, slot_bytes=spec.slot_bytes), placed_GLE).save(path)
     return path
+
+
+def right_answers(reference: Path, tokenizer: Any, max_tokens: int) -> dict[str, str]:
+    """The greedy answer to each of `PROMPTS` by a single engine."""
+    alone = engine(reference, tokenizer, "lru", 256)
+    right = {}
+    for prompt in PROMPTS:
+        (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], max_tokens)
+        right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
+    alone.close()
+    return right
 
 
 class EdgeProcess:

@@ -14,7 +14,14 @@ import torch
 
 from moetool.models.packed_product import Grouping
 from moetool.models.value_scaling import Groups, write_scaled
-from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
+from moetool.models.weight_format import (
+    Stored,
+    StoredWeight,
+    Unclaimed,
+    ceil_div,
+    claim_packed,
+    packed_weight_of,
+)
 
 _PER_WORD = 8
 _OUTPUTS = ((0, 2), (4, 6), (1, 3), (5, 7))  # of the lower and the upper half of each byte of a word
@@ -78,38 +85,19 @@ class Awq:
     name: str = "awq"
 
     def weight_of(self, tensor: str) -> str | None:
-        for suffix in (".qweight", ".qzeros"):
-            if tensor.endswith(suffix):
-                return tensor.removesuffix(suffix) + ".weight"
-        return None
+        return packed_weight_of(tensor)
 
     def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
         stem = weight.removesuffix("weight")
-        either = unclaimed.get(stem + "qweight") or unclaimed.get(stem + "qzeros")
-        assert either is not None
-        values = unclaimed.need(stem + "qweight", either, "the values")
-        zero = unclaimed.need(stem + "qzeros", either, "the zero points")
-        scale = unclaimed.need(stem + "scales", either, "the scales")
-        unclaimed.require_dtype(stem + "qweight", values, "I32")
-        unclaimed.require_dtype(stem + "qzeros", zero, "I32")
-        unclaimed.require_dtype(stem + "scales", scale, *FLOATS)
-        if len(values.shape) != 2:
-            raise unclaimed.error(stem + "qweight", values, f"has shape {list(values.shape)}, expected a matrix")
-        columns, words = values.shape
-        group = columns if self.group == -1 else self.group
-        if columns % group:
-            raise unclaimed.error(
-                stem + "qweight",
-                values,
-                f"holds {columns} inputs, expected a multiple of the config's group_size {group}",
-            )
+        tensors, columns, group = claim_packed(stem, unclaimed, self.group)
+        words = tensors["values"].shape[1]
         why = f"for {columns} inputs in groups of {group} by the config"
-        unclaimed.require_shape(stem + "scales", scale, (columns // group, words * _PER_WORD), why)
-        unclaimed.require_shape(stem + "qzeros", zero, (columns // group, words), why)
+        unclaimed.require_shape(stem + "scales", tensors["scale"], (columns // group, words * _PER_WORD), why)
+        unclaimed.require_shape(stem + "qzeros", tensors["zero"], (columns // group, words), why)
         return StoredWeight(
             name=weight,
             shape=(words * _PER_WORD, columns),
-            tensors={"values": values, "zero": zero, "scale": scale},
+            tensors=tensors,
             codec=AwqCodec(group),
             format=self.name,
         )

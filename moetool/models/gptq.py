@@ -14,7 +14,14 @@ import torch
 
 from moetool.models.packed_product import Grouping
 from moetool.models.value_scaling import Groups, four_bits, write_scaled
-from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
+from moetool.models.weight_format import (
+    Stored,
+    StoredWeight,
+    Unclaimed,
+    ceil_div,
+    claim_packed,
+    packed_weight_of,
+)
 
 BITS = (2, 4, 8)  # widths whose values never span two words
 _EVEN = 0x0F0F0F0F  # the lower half of each byte of a word
@@ -103,43 +110,24 @@ class Gptq:
     name: str = "gptq"
 
     def weight_of(self, tensor: str) -> str | None:
-        for suffix in (".qweight", ".qzeros"):
-            if tensor.endswith(suffix):
-                return tensor.removesuffix(suffix) + ".weight"
-        return None
+        return packed_weight_of(tensor)
 
     def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
         stem = weight.removesuffix("weight")
-        either = unclaimed.get(stem + "qweight") or unclaimed.get(stem + "qzeros")
-        assert either is not None
-        values = unclaimed.need(stem + "qweight", either, "the values")
-        zero = unclaimed.need(stem + "qzeros", either, "the zero points")
-        scale = unclaimed.need(stem + "scales", either, "the scales")
-        order = unclaimed.take(stem + "g_idx")
-        unclaimed.require_dtype(stem + "qweight", values, "I32")
-        unclaimed.require_dtype(stem + "qzeros", zero, "I32")
-        unclaimed.require_dtype(stem + "scales", scale, *FLOATS)
-        if len(values.shape) != 2:
-            raise unclaimed.error(stem + "qweight", values, f"has shape {list(values.shape)}, expected a matrix")
-        columns, rows = values.shape[0] * 32 // self.bits, values.shape[1]
-        group = columns if self.group == -1 else self.group
+        tensors, columns, group = claim_packed(stem, unclaimed, self.group, self.bits)
+        rows = tensors["values"].shape[1]
         why = f"for {columns} inputs of {self.bits} bits in groups of {group} by the config"
-        if columns % group:
-            raise unclaimed.error(
-                stem + "qweight",
-                values,
-                f"holds {columns} inputs, expected a multiple of the config's group_size {group}",
-            )
-        unclaimed.require_shape(stem + "scales", scale, (columns // group, rows), why)
-        unclaimed.require_shape(stem + "qzeros", zero, (columns // group, ceil_div(rows * self.bits, 32)), why)
-        tensors = {"values": values, "zero": zero, "scale": scale}
-        if order is not None:
+        unclaimed.require_shape(stem + "scales", tensors["scale"], (columns // group, rows), why)
+        unclaimed.require_shape(
+            stem + "qzeros", tensors["zero"], (columns // group, ceil_div(rows * self.bits, 32)), why
+        )
+        if (order := unclaimed.take(stem + "g_idx")) is not None:
             unclaimed.require_dtype(stem + "g_idx", order, "I32")
             unclaimed.require_shape(stem + "g_idx", order, (columns,), "a group for each input")
             tensors["order"] = order
         elif self.act_order:
             raise unclaimed.error(
-                stem + "qweight", values, f"has no {stem}g_idx, expected it: the config says desc_act"
+                stem + "qweight", tensors["values"], f"has no {stem}g_idx, expected it: the config says desc_act"
             )
         return StoredWeight(
             name=weight,

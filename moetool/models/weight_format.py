@@ -232,6 +232,48 @@ class Unclaimed:
             raise self.error(name, tensor, f"has shape {list(tensor.shape)}, expected {list(map(int, expected))} {why}")
 
 
+def packed_weight_of(tensor: str) -> str | None:
+    """Return the weight of a tensor of GPTQ or AWQ; None for other tensors."""
+    for suffix in (".qweight", ".qzeros"):
+        if tensor.endswith(suffix):
+            return tensor.removesuffix(suffix) + ".weight"
+    return None
+
+
+def claim_packed(stem: str, unclaimed: Unclaimed, group: int, bits: int = 32) -> tuple[dict[str, Tensor], int, int]:
+    """Claim values, zero points and scales of a weight of GPTQ or AWQ.
+
+    Args:
+        stem: the weight's name without `weight`.
+        group: the config's group_size; -1: all inputs.
+        bits: bits of an input in a column of `qweight`; 32: a row per input.
+
+    Returns:
+        The tensors `values`, `zero` and `scale`, the number of inputs, and the inputs of a group.
+
+    Raises:
+        MismatchError: a tensor is missing or has another data type, or groups do not divide the inputs.
+    """
+    values_name, zero_name, scale_name = (stem + part for part in ("qweight", "qzeros", "scales"))
+    either = unclaimed.get(values_name) or unclaimed.get(zero_name)
+    assert either is not None
+    values = unclaimed.need(values_name, either, "the values")
+    zero = unclaimed.need(zero_name, either, "the zero points")
+    scale = unclaimed.need(scale_name, either, "the scales")
+    unclaimed.require_dtype(values_name, values, "I32")
+    unclaimed.require_dtype(zero_name, zero, "I32")
+    unclaimed.require_dtype(scale_name, scale, *FLOATS)
+    if len(values.shape) != 2:
+        raise unclaimed.error(values_name, values, f"has shape {list(values.shape)}, expected a matrix")
+    columns = values.shape[0] * 32 // bits
+    group = columns if group == -1 else group
+    if columns % group:
+        raise unclaimed.error(
+            values_name, values, f"holds {columns} inputs, expected a multiple of the config's group_size {group}"
+        )
+    return {"values": values, "zero": zero, "scale": scale}, columns, group
+
+
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

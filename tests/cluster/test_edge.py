@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.edge_process import NAMES, PROMPTS, EdgeProcess, Load, edge_cluster
-from tests.engines import engine, generate
+from tests.edge_process import NAMES, PROMPTS, EdgeProcess, Load, edge_cluster, right_answers
 from tests.servers import eventually, get
 
 pytestmark = pytest.mark.ray
@@ -24,13 +23,7 @@ HANG_S = 8
 @pytest.fixture(scope="module")
 def right(reference: Path, tokenizer: Any) -> dict[str, str]:
     """What one server that has all experts answers."""
-    made = engine(reference, tokenizer, "lru", 256)
-    answers = {}
-    for prompt in PROMPTS:
-        (tokens,), _ = generate(made, [tokenizer(prompt)["input_ids"]], MAX_TOKENS)
-        answers[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
-    made.close()
-    return answers
+    return right_answers(reference, tokenizer, MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from moetool.cluster.transport import Channel, Listener
 from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
-from tests.edge_process import PROMPTS
-from tests.engines import engine, generate
+from tests.edge_process import right_answers
 from tests.identities import identity
 from tests.servers import PATIENCE_S, eventually, post
 
@@ -207,12 +206,7 @@ def test_servers_on_hosts_of_their_own_answer_as_one_would_and_outlive_head_and_
     plan = tmp_path / "plan.json"
     make_plan(spec, make_cluster([[130]] * 2, slot_bytes=spec.slot_bytes), placed_GLE).save(plan)
     before = went_over(hosts)
-    alone = engine(reference, tokenizer, "lru", 256)
-    right = {}
-    for prompt in PROMPTS:
-        (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], 8)
-        right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
-    alone.close()
+    right = right_answers(reference, tokenizer, 8)
     # 127.0.0.1 is the head's machine only to itself: the servers have to hear of another address.
     where = ["--plan", str(plan), "--cluster", "127.0.0.1:6379", "--host", "0.0.0.0", "--port", "0"]
     sets = ("kv_tokens=512", "cluster.name=lab", "cluster.orphan_s=40")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.edge_process import NAMES, PROMPTS, Load, edge_cluster
-from tests.engines import engine, generate
+from tests.edge_process import NAMES, PROMPTS, Load, edge_cluster, right_answers
 from tests.servers import eventually, get
 
 pytestmark = pytest.mark.ray
@@ -17,12 +16,7 @@ FAST = ("scheduler.interval_s=5", "scheduler.poll_s=0.5", "scheduler.half_life_s
 
 
 def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
-    alone = engine(reference, tokenizer, "lru", 256)
-    right = {}
-    for prompt in PROMPTS:
-        (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], MAX_TOKENS)
-        right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
-    alone.close()
+    right = right_answers(reference, tokenizer, MAX_TOKENS)
     state_file = tmp_path / "state.json"
     settings = [part for name in (*FAST, f"scheduler.state={state_file}") for part in ("--set", name)]
     with edge_cluster(tmp_path, *settings) as cluster:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.edge_process import NAMES, PROMPTS, EdgeProcess, Load, edge_cluster
-from tests.engines import engine, generate
+from tests.edge_process import NAMES, EdgeProcess, Load, edge_cluster, right_answers
 from tests.servers import eventually
 
 pytestmark = pytest.mark.ray
@@ -19,12 +18,7 @@ KILLS = int(os.environ.get("MOETOOL_SOAK_KILLS", "20"))
 
 
 def test_random_kills(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
-    made = engine(reference, tokenizer, "lru", 256)
-    right = {}
-    for prompt in PROMPTS:
-        (tokens,), _ = generate(made, [tokenizer(prompt)["input_ids"]], MAX_TOKENS)
-        right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
-    made.close()
+    right = right_answers(reference, tokenizer, MAX_TOKENS)
     draw, killed = random.Random(0), Counter[str]()
     back_s = []
     with (
