@@ -27,6 +27,7 @@ HELLO = b"moetool-peer-2\n"
 """First bytes from the called side, once it has accepted the caller."""
 _HEAD_BYTES = 2**20  # limit
 _JOINED_BYTES = 2**18  # messages up to this size take one send; larger ones are sent in pieces of it
+_READ_BYTES = 2**14  # largest TLS record, which one read returns
 
 
 class LinkError(MoetoolError):
@@ -35,6 +36,10 @@ class LinkError(MoetoolError):
 
 class Lost(LinkError):
     """The connection ended; the peer may have restarted, so a new connection may succeed."""
+
+
+class Late(LinkError):
+    """A message did not arrive completely by its deadline. Call `FrameConnection.receive` again to continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,10 @@ class FrameConnection:
         self._sock = sock
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
+        self._ahead = bytearray(_READ_BYTES)  # bytes read ahead, from `_start` to `_end`
+        self._start = self._end = 0
+        self._begun: tuple[bytearray, bytearray] | None = None  # head and body of the message in transit
+        self._filled = 0  # bytes of it received
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices an idle peer whose machine is down
@@ -96,6 +105,27 @@ class FrameConnection:
         except OSError as error:
             raise Lost(f"the connection broke ({_reason(error)})") from None
 
+    def send_at_once(self, data: bytes) -> int:
+        """Send as many of these bytes as possible without blocking; `send` must send the rest.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            Lost: the peer has ended.
+        """
+        view = memoryview(data)
+        try:
+            while view:
+                with self._lock:
+                    self._require_open()
+                    view = view[self._sock.send(view) :]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError as error:
+            raise Lost(f"the connection broke ({_reason(error)})") from None
+        return len(data) - len(view)
+
     def receive(self, by: float | None, rest_s: float = 10.0) -> Frame:
         """Receive the next message; its parts are slices of one buffer.
 
@@ -104,13 +134,28 @@ class FrameConnection:
 
         Raises:
             Lost: the connection ended.
-            LinkError: the deadline passed, or the message is too large or malformed.
+            Late: the deadline passed; the next call continues with the bytes received so far.
+            LinkError: the message is too large or malformed.
         """
-        frame = bytearray(_FRAME.size)
-        self._fill(memoryview(frame)[:1], by)
+        if self._begun is None:
+            if self._start == self._end:
+                self._read_ahead(by)
+            by = time.monotonic() + rest_s if by is None else by
+            while self._end - self._start < _FRAME.size:
+                self._read_ahead(by)
+            self._begun, self._filled = self._message(*_FRAME.unpack_from(self._ahead, self._start)), 0
+            self._start += _FRAME.size
         by = time.monotonic() + rest_s if by is None else by
-        self._fill(memoryview(frame)[1:], by)
-        magic, head_bytes, body_bytes = _FRAME.unpack(frame)
+        head, body = self._begun
+        while self._filled < len(head):
+            self._filled += self._take(memoryview(head)[self._filled :], by)
+        while self._filled < len(head) + len(body):
+            self._filled += self._take(memoryview(body)[self._filled - len(head) :], by)
+        self._begun = None
+        return _unpack(head, memoryview(body))
+
+    def _message(self, magic: bytes, head_bytes: int, body_bytes: int) -> tuple[bytearray, bytearray]:
+        """Allocate a message. Raises: LinkError: it is malformed or too large."""
         if magic != _MAGIC:
             raise LinkError("the peer sent something other than a message")
         if head_bytes > _HEAD_BYTES or body_bytes > self._limit_bytes:
@@ -118,10 +163,7 @@ class FrameConnection:
                 f"the peer sent a message of {head_bytes:,} and {body_bytes:,} bytes, expected at most {_HEAD_BYTES:,} "
                 f"and {self._limit_bytes:,}"
             )
-        head, body = bytearray(head_bytes), bytearray(body_bytes)
-        self._fill(memoryview(head), by)
-        self._fill(memoryview(body), by)
-        return _unpack(head, memoryview(body))
+        return bytearray(head_bytes), bytearray(body_bytes)
 
     def close(self) -> None:
         """Close the connection; a thread that waits on it gets `Lost`."""
@@ -152,8 +194,10 @@ class FrameConnection:
         try:
             self._shake_hands(context, by, name)
             hello = bytearray(len(HELLO))
+            view = memoryview(hello)
             try:
-                self._fill(memoryview(hello), by)
+                while view:
+                    view = view[self._take(view, by) :]
             except Lost as error:  # TLS 1.3 reports a rejection only after the handshake
                 raise LinkError(f"the peer does not accept this process ({error})") from None
         except ssl.SSLCertVerificationError as error:
@@ -203,17 +247,43 @@ class FrameConnection:
         self._do(select.POLLIN, by, secured.do_handshake)
         return self._do(select.POLLIN, by, secured.getpeercert) or {}
 
-    def _fill(self, view: memoryview, by: float | None) -> None:
+    def _take(self, view: memoryview, by: float | None) -> int:
+        """Receive at least one byte into a buffer; returns the number of bytes."""
+        if self._start == self._end:
+            if len(view) >= _READ_BYTES:
+                return self._read(view, by)
+            self._read_ahead(by)
+        count = min(len(view), self._end - self._start)
+        view[:count] = memoryview(self._ahead)[self._start : self._start + count]
+        self._start += count
+        return count
+
+    def _read_ahead(self, by: float | None) -> None:
+        """Read at least one byte into the read-ahead buffer, so that a short message takes one read."""
+        kept = self._end - self._start
+        self._ahead[:kept] = self._ahead[self._start : self._end]
+        self._start, self._end = 0, kept
+        self._end += self._read(memoryview(self._ahead)[kept:], by)
+
+    def _read(self, view: memoryview, by: float | None) -> int:
+        """Read at least one byte. Raises: Late, Lost."""
         try:
-            while view:
-                count = self._do(select.POLLIN, by, self._sock.recv_into, view)
-                if not count:
-                    raise Lost("the peer ended the connection")
-                view = view[count:]
+            if not self._pending():
+                self._wait(select.POLLIN, by)  # usually nothing has arrived, and a failed read costs more than a poll
+            count = self._do(select.POLLIN, by, self._sock.recv_into, view)
         except TimeoutError:
-            raise LinkError("the peer did not answer in time") from None
+            raise Late("the peer did not answer in time") from None
         except OSError as error:
             raise Lost(f"the connection broke ({_reason(error)})") from None
+        if not count:
+            raise Lost("the peer ended the connection")
+        return count
+
+    def _pending(self) -> int:
+        """Bytes that TLS has decrypted but not returned."""
+        with self._lock:
+            self._require_open()
+            return self._sock.pending() if isinstance(self._sock, ssl.SSLSocket) else 0
 
     def _do(self, event: int, by: float | None, operation: Callable[..., _Done], *args: Any) -> _Done:
         """Run an operation on the socket once it is ready. Raises: TimeoutError, OSError."""

@@ -64,6 +64,10 @@ class Links:
         if (bucket := self._buckets.get(server)) is not None:
             bucket.take(num_bytes, by)
 
+    def is_emulated(self, server: int) -> bool:
+        """Whether `sending` may wait."""
+        return server in self._buckets
+
     @property
     def bytes_out(self) -> dict[int, int]:
         """Bytes sent to each server so far, calls and answers."""

@@ -7,21 +7,24 @@ Every call has a deadline. Calls are idempotent, so they may be repeated.
 """
 
 import logging
-import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from moetool.cluster.certificates import Identity
-from moetool.cluster.frames import Frame, FrameConnection, LinkError, Lost, dial, pack
+from moetool.cluster.frames import Frame, FrameConnection, Late, LinkError, Lost, dial, pack
 from moetool.cluster.links import Links
 from moetool.cluster.listener import HANDSHAKE_S, Acceptor
 from moetool.errors import MoetoolError, first_line
 
 _LOG = logging.getLogger(__name__)
+
+_AT_ONCE_BYTES = 2**18
+"""Largest direct call, since encrypting takes the calling thread's time."""
 
 
 class CallRefused(MoetoolError):
@@ -84,8 +87,50 @@ class Listener:
         connection.send(data, answer.parts, by)
 
 
+class CallAnswer(Future[Frame]):
+    """The answer to a call, for one thread. If that thread sent the call itself, `result` receives the answer.
+
+    `add_done_callback` hands the answer over to the channel's thread.
+
+    Args:
+        data: the message without its parts.
+        by: deadline of the call, on the clock of `time.monotonic`.
+        receive: receives the answer on the calling thread, for at most this many seconds.
+        leave: hands the answer over to the channel's thread.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        parts: Sequence[Any],
+        by: float,
+        receive: "Callable[[CallAnswer, float | None], None]",
+        leave: "Callable[[CallAnswer], None]",
+    ) -> None:
+        super().__init__()
+        self.data, self.parts, self.by = data, parts, by
+        self.sent = 0  # bytes of `data`
+        self._receive, self._leave = receive, leave
+
+    def result(self, timeout: float | None = None) -> Frame:
+        """See `Channel.call`. Raises: TimeoutError; the call's error."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self.done():
+            self._receive(self, timeout)
+        return super().result(None if until is None else max(0.0, until - time.monotonic()))
+
+    def add_done_callback(self, fn: Callable[[Future[Frame]], object]) -> None:
+        """As a future's."""
+        super().add_done_callback(fn)
+        self._leave(self)
+
+
 class Channel:
-    """Calls one server, one call at a time, over one connection in its own thread.
+    """Calls one server, one call at a time, over one connection.
+
+    If the channel is connected and idle, the calling thread sends a short call and receives its answer: a handover to
+    another thread costs more than the call. The channel's own thread connects, sends what would block, and receives
+    abandoned answers.
 
     Args:
         server: number of the called server.
@@ -114,76 +159,197 @@ class Channel:
         self._limit_bytes = limit_bytes
         self._connection: FrameConnection | None = None
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[Frame, float, Future[Frame]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition(self._lock)
+        self._jobs: deque[CallAnswer] = deque()  # for the thread; the first may be partly or wholly sent
+        self._direct: CallAnswer | None = None  # sent by its caller's thread, which uses the connection alone
+        self._receiving = False  # whether a thread is receiving the answer of `_direct`
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"call-{server}", daemon=True)
         self._thread.start()
 
-    def call(self, head: Mapping[str, Any], parts: Sequence[Any] = (), *, timeout_s: float) -> "Future[Frame]":
+    def call(self, head: Mapping[str, Any], parts: Sequence[Any] = (), *, timeout_s: float) -> CallAnswer:
         """Send a request; the future receives the answer.
 
         Raises (the future):
             CallRefused: the peer answered with an error.
             LinkError: the peer cannot be reached or did not answer in time.
         """
-        answer: Future[Frame] = Future()
-        message = Frame(head={**head, "from": self._caller}, parts=parts)
+        by = time.monotonic() + timeout_s
+        answer = CallAnswer(pack({**head, "from": self._caller}, parts), parts, by, self._receive, self._leave)
+        connection = None
         with self._lock:
             if self._closed:
                 answer.set_exception(LinkError(f"the channel to server {self._server} is closed"))
+            elif self._may_send_at_once(answer):
+                self._direct, connection = answer, self._connection
             else:
-                self._jobs.put((message, time.monotonic() + timeout_s, answer))
+                if self._direct is not None and not self._receiving:
+                    self._return()
+                self._jobs.append(answer)
+                self._changed.notify()
+        if connection is not None:
+            self._send_at_once(answer, connection)
         return answer
 
     def close(self) -> None:
         """Close the connection and end the thread, without waiting for it; pending calls fail."""
         with self._lock:
             self._closed = True
-            self._jobs.put(None)
+            self._changed.notify()
         if (connection := self._connection) is not None:
             connection.close()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            message, by, answer = job
-            try:
-                answer.set_result(self._call(message, by))
-            except MoetoolError as error:
-                answer.set_exception(error)
-            except Exception as error:  # a bug; the caller must not wait forever
-                answer.set_exception(error)
-        self._disconnect()
-        while not self._jobs.empty():
-            if (job := self._jobs.get()) is not None:
-                job[2].set_exception(LinkError(f"the channel to server {self._server} is closed"))
+    def _may_send_at_once(self, answer: CallAnswer) -> bool:
+        return (
+            self._connection is not None
+            and self._direct is None
+            and not self._jobs
+            and len(answer.data) + sum(map(len, answer.parts)) <= _AT_ONCE_BYTES
+            and not self._links.is_emulated(self._server)
+        )
 
-    def _call(self, message: Frame, by: float) -> Frame:
-        data = pack(message.head, message.parts)
+    def _send_at_once(self, answer: CallAnswer, connection: FrameConnection) -> None:
+        answer.data, answer.parts = b"".join([answer.data, *answer.parts]), ()
+        self._links.sending(self._server, len(answer.data), answer.by)
         try:
-            self._links.sending(self._server, len(data) + sum(map(len, message.parts)), by)
-            fresh = self._connection is None
+            answer.sent = connection.send_at_once(answer.data)
+        except Lost:
+            self._end_direct(answer)
+            return
+        if answer.sent < len(answer.data):
+            self._leave(answer)
+
+    def _receive(self, answer: CallAnswer, timeout: float | None) -> None:
+        """Receive the answer of the direct call on this thread, for at most `timeout` seconds."""
+        with self._lock:
+            if self._direct is not answer or self._receiving:
+                return
+            self._receiving = True
+            connection = self._connection
+        assert connection is not None
+        try:
+            by = answer.by if timeout is None else min(answer.by, time.monotonic() + timeout)
+            frame = connection.receive(by)
+        except Late as error:
+            if time.monotonic() < answer.by:
+                with self._lock:
+                    self._receiving = False
+                    if self._jobs:
+                        self._return()
+                return
+            self._end_direct(answer, error)
+        except Lost:
+            self._end_direct(answer)
+        except LinkError as error:
+            self._end_direct(answer, error)
+        except BaseException:
+            self._leave(answer)
+            raise
+        else:
+            with self._lock:
+                self._direct, self._receiving = None, False
+                if self._jobs:  # waking the thread costs half as much as a call
+                    self._changed.notify()
+            self._complete(answer, frame)
+
+    def _leave(self, answer: CallAnswer) -> None:
+        """Hand the direct call over to the channel's thread."""
+        with self._lock:
+            if self._direct is answer:
+                self._return()
+
+    def _return(self) -> None:
+        """Queue the direct call before all others. The caller holds the lock."""
+        assert self._direct is not None
+        self._jobs.appendleft(self._direct)
+        self._direct, self._receiving = None, False
+        self._changed.notify()
+
+    def _end_direct(self, answer: CallAnswer, error: LinkError | None = None) -> None:
+        """Close the connection and end the direct call with an error; without one, repeat the call."""
+        with self._lock:
+            if self._direct is not answer:
+                return  # ended by `close`
+            if self._closed:
+                error = LinkError("the connection is closed")
+            self._disconnect()
+            if error is None:
+                answer.sent = 0
+                self._return()
+                return
+            self._direct, self._receiving = None, False
+            self._changed.notify()
+        self._fail(answer, error)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._closed and (self._direct is not None or not self._jobs):
+                    self._changed.wait()
+                if self._closed:
+                    break
+                answer = self._jobs[0]  # stays queued until it ends, so that no direct call begins
             try:
-                answer = self._exchange(data, message.parts, by)
+                frame = self._call(answer)
+            except LinkError as error:
+                self._done()
+                self._fail(answer, error)
+            except Exception as error:  # a bug; the caller must not wait forever
+                self._done()
+                answer.set_exception(error)
+            else:
+                self._done()
+                self._complete(answer, frame)
+        self._disconnect()
+        with self._lock:
+            if self._direct is not None and not self._receiving:
+                self._return()
+            left = list(self._jobs)
+            self._jobs.clear()
+        for answer in left:
+            answer.set_exception(LinkError(f"the channel to server {self._server} is closed"))
+
+    def _done(self) -> None:
+        with self._lock:
+            self._jobs.popleft()
+
+    def _complete(self, answer: CallAnswer, frame: Frame) -> None:
+        if (reason := frame.head.get("error")) is not None:
+            answer.set_exception(CallRefused(f"server {self._server}: {reason}"))
+        else:
+            answer.set_result(frame)
+
+    def _fail(self, answer: CallAnswer, error: LinkError) -> None:
+        _LOG.info("server %d at %s:%d gave no answer: %s", self._server, *self.address, error)
+        answer.set_exception(LinkError(f"server {self._server}: {error}"))
+
+    def _call(self, answer: CallAnswer) -> Frame:
+        try:
+            fresh = self._connection is None
+            if not answer.sent:
+                size = len(answer.data) + sum(map(len, answer.parts))
+                self._links.sending(self._server, size, answer.by)
+            try:
+                return self._exchange(answer)
             except Lost as error:
                 if fresh or self._closed:
                     raise
                 _LOG.info("server %d: %s; connecting again", self._server, error)
                 self._disconnect()  # the peer may have restarted since the last call
-                answer = self._exchange(data, message.parts, by)
-        except LinkError as error:
+                answer.sent = 0
+                return self._exchange(answer)
+        except LinkError:
             self._disconnect()
-            _LOG.info("server %d at %s:%d gave no answer: %s", self._server, *self.address, error)
-            raise LinkError(f"server {self._server}: {error}") from None
-        if (reason := answer.head.get("error")) is not None:
-            raise CallRefused(f"server {self._server}: {reason}")
-        return answer
+            raise
 
-    def _exchange(self, data: bytes, parts: Sequence[Any], by: float) -> Frame:
+    def _exchange(self, answer: CallAnswer) -> Frame:
         if self._closed:
             raise LinkError("the connection is closed")
-        connection = self._connection or self._connect(by)
-        connection.send(data, parts, by)
-        return connection.receive(by)
+        connection = self._connection or self._connect(answer.by)
+        if answer.sent < len(answer.data):
+            connection.send(answer.data[answer.sent :], answer.parts, answer.by)
+        answer.sent = len(answer.data)
+        return connection.receive(answer.by)
 
     def _connect(self, by: float) -> FrameConnection:
         if by <= time.monotonic():

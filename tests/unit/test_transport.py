@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moetool.cluster.certificates import Authority, Identity
-from moetool.cluster.frames import HELLO, Frame, LinkError, pack
+from moetool.cluster.frames import HELLO, Frame, FrameConnection, Late, LinkError, pack
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import CallRefused, Channel, Listener
@@ -277,6 +277,57 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
             channel.call({"wait": 0.3}, [b"first"], timeout_s=0.1).result(5)
         answer = channel.call({}, [b"second"], timeout_s=5).result(5)
         assert bytes(answer.parts[0]) == b"dnoces"
+
+
+def test_an_answer_may_be_left_and_collected_later() -> None:
+    with _listener() as listener, _channel(listener) as channel:
+        channel.call({}, timeout_s=5).result(5)  # connects: from now on the callers send and receive
+        slow = channel.call({"wait": 0.2}, [b"slow"], timeout_s=5)
+        with pytest.raises(TimeoutError):
+            slow.result(0.05)
+        assert not slow.done()
+        following = channel.call({}, [b"next"], timeout_s=5)
+        assert bytes(following.result(5).parts[0]) == b"txen"
+        assert bytes(slow.result(0).parts[0]) == b"wols"
+
+
+def test_an_answer_that_is_left_arrives_although_nobody_waits() -> None:
+    with _listener() as listener, _channel(listener) as channel:
+        channel.call({}, timeout_s=5).result(5)
+        slow, arrived = channel.call({"wait": 0.2}, timeout_s=5), threading.Event()
+        with pytest.raises(TimeoutError):
+            slow.result(0.05)
+        slow.add_done_callback(lambda _: arrived.set())
+        assert arrived.wait(5) and slow.result(0).head == {"got": 0}
+        assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+
+
+def test_a_channel_that_is_closed_lets_the_thread_that_receives_go() -> None:
+    with _listener() as listener, _channel(listener) as channel:
+        channel.call({}, timeout_s=5).result(5)
+        answer = channel.call({"wait": 0.5}, timeout_s=60)
+        threading.Timer(0.1, channel.close).start()
+        began = time.monotonic()
+        with pytest.raises(LinkError, match="is closed"):
+            answer.result(10)
+        assert time.monotonic() - began < 5
+
+
+def test_a_message_that_comes_in_pieces_is_received_in_several_calls() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        connection = FrameConnection(server.accept()[0], 2**20)
+    whole = pack({"a": "b"}, [b"12", b"3"]) + b"123"
+    for piece in (whole[:5], whole[5:20], whole[20:-2]):
+        far.sendall(piece)
+        with pytest.raises(Late):
+            connection.receive(time.monotonic() + 0.05)
+    far.sendall(whole[-2:] + whole * 2)
+    for _ in range(3):
+        frame = connection.receive(time.monotonic() + 5)
+        assert frame.head == {"a": "b"} and [bytes(part) for part in frame.parts] == [b"12", b"3"]
+    connection.close()
+    far.close()
 
 
 def test_a_peer_that_started_anew_is_found_by_the_next_call() -> None:

@@ -15,6 +15,7 @@ from moetool.cluster.parallel.replica_routing import destinations
 from moetool.errors import MoetoolError, first_line
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
+from moetool.models.stored_expert import Weight
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent
@@ -23,6 +24,8 @@ _FORGET = 0.5
 """Weight of the last phase in the prediction of the next one of its kind."""
 _FEW_BYTES = 2**16
 """Bytes for each rank, padding included, up to which rows and counts share one all-to-all."""
+_ROWS_TOGETHER = 1024
+"""Most rows computed together, because the intermediate values of all are held at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,20 +241,24 @@ class ParallelRuntime(ExpertRuntime):
         began = time.perf_counter()
         rows = len(got_YD)
         form = replace(layer.form, finish=None)
-        places: dict[int, list[tuple[int, int]]] = {}
-        start = 0
-        for rank, expert in torch.nonzero(theirs_RE).tolist():
-            end = start + int(theirs_RE[rank, expert])
-            places.setdefault(expert, []).append((start, end))
-            start = end
-        out_YD = torch.empty_like(got_YD)
-        for expert, spans in places.items():
+        ranks_N, experts_N = torch.nonzero(theirs_RE, as_tuple=True)
+        lengths = theirs_RE[ranks_N, experts_N].tolist()
+        outputs: list[torch.Tensor] = []
+        together: list[tuple[torch.Tensor, tuple[Weight, ...]]] = []
+        num_rows = 0
+        # One product per source and expert; new memory, aligned as on the source.
+        for expert, x in zip(experts_N.tolist(), got_YD.split(lengths), strict=True):
             key = self._spec.expert_key(layer.index, expert)
             if key not in self.shelf:
                 raise MoetoolError(f"expert {expert} of MoE layer {layer.index} is not on GPU {self._gpu}")
-            weights = self.shelf.weights(key)
-            for start, end in spans:  # one product per source; new memory, aligned as on the source
-                out_YD[start:end] = form.compute(got_YD[start:end].clone(), weights)
+            if together and num_rows + len(x) > _ROWS_TOGETHER:
+                outputs += form.compute_each(*zip(*together, strict=True))
+                together, num_rows = [], 0
+            together.append((x.clone(), self.shelf.weights(key)))
+            num_rows += len(x)
+        if together:
+            outputs += form.compute_each(*zip(*together, strict=True))
+        out_YD = torch.cat(outputs) if outputs else torch.empty_like(got_YD)
         if self._machine.expert_token_s and rows:
             time.sleep(max(0.0, rows * self._machine.expert_token_s - (time.perf_counter() - began)))
         if out_YD.is_cuda:
