@@ -19,6 +19,8 @@ _BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
 _SHARE = 0.2  # weight of the newest call in the average
 _SLOWER = 2.0  # a call this much slower than the slowest recent one counts as late
 _WINDOW_S = 30.0  # the slowest call of this window and the previous one counts
+_MOST_EXCESS_S = 0.3  # of it: so a server that stalls now and then is not waited for ever longer
+_MOST_GROWTH = 4.0  # a call counts in the average as at most this many times slower than the average
 
 
 class Peers:
@@ -136,7 +138,7 @@ class Peers:
             self._away_until.pop(server, None)
             latest = seconds / max(1, pairs)
             before = self._pair_s.get(server, latest)
-            self._pair_s[server] = before + _SHARE * (latest - before)
+            self._pair_s[server] = before + _SHARE * (min(latest, _MOST_GROWTH * before) - before)
             window, excess_s = int(self._clock() // _WINDOW_S), seconds - pairs * before
             seen, slowest_s, last_s = self._excess_s.get(server, (window, 0.0, 0.0))
             if seen != window:
@@ -146,8 +148,8 @@ class Peers:
     def usual_s(self, server: int, pairs: int) -> float | None:
         """Seconds within which a call for these pairs is normally answered; None: unknown.
 
-        Twice the pairs' average time plus the largest excess of the last half minute. A server without calls takes
-        another server's values.
+        Twice the pairs' average time plus the largest excess of the last half minute, of which at most 0.3 s count. A
+        server without calls takes another server's values.
         """
         with self._lock:
             if not self._pair_s:
@@ -155,13 +157,13 @@ class Peers:
             pair_s = self._pair_s.get(server) or max(self._pair_s.values())
             found = self._excess_s.get(server)
             excess_s = max(found[1:]) if found else max((max(one[1:]) for one in self._excess_s.values()), default=0.0)
-            return _SLOWER * (pairs * pair_s + excess_s)
+            return _SLOWER * (pairs * pair_s + min(excess_s, _MOST_EXCESS_S))
 
     def overdue(self, server: int, pairs: int, waited_s: float, answer: "Future[Frame]") -> None:
         """Mark a call as late: the server is not called again before it answers or fails.
 
-        A late answer counts as twice the time waited for it: so a server that is always slow is soon given more time,
-        and one that stalled once is not.
+        A late answer counts as twice the time waited for it, within the limits of `answered`: so a server that is
+        always slow is soon given more time, and one that stalled once is not.
         """
         with self._lock:
             self._overdue[server] += 1
