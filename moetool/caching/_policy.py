@@ -1,7 +1,7 @@
-"""Cache policy interface, and policies by name.
+"""The interface of cache policies, and policies by name.
 
-A policy says what to prefetch, in which order to load misses and whom to evict; `moetool.caching._residency` turns its
-answers into programs. It gets Python integers: an expert is one key, `ModelSpec.expert_key(layer, expert)`.
+A policy decides what to prefetch, in which order to load misses, and what to evict; `moetool.caching._residency` turns
+these decisions into programs. Experts are Python integers, the keys `ModelSpec.expert_key(layer, expert)`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,28 +18,27 @@ MIN_SLOTS = 2
 
 
 class Policy:
-    """Cache policy; the defaults load on demand and prefetch nothing.
+    """A cache policy; the defaults load on demand and prefetch nothing.
 
-    A policy file defines a frozen dataclass `Options` and a subclass `Policy` of this class. It keeps whatever
-    order it needs over the residents by `admit` and `removed`, does no I/O and reads no clock.
+    A policy file defines a frozen dataclass `Options` and a subclass `Policy` of this class. It learns of residents by
+    `admit` and `removed`, does no I/O and reads no clock.
 
     Class attributes:
-        needs: trace columns without which it cannot decide: `experts`; `weights`, `logits`, `hidden` and `ahead` fill
-            the fields of that name of an event (`logits` its scores), `embeddings` that of a forward.
-        needs_predictor: whether it cannot work without a trained predictor.
-        needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
-        in_order: load and compute one expert after the other, residents first, with no overlap.
-        lossless: whether the policy leaves the model's text unchanged; only policies that change it may `route`.
-        computes_on_host: whether it has misses computed where they lie in host memory (`on_host`); its options may say.
-        live_costs: whether it decides by costs that are measured while it runs (`take_costs`); its options may say.
-        prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
-            that is meant.
-        prediction_lag: events from the gate at which it asks its predictor, on a thread of its own, to the one whose
-            first expert waits for the answer; None where it asks on the caller's thread.
+        needs: required trace columns: `experts`; `weights`, `logits`, `hidden` and `ahead` fill the fields of that name
+            of an event (`logits` its scores), `embeddings` that of a forward.
+        needs_predictor: whether it requires a trained predictor.
+        needs_future: whether it must know the coming events (replay only), which `foresee` passes first.
+        in_order: whether experts are loaded and computed one by one, residents first, without overlap.
+        lossless: whether the model's text stays unchanged; only other policies may `route`.
+        computes_on_host: whether misses may be computed in host memory (`on_host`); its options may override.
+        live_costs: whether it decides by costs measured while it runs (`take_costs`); its options may override.
+        prefetch_distance: layers ahead that it prefetches (0: none); an option `distance` overrides it.
+        prediction_lag: events between the gate at which the predictor starts in its own thread and the event whose
+            first expert waits for the result; None: the predictor runs in the caller's thread.
 
     Attributes:
-        own: sizes of what it may keep: the spec itself, but where devices share a model, with only the experts of each
-            layer that are this device's. It says how many, and never which: keys are made by `spec`.
+        own: the spec; where devices share a model, its sizes count only this device's experts per layer. Keys always
+            come from `spec`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"experts"})
@@ -61,49 +60,49 @@ class Policy:
 
     @property
     def distance(self) -> int:
-        """Number of layers ahead that it prefetches, by its options."""
+        """Return the number of layers ahead that it prefetches, by its options."""
         return int(getattr(self.options, "distance", self.prefetch_distance))
 
     @property
     def columns(self) -> frozenset[str]:
-        """Trace columns that it and its predictor look at."""
+        """Return the trace columns that it and its predictor need."""
         return self.needs if self.predictor is None else self.needs | self.predictor.needs
 
     @classmethod
     def min_slots(cls, spec: ModelSpec, options: Any) -> int:
-        """The fewest slots that the policy can work with; `build_policy` refuses fewer."""
+        """Return the fewest slots that the policy supports; `build_policy` refuses fewer."""
         return MIN_SLOTS
 
     @classmethod
     def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
-        """Number of the `num_slots` that the policy uses (default: all)."""
+        """Return how many of the `num_slots` the policy uses (default: all)."""
         return num_slots
 
     @classmethod
     def state_bytes(cls, spec: ModelSpec, options: Any) -> int:
-        """Host memory that it takes beside the slots, where that is worth counting."""
+        """Return the bytes of host memory for its state, if considerable."""
         return 0
 
     @classmethod
     def uses(cls, predictor: Any = None) -> bool:
-        """Whether it makes use of this predictor; of None, whether there is any that it makes use of."""
+        """Whether it uses this predictor; with None: whether it can use any predictor."""
         return cls.needs_predictor
 
     def foresee(self, events: Sequence[Sequence[int]]) -> None:
-        """The keys that each coming event needs, in order; only called where `needs_future` is true."""
+        """Receive the keys that each coming event needs, in order; called only if `needs_future`."""
 
     def begin_request(self, request: int) -> None:
-        """A request appears for the first time."""
+        """Note the first appearance of a request."""
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
-        """A forward begins; answers what to prefetch before its first MoE layer, most wanted first."""
+        """Begin a forward; return prefetches before its first MoE layer, most wanted first."""
         return ()
 
     def route(self, event: GateEvent, resident: Callable[[int], bool]) -> Sequence[Sequence[int]] | None:
-        """Other experts than the router chose, before anything is made of its choice; None leaves it.
+        """Return experts to use instead of the router's choice [T, K]; None keeps the choice.
 
-        Only asked where `lossless` is false. An expert takes the place, in `experts_TK`, of the one that it stands
-        for; its weight follows from its own score by the family's rule.
+        Called first at an event, only if not `lossless`. Each expert replaces the one at its position in `experts_TK`;
+        its weight follows from its own score by the family's rule.
 
         Args:
             resident: whether the expert with this key is in a slot.
@@ -111,56 +110,56 @@ class Policy:
         return None
 
     def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
-        """Which of the misses to compute on the host, out of its memory and without a slot.
+        """Return the misses to compute on the host, in host memory and without a slot.
 
-        Only asked where `computes_on_host` is true; `gate` gets the misses that are left.
+        Called only if `computes_on_host`; `gate` gets the remaining misses.
         """
         return ()
 
     def take_costs(self, load_s: float, host_s: float) -> None:
-        """Reckon with these seconds of a load and of an expert on the host; only called between forwards."""
+        """Update the seconds of a load and of an expert on the host; called only between forwards."""
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        """The router has chosen; answers the misses (ascending keys) in the order in which to load them.
+        """Return the misses (ascending keys) in the order in which to load them.
 
-        A system that moves more than the event needs (a whole layer) answers that too. Once every miss has its slot,
-        the rest is loaded on demand as well, as far as slots go, and the event's next expert is computed only when
-        all of it is there. It is counted as loaded ahead.
+        The result may include experts that the event does not need, such as the rest of the layer. Once every miss has
+        its slot, they are loaded on demand as slots permit, and the event's next expert is computed only after them.
+        They count as loaded ahead.
         """
         return misses
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
-        """The event's first expert is computed; answers what to prefetch, most wanted first.
+        """Return prefetches after the event's first expert, most wanted first.
 
-        A prefetch is placed only when every miss of the event has its slot.
+        A prefetch gets a slot only after every miss of the event.
         """
         return ()
 
     def after_last_expert(self, event: GateEvent) -> Sequence[int]:
-        """The event is complete; answers the residents to give up at once, so that their slots are free."""
+        """Return residents to evict at once, after the event's last expert."""
         return ()
 
     def admit(self, key: int, prefetched: bool) -> None:
-        """A slot was given to `key`."""
+        """Note that `key` got a slot."""
 
     def removed(self, key: int) -> None:
-        """`key` lost its slot."""
+        """Note that `key` lost its slot."""
 
     def evict(self, locked: Collection[int]) -> int:
-        """The resident to give up for a demand load; never one of `locked`. It is given up: `removed` follows."""
+        """Return the resident to evict for an on-demand load, not in `locked`; `removed` follows."""
         raise NotImplementedError
 
     def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
-        """The candidate to evict for a demand load, where each layer has its own slots.
+        """Return the candidate to evict for an on-demand load, where each layer has its own slots.
 
         Args:
-            candidates: residents that may go, layer by layer; never empty.
-            residents: all of them.
+            candidates: residents that may be evicted, layer by layer; never empty.
+            residents: all residents.
         """
         return self.evict(set(residents).difference(candidates))
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
-        """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""
+        """Return the resident to evict for a prefetch of `key`, or None if `key` is worth less than all of them."""
         return self.evict(locked)
 
     def evict_among_for_prefetch(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
@@ -168,10 +167,10 @@ class Policy:
         return self.evict_for_prefetch(key, set(residents).difference(candidates))
 
     def end_forward(self, info: ForwardInfo) -> None:
-        """The forward is complete."""
+        """Note the end of a forward."""
 
     def end_request(self, request: int) -> None:
-        """A request is over, finished or cancelled."""
+        """Note that a request has finished or was cancelled."""
 
     def expected_use(self) -> Mapping[int, float]:
         """Past use of experts by key, as far as the policy keeps it; relative numbers."""

@@ -1,19 +1,18 @@
-"""Which expert is in which slot: the one place where that is decided, for `serve` and `replay` alike.
+"""Expert residency: the decisions which expert occupies which slot, shared by `serve` and `replay`.
 
-`Residency` turns each gate event into a *program*: an ordered list of steps over slots (compute this expert,
-load that one into the slot it frees, prefetch a third). The order is the schedule: an executor that starts
-loads without waiting and waits only before computing overlaps all that may overlap. Nothing here knows a clock
-or a byte's arrival, so a replayed trace and a live model take the same decisions.
+`Residency` turns each gate event into a *program*: an ordered list of steps over slots (compute this expert, load that
+one into the freed slot, prefetch a third). The order is the schedule: an executor that starts loads without waiting,
+and waits only before computing, overlaps everything that can overlap. No clock and no arrival of bytes enters, so a
+replayed trace and a live model take the same decisions.
 
 Pinned experts keep their slots, and the policy never sees them.
 
-Where devices share a model (`moetool.caching._devices`), each has a `Residency` of its own, which deals with its
-experts only.
+Where devices share a model (`moetool.caching._devices`), each has its own `Residency` for its experts.
 
-A slot holds any expert of the model, unless each layer has its own slots (`layer_slots`). A pool in bytes, for
-replay only, holds as many experts as their own sizes allow: a slot is then no more than the number of a place.
+A slot holds any expert of the model, unless each layer has its own slots (`layer_slots`). A pool in bytes, for replay
+only, holds as many experts as their sizes allow; slots are then only numbers.
 
-A `moetool.caching._policy.Policy` says what to prefetch, in which order to load misses and whom to evict.
+A `moetool.caching._policy.Policy` decides what to prefetch, in which order to load misses, and what to evict.
 """
 
 from collections import deque
@@ -40,12 +39,12 @@ class StepKind(IntEnum):
 
 
 class Step(NamedTuple):
-    """One step: `key` is computed in, loaded or prefetched into `slot`, in place of `evicted` (-1: a free slot).
+    """One step: `key` is computed in, loaded or prefetched into `slot`, and replaces `evicted` (-1: a free slot).
 
-    `HOST` computes `key` where it lies in host memory, without a slot (-1): nothing is loaded. Such steps come first,
-    so that an executor can have them done beside the others.
+    `HOST` computes `key` in host memory, without a slot (-1) and without a load. Such steps come first, so that an
+    executor can overlap them with the others.
 
-    In a pool in bytes several may have to go for a larger one; `evicted` is then the last of them.
+    In a pool in bytes one load may evict several experts; `evicted` is then the last of them.
     """
 
     kind: StepKind
@@ -62,13 +61,11 @@ class Counts:
     """Counts of experts per event (an expert that ten tokens of an event use counts once).
 
     Attributes:
-        kept: needed, and resident with no prefetch since the last use.
-        prefetched: needed, and resident because it was loaded ahead (whether the bytes were there in time is the
-            store's to say).
+        kept: needed, and resident without a prefetch since its last use.
+        prefetched: needed, and resident because it was loaded ahead (the store decides whether the bytes were in time).
         missed: needed and not resident; loaded on demand.
         hosted: needed and not resident; computed on the host.
-        prefetch_loads: loads of experts that the current event did not need: of prefetches, and of systems that
-            move whole layers.
+        prefetch_loads: loads of experts that the current event did not need: prefetches, and the rest of whole layers.
         wasted: experts among those that were evicted unused.
     """
 
@@ -101,28 +98,28 @@ class Counts:
         return Counts(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
 
     def to_json(self) -> dict[str, Any]:
-        """The counts and what follows from them."""
+        """Return the counts and the numbers derived from them."""
         return {**asdict(self), "loads": self.loads, "hit_rate": self.hit_rate}
 
 
 class Residency:
-    """The slots, who is in them, and the program of each event.
+    """The slots, the resident experts, and the program of each event.
 
     Args:
-        policy: decides; its `num_slots` is the size of the pool without the pinned experts.
+        policy: makes the decisions; its `num_slots` is the size of the pool without the pinned experts.
         pinned: keys of experts that get a slot each when the first forward begins, and keep it.
-        limits: of prefetching.
-        sink: is given every step with its forward and layer (-1 before the first), for logs and comparisons.
+        limits: limits of prefetching.
+        sink: called with every step, its forward and its layer (-1 before the first), for logs and comparisons.
         capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
-        layer_slots: slots that each layer is guaranteed. A layer may use slots beyond them as long as no other layer
-            claims its own; then it is the layers beyond their guarantee that give experts up. Empty: one pool for all.
-            Where they add up to the pool, each layer has a pool of its own once all of them are full.
-        share: (g, n): the device g of n. It computes and loads the experts whose key is g modulo n and no others. The
-            policy hears of the whole event, since what it predicts may rest on all of the route, and may ask for what
-            it likes: what is another device's is passed over. Its hits and misses are this device's.
+        layer_slots: slots guaranteed to each layer. A layer may use more as long as no other layer claims its own; then
+            layers beyond their guarantee evict. Empty: one pool for all layers. If they add up to the pool, each layer
+            has its own pool once all are full.
+        share: (g, n): device g of n. It computes and loads only the experts whose key is g modulo n. The policy sees
+            the whole event, since its predictions may need the whole route; its requests for other devices' experts are
+            ignored. Hits and misses are this device's.
 
     Attributes:
-        places: numbers of slots are below this.
+        places: all slot numbers are below this.
 
     Raises:
         CapacityError: the pool is smaller than the smallest legal one.
@@ -147,13 +144,13 @@ class Residency:
         self.policy = policy
         self.num_slots = policy.num_slots + len(pinned)
         self._device, self._devices = share
-        assert len(self._own(pinned)) == len(pinned), "pinned is what another device has"
+        assert len(self._own(pinned)) == len(pinned), "pinned experts belong to another device"
         self.slot_of: dict[int, int] = {}
         self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
         self.limits = limits or PrefetchLimits()
-        self._left_bytes: int | None = None  # that this forward may still prefetch
-        self._fates: deque[bool] = deque(maxlen=self.limits.window)  # of the last prefetched: whether used
-        self._pause = 0  # forwards
+        self._left_bytes: int | None = None  # for further prefetches of this forward
+        self._fates: deque[bool] = deque(maxlen=self.limits.window)  # whether each of the last prefetches was used
+        self._pause = 0  # forwards without prefetches
         self._begun = False
         self.prefill = Counts()
         self.decode = Counts()
@@ -163,9 +160,9 @@ class Residency:
         if layer_slots:
             assert capacity_bytes is None and share == (0, 1) and len(layer_slots) == spec.num_layers
             assert min(layer_slots) >= 1 and sum(layer_slots) <= policy.num_slots
-        self._guaranteed = self._layer_slots = tuple(layer_slots)  # with every slot, and without those that are lent
+        self._guaranteed = self._layer_slots = tuple(layer_slots)  # with all slots, and without lent ones
         self._lent: list[int] = []
-        self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without the pinned
+        self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without pinned experts
         self._beyond: set[int] = set()  # layers with more residents than their guarantee
         if capacity_bytes is None:
             self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
@@ -185,16 +182,16 @@ class Residency:
 
     @property
     def residents(self) -> list[int]:
-        """Keys of the experts in slots, the pinned ones aside, the longest resident first."""
+        """Return the keys of the experts in slots, except pinned ones, the longest resident first."""
         return [key for key in self.slot_of if key not in self._pinned]
 
     @property
     def counts(self) -> Counts:
-        """Prefill and decode together."""
+        """Return the counts of prefill and decode together."""
         return self.prefill + self.decode
 
     def begin_forward(self, info: ForwardInfo) -> list[Step]:
-        """Announce a forward and its requests; gives the prefetches to start before its first MoE layer."""
+        """Announce a forward and its requests; return prefetches before its first MoE layer."""
         self._counts = self.prefill if info.prefill else self.decode
         for request in dict.fromkeys(info.request_T):
             if request not in self._requests:
@@ -211,24 +208,24 @@ class Residency:
         return self._emit(info.forward_id, -1, steps)
 
     def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
-        """Experts that the policy puts in place of the router's choice (`Policy.route`); None leaves it."""
+        """Return the experts that replace the router's choice (`Policy.route`); None keeps it."""
         return None if self.policy.lossless else self.policy.route(event, self.slot_of.__contains__)
 
     def event(
         self, event: GateEvent, look: Callable[[GateEvent, Sequence[Step]], GateEvent] | None = None
     ) -> list[Step]:
-        """The program of one gate event.
+        """Return the program of one gate event.
 
-        Every needed expert is computed exactly once, while it is in its slot; nothing that the event still
-        needs is evicted before it is computed; an event larger than the pool goes through it in waves.
+        Every needed expert is computed exactly once, while it is in its slot. Nothing that the event still needs is
+        evicted before it is computed. An event larger than the pool passes through it in waves.
 
         Args:
-            look: completes the event for `Policy.after_first_expert`; is given the program up to the first expert to
-                compute, whose loads may begin meanwhile: they take the place of nothing that the event needs.
+            look: completes the event for `Policy.after_first_expert`. It is called with the program up to the first
+                computed expert, whose loads may start meanwhile: they evict nothing that the event needs.
 
         Raises:
-            ValueError: the policy left out a miss or gave up an expert that is still needed. That is a bug in the
-                policy, and it stops here, before a wrong weight can be used.
+            ValueError: the policy omitted a miss or evicted an expert that is still needed. This stops a bug of a
+                policy before wrong weights are used.
         """
         base = event.layer * self._stride
         size = self._size_L[event.layer]
@@ -274,7 +271,7 @@ class Residency:
             while to_load and not (policy.in_order and to_compute):
                 among = self._candidates(locked, event.layer) if self._layer_slots and self._room < size else None
                 if not among if among is not None else (len(locked) + 1) * size > self._capacity:
-                    break  # full of experts that wait to be computed
+                    break  # full of experts that are still to be computed
                 key = to_load.popleft()
                 evicted = -1
                 while self._room < size:
@@ -293,7 +290,7 @@ class Residency:
                 prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
             if prefetches and not to_load and not (beside and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
-        if prefetches is None:  # every expert is on the host or another device's
+        if prefetches is None:  # every expert is on the host or on another device
             prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
             self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
@@ -301,10 +298,10 @@ class Residency:
         return self._emit(event.forward.forward_id, event.layer, steps)
 
     def bring(self, key: int) -> Step | None:
-        """Give an expert a free slot outside of any event; gives the load to start.
+        """Put an expert into a free slot outside of any event; return the load to start.
 
-        None where it has one or is pinned, or none is free: it is then loaded when an event needs it. Neither the
-        counts nor the sink see it, and neither does a replay.
+        None if it is resident or pinned, or if no slot is free: an event then loads it when needed. Counts, sink and
+        replays ignore it.
         """
         size = self._size_L[key // self._stride]
         if key in self.slot_of or key in self._pinned or self._room < size or not self._own([key]):
@@ -312,15 +309,15 @@ class Residency:
         return Step(StepKind.LOAD, key, self._place(key, size, prefetched=False))
 
     def forget(self, key: int) -> None:
-        """Give up an expert outside of any event, if it has a slot. It must not be pinned."""
+        """Evict an expert outside of any event, if it is resident. It must not be pinned."""
         assert key not in self._pinned, "a pinned expert keeps its slot"
         if key in self.slot_of:
             self._give_up(key, ())
 
     def change(self, policy: Policy, layer_slots: Sequence[int] = ()) -> None:
-        """Put another policy in charge between two forwards; residents and counts stay.
+        """Replace the policy between two forwards; residents and counts stay.
 
-        It hears of a running request when that is forwarded again.
+        The new policy learns of a running request at its next forward.
         """
         assert policy.num_slots == self.policy.num_slots and len(layer_slots) in (0, policy.spec.num_layers)
         scaled = scaled_down(policy.spec, layer_slots, self._capacity) if layer_slots else ()  # may refuse
@@ -340,17 +337,20 @@ class Residency:
 
     @property
     def lent(self) -> int:
-        """Slots that are lent (`lend`)."""
+        """Return the lent slots (`lend`)."""
         return len(self._lent)
 
     def lend(self, count: int) -> list[int]:
-        """Do without so many slots from the next forward on, as far as the smallest legal pool is left.
+        """Lend so many slots from the next forward on, but keep the smallest legal pool.
 
-        Called between two forwards, for one pool in slots without pinned experts. The policy chooses who goes; slots
-        that come back are empty. The sink hears of neither.
+        Called between two forwards, for one pool in slots without pinned experts. The policy chooses the evicted
+        experts; returned slots are empty. The sink is not called.
+
+        Args:
+            count: lent slots in all.
 
         Returns:
-            The slots that are lent now and were not before: their memory is free.
+            The newly lent slots, whose memory is free.
         """
         assert not self._pinned and self._devices == 1 and set(self._size_L) == {1}
         change = max(0, min(count, self.num_slots - max(MIN_SLOTS, len(self._guaranteed)))) - self.lent
@@ -370,23 +370,23 @@ class Residency:
         return newly
 
     def end_forward(self, info: ForwardInfo) -> None:
-        """The forward is complete."""
+        """Note the end of a forward."""
         self.policy.end_forward(info)
 
     def end_request(self, request: int) -> None:
-        """A request is over. Unknown ones are ignored: a request can end before its first forward."""
+        """Note the end of a request. Unknown ones are ignored: a request can end before its first forward."""
         if request in self._requests:
             del self._requests[request]
             self.policy.end_request(request)
 
     def _own(self, keys: Collection[int]) -> Collection[int]:
-        """Those of the keys that are this device's."""
+        """Return the keys that belong to this device."""
         return keys if self._devices == 1 else [key for key in keys if key % self._devices == self._device]
 
     def _load_ahead(
         self, kind: StepKind, keys: deque[int], locked: set[int], wanted: set[int], steps: list[Step]
     ) -> None:
-        """Place as many of `keys` as slots can be had for; `locked` experts and those `wanted` before stay."""
+        """Prefetch as many of `keys` as slots permit; `locked` and `wanted` experts stay."""
         while keys:
             key = keys[0]
             if key in self.slot_of:
@@ -410,7 +410,7 @@ class Residency:
             while self._room < size and evicted is not None:
                 if len(kept) >= len(self.slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
-                # Where one has gone for it already, in a pool in bytes, it is worth the rest too.
+                # In a pool in bytes, an expert evicted for it already makes further evictions worthwhile.
                 evicted = self.policy.evict_for_prefetch(key, kept) if evicted == -1 else self.policy.evict(kept)
                 if evicted is not None:
                     self._give_up(evicted, kept)
@@ -426,7 +426,8 @@ class Residency:
             self._counts.prefetch_loads += 1
 
     def _candidates(self, locked: Collection[int], layer: int) -> list[int]:
-        """Residents that may go for an expert of `layer`: those of layers beyond their guarantee, or at it, its own."""
+        """Return the residents that may be evicted for `layer`: of layers beyond their guarantee; if it is at its
+        own, its own."""
         own = self._resident_L[layer]
         full = len(own) >= self._layer_slots[layer]
         if not self._beyond:
@@ -435,7 +436,7 @@ class Residency:
         return [key for other in others for key in self._resident_L[other] if key not in locked]
 
     def _renew_limits(self) -> None:
-        """A forward begins: renew its bytes, and stop or try again by what became of the last prefetches."""
+        """Renew the byte limit at a forward, and pause or resume prefetching by the use of the last prefetches."""
         limits = self.limits
         self._left_bytes = limits.forward_bytes
         if self._pause:
@@ -450,7 +451,7 @@ class Residency:
 
     def _place(self, key: int, size: int, prefetched: bool) -> int:
         self._room -= size
-        slot = self._free.pop()  # that of the last one given up, if any was
+        slot = self._free.pop()  # the slot of the last evicted expert, if any
         self.slot_of[key] = slot
         if self._layer_slots:
             layer = key // self._stride

@@ -1,15 +1,15 @@
 """A memory of token routes: predicts from what followed the most similar tokens, without training.
 
-A token's window is the experts that it has chosen so far, and in the layers to come those of the token before. Two
-windows are as similar as the number of experts that they share. The stored tokens that are most similar say how soon
-each expert is needed again: `DISCOUNT` to the power of the tokens that passed it by, as far as that is known. Their
-mean, by weights that fall with the difference in similarity, is shrunk to past use, the more so the fewer they are.
-An expert is as valuable as the request that needs it soonest has it. It stays unused where all requests leave it so,
-as if they were independent; past use is that of whole forwards, and is blended in once.
+A token's window holds the experts that it has chosen so far and, for later layers, those of the previous token. The
+similarity of two windows is their number of shared experts. The most similar stored tokens estimate how soon each
+expert is needed again: `DISCOUNT` to the power of the tokens until its next use, as far as known. Their mean, weighted
+by similarity, is shrunk toward past use, more so with fewer of them. Over several requests, an expert has the value of
+the request that needs it soonest. The probability that it stays unused is the product over requests, as if independent;
+past use counts whole forwards and is blended in once.
 
 Shapes:
     A  experts of the model, L * E, by key     N  stored tokens     P  sum of top-k over the layers     L  layers
-    W  walks     R  requests of a forward     M  most similar tokens that are asked
+    W  walks     R  requests of a forward     M  most similar tokens used
 """
 
 import itertools
@@ -25,26 +25,26 @@ from moetool.types import ModelSpec
 
 DISCOUNT = 0.85
 HORIZON = 24
-"""An expert that is not needed for so many tokens counts as never needed again."""
+"""Tokens without a use after which an expert counts as never needed again."""
 SHARPNESS = 12.0
-"""A stored token that shares nothing has exp(-SHARPNESS) of the weight of one that shares all (`bench policies`)."""
+"""A stored token without shared experts weighs exp(-SHARPNESS) as much as an equal one (`bench policies`)."""
 PRIOR = np.float32(3)
-"""Tokens of full weight that past use counts as."""
+"""Weight of past use, in tokens of full weight."""
 RECALL = 0.9
-"""Share of past use that is left after a forward."""
+"""Decay of past use per forward."""
 _LEAST_WEIGHT = 1e-3
 _VALUED = 2
-"""Requests that are asked anew at a valuation of all experts, so that its time does not grow with a batch."""
+"""Requests whose values are updated in one valuation of all experts, so that its time does not grow with a batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Walk:
-    """Place of one request's window among the arrays of a memory.
+    """Index of one request's window in the arrays of a memory.
 
     Attributes:
-        place: W.
-        last, serial: place of its last token in the memory (-1: none), and its number.
-        valued: number of the valuation that asked for its values last (-1: none).
+        place: index along W.
+        last, serial: index of its last token in the memory (-1: none), and that token's number.
+        valued: number of the valuation that last updated its values (-1: none).
     """
 
     place: int
@@ -58,9 +58,9 @@ class WalkBatch:
     """Tokens of a forward, for the compiled loops.
 
     Attributes:
-        walks: of its requests, R.
-        place_R, tail_R, last_R: places of their walks, the row of the last token of each, and the place of the stored
-            token that this one follows (-1: none, or several tokens at once). int64.
+        walks: walks of its requests, R.
+        place_R, tail_R, last_R: int64: places of their walks, the row of each one's last token, and the index of the
+            stored token before it (-1: none, or several tokens at once).
         path_TP: int32, keys of the experts chosen so far (-1: not yet).
     """
 
@@ -76,13 +76,13 @@ class TokenMemory:
 
     Args:
         size: tokens kept.
-        neighbours: M, most similar tokens that are asked.
-        fixed_FP: paths of tokens that are kept for good, and `fixed_before_F`, the row of the token before each.
+        neighbours: M, most similar tokens used.
+        fixed_FP: paths of tokens that are always kept, and `fixed_before_F`, the row of the token before each.
 
     Attributes:
         use_A: decayed share of the forwards that used each expert.
-        unused_E: probability that no request uses each expert of the layer that `expect` was asked for last.
-        shared_WLN: uint8, experts of each layer that the last token of a walk there shares with each stored token.
+        unused_E: probability that no request uses each expert of the layer of the last `expect`.
+        shared_WLN: uint8, experts of each layer shared by the last token of a walk and each stored token.
         now_WN, old_WN: int32, sums over the window, of this token and of the last one.
     """
 
@@ -93,7 +93,7 @@ class TokenMemory:
         neighbours: int,
         fixed: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
-        # numba takes half a second to import, which commands that use no such policy need not wait for.
+        # numba takes half a second to import, which commands without such a policy avoid.
         from moetool.learning import token_kernels
 
         self._kernels = token_kernels
@@ -106,8 +106,8 @@ class TokenMemory:
         self._uses_AN = np.zeros((num, num_places), np.uint8)
         self._soon_NA = np.zeros((num_places, num), np.uint8)
         self._before_N, self._after_N = (np.full(num_places, -1, np.int32) for _ in range(2))
-        self._stored = 0  # beside the fixed ones, overwritten ones included
-        self._count = self._fixed  # tokens that there are
+        self._stored = 0  # besides the fixed ones, overwritten ones included
+        self._count = self._fixed  # number of tokens
         self._worth_D = np.rint(255 * DISCOUNT ** np.arange(HORIZON)).astype(np.uint8)
         self._arrays = (self._uses_AN, self._before_N, self._soon_NA, self._worth_D)
         scale = SHARPNESS / self.columns[-1]
@@ -129,14 +129,14 @@ class TokenMemory:
                 self._put(path_P, item, int(before))
 
     def walk(self) -> Walk:
-        """A request without a past."""
+        """Return the walk of a new request."""
         if self._num_walks == len(self.now_WN):
             self._make_walks(2 * self._num_walks)
         self._num_walks += 1
         return Walk(place=self._num_walks - 1)
 
     def begin(self, walks: Sequence[Walk], rows: Sequence[Sequence[int]]) -> WalkBatch:
-        """A forward with the next tokens of these requests begins; `rows` are those of each."""
+        """Begin a forward with the next tokens of these requests; `rows` are the tokens of each."""
         places = [walk.place for walk in walks]
         for place in places:
             self.old_WN[place, : self._count] = self.now_WN[place, : self._count]
@@ -152,7 +152,7 @@ class TokenMemory:
         )
 
     def observe(self, batch: WalkBatch, layer: int, experts_TK: Sequence[Sequence[int]]) -> None:
-        """A layer's router has chosen these experts for the tokens of the forward."""
+        """Record a layer's chosen experts for the tokens of the forward."""
         self._passed_L[layer] += 1
         scale = 1 / (1 - RECALL ** self._passed_L[layer])
         self._kernels.observe(
@@ -167,12 +167,12 @@ class TokenMemory:
         )
 
     def value(self, batch: WalkBatch, start: int, stop: int, value_A: np.ndarray) -> None:
-        """Set `value_A` from key `start` to before `stop` to how soon a request needs each expert: 0 to 1."""
+        """Set `value_A` for keys `start` to `stop` - 1 to how soon a request needs each expert: 0 to 1."""
         tokens = (self._soon_NA, self.use_A, PRIOR)
         self._kernels.value(batch.place_R, self._similar, tokens, start, stop, value_A)
 
     def value_all(self, batch: WalkBatch, value_A: np.ndarray) -> None:
-        """As `value` for all experts; of many requests, those that were asked longest ago are asked anew."""
+        """Like `value` for all experts; with many requests, only those valued longest ago are updated."""
         if len(batch.walks) <= 1:
             self.value(batch, 0, len(value_A), value_A)
             return
@@ -189,12 +189,12 @@ class TokenMemory:
         self._kernels.merge(place_R, self._value_WA, value_A)
 
     def least_valued(self, value_A: np.ndarray, near_L: np.ndarray, resident_A: np.ndarray, key_M: np.ndarray) -> int:
-        """Put the keys of the residents of least value times nearness into `key_M`, the least last; their number."""
+        """Put residents into `key_M` by value times nearness, the lowest last; return their number."""
         found: int = self._kernels.least_valued(value_A, near_L, self._stride, resident_A, key_M)
         return found
 
     def expect(self, batch: WalkBatch, layer: int, limit: float, resident_A: np.ndarray) -> list[int]:
-        """Set `unused_E`; answers the layer's absent experts that it gives less than `limit`, the likeliest first."""
+        """Set `unused_E`; return the layer's absent experts below `limit`, the most likely first."""
         found: int = self._kernels.expect(
             batch.place_R,
             self._similar,
@@ -209,7 +209,7 @@ class TokenMemory:
         return keys
 
     def store(self, walk: Walk, path_P: np.ndarray) -> None:
-        """Keep a whole token of the request, the next after the last one stored."""
+        """Store a complete token of the request, the successor of the last one stored."""
         last = self._last(walk)
         walk.last, walk.serial = self._fixed + self._stored % self._size, self._stored
         self._put(path_P, walk.last, -1 if last == walk.last else last)
@@ -217,23 +217,23 @@ class TokenMemory:
         self._count = self._fixed + min(self._stored, self._size)
 
     def break_off(self, walk: Walk) -> None:
-        """The next token that is stored follows none."""
+        """Make the next stored token begin a new sequence."""
         walk.last = walk.serial = -1
 
     def clear(self, walk: Walk) -> None:
-        """Begin the request's window anew: its last token has routes in some layers only."""
+        """Clear the request's window: its last token has routes in some layers only."""
         self.break_off(walk)
         for array in (self.shared_WLN, self.now_WN, self.old_WN):
             array[walk.place] = 0
 
     def uses(self) -> dict[int, float]:
-        """Number of stored tokens that chose each expert, by key."""
+        """Return the number of stored tokens that chose each expert, by key."""
         paths_NP = self._path_NP[: self._count]
         keys, counts = np.unique(paths_NP[paths_NP >= 0], return_counts=True)
         return dict(zip(keys.tolist(), map(float, counts), strict=True))
 
     def state(self) -> dict[str, np.ndarray]:
-        """The stored tokens in order, the row of the one before each, and past use."""
+        """Return the stored tokens in order, the row before each, and past use."""
         kept = min(self._stored, self._size)
         place_R = self._fixed + np.arange(self._stored - kept, self._stored) % self._size
         row_N = np.full(len(self._path_NP) + 1, -1, np.int32)
@@ -246,7 +246,7 @@ class TokenMemory:
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take what `state` gave. Raises: ValueError where it is of another model."""
+        """Restore the output of `state`. Raises: ValueError: it is of another model."""
         path_RP, before_R = state["path_RP"], state["before_R"]
         rows = np.arange(len(path_RP) if path_RP.ndim else 0)
         right = (
@@ -267,7 +267,7 @@ class TokenMemory:
         for name, (least, most) in spans.items():
             if not ((state[name] >= least) & (state[name] <= most)).all():
                 raise ValueError(f"{name} has values out of range")
-        # The compiled loops check no bounds: an expert must be one of its column's layer.
+        # The compiled loops check no bounds: an expert must belong to its column's layer.
         layer_P = np.repeat(np.arange(self.spec.num_layers), self.spec.top_k_L)
         if not ((path_RP == -1) | (path_RP // self.spec.num_experts == layer_P)).all():
             raise ValueError("path_RP has experts of another layer")
@@ -285,7 +285,7 @@ class TokenMemory:
         self.use_A[:] = self._use_A / np.repeat(scale_L, self.spec.num_experts)
 
     def _make_walks(self, number: int) -> None:
-        """Room for so many walks; those that there are stay."""
+        """Allocate arrays for more walks; existing ones stay."""
         places, rows = len(self._path_NP), self._num_walks
         shared_WLN, now_WN, old_WN = self.shared_WLN, self.now_WN, self.old_WN
         self.shared_WLN = np.zeros((number, self.spec.num_layers, places), np.uint8)
@@ -299,7 +299,7 @@ class TokenMemory:
         self._walk_arrays = (self.shared_WLN, self.now_WN, self._least_W, *self._similar)
 
     def _last(self, walk: Walk) -> int:
-        """Place of the request's last token, or -1 where another has taken it."""
+        """Return the index of the request's last token, or -1 if it was overwritten."""
         return walk.last if walk.serial >= max(0, self._stored - self._size) else -1
 
     def _put(self, path_P: np.ndarray, item: int, last: int) -> None:
@@ -311,7 +311,7 @@ class TokenMemory:
 
 
 def memory_bytes(spec: ModelSpec, size: int, num_walks: int = 8) -> int:
-    """Bytes of the arrays of a `TokenMemory` of `size` tokens that follows so many requests at once."""
+    """Return the bytes of the arrays of a `TokenMemory` of `size` tokens with `num_walks` concurrent requests."""
     num = spec.num_layers * spec.num_experts
     token = 2 * num + 4 * sum(spec.top_k_L) + 8
     return size * token + num_walks * (size * (spec.num_layers + 8) + 4 * num)
@@ -319,7 +319,7 @@ def memory_bytes(spec: ModelSpec, size: int, num_walks: int = 8) -> int:
 
 @cache
 def compile_loops() -> None:
-    """Have numba compile the loops of a memory, once in a process, so that no request waits for it.
+    """Compile the loops with numba, once per process, so that no request waits for it.
 
     Raises:
         MoetoolError: numba is missing or fails.
