@@ -205,10 +205,9 @@ def test_prompt_wait(checkpoint: Checkpoint) -> None:
 
 
 def test_chats_by_size_of_the_cache(checkpoint: Checkpoint) -> None:
-    """Bytes of two chats in the same memory without flags, and with the smallest and the largest cache by hand.
+    """Bytes of a chat in the same memory without flags, and with the smallest and the largest cache by hand.
 
-    Turns come at lengths from 200 to 2,500 tokens and add 64 tokens of prompt and 48 new ones. A chat that outgrows the
-    cache drops its oldest tokens.
+    Turns come at lengths from 200 to 2,400 tokens. A chat that outgrows the cache drops its oldest tokens.
     """
     values = {"device": "cpu", "oracle_s": 0.0, "warm_start": False, "max_prompt_wait": 0.0}
     memory, read = memory_for(checkpoint, values), {}
@@ -220,10 +219,10 @@ def test_chats_by_size_of_the_cache(checkpoint: Checkpoint) -> None:
         setup = choose(checkpoint, {**values, **fixed}, process_memory_bytes=memory + resident_bytes())
         engine = opened(checkpoint, setup)
         total, forwarded = 0.0, 0
-        for chat in texts(checkpoint, 2600, 2):
-            for length in (200, 312, 424, 1000, 1112, 1224, 2200, 2312, 2424):
-                prompt = chat[: length + 64][-(setup.options.kv_tokens - 64) :]
-                found = ask(engine, prompt, 48)
+        for chat in texts(checkpoint, 2600, 1):
+            for length in (200, 312, 1000, 1112, 2200, 2312):
+                prompt = chat[: length + 64][-(setup.options.kv_tokens - 32) :]
+                found = ask(engine, prompt, 24)
                 total, forwarded = total + found.read, forwarded + found.tokens
         engine.close()
         read[title] = total
@@ -427,27 +426,40 @@ def test_default_settings_on_published_routes(count: int, prompt: int, new: int)
     sources = [np.concatenate(law), np.concatenate(sequences("intent")[1])]
     starts = [(i % 2, i // 2 * (prompt + new)) for i in range(count)]
     rows = [sources[which][at : at + prompt + new] for which, at in starts]
-    rows = [row for row in rows if len(row) == prompt + new]
-    found = default_split(round(SHARE * SHAPE.num_experts))
-    memory = found.split.slots * SHAPE.slot_bytes + found.split.unused_bytes
-    memory += found.split.kv_tokens * (SHAPE.kv_token_bytes + SHAPE.context_bytes)
-    memory += found.split.chunk_tokens * SHAPE.token_bytes
+    chats = [(row, [(prompt, new)]) for row in rows if len(row) == prompt + new]
+    found, memory = default_split(round(SHARE * SHAPE.num_experts))
     hand = divide(SHAPE, memory, kv_tokens=prompt + new, chunk_tokens=prompt)
     by_hand = {
-        f"{name}{' by layer' if by_layer else ''}": _served(spec, rows, prompt, hand, {}, name, by_layer=by_layer)
+        f"{name}{' by layer' if by_layer else ''}": _served(spec, chats, hand, {}, name, by_layer=by_layer)
         for name, by_layer in (("foresight", True), ("foresight", False), ("lfru", True), ("lru", True))
     }
-    ours = _served(spec, rows, prompt, found.split, found.lent, "foresight", by_layer=True)
+    ours = _served(spec, chats, found.split, found.lent, "foresight", by_layer=True)
     best = min(by_hand.values())
     print(
-        f"\n  {len(rows)} of {prompt} + {new}: without flags {found.split} {found.lent}; "
+        f"\n  {len(chats)} of {prompt} + {new}: without flags {found.split} {found.lent}; "
         f"{hand.slots} slots by hand: {by_hand}"
     )
     print(f"  {ours} loads without flags, {ours / best:.3f} x the best")
 
 
-def default_split(slots: int) -> ExpectedSplit:
-    """The division without flags that has so many slots beside a full KV cache."""
+@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+@pytest.mark.parametrize("kv_tokens", [None, 1024, 8192])
+def test_chats_by_size_of_the_cache_on_published_routes(kv_tokens: int | None) -> None:
+    """Loads of two chats without flags, and with KV caches of a fixed size in the same memory."""
+    spec, law = sequences("law")
+    rows = np.concatenate(law)
+    turns = [(length, 48) for length in (200, 312, 424, 1000, 1112, 2200, 2312)]
+    chats = [(rows[start : start + 2400], turns) for start in (0, 2400)]
+    found, memory = default_split(round(SHARE * SHAPE.num_experts))
+    split, lent = found.split, found.lent
+    if kv_tokens is not None:
+        split, lent = divide(SHAPE, memory, kv_tokens=kv_tokens), {}
+    loads = _served(spec, chats, split, lent, "foresight", by_layer=True)
+    print(f"\n  KV cache {kv_tokens}: {lent.get('slots', split.slots)} slots, {loads} loads")
+
+
+def default_split(slots: int) -> tuple[ExpectedSplit, int]:
+    """The division without flags that has so many slots beside a full KV cache, and its memory."""
     memory = slots * SHAPE.slot_bytes
     while True:
         found = best_split(
@@ -459,28 +471,12 @@ def default_split(slots: int) -> ExpectedSplit:
             lend=partial(lendable, SHAPE, chunk=True, cache=True),
         )
         if found.split.slots >= slots:
-            return found
+            return found, memory
         memory += 2_000_000
 
 
-def _served(
-    spec: ModelSpec,
-    rows: Sequence[np.ndarray],
-    prompt: int,
-    split: MemorySplit,
-    lent: Mapping[str, int],
-    name: str,
-    *,
-    by_layer: bool,
-) -> int:
-    slots, first = lent.get("slots", split.slots), lent.get("first_kv_tokens", 0)
-    residency = Residency(build_policy(name, spec, {}, slots), layer_slots=equal_slots(spec, slots) if by_layer else ())
-    share = MemoryShare(
-        most_slots=lent.get("borrowed_slots", 0),
-        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
-        kv_slots=lent.get("kv_slots", 0),
-        kv_tokens=split.kv_tokens - first if first else 0,
-    )
+def _small_batcher(split: MemorySplit, share: MemoryShare, first_kv_tokens: int) -> Batcher:
+    """A batcher over a model with one small layer, with the server's KV cache and chunks."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16,
@@ -489,19 +485,44 @@ def _served(
         num_attention_heads=1,
         max_position_embeddings=16_384,
     )
-    batcher = Batcher(
+    return Batcher(
         LlamaForCausalLM(config).eval(),
         max_requests=8,
         kv_tokens=split.kv_tokens,
         max_batch_tokens=share.chunk_tokens,
         prefix_caching=True,
-        first_kv_tokens=first,
+        first_kv_tokens=first_kv_tokens,
     )
+
+
+def _served(
+    spec: ModelSpec,
+    chats: Sequence[tuple[np.ndarray, Sequence[tuple[int, int]]]],
+    split: MemorySplit,
+    lent: Mapping[str, int],
+    name: str,
+    *,
+    by_layer: bool,
+) -> int:
+    """Loads of chats, one after the other: routes [T, L, K], and the length of each turn's prompt and answer.
+
+    A chat that outgrows the KV cache drops its oldest tokens.
+    """
+    slots, first = lent.get("slots", split.slots), lent.get("first_kv_tokens", 0)
+    residency = Residency(build_policy(name, spec, {}, slots), layer_slots=equal_slots(spec, slots) if by_layer else ())
+    share = MemoryShare(
+        most_slots=lent.get("borrowed_slots", 0),
+        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
+        kv_slots=lent.get("kv_slots", 0),
+        kv_tokens=split.kv_tokens - first if first else 0,
+    )
+    batcher = _small_batcher(split, share, first)
+    now: dict[int, np.ndarray] = {}  # routes of each request, by position
 
     def forward(batch: Batch) -> None:
         info = batch.info
         residency.lend(share.borrowed(len(info.request_T)) + share.borrowed_by_cache(batcher.borrowed_kv_tokens))
-        experts_TLK = np.array([rows[r][t] for r, t in zip(info.request_T, info.position_T, strict=True)])
+        experts_TLK = np.array([now[r][t] for r, t in zip(info.request_T, info.position_T, strict=True)])
         residency.begin_forward(info)
         for layer in range(spec.num_layers):
             routes = tuple(map(tuple, experts_TLK[:, layer].tolist()))
@@ -509,11 +530,17 @@ def _served(
         residency.end_forward(info)
 
     batcher.on_forward = forward
-    for request, row in enumerate(rows):
-        tokens = np.random.default_rng(request).integers(3, 64, prompt).tolist()
-        batcher.add(request, tokens, SamplingParams(max_tokens=len(row) - prompt, ignore_eos=True))
-        while not batcher.idle:
-            batcher.step()
-        residency.end_request(request)
+    number = 0
+    for row, turns in chats:
+        ids: list[int] = []
+        for prompt, new in turns:
+            ids += np.random.default_rng(number).integers(3, 64, prompt - len(ids)).tolist()
+            start = max(0, prompt + new - split.kv_tokens)
+            now[number] = row[start:]
+            batcher.add(number, ids[start:], SamplingParams(max_tokens=new, ignore_eos=True))
+            while not batcher.idle:
+                ids += [output.token for output in batcher.step() if output.token is not None]
+            residency.end_request(number)
+            number += 1
     batcher.close()
     return residency.counts.loads
