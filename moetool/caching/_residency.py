@@ -426,8 +426,7 @@ class Residency:
             self._counts.prefetch_loads += 1
 
     def _candidates(self, locked: Collection[int], layer: int) -> list[int]:
-        """Return the residents that may be evicted for `layer`: of layers beyond their guarantee; if it is at its
-        own, its own."""
+        """Return residents that `layer` may evict: of layers beyond their guarantee, and its own if it is full."""
         own = self._resident_L[layer]
         full = len(own) >= self._layer_slots[layer]
         if not self._beyond:
