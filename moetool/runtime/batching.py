@@ -113,7 +113,9 @@ class Batcher:
         if model.device.type == "cpu" and model.dtype == torch.bfloat16:
             for layer in model.config.per_layer_config:  # no request waits for a compiler
                 heads, width = kv_shape(layer)
-                find_kernel(layer.num_attention_heads // heads, width)
+                queries = getattr(layer, "num_attention_heads", None) or 0
+                if heads and queries and queries % heads == 0:
+                    find_kernel(queries // heads, width)
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
         self._eos = eos_ids(model)
