@@ -1,6 +1,7 @@
 """The command `moetool bench paper`: a paper's claims and their results in miniature."""
 
 import json
+import math
 import multiprocessing
 import shutil
 import tempfile
@@ -281,9 +282,12 @@ def _print_counts(found: "Mapping[str, Sequence[Tested]]") -> None:
 
 
 def _value(name: str, mean: float, half: float | None, unit: str) -> str:
+    """Format a mean with its interval, without digits of the mean that the interval leaves open."""
     scale, sign = (100, " %") if unit == "%" else (1, f" {unit}" if unit else "")
-    spread = "" if half is None else f" ± {_number(scale * half, 2)}"
-    return f"{name} {_number(scale * mean, 3)}{spread}{sign}"
+    mean, half = scale * mean, None if half is None else scale * half
+    if half and math.isfinite(half):
+        mean = round(mean, 1 - math.floor(math.log10(half))) + 0.0  # not -0
+    return f"{name} {_number(mean, 3)}{'' if half is None else f' ± {_number(half, 2)}'}{sign}"
 
 
 def _number(value: float, digits: int) -> str:

@@ -140,7 +140,7 @@ def run(stage: Workbench, options: Options) -> Found:
                 )
                 value = _measure(found, options.measure)
                 values.setdefault(label + case.words, []).append(value)
-                lines.setdefault(label, []).append((case.x, _shown(value, options.measure)))
+                lines.setdefault(label, []).append((case.x, value))
                 if not swept and options.measure != "planning":
                     ends = sorted(_rounds(found))
                     each_ms = tuple(1e3 * seconds for _, seconds in ends)
@@ -152,7 +152,7 @@ def run(stage: Workbench, options: Options) -> Found:
     return Found(
         values=values,
         what=_WHAT[options.measure],
-        unit="tokens/s" if options.measure == "throughput" else "s",
+        unit=_unit(options),
         on=(
             f"{stage.on(list(traces.values()))}; rounds of one request per GPU, with costs of {model.name} on "
             f"{machine.name}"
@@ -189,12 +189,11 @@ def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]
 
 def _axes(options: Options) -> tuple[str, str]:
     swept = "migration time per expert, µs" if len(options.ways) > 1 else "planning time, ms"
-    of = "tokens/s" if options.measure == "throughput" else "ms"
-    return ("GPUs" if len(options.gpus) > 1 else swept, f"{_WHAT[options.measure]}, {of}")
+    return ("GPUs" if len(options.gpus) > 1 else swept, f"{_WHAT[options.measure]}, {_unit(options)}")
 
 
-def _shown(value: float, measure: str) -> float:
-    return value if measure == "throughput" else 1e3 * value
+def _unit(options: Options) -> str:
+    return "tokens/s" if options.measure == "throughput" else "ms"
 
 
 def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> SimulationOptions:
@@ -259,14 +258,15 @@ def _rounds(found: Simulated) -> list[tuple[float, float]]:
 
 
 def _measure(found: Simulated, measure: str) -> float:
+    """Tokens per second, or milliseconds."""
     if measure == "latency":
-        return found.mean_s
+        return 1e3 * found.mean_s
     if measure == "throughput":
         return found.tokens_per_s
     if measure == "planning":
-        return float(np.mean([one.plan_s for one in found.migrations])) if found.migrations else 0.0
+        return 1e3 * float(np.mean([one.plan_s for one in found.migrations])) if found.migrations else 0.0
     rounds = sorted(_rounds(found))
     whole = [seconds for _, seconds in rounds[1:]]  # the first follows a round of one request
     if len(whole) < 2:
         raise CannotTestError(f"rounds with a request for every GPU: {len(rounds)}, expected three or more")
-    return float(np.std(whole))
+    return 1e3 * float(np.std(whole))
