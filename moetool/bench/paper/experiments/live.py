@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,28 +20,21 @@ class Options:
     Attributes:
         data: prompt sets, each timed alone.
         policies: cache policies.
-        options: options of policies, by name.
         predictor: predictor for policies that need one; trained on a trace of other prompts of the same sets.
         memory: expert memory, as a share of all experts.
         new_tokens: new tokens per request.
-        measure: `latency` of a request, `ttft`, `tpot`, or `booking`, the policy's share of the time per output token.
+        measure: `latency` of a request, or `booking`, the policy's share of the time per output token.
     """
 
     data: tuple[str, ...] = ALL
     policies: tuple[str, ...]
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     predictor: str = ""
     memory: str = "25%"
     new_tokens: int = 16
-    measure: Literal["latency", "ttft", "tpot", "booking"] = "latency"
+    measure: Literal["latency", "booking"] = "latency"
 
 
-_WHAT = {
-    "latency": "mean latency per request",
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "booking": "the policy's share of the time per output token",
-}
+_WHAT = {"latency": "mean latency per request", "booking": "the policy's share of the time per output token"}
 
 
 def run(stage: Workbench, options: Options) -> Found:
@@ -66,11 +59,10 @@ def run(stage: Workbench, options: Options) -> Found:
             if line.rounds and (options.measure != "booking" or line.policy in options.policies):
                 rounds = [_value(each, options) for each in line.rounds]
                 values.setdefault(line.policy, []).append(statistics.median(rounds))
-    unit = {"latency": "s", "ttft": "ms", "tpot": "ms", "booking": "%"}[options.measure]
     return Found(
         values=values,
         what=_WHAT[options.measure],
-        unit=unit,
+        unit="s" if options.measure == "latency" else "%",
         on=f"{MODEL} live on {made.machine.cpu}, {', '.join(options.data)}: medians of {stage.sizes.rounds} rounds of "
         f"{stage.sizes.texts} requests x {options.new_tokens} new tokens each",
         traces=len(options.data),
@@ -89,14 +81,11 @@ def _timed(stage: Workbench, options: Options, data: str, predictor: Path | None
             threads=1,
             offload=False,
         ),
-        policy_options=options.options,
     )
 
 
 def _value(found: Mapping[str, Any], options: Options) -> float:
-    prompt_s, later_s = (statistics.fmean(found[phase]["seconds"]) for phase in ("prefill", "decode"))
     if options.measure == "booking":
         return float(found["decode"]["booking_s"]) / sum(found["decode"]["seconds"])
-    if options.measure == "latency":
-        return prompt_s + (options.new_tokens - 1) * later_s
-    return 1e3 * (prompt_s if options.measure == "ttft" else later_s)
+    prompt_s, later_s = (statistics.fmean(found[phase]["seconds"]) for phase in ("prefill", "decode"))
+    return prompt_s + (options.new_tokens - 1) * later_s

@@ -1,7 +1,7 @@
 """Servers that load missing experts, against servers that call each other's experts: Prism's Table I.
 
 Offloading is replayed on the assumed machine; requests queue for their server, or for the first free one. Calls are
-simulated with the same arithmetic. Both use the same requests.
+simulated with the same arithmetic. Both draw from the same requests.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Mean latency of all requests in the three modes, on the same requests.
+    """Mean latency of requests in the three modes, drawn from the same held-out ones.
 
     Source: Prism § II-B, Table I. An offloading server also has the memory of its GPUs, but serves one request at a
     time, as MoE-Infinity does. With exponential service times, the paper's latencies correspond to utilizations of 48,

@@ -23,21 +23,19 @@ class Options:
         data: prompt sets, mixed; the given trace replaces them.
         lines: policies by name, without history; predictors are trained on another part of the prompts.
         memory: expert memory, as a share of all experts.
-        busy: utilization under the first policy, which sets the arrival rate.
-        arrivals: file of arrivals instead of a Poisson process; its lengths are not used.
+        busy: utilization under the first policy, which sets the rate of Poisson arrivals.
     """
 
     data: tuple[str, ...] = ALL
     lines: Mapping[str, PolicyLine]
     memory: float = 0.25
     busy: float = 0.7
-    arrivals: str = ""
 
 
 def run(stage: Workbench, options: Options) -> Found:
     """Mean seconds from arrival to the last token, one request at a time, as replayed on the assumed machine.
 
-    Source: FineMoE § 6.3. Deviation: arrivals are Poisson unless a file is given, and requests have their own lengths.
+    Source: FineMoE § 6.3. Deviation: arrivals are Poisson, and requests have their own lengths.
     """
     values: dict[str, list[float]] = {}
     ends: dict[str, list[float]] = {}
@@ -67,8 +65,8 @@ def run(stage: Workbench, options: Options) -> Found:
             if not coming:
                 rate = f"poisson:{1e6 * float(np.mean(takes)) / options.busy:.0f}us"
                 rng = np.random.default_rng(fold)
-                coming = [one.at_s for one in read_arrivals(options.arrivals or rate, [0], len(takes), rng)]
-            served = serve_in_turn([(at_s, 0, each) for at_s, each in zip(coming, takes, strict=False)], 1)
+                coming = [one.at_s for one in read_arrivals(rate, [0], len(takes), rng)]
+            served = serve_in_turn([(at_s, 0, each) for at_s, each in zip(coming, takes, strict=True)], 1)
             values.setdefault(name, []).append(mean_by_server(served)[-1])
             ends.setdefault(name, []).extend(seconds for _, seconds in served)
     return Found(

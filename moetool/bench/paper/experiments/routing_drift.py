@@ -10,6 +10,7 @@ from moetool.placement._demand import count_experts
 from moetool.trace.reader import Trace
 from moetool.types import ModelSpec
 
+_DEPTH, _SHOWN = 0.75, 3  # of the figure: a layer, as a share of all, and its most used experts
 BATCHES, CHANCE = "batch to batch", "by chance"
 
 
@@ -20,14 +21,10 @@ class Options:
     Attributes:
         data: prompt sets, mixed; given traces replace them.
         batch: requests per batch.
-        depth: position of the drawn layer, as a share of the MoE layers.
-        shown: number of drawn experts, the most used ones.
     """
 
     data: tuple[str, ...] = ALL
     batch: int = 6
-    depth: float = 0.75
-    shown: int = 3
 
 
 def run(stage: Workbench, options: Options) -> Found:
@@ -52,8 +49,8 @@ def run(stage: Workbench, options: Options) -> Found:
         values[BATCHES].append(changed(shares))
         values[CHANCE].append(changed(_shares(trace.spec, dealt)))
         if not curves:  # of one trace, since other prompts use other experts
-            shares_BE = shares[:, round(options.depth * (trace.spec.num_layers - 1))]
-            for expert in np.argsort(-shares_BE.mean(axis=0))[: options.shown].tolist():
+            shares_BE = shares[:, round(_DEPTH * (trace.spec.num_layers - 1))]
+            for expert in np.argsort(-shares_BE.mean(axis=0))[:_SHOWN].tolist():
                 x = tuple(float(batch + 1) for batch in range(len(batches)))
                 curves[f"expert {expert}"] = [(x, tuple((100 * shares_BE[:, expert]).tolist()))]
     return Found(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
@@ -24,14 +23,12 @@ class Options:
         alphas: values besides 0.
         memory: expert memory, as a share of all experts.
         tokens: tokens per text.
-        measure: `nats` per token, or `same`, the share of tokens with the same most likely next token as at alpha 0.
     """
 
     data: tuple[str, ...] = ALL
     alphas: tuple[float, ...] = (0.35, 0.6)
     memory: float = 0.375
     tokens: int = 48
-    measure: Literal["nats", "same"] = "nats"
 
 
 def run(stage: Workbench, options: Options) -> Found:
@@ -56,14 +53,13 @@ def run(stage: Workbench, options: Options) -> Found:
         make = partial(plan_alpha, MODEL, mine, memory, _ANY_S, serve=serve, options=chosen)
         _, points = stage.once(f"alphas {options.data} {chosen} {options.memory} {seed}", make)
         for point in points:
-            value = point.nats if options.measure == "nats" else point.same
-            values.setdefault(f"alpha {point.alpha:g}", []).append(value)
+            values.setdefault(f"alpha {point.alpha:g}", []).append(point.nats)
         alphas = tuple(point.alpha for point in points)
         curves.setdefault("mean of the texts", []).append((alphas, tuple(point.nats for point in points)))
     return Found(
         values=values,
-        what="cross-entropy per token" if options.measure == "nats" else "unchanged most likely next tokens",
-        unit="nats" if options.measure == "nats" else "%",
+        what="cross-entropy per token",
+        unit="nats",
         on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, "
         f"{percent(options.memory, 'g')} of experts",
         traces=len(stage.seeds),
