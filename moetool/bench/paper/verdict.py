@@ -232,7 +232,7 @@ def _sizes(
 ) -> str:
     """Mean values beside the printed ones, in words. Of a multiple, what it is more than 1 counts.
 
-    A gain whose interval holds 0 is none.
+    A derived gain whose interval holds 0 is none.
     """
     words = []
     for name, theirs in printed.items():
@@ -242,7 +242,7 @@ def _sizes(
         low, high = min(theirs) - one, max(theirs) - one
         if low / _FACTOR <= mean <= high * _FACTOR:
             words.append(f"{name} as printed")
-        elif mean <= (half or 0.0) or not math.isfinite(mean):
+        elif mean <= (half or 0.0 if name in wanted else 0.0) or not math.isfinite(mean):
             words.append(f"{name} none, printed {low + one:g}")
         elif mean < low:
             words.append(f"{name} smaller, by {_times(low / mean)}")
