@@ -88,7 +88,7 @@ class Vectors:
         scaled = builder.bitcast(builder.add(builder.bitcast(power, self.words), moved), self.floats)
         return builder.select(builder.fcmp_unordered("uno", x, x), x, scaled)
 
-    def ask_for(self, address: Any) -> None:
+    def prefetch(self, address: Any) -> None:
         """Prefetch an address into the CPU cache."""
         byte = self.int8.as_pointer()
         prefetch = self.function("llvm.prefetch.p0", self.ir.VoidType(), byte, *[self.int32] * 3)

@@ -97,7 +97,7 @@ def dot_of(kind: RowKind, count: int) -> Any:
                 offset = vectors.times(vector, kind.block_bytes)
                 for line in range(0, kind.block_bytes, VECTOR_BYTES):
                     ahead = builder.add(builder.add(weight, field("ahead")), vectors.number(line))
-                    vectors.ask_for(builder.add(ahead, offset))
+                    vectors.prefetch(builder.add(ahead, offset))
                 x_offset = vectors.times(vector, 4 * row_order(kind).floats)
                 block = row_block(vectors, kind, builder.add(weight, offset))
                 for group in block.groups:

@@ -1,11 +1,20 @@
-"""Compiled functions of rows in bfloat16, each in one pass of the calling thread."""
+"""Compiled functions of rows in bfloat16, each in one pass."""
 
-import ctypes
-from array import array
+import logging
+import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from moetool.models.llvm_vectors import LANES, Vectors
+from moetool.models.row_threads import next_task_of, on_pool
+
+_log = logging.getLogger(__name__)
+_TASK_ROWS = 64
+_ONE_THREAD = 65_536
+"""Most numbers that one thread computes: waking the others takes about as long."""
+T = TypeVar("T")
 
 BinaryRowCall = Callable[["BinaryRows", float], None]
 """A call with its rows and a factor."""
@@ -43,7 +52,8 @@ class BinaryRow:
 
     def __init__(self, builder: Any, arguments: Any) -> None:
         self.vectors = Vectors(builder)
-        self.first, self.second, self.output, self.count, self.factor = arguments
+        self.first, self.second, self.output, self.count, bits = arguments
+        self.factor = builder.bitcast(builder.trunc(bits, self.vectors.int32), self.vectors.float32)
 
     def read(self, address: Any, vector: Any) -> Any:
         """Numbers of a row in float32."""
@@ -58,11 +68,22 @@ class BinaryRow:
         return self.vectors.builder.add(address, self.vectors.times(vector, 2 * LANES))
 
 
+def compiled(what: str, compile: Callable[[], T]) -> T | None:
+    """What `compile` returns; None with a warning if numba is missing or does not compile it for this CPU."""
+    try:
+        return compile()
+    except Exception as error:  # numba raises many kinds; torch computes the same
+        _log.warning("%s use torch, because numba does not compile the kernel (%s)", what, error)
+        return None
+
+
 def compile_rows(generate: Callable[[BinaryRow], None]) -> BinaryRowCall:
     """Compile a function by its code of one row. Raises: many kinds of errors of numba."""
     import numba
     from numba import types
     from numba.extending import intrinsic
+
+    next_task = next_task_of()
 
     def of_row(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         generate(BinaryRow(builder, arguments))
@@ -70,18 +91,21 @@ def compile_rows(generate: Callable[[BinaryRow], None]) -> BinaryRowCall:
 
     @intrinsic
     def compute(typing_context: Any, first: Any, second: Any, output: Any, count: Any, factor: Any) -> Any:
-        return types.void(*[types.int64] * 4, types.float32), of_row
+        return types.void(*[types.int64] * 5), of_row
 
-    @numba.cfunc(types.void(types.CPointer(types.int64), types.float32), nopython=True)
-    def work(job: Any, factor: Any) -> None:
-        for row in range(job[6]):
-            compute(job[0] + row * job[1], job[2] + row * job[3], job[4] + row * job[5], job[7], factor)
+    @numba.cfunc(types.void(types.CPointer(types.int64)), nopython=True, error_model="numpy")
+    def work(job: Any) -> None:
+        rows = job[7]
+        first = next_task(job) * _TASK_ROWS
+        while first < rows:
+            for row in range(first, min(rows, first + _TASK_ROWS)):
+                compute(job[1] + row * job[2], job[3] + row * job[4], job[5] + row * job[6], job[8], job[9])
+            first = next_task(job) * _TASK_ROWS
 
-    of_rows = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_float)(work.address)
+    on_threads = on_pool(work)
 
     def call(rows: BinaryRows, factor: float) -> None:
-        numbers = array("q", rows)
-        of_rows(numbers.buffer_info()[0], factor)
+        threads = torch.get_num_threads() if rows.rows * rows.vectors * LANES > _ONE_THREAD else 1
+        on_threads([0, *rows, *struct.unpack("i", struct.pack("f", factor))], threads)
 
-    call.work = work  # type: ignore[attr-defined]  # keeps the machine code
     return call

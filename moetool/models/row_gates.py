@@ -1,16 +1,13 @@
 """SiLU-gated products of experts in bfloat16 on a CPU, in one pass."""
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moetool.models.llvm_vectors import LANES
-from moetool.models.row_functions import BinaryRow, BinaryRowCall, BinaryRows, compile_rows
-
-_log = logging.getLogger(__name__)
+from moetool.models.row_functions import BinaryRow, BinaryRowCall, BinaryRows, compile_rows, compiled
 
 
 def gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -46,11 +43,7 @@ def _has_silu(module: Any) -> bool:
 @functools.cache
 def find_kernel() -> BinaryRowCall | None:
     """Return the compiled kernel; None if numba is missing or does not compile it for this CPU."""
-    try:
-        return compile_rows(_gate)
-    except Exception as error:  # numba raises many kinds; torch computes the same
-        _log.warning("gates use torch, because numba does not compile the kernel (%s)", error)
-        return None
+    return compiled("gates", lambda: compile_rows(_gate))
 
 
 def _gate(row: BinaryRow) -> None:

@@ -6,7 +6,6 @@ decode step, of which a layer has two to four.
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,7 @@ import torch
 from torch import nn
 
 from moetool.models.llvm_vectors import LANES, pairwise_sum
-from moetool.models.row_functions import BinaryRow, BinaryRowCall, BinaryRows, compile_rows
-
-_log = logging.getLogger(__name__)
+from moetool.models.row_functions import BinaryRow, BinaryRowCall, BinaryRows, compile_rows, compiled
 
 
 def adopt(model: nn.Module) -> int:
@@ -61,7 +58,8 @@ def _is_llamas(forward: Callable[..., Any]) -> bool:
 
 def _normalized(kernel: BinaryRowCall, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     x, weight = hidden_states, module.weight
-    if x.dtype != torch.bfloat16 or not x.is_contiguous():
+    usable = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu" and x.shape[-1] == len(weight)
+    if not usable or not x.is_contiguous():
         normalized: torch.Tensor = type(module).forward(module, x)
         return normalized
     output, width = torch.empty_like(x), len(weight)
@@ -73,20 +71,21 @@ def _normalized(kernel: BinaryRowCall, module: Any, hidden_states: torch.Tensor)
 
 @functools.cache
 def find_kernel() -> BinaryRowCall | None:
-    """Return the compiled kernel; None if numba is missing, does not compile it, or Llama's norm is another one."""
+    """Return the compiled kernel; None if numba does not compile it, or Llama's norm is another one."""
+    return compiled("norms", _checked)
+
+
+def _checked() -> BinaryRowCall:
+    """Raises: RuntimeError: the kernel computes something else than transformers."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    try:
-        kernel = compile_rows(_normalize)
-        norm = LlamaRMSNorm(4 * LANES, eps=0.5).to(torch.bfloat16)
-        x = torch.linspace(-2, 3, 4 * LANES, dtype=torch.bfloat16)
-        with torch.no_grad():
-            norm.weight.copy_(x.flip(0))
-            if not torch.allclose(_normalized(kernel, norm, x), norm(x), rtol=2**-7, atol=0):
-                raise RuntimeError("its result is wrong")
-    except Exception as error:  # numba raises many kinds; torch computes the same norms
-        _log.warning("norms use torch, because numba does not compile the kernel (%s)", error)
-        return None
+    kernel = compile_rows(_normalize)
+    norm = LlamaRMSNorm(4 * LANES, eps=0.5).to(torch.bfloat16)
+    x = torch.linspace(-2, 3, 4 * LANES, dtype=torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.copy_(x.flip(0))
+        if not torch.allclose(_normalized(kernel, norm, x), norm(x), rtol=2**-7, atol=0):
+            raise RuntimeError("its result is wrong")
     return kernel
 
 

@@ -26,6 +26,7 @@ from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import require_family, rounded_names
 from moetool.quantize.judging import judge, logits_of
 from moetool.quantize.replica_layers import Maker, ReplicaOptions
+from moetool.tables import percent
 
 CARD = "card.json"
 GROUPS = (16, 32, 64, 128)
@@ -213,7 +214,7 @@ Attention and experts of {path.name} rounded to {how["bits"]} bits in groups of 
 
 - Made by moetool {card["moetool_version"]} on {card["tokens"]["train"]:,} tokens of {", ".join(card["datasets"])}.
 - On {judged["tokens"]:,} tokens of other prompts: KL divergence {judged["kl"]:.5f} nats, the same next token for
-  {judged["top1"]:.1%}, {judged["match"]:.1%} of the experts that the gates choose.
+  {percent(judged["top1"])}, {percent(judged["match"])} of the experts that the gates choose.
 - {weights["bytes"]:,} bytes; the model has {weights["of_bytes"]:,}.
 - {few} experts saw fewer than {how["min_tokens"]} tokens, and their columns were not scaled.
 - Loaded again by {card["reloaded_by"]}, with no tensor missing.

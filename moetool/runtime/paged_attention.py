@@ -131,9 +131,9 @@ def paged_attention(
     lengths = [end - first for first, end in pairwise(query_ends)]
     positions = kwargs["read_index"][allocator.index]
     views = () if windowed or sliding_window is not None else allocator._kv_token_views[module.layer_idx]
-    alone = len(positions) and not isinstance(cache, Unwritten) and views and supports(query, views[0])
+    usable = len(positions) and not isinstance(cache, Unwritten) and views and supports(query, views[0])
     singles = [
-        OneQuery(query_ends[i], *key_ends[i : i + 2]) for i, length in enumerate(lengths) if length == 1 and alone
+        OneQuery(query_ends[i], *key_ends[i : i + 2]) for i, length in enumerate(lengths) if length == 1 and usable
     ]
     if singles and len(singles) == len(lengths):
         for view, new in zip(views, (key, value), strict=True):

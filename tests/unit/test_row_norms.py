@@ -52,3 +52,4 @@ def test_other_norms_types_and_layouts_are_computed_by_their_own_class() -> None
     assert adopt(nn.Sequential(norm)) == 1
     assert torch.equal(norm(x), expected)  # not contiguous
     assert torch.equal(norm(x.float()), exact)
+    assert torch.equal(norm.float()(x.float()), exact)
