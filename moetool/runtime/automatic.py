@@ -113,14 +113,15 @@ def choose(
         curve=curve,
         lend=partial(_shared, checkpoint, model, values) if shares_memory else lambda split: {},
     )
-    chunk_why = found.split.why["chunk_tokens"]
+    chunk_why, counted = found.split.why["chunk_tokens"], model
     if device_memory_bytes is not None:
         _require_room(checkpoint.spec, model, device_memory_bytes, kv_tokens or min(model.max_context, LEAST_CONTEXT))
         chunk = found.split.chunk_tokens
         activations = chunk * model.token_bytes
         if device_memory_bytes + activations + found.split.kv_tokens * model.context_bytes < limit:
+            counted = replace(model, context_bytes=0)
             found = best_split(
-                replace(model, context_bytes=0),
+                counted,
                 device_memory_bytes + activations,
                 kv_tokens=kv_tokens,
                 chunk_tokens=chunk,
@@ -130,7 +131,10 @@ def choose(
             source = why.get("memory", "--device-memory")
     split, every = found.split, found.split.slots == model.num_experts
     if every and kv_tokens is None:
-        split = with_rest(model if device_memory_bytes is None else replace(model, context_bytes=0), split)
+        free = limit - split.chunk_tokens * model.token_bytes - split.slots * model.slot_bytes - model.dense_bytes
+        free -= split.kv_tokens * (model.kv_token_bytes + model.context_bytes)
+        grown = with_rest(counted, split), with_rest(model, replace(split, unused_bytes=free))
+        split = min(grown, key=lambda one: one.kv_tokens)  # both limits hold
     chosen |= {"kv_tokens": split.kv_tokens, "prefill_chunk": split.chunk_tokens}
     if device.type == "cuda" and "host_memory_bytes" not in values:
         everything = checkpoint.spec.total_experts * model.slot_bytes
@@ -156,7 +160,8 @@ def choose(
                     why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
     slots_why = split.why["slots"]
-    kv_why = why.get("kv_tokens", "rest, with every expert in a slot" if every else "fewest expected reads, within 2 %")
+    most_why = "rest, with every expert in a slot" if every else "largest within 2 % of the fewest expected reads"
+    kv_why = why.get("kv_tokens", most_why)
     chosen = shares | chosen
     if kept_slots < slots:
         slots_why = f"{kept_slots} beside a long prompt and a full KV cache"

@@ -119,7 +119,7 @@ def best_split(
     Args:
         memory_bytes, chunk_tokens: as for `divide`.
         kv_tokens: fixed by the user; None: chosen, at least `LEAST_CONTEXT`.
-        longest: tokens of the longest expected conversation.
+        longest: tokens of the longest expected conversation; at most those that the model's context holds count.
         lend: options for borrowing slots with a given division.
 
     Raises:
@@ -137,7 +137,7 @@ def best_split(
                 raise
             break
         lent = lend(split)
-        found.append(ExpectedSplit(split=split, lent=lent, loads=expected_loads(model, split, lent, curve, longest)))
+        found.append(ExpectedSplit(split=split, lent=lent, loads=expected_loads(model, split, lent, curve, context)))
     most = (1 + _NEAR) * min(one.loads for one in found)
     best = next(one for one in reversed(found) if one.loads <= most)
     if kv_tokens is not None:

@@ -41,6 +41,7 @@ from moetool.runtime.engine import Engine
 from moetool.runtime.event_window import EventWindow, WindowForward
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
 from moetool.runtime.memory_share import MemoryShare, lendable
+from moetool.runtime.prompt_chunks import LEAST_WAITED_CHUNK
 from moetool.runtime.sizing import GOOD_CONTEXT, Footprint, MemorySplit, divide
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests import families
@@ -181,11 +182,15 @@ def test_second_turn(checkpoint: Checkpoint, new: int) -> None:
 
 
 def test_prompt_wait(checkpoint: Checkpoint) -> None:
-    """A prompt of 1,500 tokens alone and while another request decodes, by the limit of its wait."""
+    """A prompt of 1,500 tokens alone and while another request decodes, by the limit of its wait.
+
+    A forward of the fewest tokens tells the fixed time.
+    """
     for limit in (0.0, 2.0):
         engine = opened(checkpoint, without_flags(checkpoint, kv_tokens=2304, max_prompt_wait=limit))
         waiting, long, alone = (prompt[: 30 if i == 0 else 1500] for i, prompt in enumerate(texts(checkpoint, 1500, 3)))
         found = ask(engine, alone)
+        fixed = ask(engine, waiting[-1:] + alone[-LEAST_WAITED_CHUNK:]).seconds
         print(f"\n  {checkpoint.name}, limit {limit}: alone read {found.read:.0f} experts", end="")
         engine.submit(list(waiting), SamplingParams(max_tokens=500, ignore_eos=True), lambda output: None)
         engine.step()
@@ -199,8 +204,10 @@ def test_prompt_wait(checkpoint: Checkpoint) -> None:
         read = (engine.metrics()["bytes_read"] - before) / engine.spec.slot_bytes
         seconds = time.perf_counter() - began
         print(
-            f"; beside a decoding request {read:.0f} in {forwards} forwards, {seconds:.2f} s, longest {longest:.2f} s"
+            f"; beside a decoding request {read:.0f} in {forwards} forwards, {seconds:.2f} s, longest {longest:.2f} s, "
+            f"{LEAST_WAITED_CHUNK} tokens {fixed:.2f} s"
         )
+        assert not limit or longest <= 1.5 * max(limit, 2 * fixed)
         engine.close()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,18 @@ def test_a_device_memory_that_is_too_small_is_refused_with_its_own_parts() -> No
     assert choose(checkpoint, {**values, "kv_tokens": 64}, device_memory_bytes=least).device_memory_bytes == least
     with pytest.raises(CapacityError, match="KV cache of 64 tokens"):
         choose(checkpoint, {**values, "kv_tokens": 64}, device_memory_bytes=least - 1)
+
+
+@pytest.mark.parametrize("more_bytes", [-500_000, 400_000, 60_000_000])
+def test_both_limits_hold_where_the_cache_takes_the_rest(monkeypatch: pytest.MonkeyPatch, more_bytes: int) -> None:
+    """A device memory that the process cannot fill changes nothing: reading the KV cache takes memory as well."""
+    checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32", "borrowed_slots": 0}
+    monkeypatch.setattr(automatic, "resident_bytes", lambda: 0)
+    process = partial(choose, checkpoint, values, process_memory_bytes=700_000_000, policy="lru")
+    alone = process()
+    assert ("expert slots", "256 of 256") in [row[:2] for row in alone.choices] and alone.options.kv_tokens > 1100
+    limit = alone.device_memory_bytes + more_bytes
+    made = process(device_memory_bytes=limit)
+    assert made.device_memory_bytes <= min(limit, alone.device_memory_bytes)
+    assert made.options.kv_tokens == alone.options.kv_tokens or more_bytes < 0
+    assert made.options.prefill_chunk == alone.options.prefill_chunk

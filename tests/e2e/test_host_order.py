@@ -14,6 +14,7 @@ from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.engine import Engine
 from moetool.runtime.expected_use import BY_LAYER, read_order
+from moetool.runtime.expert_source import ExpertSource
 from moetool.runtime.expert_store import ExpertStore
 from tests.plans import choose_cache
 from tests.servers import eventually
@@ -37,10 +38,29 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[int]]:
     return orders
 
 
-def _open(policy: str, *, plan: CachePlan | None = None) -> Engine:
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Experts that idle threads have read into host memory."""
+    keys: list[int] = []
+    read_ahead = ExpertSource.read_ahead
+
+    def record(source: ExpertSource, key: int) -> bool:
+        before = source.in_host(key)
+        room = read_ahead(source, key)
+        if source.in_host(key) and not before:
+            keys.append(key)
+        return room
+
+    monkeypatch.setattr(ExpertSource, "read_ahead", record)
+    return keys
+
+
+def _open(policy: str, *, host_experts: int = HOST_EXPERTS, plan: CachePlan | None = None) -> Engine:
     checkpoint = Checkpoint.open("reference")
     slot = stride_of(checkpoint.spec.slot_bytes)
-    options = ServeOptions(kv_tokens=256, host_memory_bytes=HOST_EXPERTS * slot, warm_start=True, oracle_s=0)
+    options = ServeOptions(
+        kv_tokens=256, host_memory_bytes=host_experts * slot, io_threads=1, warm_start=True, oracle_s=0
+    )
     memory = sum(fixed_bytes(checkpoint, options)) + 48 * slot
     engine = build_engine(checkpoint, options=options, policy=policy, device_memory_bytes=memory, plan=plan)
     engine.state = "ready"
@@ -48,26 +68,30 @@ def _open(policy: str, *, plan: CachePlan | None = None) -> Engine:
 
 
 @pytest.mark.parametrize("policy", ["lfu", "foresight"])
-def test_a_second_start_reads_the_most_used_experts_first(asked: list[list[int]], policy: str) -> None:
+def test_a_second_start_reads_the_most_used_experts_first(asked: list[list[int]], read: list[int], policy: str) -> None:
     first = _open(policy)
     assert first.host_order == BY_LAYER == first.stats()["host_experts_read"]
     assert asked[0] == list(range(first.spec.total_experts))
+    eventually(lambda: read == asked[0][:HOST_EXPERTS])
     prompt = first.tokenizer("User: What is 12 + 7?\nAssistant:")["input_ids"]
     first.submit(prompt, SamplingParams(max_tokens=60, ignore_eos=True), lambda output: None)
     while not first.idle:
         first.step()
     use = first.residency.policy.expected_use()
     first.close()
-    second = _open(policy)
+    read.clear()
+    second = _open(policy, host_experts=80)
     assert second.host_order == "by use in earlier runs"
     assert sorted(asked[1]) == asked[0] and [use.get(key, 0) for key in asked[1]] == sorted(
         (use.get(key, 0) for key in asked[1]), reverse=True
     )
-    eventually(lambda: second.metrics()["expert_reads"] >= HOST_EXPERTS)
+    resident = set(second.residency.slot_of)  # they came into host memory on their way to the slots
+    assert len(resident) == 48
+    eventually(lambda: read == [key for key in asked[1] if key not in resident][: 80 - 48])
     second.close()
 
 
-def test_a_plan_orders_the_first_start(asked: list[list[int]], tmp_path: Path) -> None:
+def test_a_plan_orders_the_first_start(asked: list[list[int]], read: list[int], tmp_path: Path) -> None:
     spec = Checkpoint.open("reference").spec
     trace = write_trace(tmp_path / "trace", spec, num_requests=4)
     plan = choose_cache(trace, 12_000_000, policies=["lru"], tuned=False)
@@ -79,6 +103,7 @@ def test_a_plan_orders_the_first_start(asked: list[list[int]], tmp_path: Path) -
     engine = _open("lru", plan=CachePlan.load(tmp_path / "plan.json"))
     assert engine.host_order == "by use in the plan's trace"
     assert asked[-1] == np.argsort(-uses_LE.ravel(), kind="stable").tolist()
+    eventually(lambda: read == asked[-1][:HOST_EXPERTS])
     engine.close()
 
 

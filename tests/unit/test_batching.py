@@ -346,10 +346,45 @@ def test_one_size_of_forwards_tells_the_fixed_time_by_its_wait() -> None:
     assert chunks.tokens(decoding=True) == 256 and chunks.tokens(decoding=False) == 4096
     chunks.observe(1000, 13.0, 3.0)
     assert chunks.tokens(decoding=True) == 300
-    chunks.observe(300, 6.0, 0.0)  # now by both: 3 s and 10 ms per token
-    assert chunks.tokens(decoding=True) == 300
-    chunks.observe(300, 12.0, 0.0)  # as if a larger forward took no longer
-    assert chunks.tokens(decoding=True) > 500
+    chunks.observe(300, 6.0, 2.0)  # now by both: 2 + 1.43 s and 8.57 ms per token
+    assert chunks.tokens(decoding=True) == pytest.approx(400, abs=1)
+    chunks.observe(400, 12.0, 0.0)  # beyond the limit and twice the fixed time
+    assert chunks.tokens(decoding=True) < 400
     for _ in range(9):
         chunks.observe(chunks.tokens(decoding=True), 100.0 * chunks.tokens(decoding=True), 0.0)
     assert chunks.tokens(decoding=True) == 64 and PromptChunks(0.0, 99).tokens(decoding=True) == 99
+
+
+def test_a_cold_start_does_not_make_later_chunks_long() -> None:
+    chunks = PromptChunks(2.0, 8192)
+    chunks.observe(50, 20.0, 18.0)
+    chunks.observe(8192, 8.0, 1.0)
+    assert chunks.tokens(decoding=True) == pytest.approx(1 / (7 / 8192), abs=1)
+    slower = PromptChunks(2.0, 8192)
+    slower.observe(300, 20.0, 18.0)
+    slower.observe(8192, 28.0, 1.0)  # it took longer than the cold start, and 3.2 ms per token
+    assert slower.tokens(decoding=True) < 1000
+    quadratic = PromptChunks(2.0, 8192)
+    quadratic.observe(256, 0.5, 0.0)
+    quadratic.observe(4096, 20.0, 0.0)  # by least squares the fixed time would be negative
+    assert quadratic.tokens(decoding=True) == int(2 / (20 / 4096))
+
+
+@pytest.mark.parametrize("stalled_s", [0.0, 3.0])
+@pytest.mark.parametrize(("fixed_s", "token_s"), [(1.0, 0.00085), (3.0, 0.001), (0.1, 0.01)])
+def test_chunks_become_those_of_the_limit_or_of_the_fixed_time(
+    fixed_s: float, token_s: float, stalled_s: float
+) -> None:
+    chunks = PromptChunks(2.0, 8192)
+    chunks.observe(300, 60.0, 50.0)  # a cold start, which is forgotten
+    for _ in range(100):
+        tokens = chunks.tokens(decoding=True)
+        chunks.observe(tokens, fixed_s + token_s * tokens, min(fixed_s, stalled_s))
+    assert chunks.tokens(decoding=True) == pytest.approx(max(2 - fixed_s, fixed_s) / token_s, rel=0.05)
+
+
+def test_a_chunk_of_one_token_and_decode_steps() -> None:
+    chunks = PromptChunks(1.0, 1)
+    chunks.observe(0, 0.5, 0.0)
+    chunks.observe(1, 0.5, 0.1)
+    assert chunks.tokens(decoding=True) == 1

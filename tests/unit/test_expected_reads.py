@@ -67,6 +67,12 @@ def test_the_cache_is_smaller_where_slots_are_worth_more_and_larger_where_it_bor
     assert best(longest=2048).split.kv_tokens <= 2048
 
 
+def test_conversations_are_no_longer_than_the_context() -> None:
+    short = replace(MODEL, max_context=2048)
+    assert best(short, longest=8192) == best(short, longest=2048)
+    assert best(short, longest=8192).loads < best(longest=8192).loads
+
+
 def test_a_curve_from_kept_routes_is_that_of_a_replay() -> None:
     spec, draw = make_spec(layers=3, experts=16, top_k=2), np.random.default_rng(1)
     likely = (draw.dirichlet(np.full(16, 0.3), size=3) + 0.01) / 1.16
@@ -103,7 +109,7 @@ def test_the_table_says_what_is_expected_and_by_which_routes(tmp_path: Path, mon
     first = rows()
     assert first["expected reads"][0].endswith("a turn")
     assert first["expected reads"][1].endswith("misses of DeepSeek-V2-Lite's routes")
-    assert first["KV cache"][1] == "fewest expected reads, within 2 %"
+    assert first["KV cache"][1] == "largest within 2 % of the fewest expected reads"
     assert "expected reads" not in rows(kv_tokens=512) and rows(kv_tokens=512)["KV cache"] == ("512 tokens", "as set")
 
     spec, draw = checkpoint.spec, np.random.default_rng(2)
