@@ -23,7 +23,7 @@ from moetool.errors import MoetoolError
 _Done = TypeVar("_Done")
 _FRAME = struct.Struct("!4sIQ")  # magic, bytes of the head, total bytes of the parts
 _MAGIC = b"moe1"
-HELLO = b"moetool-peer-2\n"
+HELLO = b"moetool-peer-3\n"
 """First bytes from the called side, once it has accepted the caller."""
 _HEAD_BYTES = 2**20  # limit
 _JOINED_BYTES = 2**18  # messages up to this size take one send; larger ones are sent in pieces of it

@@ -3,9 +3,10 @@
 Connections use mutual TLS 1.3 with certificates of the cluster's authority (`moetool.cluster.certificates`), so a
 stranger can neither call a server, nor impersonate one, nor read or change messages.
 
-Every call has a deadline. Calls are idempotent, so they may be repeated.
+Every call has a deadline. Calls are idempotent, so they may be repeated. Each answer carries its call's number.
 """
 
+import itertools
 import logging
 import socket
 import threading
@@ -24,7 +25,7 @@ from moetool.errors import MoetoolError, first_line
 _LOG = logging.getLogger(__name__)
 
 _AT_ONCE_BYTES = 2**18
-"""Largest direct call, since encrypting takes the calling thread's time."""
+"""Largest direct call (assumed), since encrypting takes the calling thread's time."""
 
 
 class CallRefused(MoetoolError):
@@ -79,7 +80,8 @@ class Listener:
         except Exception as error:  # report it to the caller and serve the next call
             _LOG.exception("a call from %s failed", message.head.get("from"))
             answer = Frame(head={"error": f"{type(error).__name__}: {first_line(error)}"})
-        data = pack(answer.head, answer.parts)
+        number = message.head.get("call")
+        data = pack({**answer.head, "call": number if isinstance(number, int) else None}, answer.parts)
         by = time.monotonic() + self._rest_s
         caller = message.head.get("from")
         if isinstance(caller, int):
@@ -87,12 +89,14 @@ class Listener:
         connection.send(data, answer.parts, by)
 
 
-class CallAnswer(Future[Frame]):
-    """The answer to a call, for one thread. If that thread sent the call itself, `result` receives the answer.
+class CallAnswer:
+    """The answer to a call. If the calling thread sent the call itself, that thread receives the answer in `result`.
 
-    `add_done_callback` hands the answer over to the channel's thread.
+    It offers less than a future: `result`, `done` and `add_done_callback`. `concurrent.futures.wait` and cancelling are
+    not supported.
 
     Args:
+        number: the call's number on its channel.
         data: the message without its parts.
         by: deadline of the call, on the clock of `time.monotonic`.
         receive: receives the answer on the calling thread, for at most this many seconds.
@@ -101,32 +105,51 @@ class CallAnswer(Future[Frame]):
 
     def __init__(
         self,
+        number: int,
         data: bytes,
         parts: Sequence[Any],
         by: float,
         receive: "Callable[[CallAnswer, float | None], None]",
         leave: "Callable[[CallAnswer], None]",
     ) -> None:
-        super().__init__()
-        self.data, self.parts, self.by = data, parts, by
+        self.number, self.data, self.parts, self.by = number, data, parts, by
         self.sent = 0  # bytes of `data`
+        self.is_left = False  # whether the channel's thread is to receive it
+        self._future: Future[Frame] = Future()
         self._receive, self._leave = receive, leave
 
     def result(self, timeout: float | None = None) -> Frame:
         """See `Channel.call`. Raises: TimeoutError; the call's error."""
         until = None if timeout is None else time.monotonic() + timeout
-        if not self.done():
+        if not self._future.done():
             self._receive(self, timeout)
-        return super().result(None if until is None else max(0.0, until - time.monotonic()))
+        return self._future.result(None if until is None else max(0.0, until - time.monotonic()))
+
+    def done(self) -> bool:
+        """Whether the call has ended. If not, the channel's thread receives the answer from now on."""
+        if not self._future.done():
+            self._leave(self)
+        return self._future.done()
 
     def add_done_callback(self, fn: Callable[[Future[Frame]], object]) -> None:
-        """As a future's."""
-        super().add_done_callback(fn)
+        """Call `fn` with a finished future once the call ends. The channel's thread receives the answer from now on."""
+        self._future.add_done_callback(fn)
         self._leave(self)
+
+    def end(self, outcome: Frame | Exception) -> None:
+        """Set the answer or the error; for the channel only."""
+        if isinstance(outcome, Frame):
+            self._future.set_result(outcome)
+        else:
+            self._future.set_exception(outcome)
+
+
+Answer = CallAnswer | Future[Frame]
+"""The answer to a call, or to one that was not sent."""
 
 
 class Channel:
-    """Calls one server, one call at a time, over one connection.
+    """Calls one server, one call at a time, over one connection. Any thread may call.
 
     If the channel is connected and idle, the calling thread sends a short call and receives its answer: a handover to
     another thread costs more than the call. The channel's own thread connects, sends what would block, and receives
@@ -161,29 +184,32 @@ class Channel:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._jobs: deque[CallAnswer] = deque()  # for the thread; the first may be partly or wholly sent
+        self._numbers = itertools.count(1)
         self._direct: CallAnswer | None = None  # sent by its caller's thread, which uses the connection alone
-        self._receiving = False  # whether a thread is receiving the answer of `_direct`
+        self._busy = False  # whether a thread is sending `_direct` or receiving its answer; no other may take it then
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"call-{server}", daemon=True)
         self._thread.start()
 
     def call(self, head: Mapping[str, Any], parts: Sequence[Any] = (), *, timeout_s: float) -> CallAnswer:
-        """Send a request; the future receives the answer.
+        """Send a request.
 
-        Raises (the future):
+        Raises (`CallAnswer.result`):
             CallRefused: the peer answered with an error.
             LinkError: the peer cannot be reached or did not answer in time.
         """
         by = time.monotonic() + timeout_s
-        answer = CallAnswer(pack({**head, "from": self._caller}, parts), parts, by, self._receive, self._leave)
+        number = next(self._numbers)
+        data = pack({**head, "from": self._caller, "call": number}, parts)
+        answer = CallAnswer(number, data, parts, by, self._receive, self._leave)
         connection = None
         with self._lock:
             if self._closed:
-                answer.set_exception(LinkError(f"the channel to server {self._server} is closed"))
+                answer.end(self._closing())
             elif self._may_send_at_once(answer):
-                self._direct, connection = answer, self._connection
+                self._direct, self._busy, connection = answer, True, self._connection
             else:
-                if self._direct is not None and not self._receiving:
+                if self._direct is not None and not self._busy:
                     self._return()
                 self._jobs.append(answer)
                 self._changed.notify()
@@ -210,66 +236,79 @@ class Channel:
 
     def _send_at_once(self, answer: CallAnswer, connection: FrameConnection) -> None:
         answer.data, answer.parts = b"".join([answer.data, *answer.parts]), ()
-        self._links.sending(self._server, len(answer.data), answer.by)
         try:
+            self._links.sending(self._server, len(answer.data), answer.by)
             answer.sent = connection.send_at_once(answer.data)
         except Lost:
             self._end_direct(answer)
-            return
-        if answer.sent < len(answer.data):
-            self._leave(answer)
+        except BaseException:  # part of the message may have been sent
+            self._end_direct(answer, LinkError("sending was interrupted"))
+            raise
+        else:
+            self._release(answer, leave=answer.sent < len(answer.data))
 
     def _receive(self, answer: CallAnswer, timeout: float | None) -> None:
         """Receive the answer of the direct call on this thread, for at most `timeout` seconds."""
         with self._lock:
-            if self._direct is not answer or self._receiving:
+            if self._direct is not answer:
                 return
-            self._receiving = True
+            if self._busy:  # another thread receives it, and may give up earlier
+                answer.is_left = True
+                return
+            self._busy = True
             connection = self._connection
-        assert connection is not None
         try:
+            if connection is None:
+                raise Lost("the connection is closed")
             by = answer.by if timeout is None else min(answer.by, time.monotonic() + timeout)
-            frame = connection.receive(by)
+            frame = self._numbered(answer, connection.receive(by))
         except Late as error:
             if time.monotonic() < answer.by:
-                with self._lock:
-                    self._receiving = False
-                    if self._jobs:
-                        self._return()
-                return
-            self._end_direct(answer, error)
+                self._release(answer)
+            else:
+                self._end_direct(answer, error)
         except Lost:
             self._end_direct(answer)
         except LinkError as error:
             self._end_direct(answer, error)
-        except BaseException:
-            self._leave(answer)
+        except BaseException:  # part of the answer may be lost
+            self._end_direct(answer)
             raise
         else:
             with self._lock:
-                self._direct, self._receiving = None, False
+                self._direct, self._busy = None, False
                 if self._jobs:  # waking the thread costs half as much as a call
                     self._changed.notify()
             self._complete(answer, frame)
 
     def _leave(self, answer: CallAnswer) -> None:
-        """Hand the direct call over to the channel's thread."""
+        """Hand the direct call over to the channel's thread, at once or when no thread uses it."""
         with self._lock:
-            if self._direct is answer:
+            answer.is_left = True
+            if self._direct is answer and not self._busy:
                 self._return()
+
+    def _release(self, answer: CallAnswer, *, leave: bool = False) -> None:
+        """End this thread's use of the direct call; the channel's thread takes it if others wait or it was left."""
+        with self._lock:
+            self._busy = False
+            if not self._closed:
+                if leave or answer.is_left or self._jobs:
+                    self._return()
+                return
+            self._direct = None  # the channel's thread may have ended
+        answer.end(self._closing())
 
     def _return(self) -> None:
         """Queue the direct call before all others. The caller holds the lock."""
         assert self._direct is not None
         self._jobs.appendleft(self._direct)
-        self._direct, self._receiving = None, False
+        self._direct, self._busy = None, False
         self._changed.notify()
 
     def _end_direct(self, answer: CallAnswer, error: LinkError | None = None) -> None:
         """Close the connection and end the direct call with an error; without one, repeat the call."""
         with self._lock:
-            if self._direct is not answer:
-                return  # ended by `close`
             if self._closed:
                 error = LinkError("the connection is closed")
             self._disconnect()
@@ -277,7 +316,7 @@ class Channel:
                 answer.sent = 0
                 self._return()
                 return
-            self._direct, self._receiving = None, False
+            self._direct, self._busy = None, False
             self._changed.notify()
         self._fail(answer, error)
 
@@ -295,19 +334,20 @@ class Channel:
                 self._done()
                 self._fail(answer, error)
             except Exception as error:  # a bug; the caller must not wait forever
+                self._disconnect()  # the rest of this answer must not become the next one's
                 self._done()
-                answer.set_exception(error)
+                answer.end(error)
             else:
                 self._done()
                 self._complete(answer, frame)
         self._disconnect()
         with self._lock:
-            if self._direct is not None and not self._receiving:
+            if self._direct is not None and not self._busy:
                 self._return()
             left = list(self._jobs)
             self._jobs.clear()
         for answer in left:
-            answer.set_exception(LinkError(f"the channel to server {self._server} is closed"))
+            answer.end(self._closing())
 
     def _done(self) -> None:
         with self._lock:
@@ -315,13 +355,23 @@ class Channel:
 
     def _complete(self, answer: CallAnswer, frame: Frame) -> None:
         if (reason := frame.head.get("error")) is not None:
-            answer.set_exception(CallRefused(f"server {self._server}: {reason}"))
+            answer.end(CallRefused(f"server {self._server}: {reason}"))
         else:
-            answer.set_result(frame)
+            answer.end(frame)
 
     def _fail(self, answer: CallAnswer, error: LinkError) -> None:
         _LOG.info("server %d at %s:%d gave no answer: %s", self._server, *self.address, error)
-        answer.set_exception(LinkError(f"server {self._server}: {error}"))
+        answer.end(LinkError(f"server {self._server}: {error}"))
+
+    def _closing(self) -> LinkError:
+        return LinkError(f"the channel to server {self._server} is closed")
+
+    def _numbered(self, answer: CallAnswer, frame: Frame) -> Frame:
+        """Check and remove the number. Raises: LinkError: the frame answers another call."""
+        head = dict(frame.head)
+        if (number := head.pop("call", None)) != answer.number:
+            raise LinkError(f"the peer answered call {number}, expected {answer.number}")
+        return Frame(head=head, parts=frame.parts)
 
     def _call(self, answer: CallAnswer) -> Frame:
         try:
@@ -349,7 +399,7 @@ class Channel:
         if answer.sent < len(answer.data):
             connection.send(answer.data[answer.sent :], answer.parts, answer.by)
         answer.sent = len(answer.data)
-        return connection.receive(answer.by)
+        return self._numbered(answer, connection.receive(answer.by))
 
     def _connect(self, by: float) -> FrameConnection:
         if by <= time.monotonic():

@@ -32,8 +32,8 @@ from moetool.runtime.signals import Signals, request_means
 from moetool.types import ForwardInfo, GateEvent
 
 _IMPLEMENTATION = "moetool"
-_FEW_ROWS = 1024
-"""Most choices computed together, because the intermediate values of all are held at once."""
+ROWS_TOGETHER = 1024
+"""Most rows computed together, because the intermediate values of all are held at once."""
 _SUMMED_TOKENS = 256
 """Tokens whose products are weighted together on a CPU: the weighted products of all would take twice their memory."""
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
@@ -333,7 +333,7 @@ class ExpertRuntime:
         """
         num_rows = sum(map(len, event.experts_TK))
         max_rows = self._max_rows[layer.index]
-        if not max_rows or num_rows > _FEW_ROWS:
+        if not max_rows or num_rows > ROWS_TOGETHER:
             return None
         places_of: dict[int, list[int]] = {}
         for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
@@ -402,7 +402,7 @@ class ExpertRuntime:
             gather: returns rows of an expert's inputs, by expert and position in [T * K].
         """
         choices = by_expert(index_TK)
-        rows_of, at_once = choices.split(choices.places), index_TK.numel() <= _FEW_ROWS
+        rows_of, at_once = choices.split(choices.places), index_TK.numel() <= ROWS_TOGETHER
         x_of = choices.split(gather(choices.experts, choices.places)) if at_once else {}
         products: torch.Tensor | None = None
 
@@ -503,7 +503,7 @@ class ExpertRuntime:
             if expert >= form.num_experts:
                 put(expert, x)
                 continue
-            if together and num_rows + len(x) > _FEW_ROWS:
+            if together and num_rows + len(x) > ROWS_TOGETHER:
                 compute()
                 together, num_rows = [], 0
             together.append((expert, step, x))

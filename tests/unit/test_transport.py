@@ -18,7 +18,7 @@ import pytest
 from moetool.cluster.certificates import Authority, Identity
 from moetool.cluster.frames import HELLO, Frame, FrameConnection, Late, LinkError, pack
 from moetool.cluster.links import Bucket, Links
-from moetool.cluster.listener import listen
+from moetool.cluster.listener import Acceptor, listen
 from moetool.cluster.transport import CallRefused, Channel, Listener
 from moetool.errors import MoetoolError
 from tests.identities import authority, identity
@@ -49,6 +49,16 @@ def _channel(listener: Listener, caller: Identity | None = None, **options: Any)
     channel = Channel(1, listener.address, caller or identity(CALLER), caller=0, **options)
     yield channel
     channel.close()
+
+
+def _held(released: threading.Event) -> Callable[[Frame], Frame]:
+    """A handler that keeps calls marked `held` until the event."""
+
+    def handle(message: Frame) -> Frame:
+        assert not message.head.get("held") or released.wait(20)
+        return _echo(message)
+
+    return handle
 
 
 def _raw(listener: Listener) -> socket.socket:
@@ -115,7 +125,7 @@ def test_bytes_are_counted_each_way() -> None:
     there, back = Links(), Links()
     with _listener(links=back) as listener, _channel(listener, links=there) as channel:
         channel.call({}, [b"x" * 1000], timeout_s=5).result(5)
-    asked, answered = pack({"from": 0}, [b"x" * 1000]), pack({"got": 0}, [b"x" * 1000])
+    asked, answered = pack({"from": 0, "call": 1}, [b"x" * 1000]), pack({"got": 0, "call": 1}, [b"x" * 1000])
     assert there.bytes_out == {1: len(asked) + 1000} and back.bytes_out == {0: len(answered) + 1000}
 
 
@@ -279,27 +289,116 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
         assert bytes(answer.parts[0]) == b"dnoces"
 
 
-def test_an_answer_may_be_left_and_collected_later() -> None:
+def test_threads_that_share_a_channel_get_their_own_answers() -> None:
+    wrong: list[object] = []
+
+    def ask(thread: int) -> None:
+        for number in range(200):
+            part = b"%d of thread %d" % (number, thread)
+            try:
+                answer = channel.call({}, [part], timeout_s=10).result(10)
+            except (LinkError, TimeoutError) as error:
+                wrong.append(error)
+            else:
+                wrong.extend([answer] * (bytes(answer.parts[0]) != part[::-1]))
+
     with _listener() as listener, _channel(listener) as channel:
         channel.call({}, timeout_s=5).result(5)  # connects: from now on the callers send and receive
-        slow = channel.call({"wait": 0.2}, [b"slow"], timeout_s=5)
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert not wrong
+
+
+def test_an_answer_to_another_call_is_an_error_and_ends_the_connection() -> None:
+    def answer_twice(connection: FrameConnection) -> None:
+        while True:
+            number = connection.receive(None).head["call"]
+            for _ in range(2):
+                connection.send(pack({"call": number, "got": number}, []), (), time.monotonic() + 5)
+
+    acceptor = Acceptor(listen("127.0.0.1"), identity(CALLED), ("server",), answer_twice, limit_bytes=2**20)
+    channel = Channel(1, acceptor.address, identity(CALLER), caller=0)
+    for direct in (True, False):
+        assert channel.call({}, timeout_s=5).result(5).head["got"]
+        shifted = channel.call({}, [] if direct else [b"x" * 2**19], timeout_s=5)
+        with pytest.raises(LinkError, match=r"answered call \d, expected \d"):
+            shifted.result(5)
+    channel.close()
+    acceptor.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_bug_while_an_answer_arrives_does_not_disturb_the_next_call(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = FrameConnection.receive
+
+    def fails(connection: FrameConnection, by: float | None, rest_s: float = 10.0) -> Frame:
+        if threading.current_thread().name == "peer-call":
+            return receive(connection, by, rest_s)
+        monkeypatch.setattr(FrameConnection, "receive", receive)
+        raise RuntimeError("a bug")
+
+    with _listener() as listener, _channel(listener) as channel:
+        if direct:
+            channel.call({}, timeout_s=5).result(5)
+        monkeypatch.setattr(FrameConnection, "receive", fails)
+        first = channel.call({}, [b"first"], timeout_s=5)
+        with pytest.raises(RuntimeError, match="a bug"):
+            first.result(5)
+        assert bytes(channel.call({}, [b"second"], timeout_s=5).result(5).parts[0]) == b"dnoces"
+        if direct:
+            assert bytes(first.result(5).parts[0]) == b"tsrif"  # the channel's thread has repeated the call
+
+
+def test_an_answer_may_be_left_and_collected_later() -> None:
+    released = threading.Event()
+    with _listener(_held(released)) as listener, _channel(listener) as channel:
+        channel.call({}, timeout_s=5).result(5)
+        slow = channel.call({"held": True}, [b"slow"], timeout_s=20)
         with pytest.raises(TimeoutError):
             slow.result(0.05)
-        assert not slow.done()
-        following = channel.call({}, [b"next"], timeout_s=5)
-        assert bytes(following.result(5).parts[0]) == b"txen"
+        following = channel.call({}, [b"next"], timeout_s=20)
+        released.set()
+        assert bytes(following.result(20).parts[0]) == b"txen"
         assert bytes(slow.result(0).parts[0]) == b"wols"
 
 
-def test_an_answer_that_is_left_arrives_although_nobody_waits() -> None:
-    with _listener() as listener, _channel(listener) as channel:
+@pytest.mark.parametrize("polled", [True, False])
+def test_an_answer_that_is_left_arrives_although_nobody_waits(polled: bool) -> None:
+    released, arrived = threading.Event(), threading.Event()
+    with _listener(_held(released)) as listener, _channel(listener) as channel:
         channel.call({}, timeout_s=5).result(5)
-        slow, arrived = channel.call({"wait": 0.2}, timeout_s=5), threading.Event()
+        slow = channel.call({"held": True}, timeout_s=20)
         with pytest.raises(TimeoutError):
             slow.result(0.05)
-        slow.add_done_callback(lambda _: arrived.set())
-        assert arrived.wait(5) and slow.result(0).head == {"got": 0}
+        if polled:
+            assert not slow.done()
+            released.set()
+            eventually(slow.done)
+        else:
+            slow.add_done_callback(lambda _: arrived.set())
+            released.set()
+            assert arrived.wait(20)
+        assert slow.result(0).head == {"got": 0}
         assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+
+
+def test_an_answer_that_one_thread_gives_up_is_received_for_another() -> None:
+    released, got = threading.Event(), list[Frame]()
+    with _listener(_held(released)) as listener, _channel(listener) as channel:
+        channel.call({}, timeout_s=5).result(5)
+        slow = channel.call({"held": True}, timeout_s=20)
+        patient = threading.Timer(0.05, lambda: got.append(slow.result(20)))
+        patient.start()
+        with pytest.raises(TimeoutError):
+            slow.result(0.2)
+        released.set()
+        patient.join(20)
+    assert got[0].head == {"got": 0}
 
 
 def test_a_channel_that_is_closed_lets_the_thread_that_receives_go() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
-from moetool.cluster.transport import CallRefused, Channel
+from moetool.cluster.transport import Answer, CallRefused, Channel
 
 _LOG = logging.getLogger(__name__)
 
@@ -19,8 +19,8 @@ _BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
 _SHARE = 0.2  # weight of the newest call in the average
 _SLOWER = 2.0  # a call this much slower than the slowest recent one counts as late
 _WINDOW_S = 30.0  # the slowest call of this window and the previous one counts
-_MOST_EXCESS_S = 0.3  # of it: so a server that stalls now and then is not waited for ever longer
-_MOST_GROWTH = 4.0  # a call counts in the average as at most this many times slower than the average
+_MOST_EXCESS_S = 0.3  # assumed limit of that excess, so that occasional stalls do not lengthen later waits
+_MOST_GROWTH = 4.0  # assumed: a call counts in the average as at most this many times slower than the average
 
 
 class Peers:
@@ -112,7 +112,7 @@ class Peers:
 
     def call(
         self, server: int, head: Mapping[str, Any], parts: Sequence[Any], *, timeout_s: float, lane: str = "compute"
-    ) -> "Future[Frame]":
+    ) -> Answer:
         """Like `Channel.call`. Each lane has its own channel, so that a long transfer does not delay short calls."""
         with self._lock:
             channel = self._channels.get((server, lane))
@@ -126,9 +126,9 @@ class Peers:
                     limit_bytes=self._limit_bytes,
                 )
         if channel is None:
-            answer: Future[Frame] = Future()
-            answer.set_exception(LinkError(f"server {server} is unavailable"))
-            return answer
+            unsent: Future[Frame] = Future()
+            unsent.set_exception(LinkError(f"server {server} is unavailable"))
+            return unsent
         return channel.call(head, parts, timeout_s=timeout_s)
 
     def answered(self, server: int, pairs: int, seconds: float) -> None:
@@ -159,7 +159,7 @@ class Peers:
             excess_s = max(found[1:]) if found else max((max(one[1:]) for one in self._excess_s.values()), default=0.0)
             return _SLOWER * (pairs * pair_s + min(excess_s, _MOST_EXCESS_S))
 
-    def overdue(self, server: int, pairs: int, waited_s: float, answer: "Future[Frame]") -> None:
+    def overdue(self, server: int, pairs: int, waited_s: float, answer: Answer) -> None:
         """Mark a call as late: the server is not called again before it answers or fails.
 
         A late answer counts as twice the time waited for it, within the limits of `answered`: so a server that is

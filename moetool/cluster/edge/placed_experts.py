@@ -6,7 +6,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +19,7 @@ from moetool.cluster.edge.peers import Peers
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.row_bytes import read_rows, rows_bytes, rows_head
-from moetool.cluster.transport import CallRefused
+from moetool.cluster.transport import Answer, CallRefused
 from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
@@ -44,7 +43,7 @@ class _Call:
 
     server: int
     pairs: dict[int, int]
-    answer: "Future[Frame]"
+    answer: Answer
     began: float
 
 

@@ -16,7 +16,7 @@ from moetool.errors import MoetoolError, first_line
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
 from moetool.models.stored_expert import Weight
-from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_forward import ROWS_TOGETHER, ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent
 
@@ -24,8 +24,6 @@ _FORGET = 0.5
 """Weight of the last phase in the prediction of the next one of its kind."""
 _FEW_BYTES = 2**16
 """Bytes for each rank, padding included, up to which rows and counts share one all-to-all."""
-_ROWS_TOGETHER = 1024
-"""Most rows computed together, because the intermediate values of all are held at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +249,7 @@ class ParallelRuntime(ExpertRuntime):
             key = self._spec.expert_key(layer.index, expert)
             if key not in self.shelf:
                 raise MoetoolError(f"expert {expert} of MoE layer {layer.index} is not on GPU {self._gpu}")
-            if together and num_rows + len(x) > _ROWS_TOGETHER:
+            if together and num_rows + len(x) > ROWS_TOGETHER:
                 outputs += form.compute_each(*zip(*together, strict=True))
                 together, num_rows = [], 0
             together.append((x.clone(), self.shelf.weights(key)))
