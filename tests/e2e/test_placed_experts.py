@@ -201,7 +201,7 @@ def test_cold_experts_lie_on_disk(reference: Path, tokenizer: Any, baseline: Any
 
 
 def test_one_message_a_layer_and_server(thirds: Nodes, baseline: Any) -> None:
-    before = [dict(node.meter.total) for node in thirds.nodes]
+    before = [node.meter.total.copy() for node in thirds.nodes]
     _, tokens, _ = baseline
     generate(thirds[0].engine, baseline[0][:1], 5)
     calls = thirds[0].meter.total["calls"] - before[0]["calls"]
