@@ -7,12 +7,25 @@ from typing import Any
 import numpy as np
 
 from moetool import durable
+from moetool.runtime.sizing import Footprint
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 AHEAD = 3  # layers that synthetic events look ahead
+DEEPSEEK_V2_LITE = Footprint(
+    dense_bytes=0,
+    slot_bytes=17_301_504,
+    num_experts=1664,
+    min_slots=2,
+    kv_token_bytes=331_776,
+    token_bytes=107_776,
+    max_context=163_840,
+    token_experts=156,
+    context_bytes=24_576,
+)
+"""DeepSeek-V2-Lite in bfloat16, without its dense weights."""
 
 
 def make_spec(

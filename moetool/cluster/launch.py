@@ -147,7 +147,7 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """What workers do after their head has ended.
+    """Behavior of workers after their head has ended.
 
     Attributes:
         folder: folder in which the next head finds them; None: they cannot be taken over.

@@ -50,7 +50,8 @@ _PLACES = {name: place for place, name in enumerate(AttentionJob._fields)}
 _PER_SEQUENCE = 5
 _LINE = 64
 _AHEAD = 16
-"""Tokens that keys and values are prefetched ahead: 4,000 took 0.6 of the time without."""
+"""Tokens between a key or value and the one that is prefetched. Over 4,000 keys of Qwen3-30B-A3B's shape the kernel
+takes 0.6 of its time without prefetching (two threads)."""
 _MOST_QUERIES = LANES
 """Query heads of a task."""
 

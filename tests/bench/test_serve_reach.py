@@ -42,11 +42,11 @@ from moetool.runtime.event_window import EventWindow, WindowForward
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
 from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.prompt_chunks import LEAST_WAITED_CHUNK
-from moetool.runtime.sizing import GOOD_CONTEXT, Footprint, MemorySplit, divide
+from moetool.runtime.sizing import GOOD_CONTEXT, MemorySplit, divide
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests import families
 from tests.bench.test_foresight import ROUTES, sequences
-from tests.synthetic import make_forward
+from tests.synthetic import DEEPSEEK_V2_LITE, make_forward
 
 pytestmark = pytest.mark.slow
 SHARE = 0.25
@@ -408,20 +408,6 @@ def test_default_settings_on_the_embedded_model(
     print(f"  {read['without flags'] / best:.3f} x the best by hand")
 
 
-SHAPE = Footprint(
-    dense_bytes=0,
-    slot_bytes=17_301_504,
-    num_experts=1664,
-    min_slots=2,
-    kv_token_bytes=331_776,
-    token_bytes=107_776,
-    max_context=163_840,
-    token_experts=156,
-    context_bytes=24_576,
-)
-"""DeepSeek-V2-Lite in bfloat16."""
-
-
 @pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
 @pytest.mark.parametrize(("count", "prompt", "new"), [(12, 120, 120), (6, 2000, 200)])
 def test_default_settings_on_published_routes(count: int, prompt: int, new: int) -> None:
@@ -434,8 +420,8 @@ def test_default_settings_on_published_routes(count: int, prompt: int, new: int)
     starts = [(i % 2, i // 2 * (prompt + new)) for i in range(count)]
     rows = [sources[which][at : at + prompt + new] for which, at in starts]
     chats = [(row, [(prompt, new)]) for row in rows if len(row) == prompt + new]
-    found, memory = default_split(round(SHARE * SHAPE.num_experts))
-    hand = divide(SHAPE, memory, kv_tokens=prompt + new, chunk_tokens=prompt)
+    found, memory = default_split(round(SHARE * DEEPSEEK_V2_LITE.num_experts))
+    hand = divide(DEEPSEEK_V2_LITE, memory, kv_tokens=prompt + new, chunk_tokens=prompt)
     by_hand = {
         f"{name}{' by layer' if by_layer else ''}": _served(spec, chats, hand, {}, name, by_layer=by_layer)
         for name, by_layer in (("foresight", True), ("foresight", False), ("lfru", True), ("lru", True))
@@ -457,25 +443,25 @@ def test_chats_by_size_of_the_cache_on_published_routes(kv_tokens: int | None) -
     rows = np.concatenate(law)
     turns = [(length, 48) for length in (200, 312, 424, 1000, 1112, 2200, 2312)]
     chats = [(rows[start : start + 2400], turns) for start in (0, 2400)]
-    found, memory = default_split(round(SHARE * SHAPE.num_experts))
+    found, memory = default_split(round(SHARE * DEEPSEEK_V2_LITE.num_experts))
     split, lent = found.split, found.lent
     if kv_tokens is not None:
-        split, lent = divide(SHAPE, memory, kv_tokens=kv_tokens), {}
+        split, lent = divide(DEEPSEEK_V2_LITE, memory, kv_tokens=kv_tokens), {}
     loads = _served(spec, chats, split, lent, "foresight", by_layer=True)
     print(f"\n  KV cache {kv_tokens}: {lent.get('slots', split.slots)} slots, {loads} loads")
 
 
 def default_split(slots: int) -> tuple[ExpectedSplit, int]:
     """The division without flags that has so many slots beside a full KV cache, and its memory."""
-    memory = slots * SHAPE.slot_bytes
+    memory = slots * DEEPSEEK_V2_LITE.slot_bytes
     while True:
         found = best_split(
-            SHAPE,
+            DEEPSEEK_V2_LITE,
             memory,
             kv_tokens=None,
             chunk_tokens=None,
             longest=GOOD_CONTEXT,
-            lend=partial(lendable, SHAPE, chunk=True, cache=True),
+            lend=partial(lendable, DEEPSEEK_V2_LITE, chunk=True, cache=True),
         )
         if found.split.slots >= slots:
             return found, memory

@@ -83,7 +83,7 @@ class _Allocator:
 
 
 class _Cache:
-    """What of transformers' paged cache attention uses."""
+    """The parts of transformers' paged cache that attention uses."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self.layer_to_allocator = {0: _Allocator(cache)}

@@ -25,19 +25,9 @@ from moetool.runtime.expected_reads import (
 from moetool.runtime.memory_share import lendable
 from moetool.runtime.sizing import Footprint, divide
 from moetool.runtime.warm_start import WarmStart, kept_routes
-from tests.synthetic import make_forward, make_spec
+from tests.synthetic import DEEPSEEK_V2_LITE, make_forward, make_spec
 
-MODEL = Footprint(
-    dense_bytes=1_000_000_000,
-    slot_bytes=17_301_504,
-    num_experts=1664,
-    min_slots=2,
-    kv_token_bytes=331_776,
-    token_bytes=107_776,
-    max_context=163_840,
-    token_experts=156,
-    context_bytes=24_576,
-)
+MODEL = replace(DEEPSEEK_V2_LITE, dense_bytes=1_000_000_000)
 MEMORY = 9 * 10**9
 
 
