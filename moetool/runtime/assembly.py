@@ -51,6 +51,7 @@ _LEAST = {
     "expected_context": 16,
     "prefill_chunk": 1,
     "borrowed_slots": 0,
+    "first_chunk": 1,
     "first_kv_tokens": 0,
     "kv_slots": 0,
     "max_requests": 0,
@@ -83,8 +84,9 @@ class ServeOptions:
         prefix_caching: keep the KV cache of earlier prompts and answers until its memory is needed, and forward only
             the part of a new prompt that differs from them.
         borrowed_slots: expert slots that a full prompt chunk borrows for its activations; shorter chunks borrow fewer,
-            and chunks of up to 256 tokens none. Needs one device, a CPU, no pinned experts and a policy that computes
-            nothing on the host (0: none).
+            and chunks of up to `first_chunk` tokens none. Needs one device, a CPU, no pinned experts and a policy that
+            computes nothing on the host (0: none).
+        first_chunk: most tokens of a forward that borrows no slots.
         first_kv_tokens: tokens in the KV cache at first, where slots may be borrowed; it grows to `kv_tokens` on demand
             (0: full size from the start).
         kv_slots: expert slots that the KV cache borrows to grow.
@@ -124,6 +126,7 @@ class ServeOptions:
     max_prompt_wait: float = 2.0
     prefix_caching: bool = True
     borrowed_slots: int = 0
+    first_chunk: int = LEAST_CHUNK
     first_kv_tokens: int = 0
     kv_slots: int = 0
     max_requests: int = 0
@@ -144,10 +147,10 @@ class ServeOptions:
         if self.pool is not None:
             require_pool_form("pool", self.pool)
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
-        if self.borrowed_slots and self.prefill_chunk <= LEAST_CHUNK:
+        if self.borrowed_slots and self.prefill_chunk <= self.first_chunk:
             raise UsageError(
                 f"borrowed_slots is {self.borrowed_slots}, but chunks of prefill_chunk={self.prefill_chunk} tokens "
-                f"borrow none; set prefill_chunk above {LEAST_CHUNK}, or borrowed_slots=0"
+                f"borrow none; set prefill_chunk above {self.first_chunk}, or borrowed_slots=0"
             )
         require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
 
@@ -322,6 +325,7 @@ def build_engine(
                 MemoryShare(
                     most_slots=options.borrowed_slots,
                     chunk_tokens=options.prefill_chunk,
+                    first_chunk=options.first_chunk,
                     kv_slots=options.kv_slots,
                     kv_tokens=max(0, options.kv_tokens - options.first_kv_tokens),
                 )

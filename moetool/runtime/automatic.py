@@ -22,7 +22,15 @@ from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
 from moetool.runtime.expected_reads import PUBLISHED, ExpectedSplit, MissCurve, best_split, miss_curve
 from moetool.runtime.memory_share import lendable
 from moetool.runtime.own_caches import own_cache
-from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CONTEXT, MOST_CHUNK, Footprint, MemorySplit, with_rest
+from moetool.runtime.sizing import (
+    GOOD_CONTEXT,
+    LEAST_CHUNK,
+    LEAST_CONTEXT,
+    MOST_CHUNK,
+    Footprint,
+    MemorySplit,
+    with_rest,
+)
 from moetool.runtime.warm_start import kept_routes, policy_in_force
 from moetool.tables import count
 from moetool.types import ModelSpec
@@ -144,7 +152,8 @@ def choose(
     shares = dict(found.lent)
     slots = shares.pop("slots", split.slots)
     if "prefill_chunk" in shares:
-        chosen["prefill_chunk"], chunk_why = shares.pop("prefill_chunk"), "more than 256 take expert slots"
+        chosen["prefill_chunk"] = shares.pop("prefill_chunk")
+        chunk_why = f"more than {shares.get('first_chunk', LEAST_CHUNK)} take expert slots"
     kept_slots = slots - sum(shares.get(name, 0) for name in ("borrowed_slots", "kv_slots"))
     if automatic:
         for name in ("warm_start", "change_policy", "remember_policy"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from moetool.errors import CapacityError
 from moetool.runtime.memory_share import MemoryShare
-from moetool.runtime.sizing import LEAST_CONTEXT, Footprint, MemorySplit, divide
+from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, Footprint, MemorySplit, divide
 from moetool.types import ModelSpec
 
 SHORTEST = 256
@@ -154,6 +154,7 @@ def expected_loads(
     share = MemoryShare(
         most_slots=lent.get("borrowed_slots", 0),
         chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
+        first_chunk=lent.get("first_chunk", LEAST_CHUNK),
         kv_slots=lent.get("kv_slots", 0),
         kv_tokens=split.kv_tokens - first,
     )

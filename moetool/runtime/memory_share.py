@@ -7,34 +7,37 @@ from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, MOST_CHUNK, Footp
 
 _STEPS = 16
 _FIRST_KV_TOKENS = 64
-_FIRST_KV_PART = 32  # largest part of the experts' memory, 1/32, for the initial KV cache
+_FIRST_PART = 32  # largest part of the experts' memory, 1/32, for the initial KV cache, and for the least activations
+_LEAST_FIRST_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
     """Numbers of expert slots that a forward borrows for activations, and the KV cache for its growth.
 
-    A forward of up to `LEAST_CHUNK` tokens borrows nothing; a longer one borrows in sixteenths of `most_slots`.
+    A forward of up to `first_chunk` tokens borrows nothing; a longer one borrows in sixteenths of `most_slots`.
     One that cannot be cut into chunks, as where a prompt is scored, borrows more than a whole chunk.
 
     Attributes:
         most_slots: slots that a full chunk borrows.
-        chunk_tokens: tokens of a full chunk, more than `LEAST_CHUNK` where it borrows.
+        chunk_tokens: tokens of a full chunk, more than `first_chunk` where it borrows.
+        first_chunk: most tokens of a forward that borrows nothing.
         kv_slots: slots that the fully grown KV cache borrows.
         kv_tokens: tokens by which it may grow.
     """
 
     most_slots: int
     chunk_tokens: int
+    first_chunk: int = LEAST_CHUNK
     kv_slots: int = 0
     kv_tokens: int = 0
 
     def borrowed(self, num_tokens: int) -> int:
         """Slots that a forward of this number of tokens borrows."""
-        beyond = num_tokens - LEAST_CHUNK
+        beyond = num_tokens - self.first_chunk
         if beyond <= 0 or not self.most_slots:
             return 0
-        steps = -(-beyond * _STEPS // (self.chunk_tokens - LEAST_CHUNK))
+        steps = -(-beyond * _STEPS // (self.chunk_tokens - self.first_chunk))
         return -(-self.most_slots * steps // _STEPS)
 
     def borrowed_by_cache(self, num_tokens: int) -> int:
@@ -53,25 +56,28 @@ def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) 
         chunk, cache: which of the two borrow.
 
     Returns:
-        `slots` to begin with, and `prefill_chunk`, `borrowed_slots`, `first_kv_tokens` and `kv_slots` of
-        `moetool.runtime.assembly.ServeOptions` as far as they differ from the default or from `split`.
+        `slots` to begin with, and `prefill_chunk`, `first_chunk`, `borrowed_slots`, `first_kv_tokens` and `kv_slots`
+        of `moetool.runtime.assembly.ServeOptions` as far as they differ from the default or from `split`.
     """
     made: dict[str, int] = {}
-    activations = max(0, split.chunk_tokens - LEAST_CHUNK) * model.token_bytes
+    each = model.kv_token_bytes + model.context_bytes
+    part = (split.slots * model.slot_bytes + split.kv_tokens * each) // _FIRST_PART
+    first_chunk = min(LEAST_CHUNK, max(_LEAST_FIRST_CHUNK, part // model.token_bytes))
+    activations = max(0, split.chunk_tokens - first_chunk) * model.token_bytes
     borrowed = min(activations // model.slot_bytes, model.num_experts - split.slots) if chunk else 0
     free = model.num_experts - split.slots - borrowed
-    each = model.kv_token_bytes + model.context_bytes
-    most = (split.slots * model.slot_bytes + split.kv_tokens * each) // _FIRST_KV_PART // each
-    first = max(_FIRST_KV_TOKENS, min(LEAST_CONTEXT, most)) // PAGE_TOKENS * PAGE_TOKENS
+    first = max(_FIRST_KV_TOKENS, min(LEAST_CONTEXT, part // each)) // PAGE_TOKENS * PAGE_TOKENS
     if cache and (slots := min(max(0, split.kv_tokens - first) * each // model.slot_bytes, free)):
         made |= {"first_kv_tokens": first, "kv_slots": slots}
     slots = split.slots + borrowed + made.get("kv_slots", 0)
     longest = min(MOST_CHUNK, split.kv_tokens)
     if chunk and slots < model.num_experts and split.chunk_tokens < longest:
         own = activations - borrowed * model.slot_bytes
-        missing = -(-((longest - LEAST_CHUNK) * model.token_bytes - own) // model.slot_bytes)
+        missing = -(-((longest - first_chunk) * model.token_bytes - own) // model.slot_bytes)
         most = split.slots + borrowed - max(model.min_slots, (split.slots + borrowed) // 2)
         borrowed = max(borrowed, min(missing, most))
-        tokens = LEAST_CHUNK + (own + borrowed * model.slot_bytes) // model.token_bytes
+        tokens = first_chunk + (own + borrowed * model.slot_bytes) // model.token_bytes
         made["prefill_chunk"] = max(split.chunk_tokens, min(longest, tokens))
-    return made | {"slots": slots} | ({"borrowed_slots": borrowed} if borrowed else {})
+    if borrowed:
+        made |= {"borrowed_slots": borrowed} | ({"first_chunk": first_chunk} if first_chunk < LEAST_CHUNK else {})
+    return made | {"slots": slots}

@@ -42,7 +42,7 @@ from moetool.runtime.event_window import EventWindow, WindowForward
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
 from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.prompt_chunks import LEAST_WAITED_CHUNK
-from moetool.runtime.sizing import GOOD_CONTEXT, MemorySplit, divide
+from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MemorySplit, divide
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests import families
 from tests.bench.test_foresight import ROUTES, sequences
@@ -399,7 +399,10 @@ def test_default_settings_on_the_embedded_model(
     read: dict[str, float] = {}
     for title, policy, fixed in choices:
         limit = memory + resident_bytes()
-        setup = choose(checkpoint, {**values, **fixed}, process_memory_bytes=limit, policy=policy)
+        try:
+            setup = choose(checkpoint, {**values, **fixed}, process_memory_bytes=limit, policy=policy)
+        except CapacityError:
+            continue  # a chunk of the whole prompt does not fit
         engine = opened(checkpoint, setup)
         read[title] = sum(ask(engine, text, new).read for text in texts(checkpoint, prompt, count))
         engine.close()
@@ -506,6 +509,7 @@ def _served(
     share = MemoryShare(
         most_slots=lent.get("borrowed_slots", 0),
         chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
+        first_chunk=lent.get("first_chunk", LEAST_CHUNK),
         kv_slots=lent.get("kv_slots", 0),
         kv_tokens=split.kv_tokens - first if first else 0,
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,10 @@ def test_a_released_slot_is_loaded_anew(prefetch: bool, reference: Path) -> None
     tokens=st.integers(1, 9000),
     grown=st.floats(0, 1),
     kv_tokens=st.integers(1024, 8192),
+    token_bytes=st.integers(50_000, 3_000_000),
 )
 def test_the_memory_holds_what_is_lent_and_what_is_kept(
-    memory: int, num_experts: int, chunk: bool, cache: bool, tokens: int, grown: float, kv_tokens: int
+    memory: int, num_experts: int, chunk: bool, cache: bool, tokens: int, grown: float, kv_tokens: int, token_bytes: int
 ) -> None:
     model = Footprint(
         dense_bytes=1_000_000_000,
@@ -98,7 +100,7 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
         num_experts=num_experts,
         min_slots=2,
         kv_token_bytes=98_304,
-        token_bytes=150_000,
+        token_bytes=token_bytes,
         max_context=40_960,
         token_experts=384,
         context_bytes=4096,
@@ -107,10 +109,17 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
     made = lendable(model, split, chunk=chunk, cache=cache)
     borrowed, kv_slots = made.get("borrowed_slots", 0), made.get("kv_slots", 0)
     first, longest = made.get("first_kv_tokens", split.kv_tokens), made.get("prefill_chunk", split.chunk_tokens)
-    share = MemoryShare(most_slots=borrowed, chunk_tokens=longest, kv_slots=kv_slots, kv_tokens=split.kv_tokens - first)
+    first_chunk = made.get("first_chunk", LEAST_CHUNK)
+    share = MemoryShare(
+        most_slots=borrowed,
+        chunk_tokens=longest,
+        first_chunk=first_chunk,
+        kv_slots=kv_slots,
+        kv_tokens=split.kv_tokens - first,
+    )
     beyond = int(grown * (split.kv_tokens - first))
     slots = made["slots"] - share.borrowed(min(tokens, longest)) - share.borrowed_by_cache(beyond)
-    activations = max(LEAST_CHUNK if borrowed else longest, min(tokens, longest))
+    activations = max(first_chunk if borrowed else longest, min(tokens, longest))
     kv_bytes = (first + beyond) * (model.kv_token_bytes + model.context_bytes)
     assert (
         max(model.min_slots, split.slots // 2) <= slots <= made["slots"] <= num_experts
@@ -119,6 +128,25 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
     assert model.dense_bytes + slots * model.slot_bytes + kv_bytes + activations * model.token_bytes <= memory
     whole = longest == min(MOST_CHUNK, split.kv_tokens)
     assert not chunk or whole or made["slots"] == num_experts or borrowed >= split.slots // 2 - 1
+
+
+def test_small_experts_are_borrowed_by_short_prompts_too() -> None:
+    """Activations of 256 tokens would take as much memory as 59 of 90 slots of the toy model."""
+    toy = Footprint(
+        dense_bytes=3_317_120,
+        slot_bytes=73_728,
+        num_experts=256,
+        min_slots=2,
+        kv_token_bytes=2048,
+        token_bytes=16_896,
+        max_context=4096,
+        token_experts=32,
+    )
+    split = divide(toy, 12_000_000, kv_tokens=1024)
+    made = lendable(toy, split, chunk=True, cache=False)
+    assert made["first_chunk"] == 16 and made["borrowed_slots"] > 50 and made["slots"] >= split.slots + 50
+    large = lendable(replace(toy, token_bytes=100), divide(toy, 12_000_000, kv_tokens=1024), chunk=True, cache=False)
+    assert "first_chunk" not in large
 
 
 def test_slots_that_no_chunk_can_borrow_are_refused() -> None:
