@@ -21,8 +21,8 @@ export TOKENIZERS_PARALLELISM := false
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cluster,grammar]'
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,cluster,grammar]'
 	touch $@
 
 demo: $(VENV)/.installed

@@ -44,6 +44,7 @@ The glossary, with one word per concept, for code, help, tables and guides:
     residency     which experts are in the pool
     policy        the algorithm that decides prefetches, evictions, and loading or host compute for each miss
     hit           an expert that was resident when needed: kept (since its last use) or prefetched in time
+    hit rate      hits / needed experts, each counted once per event
     late hit      a prefetched expert whose copy had not finished: a hit, with stall
     miss          an expert that was not resident: an on-demand load, or computed on the host
     on-demand load  loading an expert that an event is waiting for; prefetch: loading one before it is needed

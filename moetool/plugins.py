@@ -52,7 +52,7 @@ def allow(kind: str, names: str) -> None:
 
 def allow_from(words: Sequence[str]) -> None:
     """Trust the plugins named by options of a command line."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         flag, given, value = word.partition("=")
         if flag in _FLAGS:
             allow(_FLAGS[flag], value if given else following)

@@ -43,7 +43,7 @@ EXAMPLES = {
     "doctor": ("moetool doctor",),
     "cache": ("moetool cache", "moetool cache --remove all"),
     "demo": ("moetool demo --out moetool-demo",),
-    "guide": ("moetool guide", "moetool guide quickstart"),
+    "guide": ("moetool guide", "moetool guide quickstart", "moetool guide api key"),
     "plan cache": (
         "moetool plan cache --trace trace --device-memory 30MB --out plan.json",
         "moetool plan cache --trace trace --predictor predictor --profile profile.json "

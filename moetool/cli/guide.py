@@ -1,5 +1,7 @@
 """The command `moetool guide`: the guides of the package, on the terminal."""
 
+import re
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Annotated
 
@@ -10,10 +12,12 @@ from moetool.cli.flags import Json
 from moetool.errors import unknown_name
 
 ORDER = (
-    *("quickstart", "traces", "memory", "predictors", "policies", "placements", "clusters", "serving", "plugins"),
+    *("quickstart", "traces", "predictors", "policies", "placements", "clusters", "serving", "plugins"),
     *("formats", "papers", "benchmarks", "speed", "security", "verify", "architecture", "project", "glossary"),
 )
 """Topics in reading order; others follow."""
+MOST_FOUND = 8
+"""Sections that a search shows."""
 
 
 def topics() -> dict[str, str]:
@@ -26,25 +30,64 @@ def topics() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda pair: (_rank(pair[0]), pair[0])))
 
 
+def sections(texts: Mapping[str, str], words: Sequence[str]) -> list[dict[str, str]]:
+    """Return topic, heading and best sentence or table row of the sections that contain all words, or their beginnings.
+
+    A glossary entry comes first, then sections with more of the words in their heading, then those with more of them in
+    one sentence.
+    """
+    wanted = " ".join(words).lower().split()
+
+    def matches(text: str) -> int:
+        return sum(re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None for word in wanted)
+
+    found: list[tuple[int, int, dict[str, str]]] = []
+    for topic, text in texts.items():
+        for part in re.split(r"^(?=##? )", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M):
+            heading, _, body = part.partition("\n")
+            if matches(part) < len(wanted):
+                continue
+            text_of = re.sub(r"(?<!\n)\n(?![|\n-]) *", " ", body.replace("**", ""))  # a paragraph in one line
+            lines = [line.strip("|- ") for line in re.split(r"\n|(?<=[.:]) (?=[A-Z`*])", text_of)]
+            line = max(lines, key=matches, default="")
+            named = len(wanted) + 1 if line.startswith(f"{' '.join(wanted)} |") else matches(heading)
+            found.append((-named, -matches(line), {"topic": topic, "section": heading.lstrip("# "), "text": line}))
+    return [row for *_, row in sorted(found, key=lambda one: one[:2])]
+
+
 def guide(
-    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="Guide to read (default: list all).")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TOPIC|WORDS", help="Guide to read, or words to find in all (default: list guides)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read the guides: paged on a terminal, Markdown when piped."""
+    """Read the guides (paged on a terminal, Markdown when piped) or search them."""
     texts = topics()
-    if topic is None:
+    if not words:
         rows = [{"topic": name, "title": text.partition("\n")[0].lstrip("# ")} for name, text in texts.items()]
         if as_json:
             tables.print_json(rows)
         else:
             tables.print_table("guides: moetool guide TOPIC", ["topic", "about"], [list(r.values()) for r in rows], 2)
+            tables.print_paragraph("search them: moetool guide WORDS, e.g. moetool guide api key")
         return
-    if topic not in texts:
-        raise unknown_name("topic", topic, texts)
+    if len(words) == 1 and words[0] in texts:
+        if as_json:
+            tables.print_json({"topic": words[0], "text": texts[words[0]]})
+        else:
+            tables.print_markdown(texts[words[0]])
+        return
+    found = sections(texts, words)
+    if not found:
+        raise unknown_name("topic", " ".join(words), texts)
     if as_json:
-        tables.print_json({"topic": topic, "text": texts[topic]})
-    else:
-        tables.print_markdown(texts[topic])
+        tables.print_json(found)
+        return
+    rows_shown = [list(row.values()) for row in found[:MOST_FOUND]]
+    tables.print_table(f"sections with {' '.join(words)}", ["topic", "section", "text"], rows_shown, 3)
+    if len(found) > MOST_FOUND:
+        tables.print_paragraph(f"{tables.numbered(len(found) - MOST_FOUND, 'more section')}: add a word")
 
 
 def _rank(name: str) -> int:

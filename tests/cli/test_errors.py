@@ -42,6 +42,11 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip().endswith("heavy: []")
 
 
+def test_no_command_prints_the_help(run: Run) -> None:
+    code, out, err = run()
+    assert code == 2 and "Usage: moetool" in out and "capture" in out and err == ""
+
+
 def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
     see = "moetool trace split --help"
     _one_line(run("trace", "split", "trace", "--out", "s"), 2, "missing option '--by'", see)

@@ -36,5 +36,30 @@ def test_a_terminal_gets_it_laid_out_and_paged(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_wrong_topic_is_answered_with_the_nearest(run: Run) -> None:
-    code, _, err = run("trace")
-    assert code == 2 and "unknown topic 'trace': did you mean 'traces'?" in err
+    code, _, err = run("glossry")
+    assert code == 2 and "unknown topic 'glossry': did you mean 'glossary'?" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "topic", "section"),
+    [
+        ("api key", "security", "Ports"),
+        ("hit rate", "glossary", "Glossary: one word for each concept"),
+        ("memory qwen3", "serving", "Memory that a model needs"),
+        ("GGUF hub", "formats", "GGUF files"),
+        ("own policy", "plugins", "Plugins: your own policy, predictor or planner in fifteen lines"),
+        ("hosts", "clusters", "Several hosts"),
+        ("resume", "traces", "Your own prompts"),
+        ("cite", "project", "Trust and cite the numbers"),
+        ("delete", "serving", "Warm start"),
+        ("which policy", "policies", "Which one"),
+    ],
+)
+def test_words_find_the_section_that_answers(run: Run, words: str, topic: str, section: str) -> None:
+    code, out, _ = run(*words.split(), "--json")
+    assert code == 0 and (topic, section) in [(row["topic"], row["section"]) for row in json.loads(out)][:3]
+
+
+def test_a_search_on_a_terminal_names_topic_and_section(run: Run) -> None:
+    code, out, _ = run("forget")
+    assert code == 0 and "Options and special policies" in out and "lfru" not in out

@@ -23,7 +23,7 @@ SERVERS = ("clinic", "court", "lab")
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:8000"
 NOT_RUN = {
-    "README": {"pip install": "downloads torch", "make demo": "test_readme.py runs the demo"},
+    "README": {"python3 -m venv": "pip's environment", "pip install": "downloads torch"},
     "clusters": {
         "moetool serve MODEL": "several server processes or hosts; tests/cluster starts them",
         "ray get-auth-token": "Ray on several hosts",

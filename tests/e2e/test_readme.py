@@ -43,17 +43,17 @@ def test_every_command_of_the_readme_works(
     for name, part in zip("AB", sorted(folder for folder in Path("parts").iterdir() if folder.is_dir()), strict=True):
         part.rename(name)
     paths = [commands(block) for block in blocks((ROOT / "README.md").read_text()) if block.language == "bash"]
-    assert [len(path) for path in paths] == [3, 3, 3]
+    assert [len(path) for path in paths] == [2, 3, 3, 3]
     for path in paths:
         for words in path:
             if words[1] == "serve":
-                _serve(words)
-            else:
+                _serve(words, *(others for others in path if others[1] == "chat"))
+            elif words[1] != "chat":
                 run(*words[1:])
 
 
-def _serve(words: list[str]) -> None:
-    """Serve as the line says, ask once, stop by Ctrl-C."""
+def _serve(words: list[str], *chats: list[str]) -> None:
+    """Serve as the line says, ask once and by each chat, stop by Ctrl-C."""
     command = [sys.executable, "-m", "moetool.cli.main", *words[1:], "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
     assert server.stderr is not None
@@ -65,6 +65,12 @@ def _serve(words: list[str]) -> None:
         request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["usage"]["completion_tokens"] >= 1
+        for chat in chats:
+            asking = [sys.executable, "-m", "moetool.cli.main", "chat", url.removesuffix("/v1"), *chat[2:]]
+            said = subprocess.run(
+                asking, input="What is the weather in London?\n", capture_output=True, text=True, env=_environment()
+            )
+            assert "temperature" in said.stdout and "User:" not in said.stdout, said.stderr
     finally:
         server.send_signal(signal.SIGINT)  # Ctrl-C
         _, rest = server.communicate(timeout=60)
