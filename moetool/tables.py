@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,17 @@ class TextTable:
         print_table(self.title, self.columns, self.rows, self.num_text, self.num_keys)
         for note in self.notes:
             print_paragraph(note)
+
+
+def table_of(title: str, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], **more: Any) -> TextTable:
+    """Return a table with a line for each row.
+
+    Args:
+        columns: by heading, a function that gives a row's cell.
+        more: other fields of the table.
+    """
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    return TextTable(title=title, columns=tuple(columns), rows=cells, **more)
 
 
 def print_table(

@@ -1,5 +1,6 @@
 """Advice as tables of questions and of memory sizes, and as the first section of a trace's page."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moetool import tables
@@ -13,7 +14,6 @@ from moetool.tuning.advice_counts import HOT_SHARE
 _NEAR_POINTS = 0.10
 _PAYS = 1.05
 _STABLE = 0.05
-_COLUMNS = ("memory", "best policy", "pool", "slots", "hit rate", "Belady", "pinned", "loads/token", "prefetching")
 _LEGEND = (
     "pool: one for all layers, or layer: equal slots per layer",
     "hit rate: share of needed experts that were resident, from an empty pool; Belady: the bound without prefetching",
@@ -60,11 +60,8 @@ def _cache(advice: Advice) -> Answer | None:
 
 
 def _distance(advice: Advice) -> Answer | None:
-    gaps = [
-        (line.bound - line.hit_rate, line)
-        for line in advice.lines
-        if line.bound is not None and line.hit_rate is not None
-    ]
+    known = [line for line in advice.lines if line.hit_rate is not None]
+    gaps = [(line.bound - (line.hit_rate or 0.0), line) for line in known if line.bound is not None]
     if not gaps:
         return None
     most, line = max(gaps, key=lambda gap: gap[0])
@@ -102,18 +99,11 @@ def _prefetch(advice: Advice) -> list[Answer]:
 
 def _pinning(advice: Advice) -> Answer:
     parts = ", ".join(f"{_percent(line.pinned)} at {_share(line)}" for line in advice.lines)
-    better = [
-        line for line in advice.lines if line.hit_rate is not None and line.pinned > line.hit_rate and line.share < 1
-    ]
-    verdict = (
-        ""
-        if all(line.hit_rate is None for line in advice.lines)
-        else (
-            f"; more hits than the best policy at {', '.join(map(_share, better))}"
-            if better
-            else "; the best policy hits more at every size"
-        )
-    )
+    known = [line for line in advice.lines if line.hit_rate is not None]
+    better = [line for line in known if line.pinned > (line.hit_rate or 0.0) and line.share < 1]
+    verdict = "; the best policy hits more at every size" if known else ""
+    if better:
+        verdict = f"; more hits than the best policy at {', '.join(map(_share, better))}"
     return Answer(
         question="Is pinning the most used experts enough?", answer=f"it hits {parts}{verdict}", evidence=_where(advice)
     )
@@ -156,21 +146,18 @@ def _placements(advice: Advice) -> list[Answer]:
 
 def memory_table(advice: Advice) -> TextTable:
     """Return a table with a row for each memory size."""
-    rows = [
-        (
-            f"{_share(line)} ({tables.count(line.budget_bytes, 'B')})",
-            line.policy or "-",
-            line.pool if line.policy else "-",
-            f"{line.slots:,}",
-            _percent(line.hit_rate),
-            _percent(line.bound),
-            _percent(line.pinned),
-            "-" if line.loads is None else f"{line.loads:.1f} ({line.bound_loads:.1f})",
-            ", ".join(f"{link.link} {link.gain:.2f}x" for link in line.prefetch) or "-",
-        )
-        for line in advice.lines
-    ]
-    return TextTable(title="By memory for experts", columns=_COLUMNS, rows=tuple(rows), notes=_LEGEND)
+    columns: dict[str, Callable[[MemoryLine], str]] = {
+        "memory": lambda line: f"{_share(line)} ({tables.count(line.budget_bytes, 'B')})",
+        "best policy": lambda line: line.policy or "-",
+        "pool": lambda line: line.pool if line.policy else "-",
+        "slots": lambda line: f"{line.slots:,}",
+        "hit rate": lambda line: _percent(line.hit_rate),
+        "Belady": lambda line: _percent(line.bound),
+        "pinned": lambda line: _percent(line.pinned),
+        "loads/token": lambda line: "-" if line.loads is None else f"{line.loads:.1f} ({line.bound_loads:.1f})",
+        "prefetching": lambda line: ", ".join(f"{link.link} {link.gain:.2f}x" for link in line.prefetch) or "-",
+    }
+    return tables.table_of("By memory for experts", advice.lines, columns, notes=_LEGEND)
 
 
 def policy_table(advice: Advice) -> TextTable | None:
@@ -185,7 +172,6 @@ def policy_table(advice: Advice) -> TextTable | None:
 
 def section(advice: Advice) -> Section:
     """Return the section of a page."""
-    asked = answers(advice)
     return Section(
         name="Advice",
         notes=[
@@ -199,10 +185,10 @@ def section(advice: Advice) -> Section:
         ],
         tables=[
             TextTable(
-                title="What pays",
+                title="Answers",
                 num_text=3,
                 columns=("question", "answer", "evidence"),
-                rows=tuple((one.question, one.answer, one.evidence) for one in asked),
+                rows=[(one.question, one.answer, one.evidence) for one in answers(advice)],
             ),
             memory_table(advice),
             *([policies] if (policies := policy_table(advice)) else []),

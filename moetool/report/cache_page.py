@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from moetool import tables
 from moetool.cache_plan import CachePlan
-from moetool.report.figures.frontier import frontier_sketch
+from moetool.report.figures.frontier import frontier_plot
 from moetool.report.sheet import Section, render_sheet
 from moetool.report.trace_page import shape_of
 from moetool.tables import TextTable
@@ -19,7 +19,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
     name = "Memory and latency"
     latency = Section(name=name, notes=["The plan has no frontier; plan with --frontier 8 to see one."])
     if plan.frontier:
-        latency = Section(name=name, pictures=[frontier_sketch(plan).on(name)], tables=[frontier_table(plan)])
+        latency = Section(name=name, plots=[frontier_plot(plan)], tables=[frontier_table(plan)])
     return render_sheet(
         title=f"Cache plan of {plan.spec.name}",
         heading=f"Cache plan for {plan.spec.name}",

@@ -13,7 +13,6 @@ from moetool.json_files import JsonRecord
 from moetool.report.trace_measures import TraceMeasures
 from moetool.tables import percent
 
-TOPICS = ("caching", "prediction", "placement")
 FEW_USES = 20
 
 
@@ -22,7 +21,7 @@ class Finding(JsonRecord):
     """One finding.
 
     Attributes:
-        topic: one of `TOPICS`.
+        topic: `caching`, `prediction` or `placement`.
         text: numbers and conclusion.
         rule: threshold of the conclusion.
     """
@@ -34,16 +33,9 @@ class Finding(JsonRecord):
 
 def findings(made: TraceMeasures) -> list[Finding]:
     """Return findings about this trace, by topic."""
-    looks: tuple[Callable[[TraceMeasures], Finding | None], ...] = (
-        _distances,
-        _prompts,
-        _repeats,
-        _levels,
-        _router,
-        _hottest,
-        _layers,
-    )
-    return [finding for look in looks if (finding := look(made)) is not None]
+    rules: tuple[Callable[[TraceMeasures], Finding | None], ...]
+    rules = (_distances, _prompts, _repeats, _levels, _router, _hottest, _layers)
+    return [finding for rule in rules if (finding := rule(made)) is not None]
 
 
 def caveat(made: TraceMeasures) -> str | None:

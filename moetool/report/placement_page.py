@@ -11,7 +11,7 @@ from moetool.placement._comparing import PlannerRow, Workload, score_plan
 from moetool.placement._demand import read_demand
 from moetool.placement._latency import flows
 from moetool.placement._placement_plan import PlacementPlan
-from moetool.report.figures.placement import Placed, sketches
+from moetool.report.figures.placement import Placed, plots
 from moetool.report.sheet import Section, render_sheet
 from moetool.report.trace_page import shape_of
 from moetool.tables import TextTable, significant
@@ -60,7 +60,7 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
         facts: origins of the plans, as terms and texts.
     """
     plan = plans[-1].plan
-    drawn = {name: [sketch.on(name) for sketch in made] for name, made in sketches(plans, tokens_LE).items()}
+    drawn = plots(plans, tokens_LE)
     names = [one.name if one.name == one.plan.planner else f"{one.name}: {one.plan.planner}" for one in plans]
     scored = [(name, one.row) for name, one in zip(names, plans, strict=True) if one.row is not None]
     costs = f"in {scored[0][1].score.unit}" if scored else ""
@@ -76,7 +76,7 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
         shape=f"{shape_of(plan.spec)}; {len(plan.cluster.gpus)} GPUs in {len(plan.cluster.servers)} servers",
         facts=facts,
         sections=[
-            Section(name=name, notes=notes.get(name, []), pictures=drawn[name], tables=made[name]) for name in drawn
+            Section(name=name, notes=notes.get(name, []), plots=drawn[name], tables=made[name]) for name in drawn
         ],
     )
 

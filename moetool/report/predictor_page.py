@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moetool import __version__, durable
 from moetool.evaluation.match_tables import MEANINGS, by_task, overview, phases, scope, tables_of
 from moetool.report.drawing import line
-from moetool.report.figures.figure import Picture, Sketch
+from moetool.report.figures.figure import Plot
 from moetool.report.sheet import Section, render_sheet
 from moetool.tables import TextTable
 
@@ -28,7 +28,7 @@ def page(rows: Sequence[Any]) -> str:
         Section(
             name="Unseen task" if group[0].unseen_task else "Known tasks",
             notes=[f"{group[0].trace}: {scope(group)}."],
-            pictures=[_chart(group, phase) for phase in phases(group)],
+            plots=[_chart(group, phase) for phase in phases(group)],
             tables=[*tables_of(group), _every_measure(group)],
         )
         for group in by_task(rows)
@@ -58,7 +58,7 @@ def _every_measure(rows: Sequence[Any]) -> TextTable:
     )
 
 
-def _chart(rows: Sequence[Any], phase: str) -> Picture:
+def _chart(rows: Sequence[Any], phase: str) -> Plot:
     """Return a chart of match by distance, a line per predictor."""
     matches = {row.predictor: {d: s.match for d, s in sorted(row.overall(phase).items())} for row in rows}
     known = {name: by_distance for name, by_distance in matches.items() if by_distance}
@@ -72,11 +72,11 @@ def _chart(rows: Sequence[Any], phase: str) -> Picture:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
     nearest = ", ".join(f"{name} {next(iter(by_distance.values())):.2f}" for name, by_distance in known.items())
-    return Sketch(
+    return Plot(
         key=f"{phase}-{'unseen' if rows[0].unseen_task else 'seen'}",
         title=f"Match in {phase} by distance",
         caption="Share of a token's experts among the predicted ones, by layers ahead of the last computed layer.",
         alt=f"Match in {phase} by distance; at the nearest: {nearest}",
         height=3.2,
         paint=paint,
-    ).on("Match")
+    )

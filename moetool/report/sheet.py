@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from moetool.report.figures.figure import Picture
+from moetool.report.figures.figure import Plot
 from moetool.tables import TextTable
 
 
@@ -15,7 +15,7 @@ class Section:
 
     name: str
     notes: Sequence[str] = ()
-    pictures: Sequence[Picture] = ()
+    plots: Sequence[Plot] = ()
     tables: Sequence[TextTable] = ()
 
     @property
@@ -41,7 +41,7 @@ def render_sheet(
     from jinja2 import Environment
 
     template = resources.files("moetool.report").joinpath("page.html").read_text(encoding="utf-8")
-    shown = [section for section in sections if section.notes or section.pictures or section.tables]
+    shown = [section for section in sections if section.notes or section.plots or section.tables]
     return (
         Environment(autoescape=True)
         .from_string(template)

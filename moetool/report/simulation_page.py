@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moetool import durable, tables
 from moetool.report import drawing
-from moetool.report.figures.simulation_runs import Run, sketches
+from moetool.report.figures.simulation_runs import Run, plots
 from moetool.report.sheet import Section, render_sheet
 from moetool.simulation.simulation_results import Simulated, interval, percentile
 from moetool.tables import TextTable
@@ -30,14 +30,14 @@ def save(path: Path, runs: Sequence[Run]) -> list[Path]:
 
     Effects: writes the files; returns their paths.
     """
-    drawn = sketches(runs)
+    drawn = plots(runs)
     if path.suffix:
         drawing.save(path, drawn[0].height, drawn[0].paint)
         return [path]
     path.mkdir(parents=True, exist_ok=True)
-    files = [(sketch, path / f"{sketch.key}{ending}") for sketch in drawn for ending in (".svg", ".png")]
-    for sketch, file in files:
-        drawing.save(file, sketch.height, sketch.paint)
+    files = [(plot, path / f"{plot.key}{ending}") for plot in drawn for ending in (".svg", ".png")]
+    for plot, file in files:
+        drawing.save(file, plot.height, plot.paint)
     return [file for _, file in files]
 
 
@@ -58,7 +58,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
         facts=facts,
         sections=[
             Section(name="Runs", tables=[_runs_table(runs)]),
-            Section(name="Figures", pictures=[sketch.on("Figures") for sketch in sketches(runs)]),
+            Section(name="Figures", plots=plots(runs)),
             Section(name="Migrations", notes=[_EQ4] if decided else [], tables=decided),
         ],
     )

@@ -1,22 +1,21 @@
 """The page of a trace: one self-contained HTML file, for screen and print."""
 
+from itertools import groupby
+
 from moetool import tables
 from moetool.report.advice_page import section
 from moetool.report.atlas import Atlas, atlas_section
-from moetool.report.figures import pictures
-from moetool.report.findings import TOPICS, caveat, findings
+from moetool.report.figures import plots
+from moetool.report.findings import caveat, findings
 from moetool.report.sheet import Section, render_sheet
 from moetool.report.trace_measures import TraceMeasures
 from moetool.tables import TextTable
 from moetool.tuning.advice import Advice
 from moetool.types import ModelSpec
 
-SECTIONS = ("Popularity", "Tasks", "Load skew", "Entropy", "Affinity", "Reuse", "Hit rates")
-
 
 def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
     """Return the page as HTML. Equal measures give equal pages: it holds no date."""
-    drawn, said = pictures(made), findings(made)
     notes, replayed = _notes(made), "Replayed policies, as by moetool replay"
     made_tables = {
         "Tasks": [_task_table(made)],
@@ -29,19 +28,10 @@ def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
         facts=facts(made),
         lead=section(advice),
         caveat=caveat(made),
-        findings=[
-            (topic, [one for one in said if one.topic == topic])
-            for topic in TOPICS
-            if any(one.topic == topic for one in said)
-        ],
+        findings=[(topic, list(items)) for topic, items in groupby(findings(made), key=lambda one: one.topic)],
         sections=[
-            Section(
-                name=name,
-                notes=notes.get(name, []),
-                pictures=[picture for picture in drawn if picture.section == name],
-                tables=made_tables.get(name, []),
-            )
-            for name in SECTIONS
+            Section(name=name, notes=notes.get(name, []), plots=drawn, tables=made_tables.get(name, []))
+            for name, drawn in plots(made).items()
         ]
         + [atlas_section(atlas)],
     )

@@ -52,16 +52,16 @@ def test_bars_compare_modes_on_the_same_requests() -> None:
     assert ratios["4"]["better, true"] == [0.5, 0.9]
     assert ratios["4"]["better, predicted"] == [0.75]
     assert ratios["8"] == {"uniform, true": [1.0], "better, true": [0.25]}
-    keys = [sketch.key for sketch in simulated.sketches(runs)]
+    keys = [plot.key for plot in simulated.plots(runs)]
     assert keys == ["swept", "by-planner", "relative", "utilisation", "links"]
 
 
 def test_batches_are_those_who_began_together() -> None:
     found = _run([1.0, 2.0, 4.0, 6.0, 9.0, 9.0], [0.0, 0.0, 2.0, 2.0, 6.0, 6.0])
     assert simulated.rounds(found) == [1.5, 3.0, 3.0]
-    assert "by-round" in [sketch.key for sketch in simulated.sketches([({"planner": "a"}, found)])]
+    assert "by-round" in [plot.key for plot in simulated.plots([({"planner": "a"}, found)])]
     alone = _run([1.0, 2.0, 4.0], [0.0, 0.5, 1.0])
-    assert [sketch.key for sketch in simulated.sketches([({"planner": "a"}, alone)])] == [
+    assert [plot.key for plot in simulated.plots([({"planner": "a"}, alone)])] == [
         "over-time",
         "utilisation",
         "links",

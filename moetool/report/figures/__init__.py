@@ -3,27 +3,21 @@
 from moetool.report.figures import affinity_heatmap as affinity
 from moetool.report.figures import entropy, load
 from moetool.report.figures import hit_rates as caching
-from moetool.report.figures.figure import Picture
+from moetool.report.figures.figure import Plot
 from moetool.report.trace_measures import TraceMeasures
 
+_SECTIONS = {
+    "Popularity": (load.popularity,),
+    "Tasks": (load.by_task, load.by_layer, load.task_maps, load.tasks_apart),
+    "Load skew": (load.skew, load.coverage),
+    "Entropy": (entropy.levels, entropy.spread, entropy.router),
+    "Affinity": (affinity.affinity_maps, affinity.affinity),
+    "Reuse": (caching.distances, caching.layer_distances),
+    "Hit rates": (caching.budgets,),
+}
 
-def pictures(made: TraceMeasures) -> list[Picture]:
-    """Return all figures that a trace supports, section by section."""
-    drawn = [
-        load.popularity(made),
-        load.by_task(made),
-        load.by_layer(made),
-        load.task_maps(made),
-        load.tasks_apart(made),
-        load.skew(made),
-        load.coverage(made),
-        entropy.levels(made),
-        entropy.spread(made),
-        entropy.router(made),
-        affinity.affinity_maps(made),
-        affinity.affinity(made),
-        caching.distances(made),
-        caching.layer_distances(made),
-        caching.budgets(made),
-    ]
-    return [picture for picture in drawn if picture is not None]
+
+def plots(made: TraceMeasures) -> dict[str, list[Plot]]:
+    """Return the figures that a trace supports, by section."""
+    drawn = {section: [plot_of(made) for plot_of in several] for section, several in _SECTIONS.items()}
+    return {section: [plot for plot in several if plot is not None] for section, several in drawn.items()}

@@ -4,47 +4,45 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.report.drawing import GREY, draw, heat, line, scale_top
-from moetool.report.figures.figure import Picture, layer_axis
+from moetool.report.drawing import GREY, line, scale_top
+from moetool.report.figures.figure import Plot, layer_axis, maps
 from moetool.report.trace_measures import TraceMeasures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def affinity_maps(made: TraceMeasures) -> Picture | None:
+def affinity_maps(made: TraceMeasures) -> Plot | None:
     """Return heat maps of some pairs of layers; None with one layer."""
     if not made.lifts:
         return None
     spec = made.routes.spec
     layers = sorted(made.lifts)
-    high = scale_top([made.lifts[layer] for layer in layers], 2.0)
+    values = [made.lifts[layer] for layer in layers]
+    high = scale_top(values, 2.0)
     per_row = min(3, len(layers))
 
     def paint(figure: "Figure") -> None:
-        grid = figure.subplots(-(-len(layers) // per_row), per_row, squeeze=False)
-        for i, axes in enumerate(grid.ravel().tolist()):
-            if i >= len(layers):
-                axes.set_axis_off()
-                continue
-            layer, last = layers[i], i == len(layers) - 1 or (i + 1) % per_row == 0
-            heat(axes, made.lifts[layer], low=0.0, high=high, label="times as likely" if last else "")
+        drawn = maps(figure, values, high, "times as likely", columns=per_row, share=False)
+        for layer, axes in zip(layers, drawn, strict=True):
             axes.set_title(f"held-out match {made.affinity.match_M[layer]:.2f}")
             axes.set_xlabel(f"expert of layer {spec.layer_ids_L[layer + 1]}")
             axes.set_ylabel(f"expert of layer {spec.layer_ids_L[layer]}")
 
     names = [f"{spec.layer_ids_L[layer]} to {spec.layer_ids_L[layer + 1]}" for layer in layers]
-    return Picture(
-        section="Affinity",
+    return Plot(
         title=f"Expert affinity, as lift over popularity: layers {', '.join(names)}",
-        svg=draw("affinity-maps", 3.0 * -(-len(layers) // per_row), f"Heat maps of {', '.join(names)}.", paint),
+        key="affinity-maps",
+        height=3.0 * -(-len(layers) // per_row),
+        alt=f"Heat maps of {', '.join(names)}.",
+        paint=paint,
         caption="For tokens that used the expert on the left: how many times likelier each expert of the next layer is "
         "than over all tokens. 1 everywhere: the next layer does not depend on this one. Blank: experts with fewer "
         "than 20 tokens. By default the pairs with the strongest, median and weakest held-out match.",
     )
 
 
-def affinity(made: TraceMeasures) -> Picture:
+def affinity(made: TraceMeasures) -> Plot:
     """Return lines of the share of experts predicted by the previous layer and token, by layer."""
     found, spec = made.affinity, made.routes.spec
     places = np.arange(spec.num_layers)
@@ -61,10 +59,12 @@ def affinity(made: TraceMeasures) -> Picture:
         axes.legend(loc="upper center", ncols=4)
 
     mean = f"{np.nanmean(found.match_M):.2f}" if len(found.match_M) else "-"
-    return Picture(
-        section="Affinity",
+    return Plot(
         title="Share of a layer's k experts predicted by the previous layer, and by the previous token",
-        svg=draw("affinity", 2.8, f"Lines by layer: affinity finds {mean} of the experts on average.", paint),
+        key="affinity",
+        height=2.8,
+        alt=f"Lines by layer: affinity finds {mean} of the experts on average.",
+        paint=paint,
         caption="Counted on one half of the requests and scored on the other (DuoServe-MoE § 4.1, Eqs. 2 and 3). The "
         "gap between affinity and popularity is what prefetching can gain; the previous token shows what a cache of "
         "recent experts gains.",

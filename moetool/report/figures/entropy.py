@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.placement._demand import count_experts
-from moetool.report.drawing import GREY, draw, heat, layer_ticks, line, scale_top
-from moetool.report.figures.figure import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
+from moetool.report.drawing import GREY, heat, layer_ticks, line, scale_top
+from moetool.report.figures.figure import Plot, drawn_tasks, layer_axis, map_height, relative, some_tasks
 from moetool.report.sample import entropy
 from moetool.report.trace_measures import TraceMeasures
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def levels(made: TraceMeasures) -> Picture:
+def levels(made: TraceMeasures) -> Plot:
     """Return heat maps of one iteration of a request and of all iterations."""
     routes, spec = made.routes, made.routes.spec
     lengths = [len(routes.steps(request)) for request in range(len(routes.requests))]
@@ -37,22 +37,19 @@ def levels(made: TraceMeasures) -> Picture:
             axes.set(xlabel="expert", title=title)
         sides[0].set_ylabel("MoE layer")
 
-    return Picture(
-        section="Entropy",
+    return Plot(
         title=f"Request {routes.requests[request]} of task {routes.tasks[routes.task_B[request]]}, fine and coarse "
         "(as FineMoE's Figure 3 a)",
-        svg=draw(
-            "levels",
-            map_height(spec.num_layers),
-            f"Two heat maps: {bits[0]:.1f} bits for one, {bits[1]:.1f} bits for all.",
-            paint,
-        ),
+        key="levels",
+        height=map_height(spec.num_layers),
+        alt=f"Two heat maps: {bits[0]:.1f} bits for one, {bits[1]:.1f} bits for all.",
+        paint=paint,
         caption="Each map from 0 (dark) to its most used experts (light). One iteration uses few experts. Their sum "
         "over a request is blurred and says less about the next iteration.",
     )
 
 
-def spread(made: TraceMeasures) -> Picture:
+def spread(made: TraceMeasures) -> Plot:
     """Return lines of entropy by layer, and by the number of summed iterations."""
     found, routes, tasks = made.spread, made.routes, drawn_tasks(made)
     places = np.arange(routes.spec.num_layers)
@@ -78,23 +75,20 @@ def spread(made: TraceMeasures) -> Picture:
         right.set_xlabel("iterations of one token" if routes.stepwise else "tokens of the prompt")
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
-    return Picture(
-        section="Entropy",
+    return Plot(
         title="Entropy of expert use, by layer and by iterations (as FineMoE's Figure 3 b and c)",
-        svg=draw(
-            "spread",
-            3.5,
-            f"Lines by task: one token {found.token_L.mean():.1f} bits, one request "
-            f"{np.nanmean(found.request_QL):.1f} bits on average.",
-            paint,
-        ),
+        key="spread",
+        height=3.5,
+        alt=f"Lines by task: one token {found.token_L.mean():.1f} bits, one request "
+        f"{np.nanmean(found.request_QL):.1f} bits on average.",
+        paint=paint,
         caption="Entropy of the choices over a layer's experts: n bits mean that effectively 2^n experts are used. One "
         "token's k experts have log2 k bits. Higher is harder to predict. (c) ends where fewer than half of a task's "
         f"requests are that long.{some_tasks(made)}",
     )
 
 
-def router(made: TraceMeasures) -> Picture | None:
+def router(made: TraceMeasures) -> Plot | None:
     """Return lines of the entropy of the routers' probabilities; None without logits."""
     if made.router is None:
         return None
@@ -117,16 +111,13 @@ def router(made: TraceMeasures) -> Picture | None:
         sides[0].set_ylabel("entropy, bits")
         figure.legend(*sides[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
-    return Picture(
-        section="Entropy",
+    return Plot(
         title="Entropy of the routers' own probabilities over all experts",
-        svg=draw(
-            "router",
-            3.2,
-            f"Lines by task: one token {np.nanmean(found.token_QL):.1f} bits, the mean over a request "
-            f"{np.nanmean(found.request_QL):.1f} bits.",
-            paint,
-        ),
+        key="router",
+        height=3.2,
+        alt=f"Lines by task: one token {np.nanmean(found.token_QL):.1f} bits, the mean over a request "
+        f"{np.nanmean(found.request_QL):.1f} bits.",
+        paint=paint,
         caption=f"From the logits of {found.num_requests} requests. Expert maps hold them (FineMoE § 4.1). "
         "They show how sure the router is; the chosen experts alone do not.",
     )

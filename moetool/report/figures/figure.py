@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.report.drawing import draw, layer_ticks
+from moetool.report.drawing import draw, heat, layer_ticks
 from moetool.report.trace_measures import TraceMeasures
 
 if TYPE_CHECKING:
@@ -17,28 +17,11 @@ DRAWN_TASKS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A figure of the page.
-
-    Attributes:
-        section: heading of its section.
-        title: heading of the figure.
-        svg: the `<svg>` element.
-        caption: explanation of the figure.
-    """
-
-    section: str
-    title: str
-    svg: str
-    caption: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sketch:
+class Plot:
     """A figure for a page or a file.
 
     Attributes:
-        key: name of lower-case letters and hyphens.
+        key: name of lower-case letters and hyphens, unique on its page.
         title: heading of the figure.
         caption: explanation of the figure.
         alt: alternative text.
@@ -53,10 +36,10 @@ class Sketch:
     height: float
     paint: "Callable[[Figure], None]"
 
-    def on(self, section: str) -> Picture:
-        """Return the figure for a page."""
-        svg = draw(self.key, self.height, self.alt, self.paint)
-        return Picture(section=section, title=self.title, svg=svg, caption=self.caption)
+    @property
+    def svg(self) -> str:
+        """The figure as an `<svg>` element."""
+        return draw(self.key, self.height, self.alt, self.paint)
 
 
 def relative(tokens_LE: np.ndarray, num_experts_L: Sequence[int]) -> np.ndarray:
@@ -84,6 +67,26 @@ def layer_axis(axes: "Axes", made: TraceMeasures, most: int = 14) -> None:
     """Mark at most `most` layers under a figure by their absolute ids."""
     axes.set_xticks(*layer_ticks(made.routes.spec.layer_ids_L, most))
     axes.set_xlabel("MoE layer")
+
+
+def maps(
+    figure: "Figure", values: Sequence[np.ndarray], high: float, label: str = "", *, columns: int, share: bool = True
+) -> "list[Axes]":
+    """Draw heat maps from 0 to `high` in rows of `columns`; return their axes.
+
+    Args:
+        label: label of the scale at the right of each row; without it no scale is drawn.
+        share: whether all have the same axes.
+    """
+    rows = -(-len(values) // columns)
+    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).ravel().tolist()
+    for i, axes in enumerate(grid):
+        if i >= len(values):
+            axes.set_axis_off()
+            continue
+        last = i % columns == columns - 1 or i == len(values) - 1
+        heat(axes, values[i], low=0.0, high=high, label=label if last else "")
+    return grid[: len(values)]
 
 
 def map_height(num_layers: int) -> float:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 from moetool import durable
 from moetool.cache_plan import CachePlan
 from moetool.report.drawing import GREY, line, save
-from moetool.report.figures.figure import Sketch
+from moetool.report.figures.figure import Plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def frontier_sketch(plan: CachePlan) -> Sketch:
+def frontier_plot(plan: CachePlan) -> Plot:
     """Return the figure of time or bytes per token by memory, on choosing and held-out requests.
 
     Milliseconds if the plan was made with a profile, else megabytes. Points are labelled with their policy.
@@ -46,7 +46,7 @@ def frontier_sketch(plan: CachePlan) -> Sketch:
         axes.margins(x=0.08)
         axes.legend(loc="upper right")
 
-    return Sketch(
+    return Plot(
         key="frontier",
         title=f"{'Time per token' if timed else 'Bytes loaded'} by device memory, {unit}",
         caption="The best policy for each memory size, chosen on one half of the requests and tested on the other.",
@@ -65,5 +65,5 @@ def draw_frontier(path: Path, plan: CachePlan) -> None:
         UsageError: the suffix is not a supported figure format.
     """
     durable.require_writable(path)
-    sketch = frontier_sketch(plan)
-    save(path, sketch.height, sketch.paint)
+    plot = frontier_plot(plan)
+    save(path, plot.height, plot.paint)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.report.drawing import GREY, draw, line
-from moetool.report.figures.figure import Picture, layer_axis
+from moetool.report.drawing import GREY, line
+from moetool.report.figures.figure import Plot, layer_axis
 from moetool.report.trace_measures import BOUND, TraceMeasures, curve_slots
 from moetool.tables import percent
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 AT_ONCE: dict[str, Any] = {"drawstyle": "steps-post"}  # a pool of n slots has no hit before it has all n
 
 
-def distances(made: TraceMeasures) -> Picture:
+def distances(made: TraceMeasures) -> Plot:
     """Return the curve of LRU stack distances over all layers."""
     reuse, total = made.reuse, made.routes.spec.total_experts
     slots = curve_slots(made.routes)
@@ -40,16 +40,18 @@ def distances(made: TraceMeasures) -> Picture:
         )
         axes.legend(loc="lower right")
 
-    return Picture(
-        section="Reuse",
+    return Plot(
         title="Reuse distance: distinct experts used before an expert is used again",
-        svg=draw("distances", 2.8, f"Curve: half of the reuses within {half} experts, 90 % within {most}.", paint),
+        key="distances",
+        height=2.8,
+        alt=f"Curve: half of the reuses within {half} experts, 90 % within {most}.",
+        paint=paint,
         caption="LRU stack distance over all layers: also the hit rate of LRU with that many slots in one pool. At "
         "batch 1, LRU hits nothing with (L-1) k slots or fewer: a token passes all other layers before it returns.",
     )
 
 
-def layer_distances(made: TraceMeasures) -> Picture:
+def layer_distances(made: TraceMeasures) -> Plot:
     """Return lines of LRU stack distances within each layer."""
     reuse, spec = made.reuse, made.routes.spec
     known = reuse.layer_median_L[~np.isnan(reuse.layer_median_L)]
@@ -65,20 +67,17 @@ def layer_distances(made: TraceMeasures) -> Picture:
         layer_axis(axes, made)
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
 
-    return Picture(
-        section="Reuse",
+    return Plot(
         title="Reuse distance within each layer",
-        svg=draw(
-            "layer-distances",
-            2.5,
-            f"Lines by layer. In the median layer half of the reuses are within {typical} experts of it.",
-            paint,
-        ),
+        key="layer-distances",
+        height=2.5,
+        alt=f"Lines by layer. In the median layer half of the reuses are within {typical} experts of it.",
+        paint=paint,
         caption="Slots that each layer needs for these hit rates, in a pool with slots per layer.",
     )
 
 
-def budgets(made: TraceMeasures) -> Picture:
+def budgets(made: TraceMeasures) -> Plot:
     """Return curves of hit rates by memory, with Belady's bound."""
     names = list(dict.fromkeys(row.policy for row in made.rows))
     total = made.routes.spec.total_experts
@@ -111,16 +110,13 @@ def budgets(made: TraceMeasures) -> Picture:
         axes.legend(loc="lower right")
 
     best = max((row for row in made.rows), key=lambda row: (row.budget_bytes, row.counts.hit_rate))
-    return Picture(
-        section="Hit rates",
+    return Plot(
         title="Hit rate of cache policies by expert memory",
-        svg=draw(
-            "budgets",
-            3.6,
-            f"Curves of {', '.join(names)}; the highest is {best.policy} with {percent(best.counts.hit_rate, '.0f')} "
-            f"at {_share(made, best.budget_bytes):.0f} % of the experts. The table below has the numbers.",
-            paint,
-        ),
+        key="budgets",
+        height=3.6,
+        alt=f"Curves of {', '.join(names)}; the highest is {best.policy} with {percent(best.counts.hit_rate, '.0f')} "
+        f"at {_share(made, best.budget_bytes):.0f} % of the experts. The table below has the numbers.",
+        paint=paint,
         caption="As by moetool replay. Belady evicts the expert that is needed again last: the fewest loads of all "
         "policies that load on demand. A policy that prefetches may have more hits, but not fewer loads.",
     )

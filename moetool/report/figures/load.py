@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.report.drawing import GREY, STYLES, draw, heat, layer_ticks, line, scale_top
-from moetool.report.figures.figure import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
+from moetool.report.drawing import GREY, STYLES, heat, layer_ticks, line, scale_top
+from moetool.report.figures.figure import Plot, drawn_tasks, layer_axis, map_height, maps, relative, some_tasks
 from moetool.report.measures import SHARES
 from moetool.report.trace_measures import TraceMeasures
 from moetool.tables import percent
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def popularity(made: TraceMeasures) -> Picture:
+def popularity(made: TraceMeasures) -> Plot:
     """Return a heat map of all layers and experts."""
     spec = made.routes.spec
     values_LE = relative(made.popularity.tokens_LE, spec.num_experts_L)
@@ -32,16 +32,18 @@ def popularity(made: TraceMeasures) -> Picture:
         axes.set_yticks(*layer_ticks(spec.layer_ids_L, 16))
         axes.set(xlabel="expert", ylabel="MoE layer")
 
-    return Picture(
-        section="Popularity",
+    return Plot(
         title="Expert popularity, relative to the mean of its layer",
-        svg=draw("popularity", map_height(spec.num_layers), alt, paint),
+        key="popularity",
+        height=map_height(spec.num_layers),
+        alt=alt,
+        paint=paint,
         caption="All tasks. 1 is an even share; the scale ends at the 99.5th percentile. A layer of one colour is used "
         "evenly. Light spots are experts that a cache should keep and a cluster should replicate.",
     )
 
 
-def by_task(made: TraceMeasures) -> Picture | None:
+def by_task(made: TraceMeasures) -> Plot | None:
     """Return bars of each task in the layer where tasks differ most; None with one task."""
     tasks, found, spec = drawn_tasks(made), made.popularity, made.routes.spec
     if len(tasks) < 2:
@@ -60,10 +62,12 @@ def by_task(made: TraceMeasures) -> Picture | None:
             axes.set_title(made.routes.tasks[task])
         rows[-1].set_xlabel("expert")
 
-    return Picture(
-        section="Tasks",
+    return Plot(
         title=f"Which experts each task uses in layer {spec.layer_ids_L[layer]} (as Prism's Figure 2)",
-        svg=draw("by-task", 0.5 + 0.95 * len(tasks), f"Bars. Most used, {'; '.join(tops)}.", paint),
+        key="by-task",
+        height=0.5 + 0.95 * len(tasks),
+        alt=f"Bars. Most used, {'; '.join(tops)}.",
+        paint=paint,
         caption="Share of the task's choices that each expert takes, in the layer where tasks differ most; the dashed "
         f"line is an even share. A server with this task alone has this load.{some_tasks(made)}",
     )
@@ -77,7 +81,7 @@ def _bars(axes: "Axes", share_E: np.ndarray) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def by_layer(made: TraceMeasures) -> Picture | None:
+def by_layer(made: TraceMeasures) -> Plot | None:
     """Return bars of two layers of one task; None with one layer."""
     spec, found = made.routes.spec, made.popularity
     if spec.num_layers < 2:
@@ -96,55 +100,46 @@ def by_layer(made: TraceMeasures) -> Picture | None:
             axes.set_title(f"layer {spec.layer_ids_L[layer]}: Gini {uneven_L[layer]:.2f}")
         rows[-1].set_xlabel("expert")
 
-    return Picture(
-        section="Tasks",
+    return Plot(
         title=f"The most and the least skewed layer of one task, {name} (as Prism's Figure 3)",
-        svg=draw(
-            "by-layer",
-            2.7,
-            f"Bars of layer {ids[0]}, Gini {uneven_L[layers[0]]:.2f}, and of layer {ids[1]}, Gini "
-            f"{uneven_L[layers[1]]:.2f}.",
-            paint,
-        ),
+        key="by-layer",
+        height=2.7,
+        alt=f"Bars of layer {ids[0]}, Gini {uneven_L[layers[0]]:.2f}, and of layer {ids[1]}, Gini "
+        f"{uneven_L[layers[1]]:.2f}.",
+        paint=paint,
         caption="Share of the task's choices. A skewed layer needs few experts in memory, an even one most of them. "
         "Layers should therefore get different shares of memory.",
     )
 
 
-def task_maps(made: TraceMeasures) -> Picture | None:
+def task_maps(made: TraceMeasures) -> Plot | None:
     """Return a heat map for each task; None with one task."""
     tasks, spec = drawn_tasks(made), made.routes.spec
     if len(tasks) < 2:
         return None
-    values = {task: relative(made.popularity.tokens_QLE[task], spec.num_experts_L) for task in tasks}
-    high = scale_top(list(values.values()), 1.5)
+    values = [relative(made.popularity.tokens_QLE[task], spec.num_experts_L) for task in tasks]
+    high = scale_top(values, 1.5)
     columns = min(3, len(tasks))
+    rows = -(-len(tasks) // columns)
 
     def paint(figure: "Figure") -> None:
-        grid = figure.subplots(-(-len(tasks) // columns), columns, sharex=True, sharey=True, squeeze=False)
-        for i, axes in enumerate(grid.ravel().tolist()):
-            if i >= len(tasks):
-                axes.set_axis_off()
-                continue
-            heat(axes, values[tasks[i]], low=0.0, high=high)
-            axes.set_title(made.routes.tasks[tasks[i]])
+        drawn = maps(figure, values, high, columns=columns)
+        for task, axes in zip(tasks, drawn, strict=True):
+            axes.set_title(made.routes.tasks[task])
             axes.set_yticks(*layer_ticks(spec.layer_ids_L, 8))
-        grid[-1, 0].set(xlabel="expert", ylabel="MoE layer")
+        drawn[(rows - 1) * columns].set(xlabel="expert", ylabel="MoE layer")
 
-    return Picture(
-        section="Tasks",
+    return Plot(
         title="Expert popularity by task, relative to the mean of its layer",
-        svg=draw(
-            "task-maps",
-            0.4 + (-(-len(tasks) // columns)) * min(3.2, 1.2 + 0.06 * spec.num_layers),
-            f"Heat maps of {', '.join(made.routes.tasks[task] for task in tasks)}.",
-            paint,
-        ),
+        key="task-maps",
+        height=0.4 + rows * min(3.2, 1.2 + 0.06 * spec.num_layers),
+        alt=f"Heat maps of {', '.join(made.routes.tasks[task] for task in tasks)}.",
+        paint=paint,
         caption=f"One scale, from 0 (dark) to {high:.1f} times the mean (light).{some_tasks(made)}",
     )
 
 
-def tasks_apart(made: TraceMeasures) -> Picture | None:
+def tasks_apart(made: TraceMeasures) -> Plot | None:
     """Return lines of the divergence between tasks, and within one; None with one task."""
     found = made.popularity
     if len(made.routes.tasks) < 2:
@@ -160,22 +155,19 @@ def tasks_apart(made: TraceMeasures) -> Picture | None:
         layer_axis(axes, made)
         axes.legend(loc="best")
 
-    return Picture(
-        section="Tasks",
+    return Plot(
         title="Divergence of expert use between tasks",
-        svg=draw(
-            "tasks-apart",
-            2.4,
-            f"Lines by layer: between tasks {found.tasks_apart_L.mean():.3f} bits on average, within one task "
-            f"{found.halves_apart_L.mean():.3f}.",
-            paint,
-        ),
+        key="tasks-apart",
+        height=2.4,
+        alt=f"Lines by layer: between tasks {found.tasks_apart_L.mean():.3f} bits on average, within one task "
+        f"{found.halves_apart_L.mean():.3f}.",
+        paint=paint,
         caption="Jensen-Shannon divergence of the shares of a layer's experts: 0 if equal, 1 if no expert is "
         "shared. The lower line compares two halves of one task's requests: differences by chance.",
     )
 
 
-def skew(made: TraceMeasures) -> Picture:
+def skew(made: TraceMeasures) -> Plot:
     """Return lines of max / mean and Gini coefficient by layer."""
     found, spec, tasks = made.popularity, made.routes.spec, drawn_tasks(made)
     places = np.arange(spec.num_layers)
@@ -197,22 +189,19 @@ def skew(made: TraceMeasures) -> Picture:
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
-    return Picture(
-        section="Load skew",
+    return Plot(
         title="Load imbalance of each layer",
-        svg=draw(
-            "skew",
-            3.1,
-            f"Lines by layer. All tasks: max over mean {found.uneven_L.min():.1f} to {found.uneven_L.max():.1f}, Gini "
-            f"{found.gini_L.min():.2f} to {found.gini_L.max():.2f}.",
-            paint,
-        ),
+        key="skew",
+        height=3.1,
+        alt=f"Lines by layer. All tasks: max over mean {found.uneven_L.min():.1f} to {found.uneven_L.max():.1f}, Gini "
+        f"{found.gini_L.min():.2f} to {found.gini_L.max():.2f}.",
+        paint=paint,
         caption="Left: load of the busiest GPU relative to the mean, with one expert per GPU. Right: 0 is even; near 1 "
         f"few experts take all. One task is usually more skewed than all together.{some_tasks(made)}",
     )
 
 
-def coverage(made: TraceMeasures) -> Picture:
+def coverage(made: TraceMeasures) -> Plot:
     """Return curves of coverage by the most used experts, on other requests."""
     found = made.coverage
     x = 100 * np.array(SHARES)
@@ -231,15 +220,12 @@ def coverage(made: TraceMeasures) -> Picture:
         axes.legend(loc="lower right")
 
     quarter = SHARES.index(0.25)
-    return Picture(
-        section="Load skew",
+    return Plot(
         title="Held-out coverage of each layer's most used experts",
-        svg=draw(
-            "coverage",
-            3.2,
-            f"Lines. A quarter of the experts covers {percent(found.own[quarter], '.0f')} of a task.",
-            paint,
-        ),
+        key="coverage",
+        height=3.2,
+        alt=f"Lines. A quarter of the experts covers {percent(found.own[quarter], '.0f')} of a task.",
+        paint=paint,
         caption="Hit rate of a cache with pinned experts, or the local share of a server that holds them. Experts are "
         "chosen on one half of each task's requests and counted on the other (a single request: on its later half). "
         f"Mean over layers{tasks}.",

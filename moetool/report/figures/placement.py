@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from moetool.placement._comparing import PlannerRow
 from moetool.placement._demand import per_server
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.report.drawing import STYLES, heat, layer_ticks, scale_top
-from moetool.report.figures.figure import Sketch, map_height, relative
+from moetool.report.figures.figure import Plot, map_height, maps, relative
 from moetool.tables import percent
 
 if TYPE_CHECKING:
@@ -36,22 +36,22 @@ class Placed:
     flow_LGG: np.ndarray | None = None
 
 
-def sketches(plans: Sequence[Placed], tokens_LE: np.ndarray | None) -> dict[str, list[Sketch]]:
+def plots(plans: Sequence[Placed], tokens_LE: np.ndarray | None) -> dict[str, list[Plot]]:
     """Return the figures of each section.
 
     Args:
         tokens_LE: uses of each expert; None without traces.
     """
-    held = [sketch for placed in plans for sketch in (holders(placed, tokens_LE), copies(placed)) if sketch is not None]
-    worked = [sketch for sketch in (balance(plans), local(plans), traffic(plans)) if sketch is not None]
+    held = [plot for placed in plans for plot in (holders(placed, tokens_LE), copies(placed)) if plot is not None]
+    worked = [plot for plot in (balance(plans), local(plans), traffic(plans)) if plot is not None]
     return {
         "Placement": held,
-        "Load": [sketch for sketch in worked if sketch.key == "balance"],
-        "Traffic between servers": [sketch for sketch in worked if sketch.key != "balance"],
+        "Load": [plot for plot in worked if plot.key == "balance"],
+        "Traffic between servers": [plot for plot in worked if plot.key != "balance"],
     }
 
 
-def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
+def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Plot | None:
     """Return a map of layers and experts per GPU, or per server with many GPUs; None with many servers."""
     plan = placed.plan
     cluster, spec, placed_GLE = plan.cluster, plan.spec, plan.placed_GLE
@@ -62,25 +62,20 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
     if len(names) > _MOST_MAPS:
         return None
     wanted_LE = np.ones(placed_GLE.shape[1:]) if tokens_LE is None else relative(tokens_LE, spec.num_experts_L)
-    maps = [np.where(held_LE, wanted_LE, np.nan) for held_LE in placed_GLE]
-    high = 1.0 if tokens_LE is None else scale_top(maps, 1.5)
+    values = [np.where(held_LE, wanted_LE, np.nan) for held_LE in placed_GLE]
+    high = 1.0 if tokens_LE is None else scale_top(values, 1.5)
     rows, columns = -(-len(names) // _COLUMNS), min(_COLUMNS, len(names))
 
     def paint(figure: "Figure") -> None:
-        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for i, axes in enumerate(grid.ravel().tolist()):
-            if i >= len(names):
-                axes.set_axis_off()
-                continue
-            last = i % columns == columns - 1 or i == len(names) - 1
-            heat(axes, maps[i], low=0.0, high=high, label="uses / mean" if last and tokens_LE is not None else "")
-            axes.set_title(f"{names[i]}: {int(placed_GLE[i].sum()):,}")
+        drawn = maps(figure, values, high, "" if tokens_LE is None else "uses / mean", columns=columns)
+        for axes, name, held_LE in zip(drawn, names, placed_GLE, strict=True):
+            axes.set_title(f"{name}: {int(held_LE.sum()):,}")
             axes.set_yticks(*layer_ticks(spec.layer_ids_L, 8))
-        grid[-1, 0].set(xlabel="expert", ylabel="MoE layer")
+        drawn[(rows - 1) * columns].set(xlabel="expert", ylabel="MoE layer")
 
     says = "; ".join(f"{name} {int(held_LE.sum())}" for name, held_LE in zip(names, placed_GLE, strict=True))
     colour = "location of each expert" if tokens_LE is None else "popularity in the cluster, relative to the layer"
-    return Sketch(
+    return Plot(
         key=f"holders-{placed.name.replace(' ', '-')}",
         title=f"Expert placement: {placed.name} ({plan.planner})",
         caption=f"Colour: {colour}; blank: not placed there. Above each map: its number of experts in all layers.",
@@ -90,7 +85,7 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
     )
 
 
-def copies(placed: Placed) -> Sketch | None:
+def copies(placed: Placed) -> Plot | None:
     """Return a map of the number of copies of each expert; None if all have one."""
     plan = placed.plan
     count_LE = plan.placed_GLE.sum(axis=0).astype(np.float64)
@@ -106,7 +101,7 @@ def copies(placed: Placed) -> Sketch | None:
         axes.set_yticks(*layer_ticks(plan.spec.layer_ids_L))
         axes.set(xlabel="expert", ylabel="MoE layer")
 
-    return Sketch(
+    return Plot(
         key=f"copies-{placed.name.replace(' ', '-')}",
         title=f"Copies of each expert: {placed.name} ({plan.planner})",
         caption="More copies serve more tokens locally and take memory from other experts.",
@@ -116,38 +111,37 @@ def copies(placed: Placed) -> Sketch | None:
     )
 
 
-def balance(plans: Sequence[Placed]) -> Sketch | None:
+def balance(plans: Sequence[Placed]) -> Plot | None:
     """Return maps of tokens per GPU and layer, over the mean of the GPUs; None without traces."""
     known = [(placed, placed.flow_LGG.sum(axis=1)) for placed in plans if placed.flow_LGG is not None]
     if not known or len(known[0][0].plan.cluster.gpus) < 2:
         return None
-    maps = [load_LG / np.maximum(load_LG.mean(axis=1, keepdims=True), 1e-30) for _, load_LG in known]
-    high = scale_top(maps, 1.5)
+    values = [load_LG / np.maximum(load_LG.mean(axis=1, keepdims=True), 1e-30) for _, load_LG in known]
+    high = scale_top(values, 1.5)
 
     def paint(figure: "Figure") -> None:
-        panels: Any = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
-        for axes, (placed, _), map_LG in zip(panels, known, maps, strict=True):
-            heat(axes, map_LG, low=0.0, high=high, label="load / mean" if axes is panels[-1] else "")
+        panels = maps(figure, values, high, "load / mean", columns=len(values))
+        for axes, (placed, _), map_LG in zip(panels, known, values, strict=True):
             axes.set_title(f"{placed.name}: slowest GPU {map_LG.max(axis=1).mean():.2f} times the mean")
             axes.set_yticks(*layer_ticks(placed.plan.spec.layer_ids_L))
             axes.set_xlabel("GPU")
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.locator_params(axis="x", integer=True)
         panels[0].set_ylabel("MoE layer")
 
-    return Sketch(
+    return Plot(
         key="balance",
         title="Tokens computed by each GPU in each layer",
         caption="Relative to the mean over GPUs; 1 is balanced. The slowest GPU sets a layer's time.",
         alt="; ".join(
             f"{placed.name}: the slowest GPU has {map_LG.max(axis=1).mean():.2f} times the mean"
-            for (placed, _), map_LG in zip(known, maps, strict=True)
+            for (placed, _), map_LG in zip(known, values, strict=True)
         ),
         height=map_height(known[0][0].plan.spec.num_layers) + 0.4,
         paint=paint,
     )
 
 
-def local(plans: Sequence[Placed]) -> Sketch | None:
+def local(plans: Sequence[Placed]) -> Plot | None:
     """Return bars of each server's local compute share; None without traces, or with one server."""
     known = [(placed, placed.row.score) for placed in plans if placed.row is not None]
     if not known or len(known[0][0].plan.cluster.servers) < 2:
@@ -171,7 +165,7 @@ def local(plans: Sequence[Placed]) -> Sketch | None:
         axes.grid(visible=False, axis="x")
         figure.legend(loc="outside right upper")
 
-    return Sketch(
+    return Plot(
         key="local",
         title="Local compute share: expert calls that the request's own server computes",
         caption="Prism's local compute ratio, by the server at which requests arrive.",
@@ -181,7 +175,7 @@ def local(plans: Sequence[Placed]) -> Sketch | None:
     )
 
 
-def traffic(plans: Sequence[Placed]) -> Sketch | None:
+def traffic(plans: Sequence[Placed]) -> Plot | None:
     """Return a map of traffic between servers per plan; None without traces, or with one server."""
     known = [(placed, _sent(placed)) for placed in plans if placed.flow_LGG is not None]
     if not known or len(known[0][0].plan.cluster.servers) < 2:
@@ -191,9 +185,8 @@ def traffic(plans: Sequence[Placed]) -> Sketch | None:
     high = max(float(np.nanmax(sent_NN)) for _, sent_NN in known) or 1.0
 
     def paint(figure: "Figure") -> None:
-        panels: Any = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
+        panels = maps(figure, [sent_NN for _, sent_NN in known], high, unit, columns=len(known))
         for axes, (placed, sent_NN) in zip(panels, known, strict=True):
-            heat(axes, sent_NN, low=0.0, high=high, label=unit if axes is panels[-1] else "")
             axes.set_title(f"{placed.name}: {np.nansum(sent_NN):,.1f} {unit} in total")
             axes.set_xlabel("to")
             if len(names) > 12:
@@ -205,7 +198,7 @@ def traffic(plans: Sequence[Placed]) -> Sketch | None:
                 axes.text(j, i, f"{sent_NN[i, j]:,.1f}", ha="center", va="center", color="white" if dark else "#111111")
         panels[0].set_ylabel("from")
 
-    return Sketch(
+    return Plot(
         key="traffic",
         title=f"Traffic between servers, {unit}",
         caption="Dispatch and combine traffic of these traces' requests."

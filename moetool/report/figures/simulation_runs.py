@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.report.drawing import GREY, STYLES, heat, line, logarithmic
-from moetool.report.figures.figure import Sketch
+from moetool.report.drawing import GREY, STYLES, line, logarithmic
+from moetool.report.figures.figure import Plot, maps
 from moetool.simulation.simulation_results import Simulated, interval
 from moetool.tables import percent
 
@@ -20,11 +20,11 @@ _MOST_LINES, _MOST_SERVERS = 6, 40
 _WIDEST = 0.2  # bar, of the distance between groups
 
 
-def sketches(runs: Sequence[Run]) -> list[Sketch]:
+def plots(runs: Sequence[Run]) -> list[Plot]:
     """Return all figures with data in these runs, the main one first."""
     along = _along(runs)
     drawn = [over_time(runs) if along is None else swept(runs, along), by_planner(runs), relative_along(runs, along)]
-    return [sketch for sketch in (*drawn, by_round(runs), utilisation(runs), links(runs)) if sketch is not None]
+    return [plot for plot in (*drawn, by_round(runs), utilisation(runs), links(runs)) if plot is not None]
 
 
 def _along(runs: Sequence[Run]) -> str | None:
@@ -41,7 +41,7 @@ def _series(at: dict[str, str], *without: str) -> str:
     return ", ".join(value for name, value in at.items() if name not in without)
 
 
-def swept(runs: Sequence[Run], along: str) -> Sketch:
+def swept(runs: Sequence[Run], along: str) -> Plot:
     """Return mean latency and local compute share, a line per planner and other swept value (as Prism's Figure 8)."""
     values = _values(runs, along)
     series: dict[str, dict[str, list[Simulated]]] = {}
@@ -62,7 +62,7 @@ def swept(runs: Sequence[Run], along: str) -> Sketch:
             axes.set_ylim(bottom=0)
         panels[0].legend()
 
-    return Sketch(
+    return Plot(
         key="swept",
         title=f"Latency and local compute share by {_AXES[along]} (as Prism's Figure 8)",
         caption="Mean latency per request, and the share of expert calls that the request's own server computes."
@@ -89,7 +89,7 @@ def _bands_of(runs: Sequence[Run]) -> str:
     return f" Means over {seeds} seeds, with the 95 % confidence interval of a mean." if seeds > 1 else ""
 
 
-def over_time(runs: Sequence[Run]) -> Sketch:
+def over_time(runs: Sequence[Run]) -> Plot:
     """Return local compute share over time (as Prism's Figures 6 and 7a), and the distribution of latencies."""
     drawn = _one_seed(runs)
 
@@ -108,7 +108,7 @@ def over_time(runs: Sequence[Run]) -> Sketch:
         logarithmic(panels[1])
         panels[0].legend()
 
-    return Sketch(
+    return Plot(
         key="over-time",
         title="Local compute share over time, and latencies (as Prism's Figures 6 and 7)",
         caption="Left: the share of expert calls that the request's own server computes, window by window. Right: the "
@@ -154,7 +154,7 @@ def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
     return ratios
 
 
-def by_planner(runs: Sequence[Run]) -> Sketch | None:
+def by_planner(runs: Sequence[Run]) -> Plot | None:
     """Return bars of relative latency by planner (as DIRECTOR's Figures 7, 10 and 11); None for a single bar."""
     ratios = run_ratios(runs)
     names = list(dict.fromkeys(name for group in ratios.values() for name in group))
@@ -183,7 +183,7 @@ def by_planner(runs: Sequence[Run]) -> Sketch | None:
         axes.grid(visible=False, axis="x")
         figure.legend(loc="outside right upper")
 
-    return Sketch(
+    return Plot(
         key="by-planner",
         title=f"Latency relative to {names[0]} (as DIRECTOR's Figures 7, 10 and 11)",
         caption="Mean latency per request relative to the first planner, on the same requests." + _bands_of(runs),
@@ -197,7 +197,7 @@ def by_planner(runs: Sequence[Run]) -> Sketch | None:
     )
 
 
-def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
+def relative_along(runs: Sequence[Run], along: str | None) -> Plot | None:
     """Return lines of relative latency over an amount (DIRECTOR's Figure 9); None without a sweep or with one
     planner."""
     if along is None or len(_values(runs, "planner")) < 2:
@@ -220,7 +220,7 @@ def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
         axes.set(xlabel=_AXES[along], ylabel=f"latency / {first}")
         figure.legend(loc="outside right upper")
 
-    return Sketch(
+    return Plot(
         key="relative",
         title=f"Latency relative to {first}, by {_AXES[along]} (as DIRECTOR's Figure 9)",
         caption="Mean latency per request relative to the first planner, on the same requests." + _bands_of(runs),
@@ -240,7 +240,7 @@ def rounds(found: Simulated) -> list[float]:
     return [float(np.mean(began[at_s])) for at_s in sorted(began)]
 
 
-def by_round(runs: Sequence[Run]) -> Sketch | None:
+def by_round(runs: Sequence[Run]) -> Plot | None:
     """Return latency batch by batch (as DIRECTOR's Figure 8); None where requests do not begin together."""
     made = [(at, rounds(found), len(found.served)) for at, found in _one_seed(runs)]
     drawn = [(at, series) for at, series, requests in made if len(series) > 2 and requests >= 2 * len(series)]
@@ -255,7 +255,7 @@ def by_round(runs: Sequence[Run]) -> Sketch | None:
         axes.locator_params(axis="x", integer=True)
         figure.legend(loc="outside right upper")
 
-    return Sketch(
+    return Plot(
         key="by-round",
         title="Latency batch by batch (as DIRECTOR's Figure 8)",
         caption="Mean over the requests that began together, without the wait for earlier batches." + _which_seed(runs),
@@ -265,7 +265,7 @@ def by_round(runs: Sequence[Run]) -> Sketch | None:
     )
 
 
-def utilisation(runs: Sequence[Run]) -> Sketch | None:
+def utilisation(runs: Sequence[Run]) -> Plot | None:
     """Return the utilization of each GPU, busiest first."""
     drawn = _one_seed(runs)
 
@@ -279,7 +279,7 @@ def utilisation(runs: Sequence[Run]) -> Sketch | None:
         axes.set_ylim(bottom=0)
         figure.legend(loc="outside right upper")
 
-    return Sketch(
+    return Plot(
         key="utilisation",
         title="GPU utilization",
         caption="Share of the run that each GPU computed. A steep line means load imbalance: others wait for the "
@@ -290,7 +290,7 @@ def utilisation(runs: Sequence[Run]) -> Sketch | None:
     )
 
 
-def links(runs: Sequence[Run]) -> Sketch | None:
+def links(runs: Sequence[Run]) -> Plot | None:
     """Return a map of bytes between servers per planner; None where links are not between two servers."""
     drawn = []
     for at, found in _one_seed(runs)[:4]:
@@ -305,9 +305,8 @@ def links(runs: Sequence[Run]) -> Sketch | None:
     high = max(float(np.nanmax(sent_NN)) for _, _, sent_NN in drawn if np.isfinite(sent_NN).any())
 
     def paint(figure: "Figure") -> None:
-        panels: Any = figure.subplots(1, len(drawn), squeeze=False)[0]
-        for axes, (name, names, sent_NN) in zip(panels, drawn, strict=True):
-            heat(axes, sent_NN, low=0.0, high=high, label="MB" if axes is panels[-1] else "")
+        panels = maps(figure, [sent_NN for _, _, sent_NN in drawn], high, "MB", columns=len(drawn), share=False)
+        for axes, (name, names, _) in zip(panels, drawn, strict=True):
             axes.set_title(name)
             if len(names) <= 12:
                 axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
@@ -315,7 +314,7 @@ def links(runs: Sequence[Run]) -> Sketch | None:
             axes.set_xlabel("to")
         panels[0].set_ylabel("from")
 
-    return Sketch(
+    return Plot(
         key="links",
         title="Bytes from server to server",
         caption="Dispatch, combine and expert migration traffic." + _which_seed(runs),
