@@ -91,9 +91,9 @@ def test_sizes_of_memory_and_batches_and_several_series_are_curves(tmp_path: Pat
     found = policies.run(stage, options)
     assert [curve[0] for curves in found.curves.values() for curve in curves] == [(25.0, 50.0, 75.0)] * 2
     assert found.curves["a, 1 ahead"][0][1][2] == found.values["a, 1 ahead, 0.75"][0]
-    assert found.axes[0] == "experts that memory holds, %"
+    assert found.axes[0] == "experts in memory, %"
     many = policies.run(stage, replace(options, memory=(0.5,), batch=(1, 2, 3)))
-    assert many.curves["b, 1 ahead"][0][0] == (1, 2, 3) and many.axes[0] == "requests of a batch"
+    assert many.curves["b, 1 ahead"][0][0] == (1, 2, 3) and many.axes[0] == "requests per batch"
     named = {**lines, "a, 3 ahead": policies.PolicyLine(policy="lru"), "b, 3 ahead": policies.PolicyLine(policy="lfu")}
     along = {name: int(name[3]) for name in named}
     found = policies.run(stage, policies.Options(lines=named, along=along, axis="distance"))

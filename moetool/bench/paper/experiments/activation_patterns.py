@@ -5,7 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.placement._demand import count_experts
 from moetool.report.measures import gini
@@ -21,9 +22,9 @@ class Options:
 
     Attributes:
         data: prompt sets, one per task; given traces replace them.
-        measure: `tasks`, the divergence of a layer's experts from those of other requests of the same task, and of
-            another; `layers`, the Gini coefficient of the first task's experts in every layer; `spread`, that of the
-            layers that other requests of the task use most and least evenly.
+        measure: `tasks`, divergence of expert usage between requests of one task, and between tasks; `layers`, Gini
+            coefficient of the first task's experts in every layer; `spread`, the same of the two layers that other
+            requests of the task use most and least evenly.
         layer: layer of `tasks`.
     """
 
@@ -46,49 +47,34 @@ def run(stage: Workbench, options: Options) -> Found:
     else:
         traces = [stage.trace((name,), fold=tuple(stage.folds)) for name in options.data]
     names = options.data if not stage.given else tuple(stage.given)
+    samples = Samples(stage)
     spec = traces[0].spec
-    counts = [_counted(trace, len(stage.seeds)) for trace in traces]  # of each task [seeds, 2, L, E]
-    values: dict[str, list[float]] = {}
-    curves: dict[str, list[Curve]] = {}
-    for seed in range(len(stage.seeds)):
-        halves = [task_S2LE[seed] for task_S2LE in counts]
-        if options.measure == "tasks":
-            same = [float(divergence(a, b)[options.layer]) for a, b in halves]
+    counts = [_counted(samples.use(trace), len(stage.seeds)) for trace in traces]  # of each task [seeds, 2, L, E]
+    independent = 1 if stage.given else len(stage.seeds)
+    if options.measure == "tasks":
+        for halves in zip(*counts, strict=True):
             pairs = [(p, q) for p in range(len(halves)) for q in range(len(halves)) if p != q]
-            other = [float(divergence(halves[p][0], halves[q][1])[options.layer]) for p, q in pairs]
-            values.setdefault("same task", []).append(float(np.mean(same)))
-            values.setdefault("other task", []).append(float(np.mean(other)))
-            continue
+            samples.add("same task", np.mean([divergence(a, b)[options.layer] for a, b in halves]))
+            other = [divergence(halves[p][0], halves[q][1])[options.layer] for p, q in pairs]
+            samples.add("other task", np.mean(other))
+        for name, task_S2LE in zip(names, counts, strict=True):
+            for row_E in task_S2LE.sum(axis=1)[:, options.layer, : spec.num_experts_L[options.layer]]:
+                samples.draw(name, range(len(row_E)), 100 * row_E / row_E.sum())
+        axes = ("expert", f"share of choices in layer {options.layer}, %")
+        return samples.found("divergence of expert usage", "bits", axes=axes, traces=independent)
+    for halves_2LE in counts[0]:
         whole_L, choose_L, judge_L = (
-            np.array(_ginis(spec, counts_LE)) for counts_LE in (sum(halves[0]), halves[0][0], halves[0][1])
+            np.array(_ginis(spec, counts_LE)) for counts_LE in (halves_2LE.sum(axis=0), *halves_2LE)
         )
         if options.measure == "spread":
-            values.setdefault("least skewed layer", []).append(float(judge_L[choose_L.argmin()]))
-            values.setdefault("most skewed layer", []).append(float(judge_L[choose_L.argmax()]))
+            samples.add("least skewed layer", judge_L[choose_L.argmin()])
+            samples.add("most skewed layer", judge_L[choose_L.argmax()])
         else:
             for layer, value in enumerate(whole_L):
-                values.setdefault(f"layer {layer}", []).append(float(value))
-        layers = tuple(map(float, range(spec.num_layers)))
-        curves.setdefault(names[0], []).append((layers, tuple(whole_L.tolist())))
-    axes = ("layer", "Gini coefficient")
-    if options.measure == "tasks":
-        axes = ("expert", f"share of choices in layer {options.layer}, %")
-        for name, task_S2LE in zip(names, counts, strict=True):
-            shares_SE = task_S2LE.sum(axis=1)[:, options.layer, : spec.num_experts_L[options.layer]]
-            shares_SE = 100 * shares_SE / shares_SE.sum(axis=1, keepdims=True)
-            experts = tuple(map(float, range(shares_SE.shape[1])))
-            curves[name] = [(experts, tuple(row_E.tolist())) for row_E in shares_SE]
-    return Found(
-        values=values,
-        what="divergence of expert usage"
-        if options.measure == "tasks"
-        else f"Gini coefficient of {names[0]}'s experts",
-        unit="bits" if options.measure == "tasks" else "",
-        on=stage.on(traces),
-        traces=1 if stage.given else len(stage.seeds),
-        curves=curves,
-        axes=axes,
-    )
+                samples.add(f"layer {layer}", value)
+        samples.draw(names[0], range(spec.num_layers), whole_L)
+    what = f"Gini coefficient of {names[0]}'s experts"
+    return samples.found(what, "", axes=("layer", "Gini coefficient"), traces=independent)
 
 
 def _counted(trace: Trace, parts: int) -> np.ndarray:

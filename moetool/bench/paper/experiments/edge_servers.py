@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from moetool import config
 from moetool.bench.paper.named_machine import changed, simulated_costs
+from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
@@ -16,7 +17,6 @@ from moetool.simulation.simulate import sized
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.simulation.sweep import sweep as run_grid
-from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 LINKS = True
@@ -34,13 +34,13 @@ class Options:
         modes: placement modes.
         sweep: values of `gpus`, `bandwidth` and `gap`.
         arrivals: see `moetool simulate`.
-        measure: `latency` in seconds; `local`, the share of calls that are computed on the request's server; `phases`,
-            the same before and after Eq. 4 is asked for the first time.
-        initial: prompt sets, mixed, that the first placement is made from (default: the past of each server's own); of
-            given traces the first.
-        requests: as a multiple of those of the sizes.
+        measure: `latency` in seconds; `local`, local compute share; `phases`, local compute share before and after the
+            first decision by Eq. 4.
+        initial: prompt sets, mixed, for the first placement (default: earlier requests of each server); with given
+            traces, the first of them.
+        requests: number of requests, as a multiple of the sizes'.
         simulation: options of the simulator.
-        costs: of its computing, unlike those of the recipe's machine, or another machine and model by name.
+        costs: compute costs that replace those of the recipe's machine, or another machine and model by name.
     """
 
     servers: Mapping[str, int]
@@ -76,11 +76,10 @@ def run(stage: Workbench, options: Options) -> Found:
     simulation = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = simulated_costs(changed(stage.machine, options.costs))
     runs: list[tuple[dict[str, str], Simulated]] = []
-    used: dict[str, Trace] = {}
+    samples = Samples(stage)
     for seed in stage.seeds:
         traces = stage.by_server(tuple(options.servers), seed)
-        used |= {str(trace.path): trace for trace in traces.values()}
-        spec = sized(next(iter(traces.values())).spec, simulation)
+        spec = sized(samples.use(*traces.values()).spec, simulation)
         mbps = stage.machine.links * options.mbps
         cluster = edge_cluster(spec, list(traces), options.servers, options.memory, mbps)
         make = partial(
@@ -96,48 +95,36 @@ def run(stage: Workbench, options: Options) -> Found:
             costs=costs,
         )
         runs += stage.once(f"edge {replace(options, measure='latency')} {seed}", make)
-    values: dict[str, list[float]] = {}
-    curves: dict[str, list[Curve]] = {}
     for at, found in runs:
         name = label(at, options)
         if options.measure == "phases":
             for phase, share in zip(("before", "after"), around(found, simulation.replan_s), strict=True):
-                values.setdefault(f"{name}, {phase}", []).append(share)
+                samples.add(f"{name}, {phase}", share)
         else:
-            values.setdefault(name, []).append(found.mean_s if options.measure == "latency" else found.local)
+            samples.add(name, found.mean_s if options.measure == "latency" else found.local)
         if not options.sweep:
-            curves.setdefault(name, []).append(over_time(found))
-    drawn = bool(options.sweep) and options.measure != "phases"
-    if drawn:
-        curves = _swept(values, options)
+            samples.draw(name, *over_time(found))
     asked = [found.seconds // simulation.replan_s if simulation.replan_s else 0.0 for _, found in runs]
-    on = f"{stage.on(list(used.values()))}; Eq. 4 asked {min(asked):.0f} to {max(asked):.0f} times a run"
-    made = simulated(options.measure, values, curves, on, parts=stage.parts(used))
-    return replace(made, axes=(_AXES[_along(options)], f"{made.what}, {made.unit}")) if drawn else made
+    on = f"Eq. 4 asked {min(asked):.0f} to {max(asked):.0f} times a run"
+    if not options.sweep or options.measure == "phases":
+        return simulated(options.measure, samples, on)
+    along = max(options.sweep, key=lambda name: len(options.sweep[name]))
+    _draw(samples, along, options)
+    made = simulated(options.measure, samples, on)
+    return replace(made, axes=(_AXES[along], f"{made.what}, {made.unit}"))
 
 
-def _along(options: Options) -> str:
-    """The option of the sweep with the most values, for the x axis."""
-    return max(options.sweep, key=lambda name: len(options.sweep[name]))
-
-
-def _swept(values: Mapping[str, Sequence[float]], options: Options) -> dict[str, list[Curve]]:
-    """Curves over the option with the most values, one for each choice of the others, with a line for each seed."""
-    along = _along(options)
+def _draw(samples: Samples, along: str, options: Options) -> None:
+    """Draw curves over one option, one for each choice of the others."""
     others = [name for name in ("planner", *options.sweep) if name != along]
     grid = {"planner": options.modes, **options.sweep}
-    scale = 100 if options.measure == "local" else 1
-    curves = {}
+    x = [float(re.sub(r"[^0-9.]", "", value)) for value in grid[along]]
     for chosen in product(*(grid[name] for name in others)):
         at = dict(zip(others, chosen, strict=True))
-        rows = [values[label({**at, along: value}, options)] for value in grid[along]]
-        x = tuple(float(re.sub(r"[^0-9.]", "", value)) for value in grid[along])
+        rows = [samples.values[label({**at, along: value}, options)] for value in grid[along]]
         words = [at["planner"]] if len(options.modes) > 1 else []
         words += [_SWEPT[one].format(at[one]) for one in others if one in _SWEPT]
-        curves[", ".join(words) or at["planner"]] = [
-            (x, tuple(scale * value for value in column)) for column in zip(*rows, strict=True)
-        ]
-    return curves
+        samples.sweep(", ".join(words) or at["planner"], x, rows, scale=100 if options.measure == "local" else 1)
 
 
 def around(found: Simulated, tick_s: float) -> tuple[float, float]:
@@ -158,31 +145,16 @@ def around(found: Simulated, tick_s: float) -> tuple[float, float]:
     return before, after
 
 
-def simulated(
-    measure: Measure,
-    values: Mapping[str, list[float]],
-    curves: Mapping[str, list[Curve]],
-    on: str,
-    *,
-    parts: int,
-) -> Found:
-    """Results of simulations of edge servers.
+def simulated(measure: Measure, samples: Samples, on: str = "") -> Found:
+    """Return the results of simulations of edge servers.
 
     Args:
-        values: by name, one per seed: seconds, shares of 1, or numbers.
-        curves: local compute share of the same runs over time (`over_time`).
-        on: description of the simulated traces.
-        parts: number of independent sets of traces.
+        samples: seconds, shares or numbers, with curves of the local compute share (`over_time`).
+        on: added to the description of the traces.
     """
-    return Found(
-        values=values,
-        what=_WHAT[measure],
-        unit=_UNITS[measure],
-        on=f"{on}; simulated at assumed costs",
-        traces=parts,
-        curves=curves,
-        axes=("simulated seconds", "computed locally, %"),
-    )
+    on = f"{on}; simulated at assumed costs" if on else "simulated at assumed costs"
+    axes = ("simulated seconds", "computed locally, %")
+    return samples.found(_WHAT[measure], _UNITS[measure], on, axes=axes, traces=samples.independent)
 
 
 def label(at: Mapping[str, str], options: Options) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 
 from moetool import config
 from moetool.bench.paper.named_machine import MachineChoice, NamedMachine, NamedModel, simulated_costs
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.placement._planner import quick_options
@@ -108,14 +109,12 @@ def run(stage: Workbench, options: Options) -> Found:
     machine, model = choice.read()
     machine = machine.linked(stage.machine.links)
     costs = simulated_costs(choice.assumed(), options.batch)
-    values: dict[str, list[float]] = {}
-    curves: dict[str, list[Curve]] = {}
-    traces: dict[str, Trace] = {}
+    samples = Samples(stage)
     cases = list(_cases(options, model, stage.machine.links))
     swept = len(cases) > 1
     for seed in stage.seeds:
         trace, learned = stage.apart(options.data, seed)
-        traces[str(trace.path)] = trace
+        samples.use(trace)
         lines: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
             base = _simulation(options, model, case, seed)
@@ -139,28 +138,17 @@ def run(stage: Workbench, options: Options) -> Found:
                     f"rounds {same} {case.gpus} {case.way_bytes_s} {trace.path} {count} {one} {chosen}", make
                 )
                 value = _measure(found, options.measure)
-                values.setdefault(label + case.words, []).append(value)
+                samples.add(label + case.words, value)
                 lines.setdefault(label, []).append((case.x, value))
                 if not swept and options.measure != "planning":
                     ends = sorted(_rounds(found))
-                    each_ms = tuple(1e3 * seconds for _, seconds in ends)
-                    curves.setdefault(label, []).append((tuple(range(1, len(ends) + 1)), each_ms))
+                    samples.draw(label, range(1, len(ends) + 1), (1e3 * seconds for _, seconds in ends))
         if swept:
             for label, points in lines.items():
-                x, y = zip(*sorted(points), strict=True)
-                curves.setdefault(label, []).append((x, y))
-    return Found(
-        values=values,
-        what=_WHAT[options.measure],
-        unit=_unit(options),
-        on=(
-            f"{stage.on(list(traces.values()))}; rounds of one request per GPU, with costs of {model.name} on "
-            f"{machine.name}"
-        ),
-        curves=curves,
-        axes=_axes(options) if swept else ("round", "latency of the round, ms"),
-        traces=len(traces),
-    )
+                samples.draw(label, *zip(*sorted(points), strict=True))
+    on = f"rounds of one request per GPU, with costs of {model.name} on {machine.name}"
+    axes = _axes(options) if swept else ("round", "latency of the round, ms")
+    return samples.found(_WHAT[options.measure], _unit(options), on, axes=axes)
 
 
 def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]:

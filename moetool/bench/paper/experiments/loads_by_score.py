@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moetool.bench.paper.experiments.policies import PolicyLine, look_through, measure
+from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.caching._residency import Step, StepKind
@@ -66,17 +67,16 @@ def run(stage: Workbench, options: Options) -> Found:
 
     Source: SMoE § IV for low scores; Table I's "low-score loading" is on-demand loading of those.
     """
-    values: dict[str, list[float]] = {}
-    traces = []
+    samples = Samples(stage)
+    resident = options.memory if look_through(options.lines) else 0.0
     for fold in stage.folds:
-        trace = stage.trace(options.data, fold=fold, resident=options.memory if look_through(options.lines) else 0.0)
-        traces.append(trace)
+        trace = samples.use(stage.trace(options.data, fold=fold, resident=resident))
         for name, line in options.lines.items():
             counts = _count(stage, trace, line, options, fold)
             for label, value in _values(stage, trace, line, options, counts, fold).items():
-                values.setdefault(f"{name}, {label}" if len(options.lines) > 1 else label, []).append(value)
-    on = f"{stage.on(traces)}; decode, replayed, {percent(options.memory, 'g')} of the experts"
-    return Found(values=values, what=_WHAT[options.measure], unit="%", on=on, traces=len(traces))
+                samples.add(f"{name}, {label}" if len(options.lines) > 1 else label, value)
+    on = f"decode, replayed, {percent(options.memory, 'g')} of the experts"
+    return samples.found(_WHAT[options.measure], "%", on)
 
 
 def _count(stage: Workbench, trace: Trace, line: PolicyLine, options: Options, fold: int) -> _Count:

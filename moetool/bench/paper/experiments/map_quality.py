@@ -1,10 +1,10 @@
 """Quality of stored expert maps: similarity, hit rates, sizes. FineMoE's Figures 8, 9, 16(a) and 18."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.trace.reader import Trace
 from moetool.tuning.map_store import Likeness, MapReport, plan_maps
@@ -40,53 +40,34 @@ def run(stage: Workbench, options: Options) -> Found:
 
     Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.tuning.map_store.plan_maps`).
     """
-    traces: dict[str, Trace] = {}
-    values: dict[str, list[float]] = {}
-    curves: dict[str, list[Curve]] = {}
+    samples = Samples(stage)
+    swept = len(options.capacities) > 1
     for seed in stage.seeds:
-        trace = stage.trace(options.data, fold=seed)
-        traces[str(trace.path)] = trace
+        trace = samples.use(stage.trace(options.data, fold=seed))
         for capacity in options.capacities:
             made = _report(stage, trace, capacity, seed)
             if options.measure == "bytes":
-                values.setdefault(f"{capacity} maps", []).append(made.bytes / made.maps * capacity / 1e6)
+                samples.add(f"{capacity} maps", made.bytes / made.maps * capacity / 1e6)
                 continue
             for kind, likeness in zip(KINDS, (made.meaning, made.path), strict=True):
                 if likeness is None:
                     raise CannotTestError(f"{trace.path} has no embeddings")
                 for name, value in _values(kind, likeness, options.measure).items():
-                    label = f"{name}, {capacity} maps" if len(options.capacities) > 1 else name
-                    values.setdefault(label, []).append(value)
-                if options.measure in ("pearson", "rise"):
+                    samples.add(f"{name}, {capacity} maps" if swept else name, value)
+                if options.measure in ("pearson", "rise") and not swept:
                     filled = [each for each in likeness.bins if each[3]]
-                    line = tuple(each[0] for each in filled), tuple(100 * each[2] for each in filled)
-                    curves.setdefault(kind, []).append(line)
+                    samples.draw(kind, [each[0] for each in filled], [100 * each[2] for each in filled])
     unit = {"pearson": "", "rise": "%", "best": "", "bytes": "MB"}[options.measure]
     axes = ("similarity of the iterations, from", "hit rate, %")
-    if len(options.capacities) > 1:
-        curves = _by_capacity(values, options.capacities)
+    if swept:
         axes = ("maps in the store", f"{_WHAT[options.measure]}, {unit}".removesuffix(", "))
-    return Found(
-        values=values,
-        what=_WHAT[options.measure],
-        exact=options.measure == "bytes",
-        unit=unit,
-        on=f"{stage.on(list(traces.values()))}; maps of the training requests, iterations of held-out ones",
-        traces=len(traces),
-        curves=curves,
-        axes=axes,
-    )
-
-
-def _by_capacity(values: Mapping[str, Sequence[float]], capacities: Sequence[int]) -> dict[str, list[Curve]]:
-    """Curves over the capacity, one for each kind of similarity, or for all, with a line for each seed."""
-    x = tuple(map(float, capacities))
-    curves = {}
-    for kind in ("", *(f"{kind}, " for kind in KINDS)):
-        rows = [values[label] for capacity in capacities if (label := f"{kind}{capacity} maps") in values]
-        if rows:
-            curves[kind.removesuffix(", ") or "all maps"] = [(x, column) for column in zip(*rows, strict=True)]
-    return curves
+        for kind in ("", *(f"{kind}, " for kind in KINDS)):
+            labels = [f"{kind}{capacity} maps" for capacity in options.capacities]
+            if labels[0] in samples.values:
+                rows = [samples.values[label] for label in labels]
+                samples.sweep(kind.removesuffix(", ") or "all maps", options.capacities, rows)
+    on = "maps of the training requests, iterations of held-out ones"
+    return samples.found(_WHAT[options.measure], unit, on, axes=axes, exact=options.measure == "bytes")
 
 
 def _report(stage: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:

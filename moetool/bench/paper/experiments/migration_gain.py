@@ -8,12 +8,12 @@ from typing import Any, Literal
 from moetool import config
 from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time, simulated
 from moetool.bench.paper.named_machine import changed, simulated_costs
-from moetool.bench.paper.verdict import Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.simulation.simulate import read_world, simulate, sized
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
-from moetool.trace.reader import Trace
 
 WAYS = ("with migration", "without")
 BEFORE, AFTER = "before the change", "after it"
@@ -27,13 +27,13 @@ class Options:
     """Options of the experiment; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
 
     Attributes:
-        mode: who places.
+        mode: placement mode.
         before: prompt sets, one per server, of the first half of the requests.
-        servers: prompt sets of the second half, and the GPUs of each server; of given traces each server gets the next
-            one's first.
-        initial: prompt sets, mixed, that the first placement is made from; of given traces the first.
-        replan_s: how often it may migrate.
-        measure: `latency`, `local`, or `migrations`, how many there are before and after the change.
+        servers: prompt sets of the second half, with each server's number of GPUs; with given traces, each server
+            first serves the trace of the next one.
+        initial: prompt sets, mixed, for the first placement; with given traces, the first of them.
+        replan_s: seconds between decisions to migrate.
+        measure: `latency`, `local`, or `migrations`, their numbers before and after the change.
     """
 
     servers: Mapping[str, int]
@@ -51,17 +51,15 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Serve the same requests once with re-placing and once without; half-way the data changes.
+    """Serve the same requests once with migration and once without; the data changes half-way.
 
-    Source: Prism § IV-B, Figure 7: from 200 MultiData to 200 BIG-bench requests a server, from a placement that was
-    made from other data.
+    Source: Prism § IV-B, Figure 7: 200 MultiData requests per server, then 200 BIG-bench ones, from a placement for
+    other data.
     """
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = simulated_costs(changed(stage.machine, options.costs))
     count = max(2, round(options.requests * stage.sizes.requests))
-    values: dict[str, list[float]] = {}
-    curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
-    used: dict[str, Trace] = {}
+    samples = Samples(stage)
     for seed in stage.seeds:
         later = stage.by_server(tuple(options.servers), seed)
         names = list(later)
@@ -69,7 +67,7 @@ def run(stage: Workbench, options: Options) -> Found:
             first = {name: later[names[(place + 1) % len(names)]] for place, name in enumerate(names)}
         else:
             first = dict(zip(names, stage.by_server(options.before, seed).values(), strict=True))
-        used |= {str(trace.path): trace for trace in (*first.values(), *later.values())}
+        samples.use(*first.values(), *later.values())
         initial = dict.fromkeys(names, stage.trace(options.initial, fold=seed))
         spec, mbps = sized(later[names[0]].spec, base), stage.machine.links * options.mbps
         cluster = edge_cluster(spec, names, options.servers, options.memory, mbps)
@@ -82,14 +80,14 @@ def run(stage: Workbench, options: Options) -> Found:
             )
             make = partial(simulate, world, options.mode, options.arrivals, count, chosen, costs=costs)
             found = stage.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
-            curves[way].append(over_time(found))
+            samples.draw(way, *over_time(found))
             if options.measure == "migrations":
                 if replan_s:
                     for when, number in zip((BEFORE, AFTER), _migrations(found, count // 2), strict=True):
-                        values.setdefault(when, []).append(number)
+                        samples.add(when, number)
             else:
-                values.setdefault(way, []).append(found.mean_s if options.measure == "latency" else found.local)
-    return simulated(options.measure, values, curves, stage.on(list(used.values())), parts=stage.parts(used))
+                samples.add(way, found.mean_s if options.measure == "latency" else found.local)
+    return simulated(options.measure, samples)
 
 
 def _migrations(found: Simulated, change: int) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from moetool import config
 from moetool.bench.paper.experiments.edge_servers import edge_cluster
 from moetool.bench.paper.named_machine import simulated_costs
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
+from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import Workbench, requests_of
 from moetool.placement._demand import held_out, planned_share
@@ -63,14 +64,12 @@ def run(stage: Workbench, options: Options) -> Found:
     costs = simulated_costs(stage.machine)
     mbps = stage.machine.links * options.mbps
     base = config.parse(SimulationOptions, options.simulation, "simulation")
-    values: dict[str, list[float]] = {ALONE: [], BALANCED: [], TOGETHER: []}
-    used: dict[str, Trace] = {}
+    samples = Samples(stage)
     gaps_s = []
     for seed in stage.seeds:
         traces = stage.by_server(tuple(options.servers), seed)
-        used |= {str(trace.path): trace for trace in traces.values()}
-        names = list(traces)
-        cluster = edge_cluster(sized(traces[names[0]].spec, base), names, options.servers, options.memory, mbps)
+        names, spec = list(traces), sized(samples.use(*traces.values()).spec, base)
+        cluster = edge_cluster(spec, names, options.servers, options.memory, mbps)
         seconds = [
             _offloaded(stage, traces[server.name], options, min(1.0, options.memory * len(server.gpus)), base.split)
             for server in cluster.servers
@@ -84,18 +83,12 @@ def run(stage: Workbench, options: Options) -> Found:
         work = [(one.at_s, one.server, float(rng.choice(seconds[one.server]))) for one in coming]
         for way, redirect in ((ALONE, False), (BALANCED, True)):
             served = serve_in_turn(work, len(names), redirect=redirect)
-            values[way].append(mean_by_server(served[first:])[-1])
+            samples.add(way, mean_by_server(served[first:])[-1])
         world = read_world(traces, cluster, replace(base, seed=seed))
         together = simulate(world, options.placement, arrivals, count, replace(base, seed=seed), costs=costs)
-        values[TOGETHER].append(float(np.mean([one.latency_s for one in together.served[first:]])))
-    return Found(
-        values=values,
-        what="mean latency per request",
-        unit="s",
-        traces=stage.parts(used),
-        on=f"{stage.on(list(used.values()))}; a request per {np.mean(gaps_s):.2g} s and server, without the first "
-        f"{options.warm}; on the assumed machine",
-    )
+        samples.add(TOGETHER, np.mean([one.latency_s for one in together.served[first:]]))
+    on = f"one request per {np.mean(gaps_s):.2g} s and server, without the first {options.warm}; on the assumed machine"
+    return samples.found("mean latency per request", "s", on, traces=samples.independent)
 
 
 def _offloaded(stage: Workbench, trace: Trace, options: Options, share: float, split: float) -> list[float]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from moetool.bench.paper.experiments.policies import PolicyLine, distribution
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
+from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.simulation.arrivals import read_arrivals
@@ -37,12 +38,10 @@ def run(stage: Workbench, options: Options) -> Found:
 
     Source: FineMoE § 6.3. Deviation: arrivals are Poisson, and requests have their own lengths.
     """
-    values: dict[str, list[float]] = {}
+    samples = Samples(stage)
     ends: dict[str, list[float]] = {}
-    traces = []
     for fold in stage.folds:
-        trace = stage.trace(options.data, fold=fold)
-        traces.append(trace)
+        trace = samples.use(stage.trace(options.data, fold=fold))
         requests = frozenset(requests_of(trace))
         budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
         coming: list[float] = []
@@ -67,14 +66,10 @@ def run(stage: Workbench, options: Options) -> Found:
                 rng = np.random.default_rng(fold)
                 coming = [one.at_s for one in read_arrivals(rate, [0], len(takes), rng)]
             served = serve_in_turn([(at_s, 0, each) for at_s, each in zip(coming, takes, strict=True)], 1)
-            values.setdefault(name, []).append(mean_by_server(served)[-1])
+            samples.add(name, mean_by_server(served)[-1])
             ends.setdefault(name, []).extend(seconds for _, seconds in served)
-    return Found(
-        values=values,
-        what="mean time from arrival to the last token",
-        unit="s",
-        traces=len(traces),
-        on=f"{stage.on(traces)}; replayed on the assumed machine, one request at a time",
-        curves={name: [distribution(each)] for name, each in ends.items()},
-        axes=("time from arrival to the last token, s", "cumulative share of requests, %"),
-    )
+    for name, each in ends.items():
+        samples.draw(name, *distribution(each))
+    axes = ("time from arrival to the last token, s", "cumulative share of requests, %")
+    on = "replayed on the assumed machine, one request at a time"
+    return samples.found("mean time from arrival to the last token", "s", on, axes=axes)

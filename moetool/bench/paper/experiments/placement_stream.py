@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.placement._demand import Demand, held_out, planned_share, read_batches
@@ -49,14 +50,12 @@ class Options:
 def run(stage: Workbench, options: Options) -> Found:
     """T_comp + T_comm of every mode (`moetool.placement._modes`) and planner, with another trace per seed.
 
-    Source: DIRECTOR § III and § VIII-D. Computing a token counts 1 here, and so does sending one
-    over links at their usual rate.
+    Source: DIRECTOR § III and § VIII-D. Computing a token costs 1, as does sending one over a link at its usual rate.
     """
-    values: dict[str, list[float]] = {}
-    traces: dict[str, Trace] = {}
+    samples = Samples(stage)
     for seed in stage.seeds:
         trace, learned = stage.apart(options.data, seed)
-        traces[str(trace.path)] = trace
+        samples.use(trace)
         history, coming = _batches(trace, learned, options, seed)
         latency = _latency(coming[0][0].cluster, stage.machine.links)
         for name, given in options.planners.items():
@@ -64,14 +63,9 @@ def run(stage: Workbench, options: Options) -> Found:
             for mode in modes(coming, history, given.get("planner", name), own, latency, seed=seed):
                 if mode.mode in options.reported:
                     label = mode.mode if len(options.planners) == 1 else f"{name}, {mode.mode}"
-                    values.setdefault(label, []).append(mode.latency)
-    return Found(
-        values=values,
-        what="cost of a batch, T_comp + T_comm, mean over layers",
-        unit="tokens",
-        on=f"{stage.on(list(traces.values()))}; {options.gpus} GPUs of one node, T_comp + T_comm per layer",
-        traces=len(traces),
-    )
+                    samples.add(label, mode.latency)
+    on = f"{options.gpus} GPUs of one node, T_comp + T_comm per layer"
+    return samples.found("cost of a batch, T_comp + T_comm, mean over layers", "tokens", on)
 
 
 def _latency(cluster: Cluster, links: float) -> Latency:

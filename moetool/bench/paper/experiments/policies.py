@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.named_machine import changed
+from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found, require
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.caching._residency import Counts
@@ -46,20 +46,19 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets, mixed; seven tenths of the requests are the history. A given trace takes their place.
-        apart: there is no history: predictors learn from all other parts of the prompts, and every request is measured;
-            of a trace that is given there are no other parts.
-        lines: by name.
-        memory: for experts, as shares of all of them.
-        batch: requests that are forwarded together.
-        measure: `hits`, the share of the experts needed in decode that were resident; `ttft`, seconds of a prompt;
-            `tpot`, of a later token; `sides`, of a later token those that the link carries experts, and that the host
-            computes them; `latency`, of a request; `speed`, its later tokens a second.
-        along: numbers of lines by name, such as a distance, along which their values are drawn as curves: one for all
-            lines, or one for each name before a comma. Three or more sizes of memory or of batches make curves too.
-        axis: what these are.
-        new_tokens: of each request (0: as the sizes say).
-        machine: costs that are unlike those of the recipe's machine, or another machine and model by name.
+        data: prompt sets, mixed, or a given trace instead; seven tenths of the requests are the history.
+        apart: train predictors on all other parts of the prompts and measure every request, without a history; without
+            effect on a given trace, which has no other parts.
+        lines: policies by name.
+        memory: expert memory, as shares of all experts.
+        batch: sizes of batches.
+        measure: `hits`, hit rate in decode; `ttft` and `tpot`; `sides`, time per output token that the link transfers
+            experts, and that the host computes them; `latency` of a request; `speed`, output tokens per second.
+        along: an abscissa for each line, such as a distance: one curve for all lines, or one for each name before a
+            comma. Three or more sizes of memory or batches give curves too.
+        axis: label of that abscissa.
+        new_tokens: output tokens per request (0: the sizes').
+        machine: costs that replace those of the recipe's machine, or another machine and model by name.
     """
 
     data: tuple[str, ...] = ALL
@@ -114,9 +113,8 @@ class PolicyMeasures:
 
 def run(stage: Workbench, options: Options) -> Found:
     """Replay every line with every memory and batch, with another part of the prompts per seed."""
-    values: dict[str, list[float]] = {}
+    samples = Samples(stage)
     each: dict[str, list[float]] = {}  # of all requests of all parts
-    traces: dict[str, Trace] = {}
     machine = changed(stage.machine, options.machine)
     apart = options.apart and len(stage.folds) > 1 and not stage.given
     for fold in stage.folds:
@@ -128,7 +126,7 @@ def run(stage: Workbench, options: Options) -> Found:
                 fold=fold,
                 resident=options.memory[0] if look_through(options.lines) else 0.0,
             )
-            traces[str(trace.path)] = trace
+            samples.use(trace)
             learned = None
             if apart:
                 learned = stage.trace(options.data, new_tokens=options.new_tokens, fold=stage.others(fold))
@@ -139,68 +137,46 @@ def run(stage: Workbench, options: Options) -> Found:
                     label = _label(name, memory, batch, options)
                     if options.measure == "sides":
                         for side, seconds in (("link", measured.link_s), ("host", measured.host_s)):
-                            values.setdefault(f"{label}, {side}", []).append(1e3 * seconds / measured.forwards)
+                            samples.add(f"{label}, {side}", 1e3 * seconds / measured.forwards)
                         continue
-                    values.setdefault(label, []).append(_value(measured, options.measure))
+                    samples.add(label, _value(measured, options.measure))
                     if options.measure in ("latency", "speed"):
                         each.setdefault(label, []).extend(_by_request(measured, options.measure))
     measured_on = "all" if apart else "30 % of the requests"
-    if _sweeps(options):
-        curves, axes = _along(values, options)
+    on = f"replayed on the assumed machine, {measured_on} measured"
+    what, unit = _WHAT[options.measure], UNITS[options.measure]
+    axes = ("decode speed, tokens/s" if options.measure == "speed" else "latency, s", "cumulative share of requests, %")
+    if axis := _draw(samples, options):
+        axes = (axis, f"{what}, {unit}")
     else:
-        curves = {label: [distribution(values)] for label, values in each.items()}
-        axes = (
-            "latency, s" if options.measure == "latency" else "decode speed, tokens/s",
-            "cumulative share of requests, %",
-        )
-    return Found(
-        values=values,
-        what=_WHAT[options.measure],
-        unit=UNITS[options.measure],
-        traces=len(stage.folds),
-        on=f"{stage.on(list(traces.values()))}; replayed on the assumed machine, {measured_on} measured",
-        curves=curves,
-        axes=axes,
-    )
+        for label, values in each.items():
+            samples.draw(label, *distribution(values))
+    return samples.found(what, unit, on, axes=axes, traces=len(stage.folds))
 
 
 _LEAST_POINTS = 3  # of a curve over memory or batches
 
 
-def _sweeps(options: Options) -> bool:
-    return bool(options.along) or max(len(options.memory), len(options.batch)) >= _LEAST_POINTS
-
-
-def _along(values: Mapping[str, Sequence[float]], options: Options) -> tuple[dict[str, list[Curve]], tuple[str, str]]:
-    """Curves over memory, batches or numbered lines, each with a line for each seed.
+def _draw(samples: Samples, options: Options) -> str:
+    """Draw curves over memory, batches or `along`, if any; return the label of their abscissa, else an empty text.
 
     Raises:
-        UsageError: a numbered line was not measured.
+        UsageError: a line of `along` was not measured.
     """
-    what, unit = _WHAT[options.measure], UNITS[options.measure]
-    points: dict[str, list[tuple[float, Sequence[float]]]] = {}
+    points: dict[str, dict[float, str]] = {}  # by curve, the label of the values at each abscissa
+    axis = options.axis
     if len(options.memory) >= _LEAST_POINTS:
-        axis = "experts that memory holds, %"
-        for name, memory in product(options.lines, options.memory):
-            found = require(values, _label(name, memory, options.batch[0], options))
-            points.setdefault(name, []).append((100 * memory, found))
+        axis, batch = "experts in memory, %", options.batch[0]
+        points = {name: {100 * m: _label(name, m, batch, options) for m in options.memory} for name in options.lines}
     elif len(options.batch) >= _LEAST_POINTS:
-        axis = "requests of a batch"
-        for name, batch in product(options.lines, options.batch):
-            found = require(values, _label(name, options.memory[0], batch, options))
-            points.setdefault(name, []).append((batch, found))
-    else:
-        axis = options.axis
-        for name, number in options.along.items():
-            series = name.partition(", ")[0] if ", " in name else what
-            points.setdefault(series, []).append((number, require(values, name)))
-    scale = 100 if options.measure == "hits" else 1
-    curves: dict[str, list[Curve]] = {}
-    for series, row in points.items():
-        x = tuple(number for number, _ in row)
-        columns = zip(*(found for _, found in row), strict=True)
-        curves[series] = [(x, tuple(scale * value for value in column)) for column in columns]
-    return curves, (axis, f"{what}, {unit}")
+        axis, memory = "requests per batch", options.memory[0]
+        points = {name: {b: _label(name, memory, b, options) for b in options.batch} for name in options.lines}
+    for name, number in options.along.items() if not points else ():
+        points.setdefault(name.partition(", ")[0] if ", " in name else _WHAT[options.measure], {})[number] = name
+    for series, labels in points.items():
+        rows = [require(samples.values, label) for label in labels.values()]
+        samples.sweep(series, labels, rows, scale=100 if options.measure == "hits" else 1)
+    return axis if points else ""
 
 
 def look_through(lines: Mapping[str, PolicyLine]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.evaluation.evaluate import Evaluation, evaluate
@@ -72,29 +73,20 @@ _WHAT = {
 
 def run(stage: Workbench, options: Options) -> Found:
     """Train each predictor once per seed, and score it on held-out prompts."""
-    values: dict[str, list[float]] = {}
-    traces: dict[str, Trace] = {}
+    samples = Samples(stage)
     apart = options.apart and len(stage.folds) > 1 and not stage.given
     for name, one in options.lines.items():
         data = one.data or options.data
         for seed in stage.seeds:
             trace = stage.trace(data, fold=seed if apart or stage.given else 0)
             learned = stage.trace(data, fold=stage.others(seed)) if apart else trace
-            traces[str(trace.path)] = trace
-            found = _evaluated(stage, learned, trace, one, seed)
+            found = _evaluated(stage, learned, samples.use(trace), one, seed)
             if options.measure == "overhead":
-                values.setdefault(name, []).append(found.prompt_ms / found.prompt_tokens / _token_ms(stage))
+                samples.add(name, found.prompt_ms / found.prompt_tokens / _token_ms(stage))
             else:
-                values.setdefault(name, []).append(_value(found, options))
-    scored_on = "other parts than the training data" if apart else "held-out requests"
-    return Found(
-        values=values,
-        traces=len(traces),
-        what=_WHAT[options.measure],
-        exact=options.measure == "size",
-        unit="%",
-        on=f"{stage.on(list(traces.values()))}; scored on {scored_on}",
-    )
+                samples.add(name, _value(found, options))
+    on = f"scored on {'other parts than the training data' if apart else 'held-out requests'}"
+    return samples.found(_WHAT[options.measure], "%", on, exact=options.measure == "size")
 
 
 def _evaluated(stage: Workbench, learned: Trace, trace: Trace, line: PredictorLine, seed: int) -> Evaluation:

@@ -8,13 +8,13 @@ import numpy as np
 
 from moetool import config
 from moetool.bench.paper.named_machine import changed, simulated_costs
-from moetool.bench.paper.verdict import Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.placement._placement_plan import PlacementPlan, bare_plan
 from moetool.simulation.simulate import ModeInputs, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.tables import percent
-from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 LINKS = True
@@ -50,32 +50,21 @@ def run(stage: Workbench, options: Options) -> Found:
     cluster = Cluster(servers=servers, link_bytes_s=stage.machine.links * options.mbps * 1e6 / 8, link_latency_s=0.0005)
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = simulated_costs(changed(stage.machine, options.costs))
-    values: dict[str, list[float]] = {}
-    curves: list[Curve] = []
-    used: dict[str, Trace] = {}
+    samples = Samples(stage)
     for seed in stage.seeds:
-        trace = stage.trace(ALL, fold=seed)
-        used[str(trace.path)] = trace
+        trace = samples.use(stage.trace(ALL, fold=seed))
         chosen = replace(base, seed=seed)
         world = read_world({"here": trace}, cluster, chosen)
         for share in options.remote:
-            plan = _plan(spec, cluster, share, seed)
+            inputs = ModeInputs(plan=_plan(spec, cluster, share, seed))
             count = max(1, stage.sizes.requests // 4)
-            found = simulate(
-                world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=ModeInputs(plan=plan)
-            )
-            values.setdefault(f"{percent(share, '.0f')} remote", []).append(found.mean_s)
-        shares = tuple(100 * share for share in options.remote)
-        curves.append((shares, tuple(1e3 * values[f"{percent(share, '.0f')} remote"][-1] for share in options.remote)))
-    return Found(
-        values=values,
-        what="mean latency per request",
-        unit="s",
-        on=f"{stage.on(list(used.values()))}; two servers, simulated at assumed costs, without queueing",
-        curves={"all requests": curves},
-        traces=len(used),
-        axes=("experts on the other server, %", "mean latency, ms"),
-    )
+            found = simulate(world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=inputs)
+            samples.add(f"{percent(share, '.0f')} remote", found.mean_s)
+    shares = [100 * share for share in options.remote]
+    samples.sweep("all requests", shares, samples.values.values(), scale=1e3)
+    on = "two servers, simulated at assumed costs, without queueing"
+    axes = ("experts on the other server, %", "mean latency, ms")
+    return samples.found("mean latency per request", "s", on, axes=axes)
 
 
 def _plan(spec: ModelSpec, cluster: Cluster, share: float, seed: int) -> PlacementPlan:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.placement._demand import count_experts
 from moetool.trace.reader import Trace
@@ -35,33 +36,22 @@ def run(stage: Workbench, options: Options) -> Found:
 
     Source: DIRECTOR § III, Finding 1, whose figure shows one layer.
     """
-    values: dict[str, list[float]] = {BATCHES: [], CHANCE: []}
-    curves: dict[str, list[Curve]] = {}
-    traces: dict[str, Trace] = {}
+    samples = Samples(stage)
     for seed in stage.seeds:
-        trace = stage.trace(options.data, fold=seed)
-        traces[str(trace.path)] = trace
+        trace = samples.use(stage.trace(options.data, fold=seed))
         batches = _batches(trace, options.batch)
         rng = np.random.default_rng(seed)
         mixed_TS = rng.permutation(np.concatenate(batches))
         dealt = np.split(mixed_TS, np.cumsum([len(rows_TS) for rows_TS in batches])[:-1])
         shares = _shares(trace.spec, batches)
-        values[BATCHES].append(changed(shares))
-        values[CHANCE].append(changed(_shares(trace.spec, dealt)))
-        if not curves:  # of one trace, since other prompts use other experts
+        samples.add(BATCHES, changed(shares))
+        samples.add(CHANCE, changed(_shares(trace.spec, dealt)))
+        if not samples.curves:  # of one trace, since other prompts use other experts
             shares_BE = shares[:, round(_DEPTH * (trace.spec.num_layers - 1))]
             for expert in np.argsort(-shares_BE.mean(axis=0))[:_SHOWN].tolist():
-                x = tuple(float(batch + 1) for batch in range(len(batches)))
-                curves[f"expert {expert}"] = [(x, tuple((100 * shares_BE[:, expert]).tolist()))]
-    return Found(
-        values=values,
-        what="calls that move to other experts between batches",
-        unit="%",
-        on=f"{stage.on(list(traces.values()))}; batches of {options.batch} requests",
-        curves=curves,
-        axes=("batch", "% of the layer's calls"),
-        traces=len(traces),
-    )
+                samples.draw(f"expert {expert}", range(1, len(batches) + 1), 100 * shares_BE[:, expert])
+    what, on = "calls that move to other experts between batches", f"batches of {options.batch} requests"
+    return samples.found(what, "%", on, axes=("batch", "% of the layer's calls"))
 
 
 def changed(shares_BLE: np.ndarray) -> float:

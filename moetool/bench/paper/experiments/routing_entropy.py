@@ -5,7 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.report.measures import popularity, spread
 from moetool.report.sample import ReportOptions, read_router_entropy, read_routes
@@ -34,33 +35,23 @@ def run(stage: Workbench, options: Options) -> Found:
 
     Source: FineMoE § 2.4 (`moetool.report.measures.spread`, `moetool.report.sample.read_router_entropy`).
     """
-    values: dict[str, list[float]] = {}
-    curves: dict[str, list[Curve]] = {}
-    traces = []
+    samples = Samples(stage)
     for fold in stage.folds:
-        trace = stage.trace(options.data, new_tokens=options.new_tokens, fold=fold)
-        traces.append(trace)
+        trace = samples.use(stage.trace(options.data, new_tokens=options.new_tokens, fold=fold))
         chosen = replace(ReportOptions(), seed=fold)
         routes = read_routes(trace, chosen)
         if options.measure == "levels":
             router = read_router_entropy(trace, routes, chosen)
             if router is None:
                 raise CannotTestError(f"{trace.path} has no logits")
-            values.setdefault("iteration", []).append(float(np.nanmean(router.token_QL)))
-            values.setdefault("request", []).append(float(np.nanmean(router.request_QL)))
+            samples.add("iteration", np.nanmean(router.token_QL))
+            samples.add("request", np.nanmean(router.request_QL))
             continue
         made = spread(routes, popularity(routes))
         bits_N = np.nanmean(made.growth_QN, axis=0)
         for step in options.steps:
             nearest = min(range(len(made.steps)), key=lambda i: abs(made.steps[i] - step))
-            values.setdefault(f"{step} iterations", []).append(float(bits_N[nearest]))
-        curves.setdefault("all requests", []).append((tuple(map(float, made.steps)), tuple(bits_N.tolist())))
-    return Found(
-        values=values,
-        what="entropy over the experts, mean over layers",
-        unit="bits",
-        traces=len(traces),
-        on=stage.on(traces),
-        curves=curves,
-        axes=("iterations combined", "entropy, bits"),
-    )
+            samples.add(f"{step} iterations", bits_N[nearest])
+        samples.draw("all requests", made.steps, bits_N)
+    what = "entropy over the experts, mean over layers"
+    return samples.found(what, "bits", axes=("iterations combined", "entropy, bits"))

@@ -5,7 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.samples import Samples
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.trace.reader import Trace
 
@@ -28,29 +29,17 @@ class Options:
 
 def run(stage: Workbench, options: Options) -> Found:
     """Average over iterations and layers, with another part of the prompts per seed."""
-    values: dict[str, list[float]] = {}
-    curves: list[Curve] = []
-    traces = []
+    samples = Samples(stage)
     for fold in stage.folds:
-        trace = stage.trace(options.data, fold=fold)
-        traces.append(trace)
+        trace = samples.use(stage.trace(options.data, fold=fold))
         share_E = by_rank(trace, options)
         k = trace.spec.top_k_L[0]
         for name, rank in (("highest active", 0), ("lowest active", k - 1), ("highest inactive", k), ("lowest", -1)):
-            values.setdefault(name, []).append(float(share_E[rank]))
-        ranks = tuple(range(1, len(share_E) + 1))
-        curves.append((tuple(map(float, ranks)), tuple((100 * share_E).tolist())))
+            samples.add(name, share_E[rank])
+        samples.draw("experts", range(1, len(share_E) + 1), 100 * share_E)
     reuse = options.measure == "reuse"
     what = f"chosen again within {options.within} iterations" if reuse else "score, relative to the highest"
-    return Found(
-        values=values,
-        what=what,
-        unit="%",
-        on=f"{stage.on(traces)}; decode",
-        curves={"experts": curves},
-        axes=("rank by score", f"{what}, %"),
-        traces=len(traces),
-    )
+    return samples.found(what, "%", "decode", axes=("rank by score", f"{what}, %"))
 
 
 def by_rank(trace: Trace, options: Options) -> np.ndarray:
