@@ -1,8 +1,9 @@
 """Speculative decoding with offloaded experts, priced by replay: one load serves all tokens of a verification."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -21,15 +22,14 @@ class DraftOptions:
     """Drafting, and the cost of verification.
 
     Attributes:
-        policy: cache policy, with its defaults.
+        policy: cache policy, with its default options.
         share: share of experts with a slot.
-        length: tokens drafted per verification.
-        matched: longest n-gram at the end of the context that a draft looks up earlier in it.
-        accepted: acceptance rates of drafters that the trace cannot run (a replica, or n-grams without token ids); 1 is
-            the bound of any drafter.
-        verify: compute cost of a verification, in forwards of one token; others report 2.2.
+        length: drafted tokens per verification.
+        matched: longest n-gram at the end of the context that is looked up earlier in it.
+        accepted: acceptance rates of drafters that cannot run on a trace, such as a draft model; 1 is the bound.
+        verify: compute cost of a verification, in forwards of one token.
         compute: compute cost of a token's forward, in loads of all its experts; 0 counts loads only.
-        tokens: most tokens of the trace, in whole requests.
+        tokens: most tokens of a trace, in whole requests.
         seed: seed of accepted drafts, and of the routes of rejected ones.
     """
 
@@ -95,31 +95,33 @@ def price_drafts(traces: Sequence[Trace], options: DraftOptions, command: str = 
     for trace in traces:
         requests = _requests(trace, options.tokens)
         known = any((request.token_id_T >= 0).all() for request in requests)
-        drafters: list[tuple[str, float | None]] = [("none", 0.0), *([("ngram", None)] if known else [])]
-        drafters += [(f"{chance:g}", chance) for chance in options.accepted]
+        drafters: dict[str, float | None] = {"none": 0.0, **({"ngram": None} if known else {})}
+        drafters |= {f"{chance:g}": chance for chance in options.accepted}
         base: _Tally | None = None
-        for name, chance in drafters:
-            tally = _replay(trace.spec, requests, name != "none", chance, options)
+        for name, chance in drafters.items():
+            tally = _replay(trace.spec, requests, chance, 0 if name == "none" else options.length, options)
             base = base or tally
             rows.append(_row(trace.path.name, name, tally, base, trace.spec, options))
     return DraftTable(command=command, options=options, rows=tuple(rows))
 
 
 def print_drafts(made: DraftTable) -> None:
-    """One table."""
+    """Print one table."""
     options = made.options
-    tables.print_table(
+    tables.table_of(
         f"{options.policy}, {tables.percent(options.share, '.0f')} of the experts in memory, "
         f"{options.length} tokens drafted, verified at {options.verify:g} x the compute of a token",
-        ("trace", "drafter", "right", "tokens/forward", "loads/token", "x, loads only", "x, with compute"),
-        [
-            [
-                *(row.trace, row.drafter, f"{row.right:.2f}", f"{row.tokens_per_forward:.2f}"),
-                *(f"{row.loads_per_token:.1f}", f"{row.speedup_loads:.2f}", f"{row.speedup:.2f}"),
-            ]
-            for row in made.rows
-        ],
-    )
+        made.rows,
+        {
+            "trace": lambda row: row.trace,
+            "drafter": lambda row: row.drafter,
+            "accepted": lambda row: f"{row.right:.2f}",
+            "tokens/forward": lambda row: f"{row.tokens_per_forward:.2f}",
+            "loads/token": lambda row: f"{row.loads_per_token:.1f}",
+            "speedup, loads only": lambda row: f"{row.speedup_loads:.2f}",
+            "with compute": lambda row: f"{row.speedup:.2f}",
+        },
+    ).print()
 
 
 @dataclass(slots=True)
@@ -158,8 +160,9 @@ def _requests(trace: Trace, tokens: int) -> list[TokenBatch]:
 
 
 def _replay(
-    spec: ModelSpec, requests: Sequence[TokenBatch], drafts: bool, chance: float | None, options: DraftOptions
+    spec: ModelSpec, requests: Sequence[TokenBatch], chance: float | None, length: int, options: DraftOptions
 ) -> _Tally:
+    """Replay with drafts of this length and acceptance rate; None: drafts from n-grams."""
     slots = max(2, round(options.share * spec.total_experts))
     residency = Residency(build_policy(options.policy, spec, {}, slots))
     draw = np.random.default_rng(options.seed)
@@ -169,7 +172,7 @@ def _replay(
     for index, request in enumerate(requests):
         prompt = int((request.phase_T == Phase.PREFILL).sum())
         spans = [(0, prompt, request.experts_TS[:prompt])] if prompt else []
-        steps = _verified(request, prompt, drafts, chance, options, draw, pool_TS, tally)
+        steps = _verified(request, prompt, chance, length, options.matched, draw, pool_TS, tally)
         for begin, end, experts_TS in (*spans, *steps):
             phase = Phase.DECODE if begin >= prompt else Phase.PREFILL
             info, events = _events(spec, experts_TS, number, index, begin, phase)
@@ -188,9 +191,9 @@ def _replay(
 def _verified(
     request: TokenBatch,
     prompt: int,
-    drafts: bool,
     chance: float | None,
-    options: DraftOptions,
+    drafted: int,
+    matched: int,
     draw: np.random.Generator,
     pool_TS: np.ndarray,
     tally: _Tally,
@@ -198,22 +201,19 @@ def _verified(
     """Decode forwards: range of true tokens, and the routes of all forwarded tokens."""
     ids, place, length = request.token_id_T.tolist(), prompt, len(request)
     while place < length:
-        drafted: list[int] | int = 0
-        if drafts:
-            drafted = options.length if chance is not None else ngram(ids[: place + 1], options.length, options.matched)
-        count = drafted if isinstance(drafted, int) else len(drafted)
-        count = min(count, length - place - 1) if isinstance(drafted, int) else count
-        right = 0
-        while right < count and place + right + 1 < length:
-            good = draw.random() < chance if chance is not None else drafted[right] == ids[place + right + 1]  # type: ignore[index]
-            if not good:
-                break
-            right += 1
+        drafts: list[int | None]
+        if chance is None:
+            drafts = [*ngram(ids[: place + 1], drafted, matched)]
+            good: Iterable[bool] = map(operator.eq, drafts, ids[place + 1 :])
+        else:
+            drafts = [None] * min(drafted, length - place - 1)
+            good = (draw.random() < chance for _ in drafts)
+        right = len(list(itertools.takewhile(bool, good)))
         wrong = []
-        for i in range(right, count):
-            earlier = [] if isinstance(drafted, int) else [t for t in range(place + 1) if ids[t] == drafted[i]]
+        for draft in drafts[right:]:
+            earlier = [t for t in range(place + 1) if ids[t] == draft]
             wrong.append(request.experts_TS[earlier[-1]] if earlier else pool_TS[draw.integers(len(pool_TS))])
-        tally.drafted, tally.right = tally.drafted + count, tally.right + right
+        tally.drafted, tally.right = tally.drafted + len(drafts), tally.right + right
         end = place + 1 + right
         yield place, end, np.concatenate([request.experts_TS[place:end], *(row[None] for row in wrong)])
         place = end
@@ -245,6 +245,6 @@ def _events(
     ends = np.concatenate([[0], np.cumsum(spec.top_k_L)])
     events = [
         GateEvent(forward=info, layer=layer, experts_TK=tuple(map(tuple, experts_TS[:, a:b].tolist())))
-        for layer, (a, b) in enumerate(pairwise(ends))
+        for layer, (a, b) in enumerate(itertools.pairwise(ends))
     ]
     return info, events

@@ -1,13 +1,13 @@
 """Measure expert parallelism: placement modes, predictors, planners and migration modes, on the same batches.
 
-Source: DIRECTOR § VIII, Figures 6, 7, 8, 10 and 11 in miniature. Four ranks on few cores hide imbalance, since a
-waiting rank leaves its core to the others. So expert and link times are emulated (`RankOptions`): ranks sleep in
-proportion to the rows computed and the bytes sent.
+Source: DIRECTOR § VIII, Figures 6, 7, 8, 10 and 11 in miniature. Expert and link times are emulated (`RankOptions`):
+ranks sleep in proportion to the rows computed and the bytes sent, because several ranks on few cores hide imbalance.
 """
 
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from moetool.request import Output, SamplingParams
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
+_SUMMED = ("hottest", "rows", "ready_s", "waited_s", "decided_s", "moved_bytes")
 QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 12, "new_tokens": 2, "epochs": 1}
 """Options of a smoke test."""
 
@@ -269,7 +270,7 @@ def bench_parallel(
 
 def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOptions) -> RankRun:
     """Submit all requests at once, in the order of their batches; nothing else runs."""
-    ended: dict[int, float] = {}
+    ended: list[float] = []
     failed: list[str] = []
     over = threading.Event()
 
@@ -277,7 +278,7 @@ def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOption
         if output.finish is not None:
             if output.finish == "error":
                 failed.append(output.error or "")
-            ended[len(ended)] = time.perf_counter()
+            ended.append(time.perf_counter())
             if len(ended) == len(requests):
                 over.set()
 
@@ -292,21 +293,13 @@ def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOption
     if failed:
         raise MoetoolError(f"{len(failed)} requests failed: {failed[0]}")
     counted = head.batches[1:] or head.batches
-    asked: dict[str, int] = {}
-    for decision in head.decisions:
-        asked[decision.saw] = asked.get(decision.saw, 0) + 1
     return RankRun(
         batch_s=[record.seconds for record in counted],
-        latency_s=float(np.mean([at - began for at in ended.values()])),
-        hottest=sum(record.hottest for record in counted),
-        rows=sum(record.rows for record in counted),
+        latency_s=float(np.mean(ended) - began),
         sent_GG=np.sum([record.sent_GG for record in counted], axis=0).tolist(),
-        ready_s=sum(record.ready_s for record in counted),
-        waited_s=sum(record.waited_s for record in counted),
-        decided_s=sum(record.decided_s for record in counted),
-        moved_bytes=sum(record.moved_bytes for record in counted),
+        **{name: sum(getattr(record, name) for record in counted) for name in _SUMMED},
         during_exchange=sum(record.moved_during_exchange for record in counted),
-        asked=asked,
+        asked=dict(Counter(decision.saw for decision in head.decisions)),
         placed=sum(decision.made for decision in head.decisions),
         predict_s=float(np.mean([d.predict_s for d in head.decisions])) if head.decisions else 0.0,
         plan_s=float(np.mean([d.plan_s for d in head.decisions])) if head.decisions else 0.0,
@@ -386,16 +379,10 @@ class _Subject:
         )
         world = read_world({"node": self._coming}, with_buffer(self._cluster, self._spec, 0), options)
         costs = AssumedCosts(expert_s=0.0, expert_token_s=o.expert_token_s)
-        modes = {
-            "vanilla": "uniform",
-            "offline": "director-offline",
-            "reactive": "director-reactive",
-            "proactive": "director-proactive",
-        }
-        size = o.ranks * o.seats * o.batches
+        rounds, size = replace(options, admission="rounds"), o.ranks * o.seats * o.batches
         told = {}
-        for name, mode in modes.items():
-            rounds = replace(options, admission="rounds")
+        for name in ("vanilla", "offline", "reactive", "proactive"):
+            mode = "uniform" if name == "vanilla" else f"director-{name}"
             run = simulate(world, mode, "every:1ms", size, rounds, costs=costs)
             told[name] = {"latency_s": run.mean_s, "sent_bytes": float(run.sent_bytes), "local": run.local}
         return told
@@ -415,7 +402,7 @@ class _Subject:
         return trace
 
     def _make(self, name: str, folder: Path) -> None:
-        """A predictor that is not served."""
+        """Train or make a predictor on prompts that are not served."""
         if name == "cascade":
             from moetool.learning.training import train
 

@@ -1,12 +1,11 @@
 """Results of a bench of expert parallelism: tables, and DIRECTOR's figures in miniature."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moetool import tables
-from moetool.bench.expert_parallelism import Bench, RankRun
+from moetool.bench.expert_parallelism import Bench, RankRun, Variant
 from moetool.bench.paper.found_figure import draw_all
 from moetool.bench.paper.verdict import Found
 
@@ -31,62 +30,45 @@ def print_parallel_bench(bench: Bench) -> None:
     """Print tables of variants and migrations, and which values are emulated or counted."""
     o = bench.options
     base = next(name for name in ("offline", *bench.runs) if name in bench.runs)
-    rows: list[list[Any]] = []
-    for one in bench.variants:
-        runs = bench.runs[one.name]
-        ratio, low, high = paired(bench, one.name, base, batch_s)
+
+    def median(one: Variant, of: Callable[[RankRun], float], scale: float = 1.0) -> float:
+        return scale * statistics.median(map(of, bench.runs[one.name]))
+
+    def simulated(one: Variant) -> str:
         told = bench.simulated.get(one.name)
-        rows.append(
-            [
-                one.name,
-                f"{1e3 * statistics.median(map(batch_s, runs)):,.0f}",
-                f"{ratio:.3f} ({low:.2f} to {high:.2f})",
-                f"{_median(runs, lambda run: run.hottest):,.0f}",
-                f"{_median(runs, lambda run: run.hottest * o.ranks / run.rows):.3f}",
-                tables.count(_median(runs, busiest_bytes), "B"),
-                tables.count(_median(runs, lambda run: sum(map(sum, run.sent_GG))), "B"),
-                f"{runs[0].placed}",
-                "-" if told is None else f"{told['latency_s']:.3f} s",
-            ]
-        )
-    tables.print_table(
-        f"{o.batches - 1} batches of {o.ranks * o.seats} requests, each of {o.tasks} tasks; medians of {o.rounds} "
-        f"rounds",
-        [
-            *("variant", "ms/batch", f"x {base}, paired", "busiest GPU's rows", "x even"),
-            *("busiest link", "sent", "placed", "simulated"),
-        ],
-        rows,
-    )
-    moved = [
-        [
-            one.name,
-            tables.count(_median(runs, lambda run: run.moved_bytes), "B"),
-            tables.count(_median(runs, lambda run: run.during_exchange), "B"),
-            f"{1e3 * _median(runs, lambda run: run.ready_s) / (o.batches - 1):,.1f}",
-            f"{1e3 * _median(runs, lambda run: run.waited_s) / (o.batches - 1):,.1f}",
-            f"{1e3 * _median(runs, lambda run: run.decided_s) / (o.batches - 1):,.1f}",
-            f"{1e3 * _median(runs, lambda run: run.predict_s):,.0f}",
-            f"{1e3 * _median(runs, lambda run: run.plan_s):,.0f}",
-            ", ".join(f"{name} {count}" for name, count in runs[0].asked.items()) or "-",
-        ]
-        for one in bench.variants
-        for runs in [bench.runs[one.name]]
-        if any(run.moved_bytes for run in runs)
-    ]
-    if moved:
-        tables.print_table(
-            "experts migrated per run; times are of a batch, or of a decision",
-            [
-                *("variant", "moved", "in an all-to-all", "ms waited before batch", "ms all-to-alls waited"),
-                *("ms waited for a decision", "ms to predict", "ms to plan", "asked"),
-            ],
-            moved,
-        )
-    stop, overlap = "stop", "overlap"
-    if stop in bench.runs and overlap in bench.runs:
-        median, low, high = paired(bench, overlap, stop, batch_s)
-        print(f"overlap against stop-the-world migration, paired: {median:.3f} of its time ({low:.2f} to {high:.2f})")
+        return "-" if told is None else f"{told['latency_s']:.3f} s"
+
+    columns: dict[str, Callable[[Variant], str]] = {
+        "variant": lambda one: one.name,
+        "ms/batch": lambda one: f"{median(one, batch_s, 1e3):,.0f}",
+        f"x {base}, paired": lambda one: "{:.3f} ({:.2f} to {:.2f})".format(*paired(bench, one.name, base, batch_s)),
+        "busiest GPU's rows": lambda one: f"{median(one, lambda run: run.hottest):,.0f}",
+        "x even": lambda one: f"{median(one, lambda run: run.hottest * o.ranks / run.rows):.3f}",
+        "busiest link": lambda one: tables.count(median(one, busiest_bytes), "B"),
+        "sent": lambda one: tables.count(median(one, lambda run: sum(map(sum, run.sent_GG))), "B"),
+        "placed": lambda one: f"{bench.runs[one.name][0].placed}",
+        "simulated": simulated,
+    }
+    title = f"{o.batches - 1} batches of {o.ranks * o.seats} requests, each of {o.tasks} tasks; "
+    tables.table_of(f"{title}medians of {o.rounds} rounds", bench.variants, columns).print()
+    moving = [one for one in bench.variants if any(run.moved_bytes for run in bench.runs[one.name])]
+    batch_ms = 1e3 / (o.batches - 1)
+    columns = {
+        "variant": lambda one: one.name,
+        "moved": lambda one: tables.count(median(one, lambda run: run.moved_bytes), "B"),
+        "in an all-to-all": lambda one: tables.count(median(one, lambda run: run.during_exchange), "B"),
+        "ms waited before batch": lambda one: f"{median(one, lambda run: run.ready_s, batch_ms):,.1f}",
+        "ms all-to-alls waited": lambda one: f"{median(one, lambda run: run.waited_s, batch_ms):,.1f}",
+        "ms waited for a decision": lambda one: f"{median(one, lambda run: run.decided_s, batch_ms):,.1f}",
+        "ms to predict": lambda one: f"{median(one, lambda run: run.predict_s, 1e3):,.0f}",
+        "ms to plan": lambda one: f"{median(one, lambda run: run.plan_s, 1e3):,.0f}",
+        "asked": lambda one: ", ".join(f"{name} {n}" for name, n in bench.runs[one.name][0].asked.items()) or "-",
+    }
+    if moving:
+        tables.table_of("experts migrated per run; times are per batch or per decision", moving, columns).print()
+    if {"stop", "overlap"} <= bench.runs.keys():
+        median_x, low, high = paired(bench, "overlap", "stop", batch_s)
+        print(f"overlap against stop-the-world migration, paired: {median_x:.3f} of its time ({low:.2f} to {high:.2f})")
     tables.print_paragraph(
         f"emulated: {1e6 * o.expert_token_s:g} µs per expert row, {tables.count(o.link_bytes_s, 'B')}/s out of a GPU; "
         f"other times are measured on this machine; rows and bytes are counted"
@@ -122,7 +104,3 @@ def draw(bench: Bench, folder: Path) -> list[Path]:
             axes=("batch", "seconds"),
         )
     return draw_all(folder, founds)
-
-
-def _median(runs: Sequence[RankRun], of: Callable[[RankRun], float]) -> float:
-    return statistics.median(map(of, runs))

@@ -1,14 +1,8 @@
 """Compare two forms of one model in the same memory: its experts as stored and those of a packed replica.
 
-A shape has random weights, so its packed form is made by rounding to nearest. Both then follow the routes of a trace,
-and the effect of rounding is not measured.
-
-Packed experts are smaller: more of them fit, fewer are read, and each read is shorter. Their cost is the unpacking of
-each computed expert, and the rounding error of the model, which is measured too.
-
-Both forms have equal total bytes of dense weights, KV cache and expert pool. Memory for unpacking is included, which
-makes the packed form's pool smaller. Every line runs once per round, cold, on the same prompts; each form continues
-with its own tokens.
+Both forms have equal bytes of dense weights, KV cache and expert pool, memory for unpacking included. Every line runs
+once per round, cold, on the same prompts; each form continues with its own tokens. The rounding error of the packed
+form is measured too, except for a shape: its random weights are rounded to nearest and follow the routes of a trace.
 """
 
 import contextlib
@@ -25,9 +19,9 @@ import torch
 from moetool import tables
 from moetool.bench.forced_routes import ForcedRoutes, bench_spec
 from moetool.bench.rounded_checkpoint import rounded_checkpoint
-from moetool.bench.serve import LineToServe, conditions, measure_rounds
-from moetool.bench.serving_results import ServingConditions, ServingLine, summarize
-from moetool.bench.serving_runs import ServingRun, Workload
+from moetool.bench.serve import LineToServe, conditions, line_of, measure_rounds
+from moetool.bench.serving_results import ServingConditions, ServingLine
+from moetool.bench.serving_runs import Workload
 from moetool.bench.serving_setup import ServingBenchOptions, Subject, open_stage, prompts_of
 from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
 from moetool.config import parse_bytes
@@ -43,25 +37,6 @@ from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import kv_cache_bytes
 
 _BLOCK_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormLine:
-    """One form with one policy and budget.
-
-    Attributes:
-        form: data type of the experts: `bfloat16`, `int4`.
-        memory_bytes: total of dense weights, KV cache, expert pool and memory for unpacking; equal for both forms.
-        experts_bytes: bytes of the pool and the memory for unpacking.
-        tokens_s: generated tokens per second of a run, prompts included; median over rounds.
-        line: other values (`moetool.bench.serving_results.ServingLine`).
-    """
-
-    form: str
-    memory_bytes: int
-    experts_bytes: int
-    tokens_s: float
-    line: ServingLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +57,7 @@ class FormsBench(ServingConditions):
     beside: str
     experts_bytes: dict[str, int]
     disk_bytes_s: dict[str, float]
-    lines: tuple[FormLine, ...]
+    lines: tuple[ServingLine, ...]
     judged_tokens: int = 0
     kl: float = 0.0
     top1: float = 0.0
@@ -149,7 +124,7 @@ def bench_forms(
             experts_bytes={form.name: form.loaded.spec.all_experts_bytes for form in forms},
             disk_bytes_s={form.name: statistics.median(found.rates(form.name)) for form in forms},
             lines=tuple(
-                _line(entry, mine, found.rates(entry.form), workload)
+                line_of(entry, mine, None, found.rates(entry.form))
                 for entry, mine in zip(entries, found.runs, strict=True)
             ),
             **conditions([form.loaded for form in forms], workload, chosen, busy, command, notes),
@@ -269,19 +244,6 @@ def _entries(
     return entries, notes
 
 
-def _line(entry: LineToServe, runs: Sequence[ServingRun], rates: Sequence[float], workload: Workload) -> FormLine:
-    tokens = len(workload.prompts) * workload.new_tokens
-    rate = statistics.median(tokens / (sum(run.prefill.seconds) + sum(run.decode.seconds)) for run in runs)
-    line = summarize(entry.policy, runs, None, rates, budget_bytes=entry.budget_bytes, slots=entry.slots)
-    return FormLine(
-        form=entry.form,
-        memory_bytes=entry.memory_bytes,
-        experts_bytes=entry.budget_bytes,
-        tokens_s=rate,
-        line=line,
-    )
-
-
 def _blocks(workload: Workload) -> torch.Tensor:
     """The prompts' tokens in blocks of one length."""
     ids = [token for prompt in workload.prompts for token in prompt]
@@ -294,35 +256,23 @@ def print_forms(made: FormsBench) -> None:
     sizes = " and ".join(f"{tables.count(size, 'B')} as {form}" for form, size in made.experts_bytes.items())
     rates = " and ".join(f"{tables.count(rate, 'B')}/s as {form}" for form, rate in made.disk_bytes_s.items())
     made.print_header(f"{made.model} beside {made.beside}: experts of {sizes}", f"whole experts read at {rates}")
-    rows = [
-        [
-            one.form,
-            one.line.policy,
-            tables.count(one.memory_bytes, "B"),
-            tables.count(one.experts_bytes, "B"),
-            str(one.line.slots),
-            "" if one.line.hit_rate is None else f"{one.line.hit_rate:.3f}",
-            f"{one.line.prompt_bytes / 1e6:,.2f}",
-            f"{one.line.bytes_per_token / 1e6:,.3f}",
-            f"{one.line.ttft_s * 1e3:,.1f}",
-            f"{one.line.tpot_p50_s * 1e3:,.1f}",
-            f"{one.tokens_s:,.1f}",
-            f"{one.line.prompt_cpu_s * 1e3:,.0f}",
-            f"{one.line.token_cpu_s * 1e3:,.1f}",
-            tables.percent(one.line.stall_share, ".0f"),
-        ]
-        for one in made.lines
-    ]
-    tables.print_table(
-        "equal memory; milliseconds",
-        [
-            *("experts", "policy", "memory", "for experts", "slots", "hits", "MB/prompt", "MB/token"),
-            *("TTFT", "TPOT p50", "tokens/s", "CPU/prompt", "CPU/token", "stall"),
-        ],
-        rows,
-        num_text=2,
-        num_keys=3,
-    )
+    columns: dict[str, Callable[[ServingLine], str]] = {
+        "experts": lambda line: line.form,
+        "policy": lambda line: line.policy,
+        "memory": lambda line: tables.count(line.memory_bytes, "B"),
+        "for experts": lambda line: tables.count(line.budget_bytes or 0, "B"),
+        "slots": lambda line: str(line.slots),
+        "hits": lambda line: "" if line.hit_rate is None else f"{line.hit_rate:.3f}",
+        "MB/prompt": lambda line: f"{line.prompt_bytes / 1e6:,.2f}",
+        "MB/token": lambda line: f"{line.bytes_per_token / 1e6:,.3f}",
+        "TTFT": lambda line: f"{line.ttft_s * 1e3:,.1f}",
+        "TPOT p50": lambda line: f"{line.tpot_p50_s * 1e3:,.1f}",
+        "tokens/s": lambda line: f"{line.tokens_s:,.1f}",
+        "CPU/prompt": lambda line: f"{line.prompt_cpu_s * 1e3:,.0f}",
+        "CPU/token": lambda line: f"{line.token_cpu_s * 1e3:,.1f}",
+        "stall": lambda line: tables.percent(line.stall_share, ".0f"),
+    }
+    tables.table_of("equal memory; times in milliseconds", made.lines, columns, num_text=2, num_keys=3).print()
     if made.judged_tokens:
         tables.print_paragraph(
             f"on the {made.judged_tokens:,} tokens of the prompts: KL divergence {made.kl:.5f} nats, same next token "

@@ -130,7 +130,7 @@ def bench_serve(
         others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)
         found = measure_rounds(entries, others, stage.workload, stage.forced, chosen, on_progress)
         base, rates = found.runs[0] if chosen.resident else None, found.rates()
-        lines = [_line(entry, made, base, rates) for entry, made in zip(entries, found.runs, strict=False)]
+        lines = [line_of(entry, made, base, rates) for entry, made in zip(entries, found.runs, strict=False)]
         lines += [
             summarize(name, made, base, rates)
             for name, made in zip(others, found.runs[len(entries) :], strict=True)
@@ -337,9 +337,10 @@ def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
     return rates
 
 
-def _line(
+def line_of(
     entry: LineToServe, runs: Sequence[ServingRun], resident: Sequence[ServingRun] | None, rates: Sequence[float]
 ) -> ServingLine:
+    """Return the results of a line; arguments as of `summarize`."""
     row = entry.replayed
     equal = None
     if row is not None:
@@ -352,6 +353,8 @@ def _line(
         budget_bytes=entry.budget_bytes,
         slots=entry.slots,
         as_replayed=equal,
+        form=entry.form,
+        memory_bytes=entry.memory_bytes,
     )
 
 

@@ -56,6 +56,9 @@ class ServingLine:
         as_replayed: whether the counts of every round are those of `moetool replay`; None without a trace.
         rounds: raw values.
         prompt_cpu_s, token_cpu_s: CPU seconds per prompt and per output token, over all threads.
+        tokens_s: output tokens per second of a run, prompts included.
+        form: data type of the experts, if forms are compared.
+        memory_bytes: total memory, if forms are compared; equal for all forms.
     """
 
     policy: str
@@ -76,6 +79,9 @@ class ServingLine:
     rounds: tuple[dict[str, Any], ...] = ()
     prompt_cpu_s: float = 0.0
     token_cpu_s: float = 0.0
+    tokens_s: float = 0.0
+    form: str = ""
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +181,14 @@ def summarize(
     *,
     budget_bytes: int | None = None,
     slots: int | None = None,
-    as_replayed: bool | None = None,
+    **more: Any,
 ) -> ServingLine:
     """Make a line from its runs, one per round.
 
     Args:
         resident: the runs of the same rounds with every expert in memory.
         rates: disk rates of the same rounds in bytes per second.
+        more: other fields of the line.
     """
 
     def median(value: Callable[[ServingRun], float]) -> float:
@@ -206,10 +213,11 @@ def summarize(
         booking_share=median(lambda run: run.decode.booking_share),
         prefill=bound(lambda run: run.prefill),
         decode=bound(lambda run: run.decode),
-        as_replayed=as_replayed,
         rounds=tuple(run.to_json() for run in runs),
         prompt_cpu_s=median(lambda run: run.prefill.mean_cpu_s),
         token_cpu_s=median(lambda run: run.decode.mean_cpu_s),
+        tokens_s=median(lambda run: run.tokens_s),
+        **more,
     )
 
 

@@ -120,6 +120,12 @@ class ServingRun:
     prefill_counts: Counts | None
     decode_counts: Counts | None
 
+    @property
+    def tokens_s(self) -> float:
+        """Output tokens per second; the first token of each request comes from its prompt."""
+        seconds = (*self.prefill.seconds, *self.decode.seconds)
+        return len(seconds) / sum(seconds)
+
     def to_json(self) -> dict[str, Any]:
         """Raw values behind the medians."""
         return {

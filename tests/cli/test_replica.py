@@ -96,9 +96,9 @@ def test_train_capture_evaluate_bench(
     bf16, int4 = made["lines"]
     assert (bf16["form"], int4["form"]) == ("float32", "int4")
     assert bf16["memory_bytes"] == int4["memory_bytes"]
-    assert int4["line"]["slots"] > 2 * bf16["line"]["slots"]
-    assert int4["line"]["prompt_bytes"] < bf16["line"]["prompt_bytes"]
-    assert int4["line"]["hit_rate"] >= bf16["line"]["hit_rate"]
+    assert int4["slots"] > 2 * bf16["slots"]
+    assert int4["prompt_bytes"] < bf16["prompt_bytes"]
+    assert int4["hit_rate"] >= bf16["hit_rate"]
     assert made["judged_tokens"] > 0 and made["kl"] > 0 and 0.5 < made["match"] <= 1
     assert "KL divergence" in printed and "float32 left out with" in printed
     args.append("--overwrite")

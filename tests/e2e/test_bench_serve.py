@@ -277,11 +277,11 @@ def test_a_shape_is_benched_beside_itself_in_four_bits(
     assert [line["form"] for line in made["lines"]] == ["bfloat16", "int4"] * 2
     bf16, int4 = made["lines"][:2]
     assert bf16["memory_bytes"] == int4["memory_bytes"]
-    counts = [line["line"]["rounds"][0]["decode_counts"] for line in (bf16, int4)]
+    counts = [line["rounds"][0]["decode_counts"] for line in (bf16, int4)]
     needed = [one["kept"] + one["missed"] for one in counts]
     assert needed[0] == needed[1] > 0 and counts[1]["kept"] > counts[0]["kept"]
     assert made["judged_tokens"] == 0 and made["experts_bytes"]["int4"] < 0.35 * made["experts_bytes"]["bfloat16"]
-    assert int4["line"]["token_cpu_s"] > 0
+    assert int4["token_cpu_s"] > 0
     assert _main(monkeypatch, *args, *settings) == 2  # groups of 128
     assert "bench.group is 128, and" in capsys.readouterr().err
 
