@@ -1,7 +1,10 @@
 """Results of a bench of a cluster, and Prism's tables of them."""
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from moetool import tables
@@ -54,20 +57,16 @@ class LineRun:
     @property
     def mean_s(self) -> float:
         """Mean latency of all requests; infinite if none was answered."""
-        every = [seconds for server in self.latencies for seconds in server]
-        return statistics.fmean(every) if every else float("inf")
+        return self.between_s(0.0, float("inf"))
 
     def server_s(self, n: int) -> float:
-        """Mean latency of one server's requests."""
+        """Mean latency of one server's requests; infinite if none was answered."""
         return statistics.fmean(self.latencies[n]) if self.latencies[n] else float("inf")
 
     def between_s(self, since_s: float, until_s: float) -> float:
-        """Mean latency of requests in this interval; infinite if none was answered."""
-        times, every = (
-            [at for came_s in self.arrived_s for at in came_s],
-            [s for took_s in self.latencies for s in took_s],
-        )
-        found = [seconds for at, seconds in zip(times, every, strict=True) if since_s <= at < until_s]
+        """Mean latency of the requests that arrived in this interval; infinite if none was answered."""
+        every = zip(chain(*self.arrived_s), chain(*self.latencies), strict=True)
+        found = [seconds for at_s, seconds in every if since_s <= at_s < until_s]
         return statistics.fmean(found) if found else float("inf")
 
     def shares(self) -> tuple[list[float], list[float]]:
@@ -140,10 +139,8 @@ class ClusterBench(JsonRecord):
     def row(self, line: str) -> dict[str, Any]:
         """A row of Prism's tables: medians over rounds, and the smallest and largest round means."""
         runs = self.of(line)
-        every = [seconds for run in runs for server in run.latencies for seconds in server]
-        ordered = sorted(every)
-        best = self.lines[-1]
-        ratios = self.paired(line, best)
+        ordered = sorted(seconds for run in runs for server in run.latencies for seconds in server)
+        ratios = self.paired(line, self.lines[-1])
         said = next((one for one in self.simulated if one.line == line), None)
         return {
             "line": line,
@@ -183,30 +180,24 @@ _WHERES = {
 def print_cluster_bench(made: ClusterBench) -> None:
     """Print Prism's tables, in miniature."""
     rows = {line: made.row(line) for line in made.lines}
-    first = [line for line in (ALONE, REDIRECTED, NAIVE) if line in rows]
-    if ALONE in first or REDIRECTED in first:
-        _print_latencies(
-            made,
-            "single machines that load experts from disk, and naive collaboration (Prism, Table I)",
-            [rows[n] for n in first],
-        )
+    first = [rows[line] for line in (ALONE, REDIRECTED, NAIVE) if line in rows]
+    if {ALONE, REDIRECTED} & rows.keys():
+        title = "single machines that load experts from disk, and naive collaboration (Prism, Table I)"
+        _print_latencies(made, title, first)
     placed = [rows[line] for line in made.lines if line not in (ALONE, REDIRECTED)]
     if placed:
         _print_latencies(made, "placements (Prism, Table II)", placed)
-        tables.print_table(
-            "local compute share of expert calls: live, from traces of the same requests, and simulated",
-            ["placement", "live", "by traces", "simulated", "remote call", "migrations", "simulated latency"],
-            [
-                [
-                    row["line"],
-                    *(_percent(row[name]) for name in ("local", "expected_local", "simulated_local")),
-                    "-" if row["call_s"] is None else f"{row['call_s'] * 1e6:,.0f} us",
-                    str(row["migrations"]),
-                    _seconds(row["simulated_s"]),
-                ]
-                for row in placed
-            ],
-        )
+        columns: dict[str, Callable[[dict[str, Any]], str]] = {
+            "placement": lambda row: row["line"],
+            "live": lambda row: _percent(row["local"]),
+            "by traces": lambda row: _percent(row["expected_local"]),
+            "simulated": lambda row: _percent(row["simulated_local"]),
+            "remote call": lambda row: "-" if row["call_s"] is None else f"{row['call_s'] * 1e6:,.0f} µs",
+            "migrations": lambda row: str(row["migrations"]),
+            "simulated latency": lambda row: _seconds(row["simulated_s"]),
+        }
+        title = "local compute share of expert calls: live, from traces of the same requests, and simulated"
+        tables.table_of(title, placed, columns).print()
     tables.print_paragraph(
         f"columns of servers: mean latency by task; rounds: smallest to largest mean; x {made.lines[-1]}: mean latency "
         "relative to it; failed: requests without an answer; by traces: expected from the same requests' routes"
@@ -250,24 +241,23 @@ def _load(average: float | None) -> str:
 
 
 def _print_latencies(made: ClusterBench, title: str, rows: list[dict[str, Any]]) -> None:
-    tables.print_table(
-        f"{title}: mean latency, medians over rounds; ratios within rounds",
-        ["system", *made.tasks, "mean", "rounds", "p95", f"x {made.lines[-1]}", "failed"],
-        [
-            [
-                row["line"],
-                *(_seconds(value) for value in row["servers_s"]),
-                _seconds(row["mean_s"]),
-                f"{row['least_s']:.3g} to {row['most_s']:.3g}",
-                _seconds(row["p95_s"]),
-                "-"
-                if row["ratio"] is None
-                else f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})",
-                str(row["failed"]),
-            ]
-            for row in rows
-        ],
-    )
+    def server(n: int, row: dict[str, Any]) -> str:
+        return _seconds(row["servers_s"][n])
+
+    def ratio(row: dict[str, Any]) -> str:
+        ratios = row["ratios"]
+        return f"{row['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "system": lambda row: row["line"],
+        **{task: partial(server, n) for n, task in enumerate(made.tasks)},
+        "mean": lambda row: _seconds(row["mean_s"]),
+        "rounds": lambda row: f"{row['least_s']:.3g} to {row['most_s']:.3g}",
+        "p95": lambda row: _seconds(row["p95_s"]),
+        f"x {made.lines[-1]}": ratio,
+        "failed": lambda row: str(row["failed"]),
+    }
+    tables.table_of(f"{title}: mean latency, medians over rounds; ratios within rounds", rows, columns).print()
 
 
 def _cell(runs: list[LineRun]) -> str:

@@ -71,7 +71,7 @@ class Stand:
 
     @property
     def urls(self) -> list[str]:
-        """Port of each server's endpoint."""
+        """URL of each server."""
         return [info.url for info in self.head.infos() if info is not None]
 
     def arrange(self, plan: PlacementPlan) -> None:
@@ -93,7 +93,6 @@ class Stand:
                     self.head.adopt(step.gpu, *step.place, -1)
                 else:
                     self.head.drop(step.gpu, *step.place)
-        wanted = {n: frozenset(held_by(plan, n)) for n in range(len(self.head.names))}
         if dict(enumerate(self.head.held())) != wanted:
             raise MoetoolError("the servers lack memory to migrate between placements; give them more")
 
@@ -113,7 +112,7 @@ class Stand:
 
 
 class _Turn:
-    """The current scheduler."""
+    """The scheduler slot of the head, which passes each tick to the current scheduler."""
 
     tick_s = 0.02
 
@@ -122,12 +121,12 @@ class _Turn:
         self._scheduler: Scheduler | None = None
 
     def take(self, scheduler: Scheduler | None) -> None:
-        """Switch to this placement; return when the migration is done."""
+        """Make this the current scheduler, once the running tick is over."""
         with self._lock:
             self._scheduler = scheduler
 
     def on_tick(self, head: EdgeHead) -> None:
-        """Call the current scheduler."""
+        """Pass a tick of the head on."""
         with self._lock:
             if self._scheduler is not None:
                 self._scheduler.on_tick(head)

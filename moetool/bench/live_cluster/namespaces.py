@@ -108,7 +108,7 @@ class Hosts:
         return f"{_NET}.{_HEAD if n is None else n + 1}"
 
     def namespace(self, n: int | None) -> str:
-        """Address of a host; None: of the head."""
+        """Name of a host's namespace; None: of the head's."""
         return self.head if n is None else self.names[n]
 
     def shape(self, sender: int, receiver: int, bytes_s: float) -> None:
@@ -131,7 +131,7 @@ class Hosts:
                     self._route(other, n)
 
     def command(self, n: int | None, *command: str) -> list[str]:
-        """The command line that runs a command on a host."""
+        """Command line that runs a command on a host."""
         return ["ip", "netns", "exec", self.namespace(n), *command]
 
     def start_ray(self, names: Sequence[str] = ()) -> None:
@@ -235,7 +235,7 @@ class _Start:
         self._name = name
         # Servers started by Ray's workers are not background jobs.
         environment = {**os.environ, **environment, "RAY_worker_niceness": "0"}
-        # Its own session: Ctrl-C goes to the creator of the hosts, which ends them in order.
+        # In its own session, so that Ctrl-C reaches only this process, which ends the hosts in order.
         self._popen = subprocess.Popen(
             command,
             env=environment,

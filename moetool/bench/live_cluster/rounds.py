@@ -34,7 +34,7 @@ def bench_cluster(
     command: str = "",
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> ClusterBench:
-    """Run it.
+    """Run every line in every setting.
 
     Args:
         tasks: prompt sets, one per server.
@@ -90,7 +90,8 @@ def bench_cluster(
                     runner = _Runner(stage, options, stand, alone, plans, link)
                     for gap_s in gaps_s:
                         for number in range(options.rounds):
-                            for line in _turned(lines, number):
+                            start = number % len(lines)  # another line begins each round
+                            for line in (*lines[start:], *lines[:start]):
                                 made.runs.append(runner.run(line, number, gap_s))
                                 on_progress(100 * len(made.runs) // total)
                     if options.shift and plans and link == options.links[0]:
@@ -103,18 +104,8 @@ def bench_cluster(
     return made
 
 
-def _turned(lines: Sequence[str], number: int) -> list[str]:
-    """Rotate the first line from round to round."""
-    start = number % len(lines)
-    return [*lines[start:], *lines[:start]]
-
-
 class _Runner:
-    """Runs lines on servers that are up.
-
-    Attributes:
-        texts: first answer to each prompt, by (task, prompt).
-    """
+    """Runs lines on running servers."""
 
     def __init__(
         self,
@@ -127,7 +118,7 @@ class _Runner:
     ) -> None:
         self._stage, self._options, self._stand, self._alone = stage, options, stand, alone
         self._plans, self._link = plans, link
-        self._texts: dict[tuple[int, int], str] = {}
+        self._texts: dict[tuple[int, int], str] = {}  # first answer to each prompt, by (task, prompt)
 
     def run(self, line: str, number: int, gap_s: float) -> LineRun:
         """Run one line in one round."""
@@ -137,15 +128,11 @@ class _Runner:
             moves = self._options.migrate and line not in STATIC
             return self._placed(line, coming, number, gap_s, moves)
         urls = [self._alone.call(n, "url") for n in range(len(self._alone))]
-        answered = drive(
-            urls,
-            coming,
-            self._stage.texts,
-            self._options.new_tokens,
-            model=self._stage.model,
-            redirect=line == REDIRECTED,
-        )
-        return self._note(line, number, gap_s, answered)
+        return self._note(line, number, gap_s, self._drive(urls, coming, redirect=line == REDIRECTED))
+
+    def _drive(self, urls: Sequence[str], coming: Sequence[Coming], redirect: bool = False) -> list[Answered]:
+        stage = self._stage
+        return drive(urls, coming, stage.texts, self._options.new_tokens, model=stage.model, redirect=redirect)
 
     def shift(self, line: str, moves: bool) -> LineRun:
         """Run with tasks that change servers after half of the requests: each to the previous server."""
@@ -174,18 +161,10 @@ class _Runner:
             seed=self._options.seed,
         )
         with self._stand.watched(plan, options) as scheduler:
-            answered = drive(
-                self._stand.urls,
-                coming,
-                self._stage.texts,
-                self._options.new_tokens,
-                model=self._stage.model,
-            )
+            answered = self._drive(self._stand.urls, coming)
         made = self._note(line, number, gap_s, answered)
         seen = scheduler.chronicle.summary()
-        made.local = scheduler.chronicle.local
-        made.windows = seen["windows"]
-        made.began_s = seen["began_s"]
+        made.local, made.windows, made.began_s = scheduler.chronicle.local, seen["windows"], seen["began_s"]
         made.sent_bytes = float(np.sum(seen["bytes"]))
         made.call_s = scheduler.statistics.call_s
         made.decisions = [decision.to_json() for decision in scheduler.chronicle.decisions]
@@ -200,19 +179,17 @@ class _Runner:
             if one.text is not None:
                 at = one.coming.task, one.coming.prompt
                 other += self._texts.setdefault(at, one.text) != one.text
+        by_server = [
+            [one for one in answered if one.coming.server == n and one.text is not None]
+            for n in range(len(self._stage.tasks))
+        ]
         return LineRun(
             line=line,
             number=number,
             gap_s=gap_s,
             link=self._link,
-            latencies=[
-                [one.seconds for one in answered if one.coming.server == n and one.text is not None]
-                for n in range(len(self._stage.tasks))
-            ],
-            arrived_s=[
-                [one.coming.at_s for one in answered if one.coming.server == n and one.text is not None]
-                for n in range(len(self._stage.tasks))
-            ],
+            latencies=[[one.seconds for one in mine] for mine in by_server],
+            arrived_s=[[one.coming.at_s for one in mine] for mine in by_server],
             failed=sum(one.text is None for one in answered),
             redirected=sum(one.went_to != one.coming.server for one in answered),
             other_texts=other,
