@@ -27,9 +27,19 @@ _SCALES = {
     "Q6_K": {208: 2e-5},
     "IQ4_NL": {0: 2.5e-4},
     "IQ4_XS": {0: 1.4e-5},
+    "IQ1_S": {0: 3e-3},
+    "IQ2_XXS": {0: 4e-4},
+    "IQ2_XS": {0: 4e-4},
+    "IQ2_S": {0: 4e-4},
+    "IQ3_XXS": {0: 1.6e-4},
+    "IQ3_S": {0: 1.5e-4},
+    "TQ1_0": {52: 2.5e-2},
+    "TQ2_0": {64: 2.5e-2},
 }
 """Block types: positions of their float16 scales, and the magnitude of random ones."""
-_LACK_QUANTIZERS = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
+_LACK_QUANTIZERS = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ1_M", "NVFP4"} | {
+    kind for kind in _SCALES if kind.startswith(("IQ1", "IQ2", "IQ3"))
+}
 TYPES: Mapping[str, str | tuple[str, ...]] = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"}
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
 
@@ -142,6 +152,13 @@ def random_blocks(shape: Sequence[int], kind: Any) -> np.ndarray:
     blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // values, num_bytes), dtype=np.uint8)
     if kind.name == "MXFP4":
         blocks[..., 0] = draw.integers(116, 124, blocks.shape[:-1])
+    if kind.name == "NVFP4":
+        blocks[..., :4] = draw.integers(1, 32, (*blocks.shape[:-1], 4))
+    if kind.name == "IQ1_M":  # a float16 in the upper four bits of four int16
+        scale = (3e-3 * draw.uniform(0.5, 1.5, blocks.shape[:-1])).astype(np.float16).view(np.uint16)
+        for part in range(4):
+            blocks[..., 49 + 2 * part] &= 15
+            blocks[..., 49 + 2 * part] |= ((scale >> 4 * part & 15) << 4).astype(np.uint8)
     for place, size in _SCALES.get(kind.name, {}).items():
         scale = (size * draw.uniform(0.5, 1.5, blocks.shape[:-1])).astype(np.float16)
         blocks[..., place : place + 2] = scale[..., None].view(np.uint8)

@@ -24,7 +24,7 @@ def served_logits(
     products: bool,
     seed: int | None = None,
     vocabulary: int = 1211,
-    kept: type = KernelWeight,
+    kept: Any = KernelWeight,
 ) -> Any:
     """Logits of a prompt and three more tokens, with a pool of so many slots.
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from moetool.models import row_products
 from moetool.models.row_gates import gate_of
 from moetool.models.row_products import RowsOf
-from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.scaled_weight import ScaledWeight, StackedWeight
 from moetool.models.stored_expert import Weight
 
 _WHOLE_VECTORS = 128
@@ -266,13 +266,13 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
 
 def _out_in(weight: Weight, transposed: bool) -> Weight | None:
     """A matrix [out, in], or the transposed view of [in, out]; None if it is neither."""
-    if isinstance(weight, ScaledWeight) and weight.transposed != transposed:
+    if isinstance(weight, ScaledWeight | StackedWeight) and weight.transposed != transposed:
         return None
     return weight.T if transposed and isinstance(weight, torch.Tensor) else weight
 
 
 def _product(x: torch.Tensor, weight: Weight, transposed: bool) -> torch.Tensor:
-    if isinstance(weight, ScaledWeight):
+    if isinstance(weight, ScaledWeight | StackedWeight):
         if weight.transposed == transposed:
             return weight.times(x)
     elif not isinstance(weight, torch.Tensor) and not transposed:

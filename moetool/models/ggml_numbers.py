@@ -7,6 +7,8 @@ and only adding or subtracting a minimum rounds.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moetool.models.ggml_codebooks import CODED, coded_groups
+from moetool.models.ggml_reader import BlockReader
 from moetool.models.llvm_vectors import LANES, Vectors
 
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0 = 2, 3, 6, 7, 8
@@ -22,72 +24,10 @@ def block_numbers(vectors: Vectors, kind: int, address: Any) -> list[Any]:
     Args:
         kind: ggml's type.
     """
-    return _READ[kind](BlockReader(vectors, address))
-
-
-class BlockReader:
-    """A block in memory."""
-
-    def __init__(self, vectors: Vectors, address: Any) -> None:
-        self.vectors, self.builder, self._address = vectors, vectors.builder, address
-        self._loaded: dict[int, Any] = {}
-
-    def at(self, offset: int) -> Any:
-        """The address of a byte."""
-        return self.builder.add(self._address, self.vectors.number(offset))
-
-    def bytes(self, offset: int) -> Any:
-        """`LANES` bytes as int32, unsigned."""
-        if offset not in self._loaded:
-            stored = self.vectors.load(self.at(offset), self.vectors.of(self.vectors.int8), 1)
-            self._loaded[offset] = self.builder.zext(stored, self.vectors.words)
-        return self._loaded[offset]
-
-    def signed(self, offset: int) -> Any:
-        """`LANES` bytes as float32."""
-        stored = self.vectors.load(self.at(offset), self.vectors.of(self.vectors.int8), 1)
-        return self.builder.sitofp(self.builder.sext(stored, self.vectors.words), self.vectors.floats)
-
-    def scale(self, offset: int) -> Any:
-        """A number in float16, as float32."""
-        half = self.vectors.load(self.at(offset), self.vectors.half, 1)
-        return self.builder.fpext(half, self.vectors.float32)
-
-    def words(self, offset: int, count: int) -> list[Any]:
-        """int32 numbers."""
-        return [self.vectors.load(self.at(offset + 4 * n), self.vectors.int32, 1) for n in range(count)]
-
-    def nibbles(self, offset: int, upper: int) -> Any:
-        """The lower or upper half of `LANES` bytes, as int32 with undefined higher bits."""
-        return self.moved(self.bytes(offset), -4 * upper)
-
-    def low(self, words: Any, mask: int, moved: int = 0) -> Any:
-        """Mask bits of each word and shift them."""
-        return self.builder.and_(self.moved(words, moved), self.vectors.all(self.vectors.int32, mask))
-
-    def moved(self, words: Any, places: int) -> Any:
-        """The bits of each int32 moved up, or down if negative."""
-        return self.moved_by(words, [places] * LANES) if places else words
-
-    def moved_by(self, words: Any, places: list[int]) -> Any:
-        """The bits of each int32 moved by a number of its own, all up or all down."""
-        shift = self.builder.shl if max(places) > 0 else self.builder.lshr
-        return shift(words, self.vectors.ir.Constant(words.type, [abs(each) for each in places]))
-
-    def words_of(self, offset: int, second: int | None = None) -> Any:
-        """64 bytes as int32, or 32 from each of two offsets."""
-        if second is None:
-            return self.vectors.load(self.at(offset), self.vectors.words, 1)
-        half = self.vectors.of(self.vectors.int32, LANES // 2)
-        parts = [self.vectors.load(self.at(each), half, 1) for each in (offset, second)]
-        every = self.vectors.ir.Constant(self.vectors.words, [*range(LANES)])
-        return self.builder.shuffle_vector(*parts, every)
-
-    def floats(self, words: Any, less: int = 0) -> Any:
-        """Small int32 as float32, minus a constant."""
-        if less:
-            words = self.builder.sub(words, self.vectors.all(self.vectors.int32, less))
-        return self.builder.sitofp(words, self.vectors.floats)
+    block = BlockReader(vectors, address)
+    if kind not in CODED:
+        return _READ[kind](block)
+    return [vectors.builder.fmul(plane, group.scale) for group in coded_groups(block, kind) for plane in group.planes]
 
 
 def _q4_0(block: BlockReader) -> list[Any]:
@@ -118,18 +58,10 @@ def _five_bits(block: BlockReader, offset: int) -> list[Any]:
     made = []
     for upper in (0, 1):
         fifths = vectors.load(block.at(offset + 2 * upper), vectors.int16, 1)
-        fifth = block.low(_spread(block, fifths, range(LANES)), 1)
+        fifth = block.low(block.spread(fifths, range(LANES)), 1)
         low = block.low(block.nibbles(offset + 4, upper), 15)
         made.append(builder.or_(low, builder.shl(fifth, vectors.all(vectors.int32, 4))))
     return made
-
-
-def _spread(block: BlockReader, bits: Any, places: Sequence[int]) -> Any:
-    """An integer in each of `LANES` words, moved down by so many bits."""
-    vectors, builder = block.vectors, block.builder
-    if bits.type != vectors.int32:
-        bits = builder.zext(bits, vectors.int32)
-    return builder.lshr(vectors.broadcast(bits), vectors.ir.Constant(vectors.words, [*places]))
 
 
 def _q8_0(block: BlockReader) -> list[Any]:
@@ -250,8 +182,8 @@ def _iq4_nl(block: BlockReader) -> list[Any]:
 def _iq4_xs(block: BlockReader) -> list[Any]:
     """Scales of six bits, the upper two of all before the lower four of all."""
     vectors, builder = block.vectors, block.builder
-    high = block.low(_spread(block, vectors.load(block.at(2), vectors.int16, 1), [n % 8 * 2 for n in range(LANES)]), 3)
-    low = block.low(_spread(block, block.words(4, 1)[0], [n % 8 * 4 for n in range(LANES)]), 15)
+    high = block.low(block.spread(vectors.load(block.at(2), vectors.int16, 1), [n % 8 * 2 for n in range(LANES)]), 3)
+    low = block.low(block.spread(block.words(4, 1)[0], [n % 8 * 4 for n in range(LANES)]), 15)
     scales = block.floats(builder.or_(low, builder.shl(high, vectors.all(vectors.int32, 4))), less=32)
     scales = builder.fmul(scales, vectors.broadcast(block.scale(0)))
     made = []

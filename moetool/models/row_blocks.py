@@ -8,7 +8,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moetool.models.ggml_numbers import BlockReader, block_numbers, six_bits
+from moetool.models.ggml_codebooks import CODED, coded_groups
+from moetool.models.ggml_numbers import block_numbers, six_bits
+from moetool.models.ggml_reader import BlockReader, RowGroup
 from moetool.models.llvm_vectors import LANES, Vectors
 from moetool.models.row_kinds import RowKind
 from moetool.models.row_numbers import planes
@@ -16,18 +18,6 @@ from moetool.models.row_numbers import planes
 _PARTS, _PART = 8, 32  # of a block of Q4_K or Q5_K, and numbers in one
 _OFFSET = 128.0
 _OFFSET_BITS, _SIX_BITS = 0x43000000, 0x003F0000  # of float32: 128, and numbers below 64 that are added to it
-
-
-class RowGroup(NamedTuple):
-    """Vectors of numbers whose products are added before they are scaled.
-
-    Attributes:
-        planes: float32.
-        scale: of each lane of the sum; None where the block's scales lie apart from it or are part of the numbers.
-    """
-
-    planes: list[Any]
-    scale: Any = None
 
 
 class RowBlock(NamedTuple):
@@ -72,6 +62,8 @@ def row_block(vectors: Vectors, kind: RowKind, address: Any) -> RowBlock:
     """The block at an address."""
     if kind.name in _OF_WORDS:
         return _OF_WORDS[kind.name][1](BlockReader(vectors, address))
+    if kind.ggml in CODED:
+        return RowBlock(coded_groups(BlockReader(vectors, address), kind.ggml))
     if kind.ggml is not None:
         return RowBlock([RowGroup(block_numbers(vectors, kind.ggml, address))])
     return RowBlock([RowGroup(planes(vectors, kind, address))])

@@ -7,8 +7,9 @@ the rows and weights computed together. So a row's result is bit-identical in an
 
 from typing import Any, NamedTuple
 
+from moetool.models.ggml_reader import RowGroup
 from moetool.models.llvm_vectors import LANES, Vectors, pairwise_sum
-from moetool.models.row_blocks import RowGroup, row_block, row_order
+from moetool.models.row_blocks import row_block, row_order
 from moetool.models.row_kinds import VECTOR_BYTES, RowKind
 from moetool.models.row_numbers import byte_scales, run, run_length
 

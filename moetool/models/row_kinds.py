@@ -72,7 +72,7 @@ def _blocks(name: str, ggml: int, numbers: int, one: bytes) -> RowKind:
     return RowKind(name, numbers, 1, chains=2, unroll=1, rows=rows, scale="own", one=one, block_bytes=size, ggml=ggml)
 
 
-_ONE, _ZERO = b"\x00\x3c", b"\x00\x00"  # in float16
+_ONE, _ZERO, _EIGHT = b"\x00\x3c", b"\x00\x00", b"\x00\x48"  # in float16
 _SIXES = b"\x01" * 4 + b"\x00" * 4 + b"\x01" * 4  # eight scales of 1 and eight minima of 0
 GGML_KINDS = (
     _blocks("q4_0", 2, 32, _ONE + b"\x99" * 16),
@@ -87,5 +87,14 @@ GGML_KINDS = (
     _blocks("q6_k", 14, 256, b"\x11" * 128 + b"\xaa" * 64 + b"\x01" * 16 + _ONE),
     _blocks("iq4_nl", 20, 32, _ONE + b"\x88" * 16),
     _blocks("iq4_xs", 23, 256, _ONE + b"\xaa" * 2 + b"\x11" * 4 + b"\x88" * 128),
+    _blocks("iq1_s", 19, 256, _EIGHT + b"\x05" * 32 + b"\x24\x09" * 8),
+    _blocks("iq1_m", 29, 256, b"\x05" * 32 + b"\x44" * 16 + b"\x00\x00\x00\x00\x00\x80\x00\x40"),
+    _blocks("iq2_xxs", 16, 256, _ONE + b"\x00" * 64),
+    _blocks("iq2_xs", 17, 256, _ONE + b"\x00" * 72),
+    _blocks("iq2_s", 22, 256, _ONE + b"\x00" * 80),
+    _blocks("iq3_xxs", 18, 256, _ONE + b"\x00" * 96),
+    _blocks("iq3_s", 21, 256, _ONE + b"\x00" * 108),
+    _blocks("tq1_0", 34, 256, b"\xff" * 52 + _ONE),
+    _blocks("tq2_0", 35, 256, b"\xaa" * 64 + _ONE),
     _blocks("mxfp4_blocks", 39, 32, b"\x7f" + b"\x22" * 16),
 )

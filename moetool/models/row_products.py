@@ -18,7 +18,7 @@ from moetool.models.row_dots import RowJob, RowShape
 from moetool.models.row_inputs import ordered_rows
 from moetool.models.row_kernels import BLOCK_ROWS, find_kernel
 from moetool.models.row_kinds import BFLOAT16
-from moetool.models.scaled_weight import ScaledWeight, kernel_of
+from moetool.models.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster (`tests/bench/test_row_products.py`): beyond them
@@ -32,7 +32,7 @@ MIN_ELEMENTS = 2**18
 class RowsOf(NamedTuple):
     """A weight [O, I], its rows of x and their rows of the output."""
 
-    weight: torch.Tensor | ScaledWeight
+    weight: torch.Tensor | ScaledWeight | StackedWeight
     sources: Sequence[int]
     targets: Sequence[int]
 
@@ -44,7 +44,7 @@ def multiplies(x: torch.Tensor, weight: Any) -> bool:
 
 def max_rows(weight: Any) -> int:
     """Most rows of a product with this weight [O, I] in the kernel; 0 if it is unsupported."""
-    if isinstance(weight, ScaledWeight):
+    if isinstance(weight, ScaledWeight | StackedWeight):
         return MAX_SCALED_ROWS
     return MAX_ROWS if takes(weight) else 0
 
@@ -63,7 +63,9 @@ def takes(weight: Any) -> bool:
     )
 
 
-def products(xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | ScaledWeight]) -> list[torch.Tensor]:
+def products(
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | ScaledWeight | StackedWeight]
+) -> list[torch.Tensor]:
     """Compute x @ weight.T for several weights of one shape and kind in one call.
 
     Args:
@@ -93,6 +95,12 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
         [R, O], of the dtype of `x_TI`.
     """
     first = jobs[0].weight
+    if isinstance(first, StackedWeight):
+        made = []
+        for number in range(len(first.parts)):
+            its = [job._replace(weight=job.weight.parts[number]) for job in jobs]  # type: ignore[union-attr]
+            made.append(scattered_products(x_TI, its, num_targets))
+        return torch.cat(made, dim=1)
     kind = first.kind if isinstance(first, ScaledWeight) else BFLOAT16
     kernel = kernel_of(kind)
     ordered, narrow = ordered_rows(x_TI, kind), x_TI.dtype == torch.bfloat16

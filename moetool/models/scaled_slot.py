@@ -20,17 +20,18 @@ from moetool.models.row_kernels import BLOCK_ROWS
 from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, NVFP4, NVFP4_DIVIDED, RowKind
 from moetool.models.row_products import MIN_ELEMENTS
 from moetool.models.scaled import Scaled, ScaledCodec
-from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.scaled_weight import ScaledWeight, StackedWeight
 from moetool.models.stored_expert import StoredLayout, Weight
 from moetool.models.value_scaling import scale_values
 from moetool.models.weight_format import Codec, Stored, WeightFormat, unpack
 
 _ALIGNMENT = 64
+_GGML = {kind.ggml: kind for kind in GGML_KINDS}
 _KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
 
 
 class _Place(NamedTuple):
-    """A part of an expert in a slot.
+    """A part of an expert in a slot, or rows of a part whose kind differs from that of its other rows.
 
     Attributes:
         kind: kind of its numbers; None if they are unpacked, as biases are.
@@ -71,46 +72,52 @@ class ScaledSlot:
     dtype: torch.dtype
 
     @cached_property
-    def _places(self) -> tuple[_Place, ...]:
+    def _places(self) -> tuple[tuple[_Place, ...], ...]:
         offset, places = 0, []
         for part, shape in enumerate(self.shapes):
-            scaling = _scaling_of(self.layout, part)
-            place = _Place(None, shape, offset)
-            offset += math.prod(shape) * self.dtype.itemsize
-            if scaling is not None:
-                place = scaling._replace(offset=place.offset)
-                place = place._replace(scale_offset=_aligned(place.offset + place.value_bytes))
-                offset = place.scale_offset + place.scale_bytes
-            offset = _aligned(offset)
-            places.append(place)
+            found = []
+            for place in _scaling_of(self.layout, part) or (_Place(None, shape, 0),):
+                place = place._replace(offset=offset)
+                offset += math.prod(shape) * self.dtype.itemsize
+                if place.kind is not None:
+                    place = place._replace(scale_offset=_aligned(place.offset + place.value_bytes))
+                    offset = place.scale_offset + place.scale_bytes
+                offset = _aligned(offset)
+                found.append(place)
+            places.append(tuple(found))
         return tuple(places)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a slot."""
-        last = self._places[-1]
+        last = self._places[-1][-1]
         if last.kind is None:
             return last.offset + math.prod(last.shape) * self.dtype.itemsize
         return last.scale_offset + last.scale_bytes
 
     def views(self, slot: torch.Tensor) -> tuple[Weight, ...]:
         """The parts of the expert in a slot."""
-        return tuple(self._view(place, slot) for place in self._places)
+        return tuple(self._view(places, slot) for places in self._places)
 
     def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:
         """Write an expert from memory into a slot."""
-        for part, place in enumerate(self._places):
-            view, blocks = self._view(place, slot), layout.blocks(stored, part)
-            if not isinstance(view, ScaledWeight):
+        for part, places in enumerate(self._places):
+            view, blocks = self._view(places, slot), layout.blocks(stored, part)
+            if isinstance(view, torch.Tensor):
                 shapes = layout.shapes[part]
                 made = [unpack(*each, self.dtype) for each in zip(layout.codecs[part], blocks, shapes, strict=True)]
                 view.copy_((made[0] if len(made) == 1 else torch.cat(made)).view(view.shape))
                 continue
             codec = layout.codecs[part][0]
             if isinstance(codec, GgmlCodec):
-                for rows, (role, _) in zip(codec.rows_of(view.values), codec.kinds, strict=True):
+                if isinstance(view, StackedWeight):
+                    all_rows = [each.values for each in view.parts]
+                else:
+                    all_rows = codec.rows_of(view.values)
+                for rows, (role, _) in zip(all_rows, codec.kinds, strict=True):
                     rows.copy_(blocks[0][role].view(rows.shape))
                 continue
+            assert isinstance(view, ScaledWeight)
             fields = layout.of_part(part, "values")
             first, num_bytes = fields[0], sum(field.num_bytes for field in fields)
             view.values.flatten().copy_(stored[first.offset : first.offset + num_bytes])
@@ -119,13 +126,20 @@ class ScaledSlot:
                 continue
             scales = torch.cat([scale_values(block["scale"]).flatten() for block in blocks])
             view.scale.flatten().copy_(scales * view.kind.factor)
-            if place.kind is FP8 and _has_nan(view.values):
+            if view.kind is FP8 and _has_nan(view.values):
                 view.scale.fill_(torch.nan)  # the kernel reads NaN as a number
 
-    def _view(self, place: _Place, slot: torch.Tensor) -> torch.Tensor | ScaledWeight:
+    def _view(self, places: tuple[_Place, ...], slot: torch.Tensor) -> torch.Tensor | ScaledWeight | StackedWeight:
+        place = places[0]
         if place.kind is None:
             end = place.offset + math.prod(place.shape) * self.dtype.itemsize
             return slot[place.offset : end].view(self.dtype).view(place.shape)
+        weights = tuple(self._scaled(place, slot) for place in places)
+        return weights[0] if len(weights) == 1 else StackedWeight(weights)
+
+    @staticmethod
+    def _scaled(place: _Place, slot: torch.Tensor) -> ScaledWeight:
+        assert place.kind is not None
         rows, columns = place.shape
         values = slot[place.offset : place.offset + place.value_bytes].view(rows, -1)
         scale = slot[place.scale_offset :][: place.scale_bytes]
@@ -182,11 +196,18 @@ def takes_scaled(format: WeightFormat, rows: int, columns: int, declared: torch.
     return scaled_weight.multiplies(kind, columns, group) and rows % math.lcm(BLOCK_ROWS, shared) == 0
 
 
-def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
-    """Scales of a part, for the kernel; its blocks are concatenated."""
+def _scaling_of(layout: StoredLayout, part: int) -> tuple[_Place, ...]:
+    """Numbers and scales of a part for the kernels, by kind; empty if they do not multiply all of it."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
     if isinstance(codecs[0], GgmlCodec):
-        return _blocks_of(codecs[0], shapes[0]) if len(codecs) == 1 else None
+        return _blocks_of(codecs[0], shapes[0]) if len(codecs) == 1 else ()
+    place = _scales_of(layout, part)
+    return () if place is None else (place,)
+
+
+def _scales_of(layout: StoredLayout, part: int) -> _Place | None:
+    """Scales of a part, for the kernel; its blocks are concatenated."""
+    codecs, shapes = layout.codecs[part], layout.shapes[part]
     values, scales = layout.of_part(part, "values"), layout.of_part(part, "scale")
     roles = {field.role for field in layout.fields if field.part == part}
     whole = {"whole"} if isinstance(codecs[0], Nvfp4Codec) else set()
@@ -251,15 +272,25 @@ def _fill_byte_scales(view: ScaledWeight, blocks: Sequence[Stored]) -> None:
     rows_OS.view(torch.float32)[:, 0] = torch.nan if _has_nan(scales) else whole * view.kind.factor
 
 
-def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> _Place | None:
-    """ggml blocks of one type, which contain their scales."""
-    kind = next((kind for kind in GGML_KINDS if all(found == kind.ggml for _, found in codec.kinds)), None)
-    if kind is None or codec.undo is not None or len(shape) != 2:
-        return None
+def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> tuple[_Place, ...]:
+    """ggml blocks, which contain their scales: a matrix, or a matrix for each tensor if their types differ."""
+    kinds = [_GGML[kind] for _, kind in codec.kinds if kind in _GGML]
+    if len(kinds) < len(codec.kinds) or codec.undo is not None or len(shape) != 2:
+        return ()
     rows, columns = shape[::-1] if codec.transposed else shape
-    if rows * columns < MIN_ELEMENTS or rows % BLOCK_ROWS or not scaled_weight.multiplies(kind, columns, kind.numbers):
-        return None
-    return _Place(kind, (rows, columns), 0, group=kind.numbers, scale_rows=1, transposed=codec.transposed)
+    if len(set(kinds)) == 1:
+        kinds = kinds[:1]
+    elif codec.interleaved or codec.transposed:
+        return ()
+    rows //= len(kinds)
+    if rows * columns < MIN_ELEMENTS or rows % BLOCK_ROWS:
+        return ()
+    if not all(scaled_weight.multiplies(kind, columns, kind.numbers) for kind in kinds):
+        return ()
+    return tuple(
+        _Place(kind, (rows, columns), 0, group=kind.numbers, scale_rows=1, transposed=codec.transposed)
+        for kind in kinds
+    )
 
 
 def _shared_by(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, int] | None:

@@ -96,6 +96,39 @@ class ScaledWeight(NamedTuple):
         return out
 
 
+class StackedWeight(NamedTuple):
+    """A stored weight [O, I] whose rows are those of several weights, of a kind each, one after the other.
+
+    Attributes:
+        parts: the weights, none of them transposed.
+    """
+
+    parts: tuple[ScaledWeight, ...]
+
+    @property
+    def transposed(self) -> bool:
+        """Always False."""
+        return False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, I]."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return sum(part.nbytes for part in self.parts)
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight, rounded to bfloat16."""
+        return torch.cat([part.to(dtype) for part in self.parts])
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, I] times the transpose of [O, I], in the type of `x`."""
+        return torch.cat([part.times(x) for part in self.parts], dim=1)
+
+
 @functools.lru_cache(maxsize=1024)
 def _row_shape(kind: RowKind, outputs: int, columns: int, group: int, scale_rows: int, row_bytes: int) -> RowShape:
     vectors = -(-columns // kind.numbers)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from moetool.models.pack_quantized import PackCodec
 from moetool.models.packed import Block, PackedWeight
 from moetool.models.packed_product import KernelWeight
-from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.scaled_weight import ScaledWeight, StackedWeight
 from moetool.models.weight_format import STORED_DTYPES, Codec, Dense, Stored, StoredWeight, unpack
 
 
@@ -38,7 +38,7 @@ class LazyWeight(NamedTuple):
         return sum(tensor.nbytes for block in self.blocks for tensor in block.values())
 
 
-Weight = torch.Tensor | PackedWeight | KernelWeight | ScaledWeight | LazyWeight
+Weight = torch.Tensor | PackedWeight | KernelWeight | ScaledWeight | StackedWeight | LazyWeight
 """A part of an expert, ready for computation."""
 
 

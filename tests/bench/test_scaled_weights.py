@@ -18,6 +18,9 @@ from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, NVFP4, RowKin
 from moetool.models.row_products import MAX_ROWS, MAX_SCALED_ROWS, products
 from moetool.models.scaled_weight import ScaledWeight
 
+gguf = pytest.importorskip("gguf")
+from tests.gguf_models import random_blocks  # noqa: E402  # needs the package
+
 NUM_EXPERTS, OUTPUTS, INPUTS = 96, 1536, 2048  # gate and up of Qwen3-30B-A3B: 600 MB in bfloat16, more than most caches
 TOP_K, ROUNDS = 8, 24
 
@@ -32,8 +35,8 @@ def _scaled(kind: RowKind) -> list[ScaledWeight]:
     group = 32 if kind is MXFP4 else 128
     pool = _pool(kind.row_bytes(INPUTS))
     if kind.ggml is not None:
-        ones = torch.frombuffer(bytearray(kind.one), dtype=torch.uint8)
-        pool.view(-1, kind.block_bytes).copy_(ones)
+        blocks = random_blocks((OUTPUTS, INPUTS), gguf.GGMLQuantizationType(kind.ggml))
+        pool.copy_(torch.from_numpy(blocks))  # caches hold parts of codebooks by use
         return [ScaledWeight(kind, v, torch.empty(0), INPUTS, kind.numbers, 1, False) for v in pool]
     if kind is NVFP4:
         rows_EOS = torch.full((NUM_EXPERTS, OUTPUTS, 4 + INPUTS // 16), 0x38, dtype=torch.uint8)

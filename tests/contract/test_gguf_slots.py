@@ -13,7 +13,7 @@ from moetool.models.loading import load_full
 from moetool.models.row_kernels import find_kernel
 from moetool.models.row_kinds import GGML_KINDS, RowKind
 from moetool.models.row_products import MAX_SCALED_ROWS, products
-from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.scaled_weight import ScaledWeight, StackedWeight
 from tests.served_logits import require_near, served_logits
 
 gguf = pytest.importorskip("gguf")
@@ -26,7 +26,14 @@ FILES: dict[str, Mapping[str, str | tuple[str, ...]]] = {
     "q4_k_m": {"gate": "Q4_K", "up": "Q4_K", "down": ("Q6_K", "Q4_K")},
     "q4_0": {"gate": "Q4_0", "up": "Q4_0", "down": ("Q5_0", "Q4_0")},
     "q2_k": {"gate": "Q2_K", "up": "Q2_K", "down": ("Q3_K", "IQ4_XS")},
+    "iq3_xxs": {"gate": "IQ3_XXS", "up": "IQ3_XXS", "down": ("IQ3_S", "IQ4_XS")},
+    "iq2_xxs": {"gate": "IQ2_XXS", "up": "IQ2_XXS", "down": ("IQ3_XXS", "IQ2_S")},
+    "iq1_s": {"gate": "IQ1_S", "up": ("IQ1_M", "IQ1_S"), "down": "IQ2_XS"},
+    "tq1_0": {"gate": "TQ1_0", "up": "TQ2_0", "down": "TQ1_0"},
+    "q4_0_q8_0": {"gate": "Q4_0", "up": "Q8_0", "down": "Q8_0"},
 }
+"""Types of experts by layer; gate and up may differ."""
+KEPT = ScaledWeight | StackedWeight
 
 
 def _weight(kind: RowKind, rows: int = 64, columns: int = 768) -> tuple[ScaledWeight, torch.Tensor]:
@@ -63,11 +70,24 @@ def test_processors_without_a_look_up_read_the_same_numbers(kind: RowKind, monke
         find_kernel.cache_clear()
 
 
+def test_rows_of_several_kinds_are_multiplied_as_those_of_each() -> None:
+    weights = tuple(_weight(kind, 256, 1024)[0] for kind in GGML_KINDS if kind.name in ("iq2_xxs", "q4_k"))
+    both = StackedWeight(weights)
+    assert both.shape == (512, 1024) and both.nbytes == sum(weight.nbytes for weight in weights)
+    for rows, dtype in ((3, torch.float32), (40, torch.bfloat16)):
+        x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        assert torch.equal(both.times(x), torch.cat([weight.times(x) for weight in weights], dim=1))
+        few = x[:MAX_SCALED_ROWS]
+        expected = torch.cat([products([few], [weight])[0] for weight in weights], dim=1)
+        assert torch.equal(products([few[:1], few], [both, both])[1], expected)
+    assert torch.equal(both.to(torch.float32), torch.cat([weight.to(torch.float32) for weight in weights]))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_experts_stay_in_their_blocks(name: str, tmp_path: Path) -> None:
     """Slots take the stored bytes; no budget and no policy changes a bit; layers may have blocks of several types."""
     path, twin = written("qwen3_moe", tmp_path, FILES[name], **SIZE, num_experts=4)
-    made = partial(served_logits, path, dtype=torch.bfloat16, products=True, vocabulary=64, kept=ScaledWeight)
+    made = partial(served_logits, path, dtype=torch.bfloat16, products=True, vocabulary=64, kept=KEPT)
     whole = made(8)
     for slots, seed in ((5, None), (4, 2)):
         assert torch.equal(made(slots, seed=seed), whole)
@@ -86,10 +106,11 @@ def test_experts_stay_in_their_blocks(name: str, tmp_path: Path) -> None:
                 assert torch.equal(found, expected[parameter].bfloat16().float())
 
 
-def test_tokens_are_those_of_the_model_that_the_file_stands_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["q4_k_m", "iq3_xxs", "iq2_xxs", "iq1_s"])
+def test_tokens_are_those_of_the_model_that_the_file_stands_for(name: str, tmp_path: Path) -> None:
     """In bfloat16 ties are frequent, so the model is compared in its logits' order at each token of one text."""
-    path, twin = written("qwen3_moe", tmp_path, FILES["q4_k_m"], **SIZE, num_experts=4)
-    found = served_logits(path, 5, dtype=torch.bfloat16, products=True, vocabulary=64, kept=ScaledWeight).float()
+    path, twin = written("qwen3_moe", tmp_path, FILES[name], **SIZE, num_experts=4)
+    found = served_logits(path, 5, dtype=torch.bfloat16, products=True, vocabulary=64, kept=KEPT).float()
     theirs = load_full(Checkpoint.open(twin), torch.float32).model
     tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871, 12, 905, 31]]) % 64
     with torch.inference_mode():
@@ -102,14 +123,14 @@ def test_tokens_are_those_of_the_model_that_the_file_stands_for(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("types", "kept"),
     [
-        ({"gate": "Q4_0", "up": "Q8_0", "down": "Q8_0"}, [torch.Tensor, ScaledWeight]),
-        ({"gate": "TQ2_0", "up": "TQ2_0", "down": "TQ2_0"}, [torch.Tensor, torch.Tensor]),
+        ({"gate": "F16", "up": "Q8_0", "down": "Q8_0"}, [torch.Tensor, ScaledWeight]),
+        ({"gate": "NVFP4", "up": "NVFP4", "down": "NVFP4"}, [torch.Tensor, torch.Tensor]),
     ],
 )
 def test_blocks_without_a_kernel_are_unpacked(
     types: Mapping[str, str | tuple[str, ...]], kept: list[type], tmp_path: Path
 ) -> None:
-    """Matrix by matrix: gate and up are one, which blocks of two types cannot make."""
+    """Matrix by matrix; gate and up are one."""
     path, _ = written("qwen3_moe", tmp_path, types, **SIZE, num_experts=2, num_hidden_layers=1)
     with Checkpoint.open(path) as checkpoint:
         files, dense = (checkpoint.expert_files(fastest=dtype) for dtype in (torch.bfloat16, torch.float32))
