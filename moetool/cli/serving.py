@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.flags import ApiKey, Model, Recipe, Revision, settable
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
-from moetool.models.hub import with_revision
+from moetool.models.hub import is_downloaded, parse_hub_name, with_revision
 
 
 def serve(
@@ -141,16 +142,19 @@ def serve(
     server.tls_context(allowed)  # refuse an unusable file before a model is loaded
     sock = server.bind(host, port)
     try:
-        checkpoint = Checkpoint.open(model)
         memory = None if device_memory is None else parse_bytes(device_memory)
-        setup = choose(
-            checkpoint,
-            values,
+        choose_for = partial(
+            choose,
+            values=values,
             device_memory_bytes=chosen.device_memory_bytes if chosen is not None and memory is None else memory,
             process_memory_bytes=None if process_memory is None else parse_bytes(process_memory),
             policy=policy or (chosen.policy if chosen is not None else AUTO),
             planned=planned,
         )
+        if (on_hub := parse_hub_name(model)) is not None and not (Path(model).exists() or is_downloaded(on_hub)):
+            choose_for(Checkpoint.open(model, weights=False))  # refuse too little memory before a long download
+        checkpoint = Checkpoint.open(model)
+        setup = choose_for(checkpoint)
         options = setup.options
         engine = build_engine(
             checkpoint,

@@ -74,6 +74,15 @@ def with_revision(model: str, revision: str | None) -> str:
     return f"{model}@{revision}"
 
 
+def is_downloaded(name: HubName) -> bool:
+    """Whether the hub's cache has a model with its weights, at the newest commit known here."""
+    try:
+        _cached(name, True, "")
+    except MoetoolError:
+        return False
+    return True
+
+
 def snapshot_name(path: Path) -> str | None:
     """The model's name if a folder is a snapshot in the hub's cache, which is named after a commit."""
     parents = path.parents

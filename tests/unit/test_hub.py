@@ -17,10 +17,11 @@ from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageErro
 from moetool.models import hub as downloads
 from moetool.models import hub_transfers
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.hub import HubName, parse_hub_name, with_revision
+from moetool.models.hub import HubName, is_downloaded, parse_hub_name, with_revision
 from moetool.models.hub_transfers import Blob, Transfers
 from moetool.models.location import locate, locate_config
 from tests import gguf_oracle
+from tests.command_line import exit_code
 from tests.hub import COMMIT, Hub, running
 
 NAME = "org/small-moe"
@@ -70,6 +71,17 @@ def test_the_config_alone_needs_no_weights(hub: Hub) -> None:
     checkpoint = Checkpoint.open(NAME, weights=False)
     assert checkpoint.spec.num_layers and checkpoint.tokenizer is not None
     assert not any(path.endswith(".safetensors") for path in _downloaded(hub))
+
+
+def test_too_little_memory_is_refused_before_the_weights_come(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "serve", NAME, "--port", "0", "--device-memory", "1MB") == 4
+    assert "is too small for" in " ".join(capsys.readouterr().err.split())
+    assert "config.json" in _downloaded(hub) and not any(path.endswith(".safetensors") for path in _downloaded(hub))
+    assert not is_downloaded(HubName(NAME, "", ""))
+    locate(NAME)
+    assert is_downloaded(HubName(NAME, "", ""))
 
 
 def test_one_gguf_file_is_asked_for_by_name(hub: Hub) -> None:
