@@ -235,13 +235,12 @@ class Residency:
         needed: Collection[int] = [base + expert for expert in event.needed]
         for key in needed if self._devices == 1 else self._own(needed):
             (hits if key in slot_of else misses).append(key)
-        for key in hits:
-            if key in self._unused:
-                self._unused.discard(key)
-                self._fates.append(True)
-                counts.prefetched += 1
-            else:
-                counts.kept += 1
+        ahead = self._unused.intersection(hits)
+        counts.kept += len(hits) - len(ahead)
+        if ahead:
+            self._unused -= ahead
+            self._fates.extend([True] * len(ahead))
+            counts.prefetched += len(ahead)
 
         steps: list[Step] = []
         if policy.computes_on_host and misses:
@@ -268,8 +267,11 @@ class Residency:
         prefetches: deque[int] | None = None
         wanted: set[int] = set()
         while to_load or to_compute:
+            among: list[int] | None = None
+            among_others = False
             while to_load and not (policy.in_order and to_compute):
-                among = self._candidates(locked, event.layer) if self._layer_slots and self._room < size else None
+                if self._layer_slots and self._room < size and (among is None or among_others):
+                    among, among_others = self._candidates(locked, event.layer), bool(self._beyond)
                 if not among if among is not None else (len(locked) + 1) * size > self._capacity:
                     break  # full of experts that are still to be computed
                 key = to_load.popleft()
@@ -277,6 +279,8 @@ class Residency:
                 while self._room < size:
                     evicted = policy.evict(locked) if among is None else policy.evict_among(among, slot_of.keys())
                     self._give_up(evicted, locked)
+                    if among is not None:
+                        among.remove(evicted)  # the other candidates stay: the loaded expert is locked
                 slot = self._place(key, size, prefetched=False)
                 steps.append(_step((StepKind.LOAD, key, slot, evicted)))
                 locked.add(key)

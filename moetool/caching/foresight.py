@@ -13,7 +13,8 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 NEARNESS = 0.3
 """Worth of an expert of the layer just passed beside the same one in the next layer: a whole forward later."""
-_RANKED = 32
+_RANKED = 32  # victims in one ranking, at most
+_MORE = 8  # victims ranked besides those for the misses: some are locked, and prefetches evict too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,10 @@ class Policy(policy.Policy):
         self._valued: set[int] = set()  # layers whose `_values_A` is of this event
         self._event_slots = num_slots / spec.num_layers
         self._crowded = False  # events like this one need more experts in a forward than there are slots
+        self._num_misses = 0  # of this event
         self._order: list[int] = []  # residents of least value, the next to go last
         self._ranked_M = np.zeros(_RANKED, np.int64)
-        self._limit = 1 / (1 + options.waste)
+        self._limit = np.float32(1 / (1 + options.waste))
         self._requests: dict[int, Walk] = {}
         self._heirless: dict[int, Walk] = {}  # of requests that are over, by their number
         self._rows: list[list[int]] = []  # of the tokens of each request of the forward
@@ -121,6 +123,7 @@ class Policy(policy.Policy):
         self._value_age += 1
         self._crowded = len(hits) + len(misses) > self._event_slots
         self._order = []
+        self._num_misses = len(misses)
         return misses
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
@@ -146,14 +149,12 @@ class Policy(policy.Policy):
 
     def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         first, last = candidates[0] // self._stride, candidates[-1] // self._stride
-        if first not in self._valued or not self._valued.issuperset(range(first + 1, last + 1)):
-            more = first == last == self._layer and self._looks_ahead()
-            start, stop = first * self._stride, (last + 1 + more) * self._stride  # prefetches are likely to follow
-            self.memory.value(self._batch, start, stop, self._value_A)
-            self._values_A[start:stop] = self._value_A[start:stop].tolist()
-            self._valued.update(range(first, last + 1 + more))
         if first == last:
+            if first not in self._valued:
+                self._value(first, first)
             return min(candidates, key=self._values_A.__getitem__)
+        if not self._valued.issuperset(range(first, last + 1)):
+            self._value(first, last)
         near_L = self._near_LL[self._layer].tolist()
         return min(candidates, key=lambda key: self._values_A[key] * near_L[key // self._stride])
 
@@ -194,6 +195,14 @@ class Policy(policy.Policy):
     def _looks_ahead(self) -> bool:
         return self.options.prefetch and not self._crowded and self._layer + 1 < self._num_layers
 
+    def _value(self, first: int, last: int) -> None:
+        """Value the experts of these layers, and of the next one where prefetches are likely to follow."""
+        stop = last + 1 + (first == last == self._layer and self._looks_ahead())
+        keys = slice(first * self._stride, stop * self._stride)
+        self.memory.value(self._batch, keys.start, keys.stop, self._value_A)
+        self._values_A[keys] = self._value_A[keys].tolist()
+        self._valued.update(range(first, stop))
+
     def _is_worth(self, key: int, victim: int) -> bool:
         layer, expert = divmod(victim, self._stride)
         unused = self.memory.unused_E.item(key % self._stride)
@@ -211,10 +220,11 @@ class Policy(policy.Policy):
         held = list(locked)
         if held:
             self._resident_A[held] = False
-        found = self.memory.least_valued(self._value_A, near_L, self._resident_A, self._ranked_M)
+        wanted_M = self._ranked_M[: _RANKED if held else self._num_misses + _MORE]
+        found = self.memory.least_valued(self._value_A, near_L, self._resident_A, wanted_M)
         if held:
             self._resident_A[held] = True
-        self._order = self._ranked_M[:found].tolist()
+        self._order = wanted_M[:found].tolist()
 
 
 def _nearness(spec: ModelSpec) -> np.ndarray:

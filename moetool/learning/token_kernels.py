@@ -2,14 +2,37 @@
 
 numba compiles them when they are first called and keeps the result on disk. No loop adds floating-point numbers in
 another order than it says, so all processors compute the same.
+
+A call takes 0.1 µs for each array among its arguments. Loops that run at every event therefore get the arrays of a
+memory by address, in one `table` of int64: first sizes, then addresses. All are C-contiguous.
 """
 
 from typing import Any
 
 import numba
 import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LAYERS, EXPERTS, TOKENS, COLUMNS, NEIGHBOURS, WEIGHTS, HORIZON, COUNT = range(8)
+"""Sizes in the table: L, experts of a layer, N, P, M, entries of `weight_D` and of `worth_D`, stored tokens."""
+SHARED_WLN, NOW_WN, LEAST_W, FOUND_W, ITEM_WM, NEAR_WM, USES_AN, BEFORE_N = range(8, 16)
+SOON_NA, WORTH_D, PATH_NP, PAST_A, USE_A, WEIGHT_D, UNUSED_E, KEY_E = range(16, 24)
+"""Addresses in the table; of `LEAST_W`, the least that the similar tokens shared after the last layer (0: unknown)."""
+TABLE_SIZE = 24
 
 _ONE, _NONE = np.float32(1), np.float32(0)  # with a Python integer, numba would go on in float64
+
+
+@intrinsic
+def _pointer(typing, address):  # type: ignore[no-untyped-def]
+    """Return an integer as a pointer for `carray`."""
+
+    def convert(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), convert
 
 
 def _compiled(loop: Any) -> Any:
@@ -120,7 +143,8 @@ def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no
 @_compiled
 def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
     """Raise `value_A` between `start` and `stop` to the mean of `soon` over the similar tokens and of past use."""
-    item_M, weight_M, found = similar
+    item_M, weight_M = similar
+    found = len(item_M)
     sum_A = np.zeros(stop - start, np.float32)
     total = prior
     for number in range(found):
@@ -161,7 +185,8 @@ def leave_unused(similar, path_NP, columns, base, unused_E):  # type: ignore[no-
 
     The layer's keys begin at `base` and lie in the `columns` (first, end) of the paths. Answers the sum of weights.
     """
-    item_M, weight_M, found = similar
+    item_M, weight_M = similar
+    found = len(item_M)
     first, end = columns
     chance_E = np.zeros(len(unused_E), np.float32)
     total = np.float32(0)
@@ -205,52 +230,64 @@ def note_use(used_E, start, keep, scale, use_A, mean_A):  # type: ignore[no-unty
 
 
 @_compiled
-def observe(route_TK, layer, columns, batch, past, walks, stored, weight_D):  # type: ignore[no-untyped-def]
-    """A layer's router has chosen `route_TK` for the tokens of a forward: all that follows for its requests R.
-
-    Args:
-        columns: first and end of the layer in the paths.
-        batch: for each request the place of its walk, the row of its last token and its place in the memory (-1: not
-            the one after it); the paths of the tokens.
-        past: share of past use that is left, scale, and past use as it is and scaled.
-        walks: `shared_WLN`, `now_WN`, the least that the similar tokens shared after the last layer (0: not known),
-            and the most similar tokens, their weights and number.
-        stored: tokens in the memory, and its arrays as for `follow`.
-        weight_D: weight of a token by what it shares less than the best.
-    """
-    place_R, tail_R, last_R, path_TP = batch
-    keep, scale, use_A, mean_A = past
-    shared_WLN, now_WN, least_W, item_WM, near_WM, found_W = walks
-    count, arrays = stored
-    stride = len(use_A) // shared_WLN.shape[1]
-    base, first = layer * stride, columns[0]
-    width = min(columns[1] - first, route_TK.shape[1])
-    used_E = np.zeros(stride, np.bool_)
-    for token in range(len(route_TK)):
-        for choice in range(width):
-            used_E[route_TK[token, choice]] = True
-            path_TP[token, first + choice] = base + route_TK[token, choice]
-    note_use(used_E, base, keep, scale, use_A, mean_A)
-    for number in range(len(place_R)):
-        walk = place_R[number]
-        keys = path_TP[tail_R[number], first : first + width]
-        follow(keys, shared_WLN[walk, layer], now_WN[walk], count, last_R[number], arrays)
-        bound = least_W[walk] - width  # a layer takes and gives no more
-        found_W[walk], least_W[walk] = nearest(now_WN[walk], count, bound, weight_D, item_WM[walk], near_WM[walk])
+def similar_tokens(table, walk):  # type: ignore[no-untyped-def]
+    """Return the most similar tokens of a walk and their weights."""
+    found = carray(_pointer(table[FOUND_W]), (walk + 1,), np.int64)[walk]
+    shape = (walk + 1, table[NEIGHBOURS])
+    item_M = carray(_pointer(table[ITEM_WM]), shape, np.int32)[walk, :found]
+    weight_M = carray(_pointer(table[NEAR_WM]), shape, np.float32)[walk, :found]
+    return item_M, weight_M
 
 
 @_compiled
-def value(place_R, walks, tokens, start, stop, value_A):  # type: ignore[no-untyped-def]
-    """The highest value that a request gives to each expert between `start` and `stop`.
+def observe(table, row_R3, path_TP, layer, columns, fade):  # type: ignore[no-untyped-def]
+    """Record a layer's choices and find the most similar tokens of each request.
 
-    `walks`: the most similar tokens, their weights and number; `tokens`: `soon_NA`, past use, and its weight.
+    Args:
+        row_R3: for each request its walk, the row of its last token, and the stored token before it (-1: none).
+        path_TP: paths of the tokens; the `columns` (first, end) hold the chosen experts of this layer, and then their
+            keys.
+        fade: share of past use that is left, and its scale.
     """
-    item_WM, near_WM, found_W = walks
-    soon_NA, mean_A, prior = tokens
+    num_layers, stride, num_tokens, count = table[LAYERS], table[EXPERTS], table[TOKENS], table[COUNT]
+    num, (keep, scale), (first, end) = num_layers * stride, fade, columns
+    base = layer * stride
+    used_E = np.zeros(stride, np.bool_)
+    for token in range(len(path_TP)):
+        for column in range(first, end):
+            used_E[path_TP[token, column]] = True
+            path_TP[token, column] += np.int32(base)
+    past_A = carray(_pointer(table[PAST_A]), (num,), np.float32)
+    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
+    note_use(used_E, base, keep, scale, past_A, use_A)
+    before_N = carray(_pointer(table[BEFORE_N]), (num_tokens,), np.int32)
+    uses_AN = carray(_pointer(table[USES_AN]), (num, num_tokens), np.uint8)
+    soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
+    worth_D = carray(_pointer(table[WORTH_D]), (table[HORIZON],), np.uint8)
+    weight_D = carray(_pointer(table[WEIGHT_D]), (table[WEIGHTS],), np.float32)
+    for number in range(len(row_R3)):
+        walk, tail, last = row_R3[number, 0], row_R3[number, 1], row_R3[number, 2]
+        most = (walk + 1, table[NEIGHBOURS])
+        shared_LN = carray(_pointer(table[SHARED_WLN]), (walk + 1, num_layers, num_tokens), np.uint8)[walk]
+        now_N = carray(_pointer(table[NOW_WN]), (walk + 1, num_tokens), np.int32)[walk]
+        item_M = carray(_pointer(table[ITEM_WM]), most, np.int32)[walk]
+        near_M = carray(_pointer(table[NEAR_WM]), most, np.float32)[walk]
+        least_W = carray(_pointer(table[LEAST_W]), (walk + 1,), np.int64)
+        found_W = carray(_pointer(table[FOUND_W]), (walk + 1,), np.int64)
+        follow(path_TP[tail, first:end], shared_LN[layer], now_N, count, last, (uses_AN, before_N, soon_NA, worth_D))
+        bound = least_W[walk] - (end - first)  # a layer takes and gives no more
+        found_W[walk], least_W[walk] = nearest(now_N, count, bound, weight_D, item_M, near_M)
+
+
+@_compiled
+def value(table, row_R3, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
+    """Set `value_A` between `start` and `stop` to the highest value that a request gives; `prior`: of past use."""
+    num, num_tokens = table[LAYERS] * table[EXPERTS], table[TOKENS]
+    soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
+    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
     value_A[start:stop] = 0
-    for walk in place_R:
-        similar = (item_WM[walk], near_WM[walk], found_W[walk])
-        weigh(similar, soon_NA, mean_A, prior, start, stop, value_A)
+    for number in range(len(row_R3)):
+        weigh(similar_tokens(table, row_R3[number, 0]), soon_NA, use_A, prior, start, stop, value_A)
 
 
 @_compiled
@@ -264,20 +301,22 @@ def merge(place_R, value_WA, value_A):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def expect(place_R, walks, tokens, columns, base, wanted, unused_E, key_E):  # type: ignore[no-untyped-def]
-    """Probability that no request's token uses each expert of a layer, and the absent ones that are likely to be used.
+def expect(table, row_R3, prior, columns, base, limit, resident_A):  # type: ignore[no-untyped-def]
+    """Set `unused_E` of a layer, and `key_E` to its absent experts below `limit`. Return their number.
 
-    Arguments as for `leave_unused`, `value` and `likely`; `wanted`: `resident_A` and `limit`.
+    Args:
+        columns, base: as for `leave_unused`.
     """
-    item_WM, near_WM, found_W = walks
-    path_NP, mean_A, prior = tokens
-    resident_A, limit = wanted
+    stride, num = table[EXPERTS], table[LAYERS] * table[EXPERTS]
+    unused_E = carray(_pointer(table[UNUSED_E]), (stride,), np.float32)
+    path_NP = carray(_pointer(table[PATH_NP]), (table[TOKENS], table[COLUMNS]), np.int32)
+    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
     unused_E[:] = 1
     weight = np.float32(0)
-    for walk in place_R:
-        weight += leave_unused((item_WM[walk], near_WM[walk], found_W[walk]), path_NP, columns, base, unused_E)
-    blend(weight / np.float32(len(place_R)), prior, mean_A[base : base + len(unused_E)], unused_E)
-    return likely(unused_E, resident_A, base, limit, key_E)
+    for number in range(len(row_R3)):
+        weight += leave_unused(similar_tokens(table, row_R3[number, 0]), path_NP, columns, base, unused_E)
+    blend(weight / np.float32(len(row_R3)), prior, use_A[base : base + stride], unused_E)
+    return likely(unused_E, resident_A, base, limit, carray(_pointer(table[KEY_E]), (stride,), np.int64))
 
 
 @_compiled

@@ -20,6 +20,7 @@ from tests.synthetic import MadeUpPredictor, make_forward, make_spec
 
 SPEC = make_spec(layers=4, experts=16, top_k=2)
 SLOTS = 16
+NEVER = np.float32(0)
 
 
 def walk(num_tokens: int, seed: int = 0) -> np.ndarray:
@@ -48,6 +49,11 @@ def drive(residency: Residency, routes_TLK: np.ndarray, request: int = 0) -> Cou
 
 def made(name: str = "foresight", slots: int = SLOTS, **options: object) -> Residency:
     return Residency(build_policy(name, SPEC, options, slots))
+
+
+def alone_in(batch: WalkBatch, number: int) -> WalkBatch:
+    """One request of a batch."""
+    return replace(batch, walks=[batch.walks[number]], row_R3=batch.row_R3[number : number + 1])
 
 
 def test_it_learns_a_cycle_that_lru_never_hits_in() -> None:
@@ -287,14 +293,7 @@ def test_requests_of_a_batch_are_followed_as_if_each_were_alone() -> None:
             together.value(batch, 0, 64, all_A)
             expected_A = np.zeros(64, np.float32)
             for number, window in enumerate(walks):
-                single = WalkBatch(
-                    walks=[window],
-                    place_R=batch.place_R[number : number + 1],
-                    tail_R=batch.tail_R[number : number + 1],
-                    last_R=batch.last_R[number : number + 1],
-                    path_TP=batch.path_TP,
-                )
-                together.value(single, 0, 64, one_A)
+                together.value(alone_in(batch, number), 0, 64, one_A)
                 expected_A = np.maximum(expected_A, one_A)
                 shared_N = together.now_WN[window.place][: 60 + 4 * token]
                 mine = {SPEC.expert_key(x, e) for x in range(layer + 1) for e in routes_BTLK[number, token, x].tolist()}
@@ -363,10 +362,7 @@ def test_an_expert_stays_unused_where_every_request_leaves_it_so() -> None:
                 break
             rest_E, masses, use_E = np.ones(16), [], memory.use_A[16 * layer + 16 : 16 * layer + 32].copy()
             for row, window in enumerate(walks):
-                alone = replace(
-                    batch, walks=[window], place_R=batch.place_R[row : row + 1], tail_R=batch.tail_R[row : row + 1]
-                )
-                memory.expect(alone, layer + 1, 0.0, none)
+                memory.expect(alone_in(batch, row), layer + 1, NEVER, none)
                 shared_N = memory.now_WN[window.place]
                 most = np.sort(shared_N)[::-1][:8]
                 weight_M = np.exp(-token_memory.SHARPNESS * (most[0] - most) / 8)
@@ -374,7 +370,7 @@ def test_an_expert_stays_unused_where_every_request_leaves_it_so() -> None:
                 share = token_memory.PRIOR / (masses[-1] + token_memory.PRIOR)
                 if masses[-1]:
                     rest_E *= (memory.unused_E - share * (1 - use_E)) / (1 - share)
-            memory.expect(batch, layer + 1, 0.0, none)
+            memory.expect(batch, layer + 1, NEVER, none)
             if all(masses):
                 share = token_memory.PRIOR / (np.mean(masses) + token_memory.PRIOR)
                 expected_E = (1 - share) * rest_E + share * (1 - use_E)

@@ -1,6 +1,7 @@
 """Slots that layers have of their own: how many, who goes for whom, and whether plans choose them."""
 
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,28 @@ def test_full_layers_keep_to_their_own_slots() -> None:
     assert compared > 200
     held = [sum(key // SPEC.num_experts == layer for key in residency.slot_of) for layer in range(3)]
     assert held == [4, 4, 4]
+
+
+def test_only_layers_beyond_their_slots_and_the_loading_layer_evict() -> None:
+    policy, slots = build_policy("foresight", SPEC, {"prefetch": False}, 12), (4, 4, 4)
+    residency = Residency(policy, layer_slots=slots)
+    choose, layer, checked = policy.evict_among, 0, []
+
+    def checking(candidates: Sequence[int], residents: Collection[int]) -> int:
+        held = [sum(key // SPEC.num_experts == layer for key in residents) for layer in range(3)]
+        may = {other for other in range(3) if held[other] >= slots[other] + (other != layer)}
+        assert {key // SPEC.num_experts for key in candidates} <= may and set(candidates) <= set(residents)
+        checked.append(len(may))
+        return choose(candidates, residents)
+
+    policy.evict_among = checking  # type: ignore[method-assign]
+    for info, events in random_stream(SPEC, num_requests=3, prompt_tokens=6, new_tokens=40, seed=3):
+        residency.begin_forward(info)
+        for event in events:
+            layer = event.layer
+            residency.event(event)
+        residency.end_forward(info)
+    assert {1, 2} <= set(checked)
 
 
 def test_a_layer_takes_what_no_other_claims() -> None:
