@@ -1,4 +1,4 @@
-"""Replay the routes of a trace in a live model: choice of requests, and hooks that force the routes."""
+"""Routes of a trace in a live model: choice of requests, and hooks that replace the routers' choice."""
 
 import hashlib
 import json
@@ -105,11 +105,9 @@ def bench_spec(spec: ModelSpec, trace: Trace) -> ModelSpec:
 
 
 def write_part(trace: Trace, spec: ModelSpec, chosen: Sequence[Chosen], work: Path) -> Trace:
-    """Write the selected tokens of a trace, first layers only, as a trace of the model that follows them.
+    """Write the chosen tokens of a trace, first layers only, as a trace of the model that follows them.
 
-    `moetool replay` reads it like any other. It is kept in `work` and reused.
-
-    Effects: writes it, whole or not at all.
+    Effects: writes it into `work`, whole or not at all; an earlier one is reused.
     """
     facts = {
         "model": spec.revision,
@@ -144,9 +142,9 @@ def write_part(trace: Trace, spec: ModelSpec, chosen: Sequence[Chosen], work: Pa
 
 
 class ForcedRoutes:
-    """Makes a model's layers use a trace's experts and weights instead of their routers' choice.
+    """Replacement of the routers' choice by a trace's experts and weights.
 
-    The routers run, but their choice is dropped. Each token takes row `position` of its request.
+    The routers still run. Each token takes row `position` of its request.
 
     Args:
         layers: layers of a model in memory.
@@ -198,7 +196,7 @@ class ForcedRoutes:
 
     def _replace(self, layer: int, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, _, weights, *rest = args
-        if len(self._rows_T) != hidden.reshape(-1, hidden.shape[-1]).shape[0]:
+        if len(self._rows_T) != hidden.numel() // hidden.shape[-1]:
             raise RuntimeError(f"{len(self._rows_T)} tokens were announced, and the forward has {hidden.shape}")
         if self._rows_T.device != hidden.device:  # the routes move to the model's device at its first forward
             self._rows_T = self._rows_T.to(hidden.device)
@@ -209,13 +207,14 @@ class ForcedRoutes:
 
 
 class CutPredictor:
-    """A predictor of the routes' model, for the one that follows them in its first layers.
-
-    Values of all layers at once are available only if no layer is cut.
+    """A predictor trained on a model's routes, for a model with only its first layers.
 
     Args:
         predictor: a `moetool.learning.predictor.Predictor`.
-        spec: of the smaller model.
+        spec: spec of the smaller model.
+
+    Attributes:
+        routes: predictions of all layers at once; None if the smaller model lacks layers.
     """
 
     def __init__(self, predictor: Any, spec: ModelSpec) -> None:

@@ -117,7 +117,7 @@ def bench_forms(
         kv = kv_cache_bytes(forms[0].loaded.model.config.get_text_config(), dtype, workload.kv_tokens)
         whole = forms[0].loaded.spec.all_experts_bytes
         entries, notes = _entries(forms, policies, sorted({parse_bytes(b, whole) for b in budgets}), values, kv)
-        found = measure_rounds(entries, {}, workload, forced, chosen, on_progress)
+        found = measure_rounds(entries, workload, forced, chosen, on_progress)
         made = FormsBench(
             model=forms[0].title,
             beside=forms[1].title,
@@ -234,7 +234,7 @@ def _entries(
                     )
                     continue
                 build = partial(build_policy, policy, spec, given, slots)
-                line = LineToServe(form.loaded, policy, budget, slots, build, form=form.name, memory_bytes=memory)
+                line = LineToServe(form.loaded, policy, build, budget, slots, form=form.name, memory_bytes=memory)
                 entries.append(line)
     if not entries:
         raise CapacityError(f"no budget is large enough: {'; '.join(notes)}; give larger budgets")

@@ -120,15 +120,14 @@ def bench_gpu(
     looking = ["lru", *looking] if looking else []
     for shape in shapes:
         name = Path(shape).name
-        planned = [DeviceCell(shape=name, policy="all", share=1.0)]
-        planned += [DeviceCell(shape=name, policy="transformers", share=1.0, routers=True)] if options.plain else []
-        planned += [DeviceCell(shape=name, policy=p, share=s) for s in options.shares for p in following]
-        planned += [DeviceCell(shape=name, policy="all", share=1.0, routers=True)]
         middle = sorted(options.shares)[len(options.shares) // 2 : len(options.shares) // 2 + 1]
-        planned += [DeviceCell(shape=name, policy=p, share=s, routers=True) for s in middle for p in looking]
+        planned = [("all", 1.0, False), *([("transformers", 1.0, True)] if options.plain else [])]
+        planned += [(policy, share, False) for share in options.shares for policy in following]
+        planned += [("all", 1.0, True), *((policy, share, True) for share in middle for policy in looking)]
         with contextlib.ExitStack() as stack:
             stage: ServingSetup | None = None
-            for cell in planned:
+            for policy, share, routers in planned:
+                cell = DeviceCell(shape=name, policy=policy, share=share, routers=routers)
                 try:
                     if time.monotonic() - began > options.limit_s:
                         raise MoetoolError(f"not started within {options.limit_s:.0f} s")

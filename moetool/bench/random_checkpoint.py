@@ -1,7 +1,7 @@
 """A checkpoint of a real shape with random weights: real bytes to read, without a download.
 
-Values do not change the time of a read or a product, so a few layers of a shape represent the model's own. Files have
-the layout of the family's checkpoints: each expert's matrices contiguous, one file per layer.
+Values do not change the time of a read or a product, so a few layers of a shape stand for the model's own. Files have
+the family's layout: each expert's matrices contiguous, one file per layer.
 """
 
 import hashlib

@@ -81,6 +81,11 @@ class Cell:
     read_token_bytes: float | None = None
     why: str = ""
 
+    @property
+    def memory(self) -> str:
+        """The limit in words."""
+        return "all" if self.memory_bytes is None else tables.count(self.memory_bytes, "B")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalBench(JsonRecord):
@@ -145,8 +150,8 @@ def bench_rivals(
     for share in options.shares:
         limit = int(share * model_bytes) or None
         for engine in engines:
-            tables.narrate(f"moetool: {engine}, {'all' if limit is None else tables.count(limit, 'B')} in memory")
             cell = Cell(engine=engine, memory_bytes=limit)
+            tables.narrate(f"moetool: {engine}, memory {cell.memory}")
             try:
                 if engine == "llama.cpp" and (server is None or not Path(server).is_file()):
                     raise MoetoolError("no llama-server on the PATH; give --llama-server")
@@ -199,29 +204,20 @@ def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> 
 
 
 def print_rivals(made: RivalBench) -> None:
-    """One table, a row for each cell."""
-    rows = []
-    for cell in made.cells:
-        memory = "all" if cell.memory_bytes is None else f"{tables.count(cell.memory_bytes, 'B')}"
-        if cell.decode_tokens_s is None or cell.prefill_tokens_s is None or cell.read_token_bytes is None:
-            rows.append((cell.engine, memory, "not measured", "", "", ""))
-            continue
-        rows.append(
-            (
-                cell.engine,
-                memory,
-                f"{cell.prefill_tokens_s:.0f}",
-                f"{cell.decode_tokens_s:.1f} ({cell.slowest_tokens_s:.1f})",
-                f"{cell.read_token_bytes / 1e6:.1f}",
-                f"{made.bound_tokens_s / cell.decode_tokens_s:.2f}",
-            )
-        )
-    heads = ("engine", "memory", "prefill tokens/s", "decode tokens/s (slowest)", "MB read/token", "x bound")
-    tables.print_table(f"{made.model}, {made.options.threads} threads", heads, rows)
+    """Print one table, a row per measured cell, and why others were not measured."""
+    columns: dict[str, Callable[[Cell], str]] = {
+        "engine": lambda cell: cell.engine,
+        "memory": lambda cell: cell.memory,
+        "prefill tokens/s": lambda cell: f"{cell.prefill_tokens_s:.0f}",
+        "decode tokens/s (slowest)": lambda cell: f"{cell.decode_tokens_s:.1f} ({cell.slowest_tokens_s:.1f})",
+        "MB read/token": lambda cell: f"{(cell.read_token_bytes or 0.0) / 1e6:.1f}",
+        "x bound": lambda cell: f"{made.bound_tokens_s / (cell.decode_tokens_s or 1.0):.2f}",
+    }
+    measured = [cell for cell in made.cells if cell.decode_tokens_s is not None]
+    tables.table_of(f"{made.model}, {made.options.threads} threads", measured, columns).print()
     for cell in made.cells:
         if cell.why:
-            memory = "all" if cell.memory_bytes is None else tables.count(cell.memory_bytes, "B")
-            tables.print_paragraph(f"{cell.engine} with {memory} of memory: {cell.why}")
+            tables.print_paragraph(f"{cell.engine}, memory {cell.memory}: not measured: {cell.why}")
     tables.print_paragraph(
         f"A token reads {made.token_bytes / 1e6:.0f} MB of weights; memory gives {made.memory_bytes_s / 1e9:.1f} GB/s: "
         f"bound {made.bound_tokens_s:.1f} tokens/s."
@@ -239,13 +235,11 @@ def _prompts(vocabulary: int, options: RivalOptions) -> list[list[int]]:
 def _measure(
     cell: Cell, path: Path, gguf: Path | None, server: str | None, prompts: list[list[int]], options: RivalOptions
 ) -> Cell:
-    if cell.memory_bytes is not None:
-        drop_from_cache(path)
-        if gguf is not None:
-            drop_from_cache(gguf)
     with contextlib.ExitStack() as stack:
         prefix: list[str] = []
         if cell.memory_bytes is not None:
+            for one in (path, gguf) if gguf is not None else (path,):
+                drop_from_cache(one)
             prefix = stack.enter_context(limited_group(cell.memory_bytes))
         if cell.engine == "transformers":
             return _measure_plain(cell, prefix, path, prompts, options)
@@ -295,12 +289,16 @@ def _measure_server(
         prefill.append(options.prompt_tokens / one)
         decode.append(options.new_tokens / max(1e-9, many - one))
         read.append((many_read - one_read) / options.new_tokens)
+    return _filled(cell, prefill, decode, max(0.0, statistics.median(read)))
+
+
+def _filled(cell: Cell, prefill: Sequence[float], decode: Sequence[float], read_bytes: float) -> Cell:
     return replace(
         cell,
         prefill_tokens_s=statistics.median(prefill),
         decode_tokens_s=statistics.median(decode),
         slowest_tokens_s=min(decode),
-        read_token_bytes=max(0.0, statistics.median(read)),
+        read_token_bytes=read_bytes,
     )
 
 
@@ -321,13 +319,8 @@ def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list
             raise MoetoolError(_ended(process.returncode, cell))
         said.seek(0)
         seconds = json.loads(said.read().splitlines()[-1])[1:]
-    return replace(
-        cell,
-        prefill_tokens_s=statistics.median(options.prompt_tokens / one for one, _ in seconds),
-        decode_tokens_s=statistics.median(options.new_tokens / many for _, many in seconds),
-        slowest_tokens_s=min(options.new_tokens / many for _, many in seconds),
-        read_token_bytes=0.0,
-    )
+    prefill = [options.prompt_tokens / prefill_s for prefill_s, _ in seconds]
+    return _filled(cell, prefill, [options.new_tokens / decode_s for _, decode_s in seconds], 0.0)
 
 
 @contextlib.contextmanager

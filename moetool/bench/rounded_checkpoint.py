@@ -1,7 +1,6 @@
 """Make a checkpoint with routed experts rounded to nearest in 4 bits: real bytes of a packed form, in seconds.
 
-It replaces a replica if only bytes and times matter. The effect of rounding on a model needs real weights and searched
-scales (`moetool.quantize`).
+It replaces a replica where only bytes and times matter; `moetool.quantize` makes replicas with searched scales.
 """
 
 import json

@@ -41,9 +41,11 @@ class LineToServe:
 
     Attributes:
         loaded: the model that serves it.
-        budget_bytes, slots: size of its pool.
-        build: makes its policy, anew for each run.
-        replayed: its counts from `moetool replay`.
+        policy: its name, or that of a baseline.
+        build: makes the policy, anew for each run; returns transformers' own model instead of a policy for a baseline
+            without a pool.
+        budget_bytes, slots: size of the pool; None without one.
+        replayed: counts from `moetool replay`.
         warm: whether one unmeasured run precedes.
         form: data type of the experts, if forms are compared.
         memory_bytes: total memory, if forms are compared.
@@ -51,9 +53,9 @@ class LineToServe:
 
     loaded: LoadedModel
     policy: str
-    budget_bytes: int
-    slots: int
-    build: Callable[[], Policy]
+    build: Callable[[], Any]
+    budget_bytes: int | None = None
+    slots: int | None = None
     replayed: ReplayRow | None = None
     warm: bool = False
     form: str = ""
@@ -65,7 +67,7 @@ class MeasuredRounds:
     """Measurements of the rounds.
 
     Attributes:
-        runs: runs of each line, then of each other model, one per round.
+        runs: runs of each line, one per round.
         disk: read rates of whole experts in bytes/s, by form and number of threads, one per round.
         refused: transformers' refusal to run the model offloaded.
     """
@@ -121,19 +123,19 @@ def bench_serve(
         futures, entries, notes = _entries(stage, kinds, sizes, values, chosen.pool)
         if chosen.resident:
             build = _builder("lru", stage, {}, spec.total_experts)
-            resident = LineToServe(stage.loaded, RESIDENT, whole, spec.total_experts, build, warm=True)
+            resident = LineToServe(stage.loaded, RESIDENT, build, whole, spec.total_experts, warm=True)
             entries.insert(0, resident)
         if not entries:
             why = "; ".join(notes) or "policies that need future requests are replayed only"
             raise CapacityError(f"no line can be served: {why}; give larger budgets or other policies")
         dense = _require_memory(stage, entries, chosen.products)
         others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)
-        found = measure_rounds(entries, others, stage.workload, stage.forced, chosen, on_progress)
+        entries += others
+        found = measure_rounds(entries, stage.workload, stage.forced, chosen, on_progress)
         base, rates = found.runs[0] if chosen.resident else None, found.rates()
-        lines = [line_of(entry, made, base, rates) for entry, made in zip(entries, found.runs, strict=False)]
-        lines += [
-            summarize(name, made, base, rates)
-            for name, made in zip(others, found.runs[len(entries) :], strict=True)
+        lines = [
+            line_of(entry, made, base, rates)
+            for entry, made in zip(entries, found.runs, strict=True)
             if len(made) == chosen.rounds
         ]
         notes += [
@@ -219,7 +221,7 @@ def _entries(
             same.setdefault(slots, []).append(size)
             if len(same[slots]) == 1:
                 row = rows.get(size)
-                entries.append(LineToServe(stage.loaded, name, size, slots, build, replayed=row))
+                entries.append(LineToServe(stage.loaded, name, build, size, slots, replayed=row))
         notes += [
             f"{name} uses {slots} slots with {_sizes(more)} too: measured once"
             for slots, (_, *more) in same.items()
@@ -244,7 +246,7 @@ def _require_memory(stage: ServingSetup, entries: Sequence[LineToServe], product
     loaded, kv_tokens = stage.loaded, stage.workload.kv_tokens
     dense = loaded.checkpoint.dense_bytes(loaded.model.dtype, loaded.device.type, products)
     kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
-    largest = max(entry.slots for entry in entries) * _files(loaded).slot_bytes
+    largest = max(entry.slots or 0 for entry in entries) * _files(loaded).slot_bytes
     if largest + kv > (free := memory_bytes()[1]):
         raise CapacityError(
             f"the largest pool takes {largest:,} bytes beside {kv:,} of KV cache, and {free:,} are free; give fewer "
@@ -259,13 +261,13 @@ def _of_transformers(
     offload_bytes: int,
     experts_bytes: int,
     stack: contextlib.ExitStack,
-) -> tuple[dict[str, Any], str | None]:
-    """transformers' own models for comparison, by line, and why one is missing."""
-    others: dict[str, Any] = {}
+) -> tuple[list[LineToServe], str | None]:
+    """Lines of transformers' own models, and why one is missing."""
+    others: list[LineToServe] = []
     checkpoint, dtype = stage.loaded.checkpoint, stage.loaded.model.dtype
     if options.resident and experts_bytes <= _PLAIN_BYTES:
         full = load_full(checkpoint, dtype)
-        others[PLAIN] = full.model
+        others.append(LineToServe(stage.loaded, PLAIN, lambda: full.model))
         if stage.forced is not None:
             stage.forced.attach(full.layers)
     if not options.offload:
@@ -274,53 +276,46 @@ def _of_transformers(
     opened = open_offloaded(checkpoint.path, dtype, offload_bytes, scratch)
     if isinstance(opened, str):
         return others, opened
-    others[OFFLOADED] = opened[0]
+    model, layers = opened
     if stage.forced is not None:
-        stage.forced.attach(opened[1])
-    return others, None
+        stage.forced.attach(layers)
+    return [*others, LineToServe(stage.loaded, OFFLOADED, lambda: model)], None
 
 
 def measure_rounds(
     lines: Sequence[LineToServe],
-    others: Mapping[str, Any],
     workload: Workload,
     forced: ForcedRoutes | None,
     options: ServingBenchOptions,
     on_progress: Callable[[int], None],
 ) -> MeasuredRounds:
-    """Run every line and every other model once per round, after reading each form's experts.
+    """Run every line once per round, after reading each form's experts.
 
     Args:
-        others: transformers' own models, by line.
         on_progress: called with the percentage done.
     """
     forms = {line.form: _files(line.loaded) for line in lines}
-    found = MeasuredRounds(
-        runs=[[] for _ in (*lines, *others)],
-        disk={form: {threads: [] for threads in THREADS} for form in forms},
-    )
+    disk: dict[str, dict[int, list[float]]] = {form: {threads: [] for threads in THREADS} for form in forms}
+    found = MeasuredRounds(runs=[[] for _ in lines], disk=disk)
     done = 0
     for _ in range(options.rounds):
         for form, files in forms.items():
             for threads, rate in disk_rates(files, THREADS).items():
                 found.disk[form][threads].append(rate)
-        for place, one in enumerate((*lines, *others)):
-            if isinstance(one, LineToServe):
-                how: dict[str, Any] = {"io_threads": options.io_threads, "forced": forced}
-                how |= {
-                    "layer_slots": options.layer_slots(one.loaded.spec, one.slots),
-                    "warm": one.build() if one.warm else None,
-                }
-                found.runs[place].append(run_engine(one.loaded, one.build(), workload, **how))
-            elif one != OFFLOADED or found.refused is None:
+        for line, runs in zip(lines, found.runs, strict=True):
+            if line.slots is not None:
+                slots, warm = options.layer_slots(line.loaded.spec, line.slots), line.build() if line.warm else None
+                how: dict[str, Any] = {"io_threads": options.io_threads, "layer_slots": slots, "warm": warm}
+                runs.append(run_engine(line.loaded, line.build(), workload, forced=forced, **how))
+            elif line.policy != OFFLOADED or found.refused is None:
                 try:
-                    found.runs[place].append(run_plain(others[str(one)], workload, forced))
+                    runs.append(run_plain(line.build(), workload, forced))
                 except Exception as error:
-                    if one != OFFLOADED:
+                    if line.policy != OFFLOADED:
                         raise
                     found.refused = refusal(error)
             done += 1
-            on_progress(100 * done // (options.rounds * len(found.runs)))
+            on_progress(100 * done // (options.rounds * len(lines)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""`moetool bench cluster`: a quick run in one process, and what it refuses."""
+"""`moetool bench cluster`: a quick run in one process, and errors."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) ->
         (["--data", "arithmetic,arithmetic,code"], "one set per server"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], says: str, run: Run) -> None:
+def test_invalid_options_are_refused_in_one_line(arguments: list[str], says: str, run: Run) -> None:
     code, _, said = run(*arguments)
     assert code == 2 and says in said and "\n" not in said.strip()
 

@@ -65,7 +65,7 @@ def test_claims_are_judged_again_with_other_links(run: Run, captured: Path, tmp_
     assert run("prism", "--links", "0")[0] == 2
 
 
-def test_all_papers_share_a_folder_that_later_runs_go_on_with(run: Run, captured: Path, tmp_path: Path) -> None:
+def test_all_papers_share_a_folder_that_later_runs_reuse(run: Run, captured: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     assert run("prism", "--quick", "--only", "Figure 5", "--work", work)[0] == 0
     kept = sorted(path.name for path in work.iterdir())
@@ -76,7 +76,7 @@ def test_all_papers_share_a_folder_that_later_runs_go_on_with(run: Run, captured
     assert code == 2 and "name the paper" in err
 
 
-def test_wrong_names_are_answered_with_the_right_ones(run: Run, tmp_path: Path) -> None:
+def test_wrong_names_are_answered_with_similar_ones(run: Run, tmp_path: Path) -> None:
     for given, message in (
         ((), "one of: director, "),
         (("prsm",), "did you mean 'prism'"),

@@ -1,4 +1,4 @@
-"""From a model to a replica, and from the replica to what it predicts and serves, by the commands."""
+"""From a model to a replica, and its predictions and serving, by the commands."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ def _unreadable(*args: object) -> memoryview:
         ("--data chatt --group 16", 2, "did you mean 'chat'?"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_weight_is_read(
+def test_errors_are_reported_before_reading_weights(
     args: str,
     code: int,
     says: str,

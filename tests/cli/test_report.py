@@ -1,4 +1,4 @@
-"""`moetool report`: what it writes and prints, and what it refuses."""
+"""`moetool report`: its files, output and errors."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_page_is_written_and_its_sentences_printed(
     assert '<td class="text">lru' in body  # sentences are wrapped, not cut off
 
 
-def test_refusals_come_before_the_work(
+def test_invalid_options_are_refused_before_measuring(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "report.html"

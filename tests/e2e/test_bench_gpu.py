@@ -1,4 +1,4 @@
-"""`moetool bench gpu` as a dry run on the CPU: every cell is written, measured or with the reason why it is not."""
+"""`moetool bench gpu` as a dry run on the CPU: every cell is written, measured or with a reason."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_every_cell_is_measured_or_says_why_not(folder: Path, capsys: pytest.Cap
     assert "not measured" in capsys.readouterr().out
 
 
-def test_cells_beyond_the_limit_are_not_begun(folder: Path) -> None:
+def test_cells_after_the_time_limit_are_not_started(folder: Path) -> None:
     options = GpuBenchOptions(layers=4, shares=(0.25,), policies=("lru",), limit_s=0.0)
     made = bench_gpu(
         [str(folder / "tiny")],

@@ -1,4 +1,4 @@
-"""`moetool bench rivals` on the embedded model: what can be measured is, and what cannot is named with the reason."""
+"""`moetool bench rivals` on the embedded model: cells are measured, or give a reason."""
 
 import json
 import subprocess

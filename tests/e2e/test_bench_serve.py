@@ -102,7 +102,7 @@ def test_the_model_uses_the_experts_and_weights_of_the_trace(folder: Path) -> No
     loaded.close()
 
 
-def test_counts_are_those_of_replay_for_every_policy(folder: Path, subject: Subject) -> None:
+def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -> None:
     subject = Subject(
         shape=subject.shape, layers=4, routes=subject.routes, predictor=folder / "affinity", work=subject.work
     )
@@ -154,7 +154,7 @@ class _Card:
         self.card = card
 
 
-def test_other_routes_than_the_traces_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_routes_than_the_traces_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     class Shifted(ForcedRoutes):
         def begin_forward(self, info: Any) -> None:
             super().begin_forward(info)
@@ -178,7 +178,7 @@ def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> No
             bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
 
 
-def test_nothing_left_to_serve_is_said(subject: Subject) -> None:
+def test_policies_that_fit_no_budget_are_refused(subject: Subject) -> None:
     options = ServingBenchOptions(rounds=1, requests=3, new_tokens=6, threads=1, resident=False)
     with pytest.raises(CapacityError, match=r"can be served: moesys needs 16 slots: left out with .*; give larger"):
         bench_serve(subject, policies=["moesys"], budgets=["25%"], options=options)
@@ -190,7 +190,9 @@ def test_requests_must_be_long_enough(subject: Subject) -> None:
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=options)
 
 
-def test_what_looks_at_scores_is_not_benched_on_made_up_ones(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_that_need_scores_are_refused_on_random_weights(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lru.Policy, "needs", frozenset({"experts", "logits"}))
     with pytest.raises(UsageError, match=r"policy lru needs logits, .* bench it on a MODEL with its own routing"):
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
@@ -264,7 +266,7 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     assert json.loads(capsys.readouterr().out)["rounds"] == 2
 
 
-def test_a_shape_is_benched_beside_itself_in_four_bits(
+def test_a_shape_is_compared_with_its_4_bit_form(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = tmp_path / "work"
@@ -286,7 +288,7 @@ def test_a_shape_is_benched_beside_itself_in_four_bits(
     assert "bench.group is 128, and" in capsys.readouterr().err
 
 
-def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_uses_its_own_routing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=3")]
     args = ["bench", "serve", "reference", "--data", "chat,code", "--policy", "lru", "--budget", "50%", "--json"]
     assert _main(monkeypatch, *args, *settings) == 0
@@ -324,7 +326,7 @@ def test_refusals(args: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert says in error and error.count("\n") == 1
 
 
-def test_prompts_in_chunks_are_timed_whole_and_read_more(subject: Subject) -> None:
+def test_chunked_prompts_are_timed_as_a_whole_and_read_more(subject: Subject) -> None:
     made = {}
     for chunk in (None, 4):
         options = replace(OPTIONS, prefill_chunk=chunk, offload=False, resident=False)
@@ -338,7 +340,7 @@ def test_prompts_in_chunks_are_timed_whole_and_read_more(subject: Subject) -> No
     assert parts.prompt_bytes > whole.prompt_bytes
 
 
-def test_layers_with_slots_of_their_own_count_as_in_replay(subject: Subject) -> None:
+def test_pools_per_layer_count_as_in_replay(subject: Subject) -> None:
     options = replace(OPTIONS, pool="layer", offload=False, resident=False)
     own = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=options).lines
     one = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=replace(options, pool="one")).lines

@@ -1,4 +1,4 @@
-"""`moetool verify`: right models agree, broken ones are named by layer and expert."""
+"""`moetool verify`: correct models agree, broken ones are named by layer and expert."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def test_families_agree_whole_and_layer_by_layer(family: str, reference: Path, t
 
 
 @pytest.mark.parametrize("layer_by_layer", [False, True])
-def test_where_decoding_is_not_the_forward_transformers_decodes_too(
+def test_transformers_decodes_where_decoding_differs_from_the_forward(
     layer_by_layer: bool, reference: Path, tmp_path: Path
 ) -> None:
     """The state of linear attention: transformers generates other tokens than its own forward tells of."""
@@ -251,7 +251,7 @@ def test_a_broken_model_differs_by_layer_and_expert(
         assert "most at a token of experts " in made.first
 
 
-def test_a_policy_that_breaks_is_told_from_the_others(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_policy_is_named(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moetool.runtime.host_compute import HostCompute
 
     real = HostCompute.start

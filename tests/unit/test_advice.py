@@ -1,4 +1,4 @@
-"""Advice: its numbers are those of replays and counts on requests that it was not chosen on."""
+"""Advice: its numbers equal replays and counts on requests that were not used for choosing."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return Trace(path)
 
 
-def test_halves_are_apart_and_of_every_task(trace: Trace) -> None:
+def test_halves_are_disjoint_and_cover_every_task(trace: Trace) -> None:
     counts, used, held_out = halve(trace)
     every = trace.requests.to_pylist()
     assert not used & held_out and used | held_out == {row["request"] for row in every}
@@ -83,7 +83,7 @@ def test_lookahead_counts_misses_by_hand(trace: Trace) -> None:
     assert 0 < found.predicted <= found.missed and found.wasted > 0
 
 
-def test_affinity_is_that_of_the_used_requests(trace: Trace) -> None:
+def test_affinity_counts_the_chosen_requests_only(trace: Trace) -> None:
     _, used, _ = halve(trace)
     affinity = AffinityCounts(trace, used)
     rows = np.concatenate([b.experts_TS[np.isin(b.request_T, sorted(used))] for b in trace.batches()]).reshape(-1, 4, 2)
@@ -94,7 +94,7 @@ def test_affinity_is_that_of_the_used_requests(trace: Trace) -> None:
     assert affinity.predict(1, (3, 5)) == set(np.argsort(-scores, kind="stable")[:2].tolist())
 
 
-def test_prefetching_hides_no_more_than_computing_takes() -> None:
+def test_prefetching_hides_at_most_the_compute_time() -> None:
     perfect = Lookahead(tokens=10, missed=100, predicted=100, wasted=0)
     assert perfect.seconds(10**6, 1e9, 0.005) == pytest.approx((0.015, 0.010))  # loads take 10 ms a token
     assert perfect.seconds(10**6, 1e9, 0.020) == pytest.approx((0.030, 0.020))
@@ -103,7 +103,7 @@ def test_prefetching_hides_no_more_than_computing_takes() -> None:
     assert prefetch > demand
 
 
-def test_counts_alone_say_what_they_cannot(trace: Trace, tmp_path: Path) -> None:
+def test_advice_from_counts_names_its_gaps(trace: Trace, tmp_path: Path) -> None:
     export_trace(trace.path, "sglang_stat", tmp_path / "x.pt")
     import_trace([tmp_path / "x.pt"], "sglang_stat", tmp_path / "c", settings={"model": str(trace.path)})
     counts = open_workload(tmp_path / "c")
@@ -136,7 +136,7 @@ def test_the_page_holds_every_answer(trace: Trace) -> None:
     assert len(found.placements) == 2 and found.placements[1].planned >= found.placements[1].even
 
 
-def test_a_lone_request_is_halved_by_its_tokens(trace: Trace, tmp_path: Path) -> None:
+def test_a_single_request_is_split_by_tokens(trace: Trace, tmp_path: Path) -> None:
     from moetool.trace.edit import head
 
     alone = head(trace, tmp_path / "one", requests=1)

@@ -29,7 +29,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return traces.write(tmp_path_factory.mktemp("atlas") / "t", forwards, LENGTHS)
 
 
-def test_what_was_planted_is_found(trace: Trace) -> None:
+def test_planted_specialists_dead_experts_and_duplicates_are_found(trace: Trace) -> None:
     atlas = draw_atlas(trace, read_routes(trace, ReportOptions()))
     assert atlas.dead == ((1, 5),)
     assert atlas.duplicates[0] == (1, 6, 7, 1.0) and {pair[:3] for pair in atlas.duplicates} == {(1, 6, 7)}

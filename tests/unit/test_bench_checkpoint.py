@@ -1,4 +1,4 @@
-"""Random checkpoints of a shape: what lies in them, and that half of one is never taken for whole."""
+"""Random checkpoints of a shape: their contents, and recovery from interrupted writes."""
 
 import collections
 import os
@@ -68,7 +68,7 @@ def test_values_are_finite_small_and_different(shape: str, tmp_path: Path) -> No
     assert max(rows.values()) == 1
 
 
-def test_the_seed_and_the_config_tell_checkpoints_apart(shape: str, tmp_path: Path) -> None:
+def test_checkpoints_are_named_by_seed_and_config(shape: str, tmp_path: Path) -> None:
     work = tmp_path / "work"
     first = random_checkpoint(shape, 1, work)
     before = {file: file.stat().st_mtime_ns for file in first.iterdir()}
@@ -83,7 +83,7 @@ def test_the_seed_and_the_config_tell_checkpoints_apart(shape: str, tmp_path: Pa
     assert (random_checkpoint(shape, 1, work) / data).read_bytes() == contents  # by seed and place alone
 
 
-def test_a_killed_writer_leaves_nothing_that_counts(shape: str, tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_usable_checkpoint(shape: str, tmp_path: Path) -> None:
     work = tmp_path / "work"
     child = os.fork()
     if child == 0:
@@ -108,9 +108,7 @@ def test_a_killed_writer_leaves_nothing_that_counts(shape: str, tmp_path: Path) 
     assert [path for path in work.iterdir() if path.is_dir()] == [whole]
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_before_writing(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 0, 10))
     with pytest.raises(CapacityError, match=r"4 MoE layers of .* take [\d,]+ bytes on disk and .* has 10 free; give"):
@@ -119,7 +117,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
 
 @pytest.mark.parametrize("layers", [0, 5])
-def test_layers_that_the_shape_does_not_have(shape: str, tmp_path: Path, layers: int) -> None:
+def test_missing_layers_are_refused(shape: str, tmp_path: Path, layers: int) -> None:
     with pytest.raises(UsageError, match="4 MoE layers; give 1 to 4"):
         random_checkpoint(shape, layers, tmp_path / "work")
 

@@ -1,4 +1,4 @@
-"""Medians, ratios and bounds, by hand."""
+"""Medians, ratios and bounds of a serving bench."""
 
 import pytest
 
@@ -20,7 +20,7 @@ RESIDENT = [_run(_phase(1.0, 3.0)), _run(_phase(2.0, 2.0)), _run(_phase(4.0, 4.0
 RATES = [10.0, 20.0, 10.0]
 
 
-def test_what_reads_nothing_ahead_is_held_against_the_sum() -> None:
+def test_on_demand_lines_are_bounded_by_the_sum() -> None:
     runs = [_run(_phase(4.0, 6.0, read=40.0)), _run(_phase(8.0, 8.0, read=40.0)), _run(_phase(9.0, 15.0, read=40.0))]
     line = summarize("lru", runs, RESIDENT, RATES, budget_bytes=1, slots=2)
     assert (line.tpot_p50_s, line.tpot_mean_s) == (8.0, 8.0)  # means and medians of the rounds: 5, 8, 12
@@ -38,7 +38,7 @@ def test_what_reads_nothing_ahead_is_held_against_the_sum() -> None:
     assert line.prefill is not None and line.prefill.sum_s == 18.0  # 9 of compute and 9, 4.5, 9 of reading
 
 
-def test_what_reads_ahead_is_held_against_the_larger() -> None:
+def test_prefetching_lines_are_bounded_by_the_maximum() -> None:
     runs = [_run(_phase(5.0, 5.0, read=40.0, ahead=1.0)) for _ in RATES]
     bound = summarize("duoserve", runs, RESIDENT, RATES, budget_bytes=1, slots=2).decode
     assert bound is not None and bound.reads_ahead

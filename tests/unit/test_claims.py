@@ -1,4 +1,4 @@
-"""Verdicts on papers' claims, the recipes that state them, and queues whose waits are known by hand."""
+"""Verdicts on claims of papers, their recipes, and queues with known waits."""
 
 import ast
 import re
@@ -55,7 +55,7 @@ def _judge(
     return judge(check, Found(values=values, what="latency", unit="s", on=""), derived or {})
 
 
-def test_an_interval_is_students() -> None:
+def test_intervals_follow_students_t() -> None:
     mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (mean, half) == (3.0, pytest.approx(2.776 * 2.5**0.5 / 5**0.5))
     assert interval([7.0]) == (7.0, None)
@@ -104,7 +104,7 @@ def test_a_gain_of_less_than_the_least_effect_is_none() -> None:
     assert _judge(Check(at_least={"gain": 0.05}), gain, **large).answer == "agrees"
 
 
-def test_the_best_of_others_is_the_best_of_each_seed() -> None:
+def test_lowest_is_taken_per_seed() -> None:
     best = {"best": {"lowest": ("a", "b", "c")}, "less": {"less": ("best", "d")}}
     values = derive({"a": [4.0, 8.0], "b": [6.0, 5.0], "c": [9.0, 9.0], "d": [2.0, 5.0]}, best)
     assert (values["best"], values["less"]) == ([4.0, 5.0], [0.5, 0.0])
@@ -114,7 +114,7 @@ def test_the_best_of_others_is_the_best_of_each_seed() -> None:
         derive({"a": [1.0]}, {"x": {"minus": ("a", "a", "a")}})
 
 
-def test_sizes_are_told_beside_directions() -> None:
+def test_verdicts_compare_sizes_too() -> None:
     values = {"a": [1.0, 1.1], "b": [3.0, 3.1]}
     found = Found(values=values, what="latency", unit="s", on="")
     wanted = {"x": {"times": ("b", "a")}}
@@ -131,7 +131,7 @@ def test_sizes_are_told_beside_directions() -> None:
     assert judge(check, found, wanted).size == ""
 
 
-def test_what_is_counted_is_decided_by_one_run() -> None:
+def test_one_run_decides_exact_values() -> None:
     check = Check(order=("ours", "theirs"))
     values = {"ours": [1.0], "theirs": [2.0]}
     for exact, answer in ((False, "undecided"), (True, "agrees")):
@@ -147,7 +147,7 @@ def test_fewer_than_three_traces_decide_nothing() -> None:
         assert (verdict.why == f"{traces} of 3 independent traces") == (answer == "undecided")
 
 
-def test_what_the_assumed_machine_rules_out_cannot_be_tested() -> None:
+def test_claims_above_the_ceiling_cannot_be_tested() -> None:
     values = {"a": [1.0, 1.1], "b": [1.05, 1.15]}
     found = Found(values=values, what="latency", unit="s", on="")
     wanted = {"x": {"times": ("b", "a")}}
@@ -158,7 +158,7 @@ def test_what_the_assumed_machine_rules_out_cannot_be_tested() -> None:
             assert verdict.why == "x is at most 1.06 on the assumed machine, below the claimed 1.42"
 
 
-def test_two_predictors_of_one_class_are_two_replays(tmp_path: Path) -> None:
+def test_predictors_of_one_class_are_replayed_separately(tmp_path: Path) -> None:
     trace = Trace(write_trace(tmp_path / "trace", make_spec(2), num_requests=4))
     stage = Workbench(sizes=Sizes(), machine=AssumedMachine(), work=tmp_path)
     requests = frozenset(requests_of(trace))
@@ -173,7 +173,7 @@ def test_two_predictors_of_one_class_are_two_replays(tmp_path: Path) -> None:
     assert rows[0].digest != rows[1].digest
 
 
-def test_what_was_not_measured_is_named() -> None:
+def test_unmeasured_names_are_refused() -> None:
     with pytest.raises(UsageError, match="did you mean 'prism'"):
         _judge(Check(lowest="prsm"), prism=[1.0])
     with pytest.raises(UsageError, match="an empty check"):
@@ -233,7 +233,7 @@ ceiling = { x = 1.5 }""",
     assert "is at most" not in whys[0] and "x is at most 1.25" in whys[1]
 
 
-def test_a_recipe_that_is_wrong_is_refused() -> None:
+def test_invalid_recipes_are_refused() -> None:
     for change, message in (
         (("remote_share", "remote_shre"), "did you mean 'remote_share'"),
         (("remote = [", "remot = ["), "option of test, Table I, remote_share"),
@@ -246,7 +246,7 @@ def test_a_recipe_that_is_wrong_is_refused() -> None:
             parse_paper(RECIPE.replace(*change), "test")
 
 
-def test_claims_share_a_setup_and_may_say_more() -> None:
+def test_claims_share_a_setup_and_may_extend_it() -> None:
     shared = RECIPE.replace('experiment = "remote_share"', 'setup = "shares"').replace(
         "[[claim]]",
         """[setup.shares]
@@ -265,7 +265,7 @@ options = { mbps = 100.0, remote = [0.5] }
             parse_paper(text, "test")
 
 
-def test_tables_and_figures_by_name() -> None:
+def test_claims_are_chosen_by_table_and_figure() -> None:
     claims = read_paper("prism").claim
     assert {claim.id for claim in choose(claims, ["figure 8"])} == {"Figure 8(a)", "Figure 8(b)"}
     assert {claim.id for claim in choose(claims, ["Table I"])} == {"Table I"}
@@ -273,7 +273,7 @@ def test_tables_and_figures_by_name() -> None:
         choose(claims, ["Figure 80"])
 
 
-def test_a_result_that_is_wrong_differs_and_a_trace_that_lacks_something_cannot_be_tested(tmp_path: Path) -> None:
+def test_wrong_results_differ_and_poor_traces_cannot_be_tested(tmp_path: Path) -> None:
     trace = {
         str(seed): write_trace(tmp_path / f"trace-{seed}", make_spec(2), num_requests=8, seed=seed) for seed in range(3)
     }
@@ -289,7 +289,7 @@ def test_a_result_that_is_wrong_differs_and_a_trace_that_lacks_something_cannot_
     assert tested.to_json()["values"] == {}
 
 
-def test_requests_queue_for_their_server_or_for_the_first_that_is_free() -> None:
+def test_requests_queue_for_their_own_or_the_first_free_server() -> None:
     work = [(0.0, 0, 4.0), (1.0, 0, 2.0), (1.0, 1, 1.0), (2.0, 0, 1.0)]
     assert serve_in_turn(work, 2) == [(0, 4.0), (0, 5.0), (1, 1.0), (0, 5.0)]
     # Redirected: the second goes to server 1, free at once; the third waits for that until 3, the last too.
@@ -297,7 +297,7 @@ def test_requests_queue_for_their_server_or_for_the_first_that_is_free() -> None
     assert mean_by_server([(0, 2.0), (2, 4.0), (0, 4.0)]) == [3.0, 4.0, pytest.approx(10 / 3)]
 
 
-def test_the_assumed_machine_costs_what_it_says() -> None:
+def test_profile_has_the_costs_of_the_assumed_machine() -> None:
     machine = AssumedMachine(expert_s=2e-3, expert_token_s=1e-3, load_s=5e-3, host_s=4e-3, host_token_s=0.0)
     profile, options = machine.profile(make_spec(2))
     assert profile.on("cuda").expert(3) == pytest.approx(4e-3)
@@ -344,7 +344,7 @@ def _imported(file: Path, root: Path) -> set[Path]:
     return {path for name in own for path in (root / f"{name}.py", root / name / "__init__.py") if path.exists()}
 
 
-def test_kept_work_depends_on_all_code_that_makes_it() -> None:
+def test_kept_results_depend_on_all_code_that_makes_them() -> None:
     """The key covers every module that capture, training and replicas import, directly or not."""
     root = Path(__file__).parents[2]
     files = set(code_files())
@@ -367,9 +367,7 @@ def test_kept_work_depends_on_all_code_that_makes_it() -> None:
     assert not any(name.startswith(("moetool/cli/", "moetool/simulation/", "tests/")) for name in names)
 
 
-def test_a_predictor_of_ones_own_is_trained_again_where_its_file_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_predictors_are_retrained_when_their_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kept_lab" / "own.py"
     file.parent.mkdir()
     file.write_text("from predictors.popularity import Options, Predictor\n")

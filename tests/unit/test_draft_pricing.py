@@ -1,4 +1,4 @@
-"""Speculative decoding priced by replay, where a hand can tell what must come out."""
+"""Speculative decoding priced by replay, against values known by hand."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_a_perfect_drafter_loads_the_union_of_its_tokens_once(trace: Trace) -> N
     assert (never.right, never.tokens_per_forward) == (0.0, 1.0) and never.speedup_loads < 1.0
 
 
-def test_computing_counts_what_a_verification_takes(trace: Trace) -> None:
+def test_verification_compute_lowers_the_speedup(trace: Trace) -> None:
     rows = {
         verify: price_drafts([trace], DraftOptions(verify=verify, compute=1.0, accepted=(0.0,))).rows[-1]
         for verify in (1.0, 3.0)

@@ -1,4 +1,4 @@
-"""What evaluation counts, and on which requests."""
+"""Evaluation: the measures, and the requests that they are taken on."""
 
 import json
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ def _repeating(path: Path, trace: Path, requests: Sequence[int], *, name: str = 
 
 
 @pytest.mark.parametrize("tokens", [True, False])
-def test_another_trace_counts_in_whole_but_for_seen_prompts(tmp_path: Path, tokens: bool) -> None:
+def test_another_trace_is_scored_except_seen_prompts(tmp_path: Path, tokens: bool) -> None:
     """Seen are those of the same content, whatever they are called; tokens withheld, those of the same experts."""
     trace = write_trace(tmp_path / "trace")
     card = train("popularity", trace, tmp_path / "popularity")
@@ -126,7 +126,7 @@ def test_another_trace_counts_in_whole_but_for_seen_prompts(tmp_path: Path, toke
     assert held_out(named, Trace(again)) == frozenset(range(1, 20))
 
 
-def test_a_prompt_is_known_by_itself_and_not_by_its_answer(tmp_path: Path) -> None:
+def test_prompts_are_matched_without_their_answers(tmp_path: Path) -> None:
     spec = make_spec()
     rows = make_rows(spec, 5, 3, request=0, first_forward=0, rng=np.random.default_rng(0))
     late = rows.select(slice(5, None))  # no row of its prompt
@@ -155,7 +155,7 @@ def test_a_trace_of_seen_prompts_only_is_refused(tmp_path: Path) -> None:
         evaluate([tmp_path / "popularity"], again)
 
 
-def test_all_are_scored_on_what_none_has_seen(tmp_path: Path) -> None:
+def test_all_predictors_are_scored_on_requests_unseen_by_all(tmp_path: Path) -> None:
     """Of other splits, of another trace, and of a request that repeats a prompt in its own trace."""
     trace = write_trace(tmp_path / "trace")
     tests = []
@@ -242,7 +242,7 @@ def test_recall_calibration_and_distance_agree_with_plain_loops(tmp_path: Path) 
         assert score.predictions == (4 - distance) * evaluation.num_tokens
 
 
-def test_predictors_that_remember_are_scored_by_what_they_observe(tmp_path: Path) -> None:
+def test_predictors_with_memory_are_scored_in_replay(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     card = train("activation_matrix", trace, tmp_path / "matrix")
     evaluation, *_ = evaluate([tmp_path / "matrix"], trace)
@@ -258,7 +258,7 @@ def test_predictors_that_remember_are_scored_by_what_they_observe(tmp_path: Path
     assert evaluation.overall()[1].match == pytest.approx(right[0] / right[1])
 
 
-def test_an_unseen_task_is_scored_beside_the_trained_one(tmp_path: Path) -> None:
+def test_an_unseen_task_is_scored_too(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     train("affinity", trace, tmp_path / "affinity")
     other = write_trace(tmp_path / "other", seed=1, first_prompt=100)
@@ -295,7 +295,7 @@ def test_a_trace_that_was_split_in_time_is_scored_on_its_end(tmp_path: Path) -> 
         evaluate([tmp_path / "affinity"], again)
 
 
-def test_of_a_request_split_in_time_the_earlier_tokens_are_watched(tmp_path: Path) -> None:
+def test_earlier_tokens_of_a_split_request_are_observed(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace", num_requests=1, prompt_tokens=10, new_tokens=30)
     train("activation_matrix", trace, tmp_path / "matrix")
     evaluation, *_ = evaluate([tmp_path / "matrix"], trace)
@@ -312,7 +312,7 @@ def test_of_a_request_split_in_time_the_earlier_tokens_are_watched(tmp_path: Pat
     assert evaluation.overall()[1].match == pytest.approx(np.mean(right) / 2)
 
 
-def test_times_are_weighed_by_a_profile_and_training_by_its_trace(tmp_path: Path) -> None:
+def test_times_are_shares_of_the_profiles_step(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     card = train("affinity", trace, tmp_path / "affinity")
     spec = Trace(trace).spec
@@ -327,7 +327,7 @@ def test_times_are_weighed_by_a_profile_and_training_by_its_trace(tmp_path: Path
         evaluate([tmp_path / "affinity"], trace, profile=other)
 
 
-def test_what_is_predicted_agrees_with_plain_loops(tmp_path: Path) -> None:
+def test_prompt_predictions_agree_with_plain_loops(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     card = train("popularity", trace, tmp_path / "popularity")
     (row, _) = evaluate([tmp_path / "popularity"], trace)

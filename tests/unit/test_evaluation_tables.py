@@ -23,7 +23,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Evaluation]:
     return evaluate([folder / "affinity"], trace, unseen)
 
 
-def test_every_row_is_as_wide_as_its_headings_and_shows_the_measures(rows: list[Evaluation]) -> None:
+def test_rows_match_their_headings_and_measures(rows: list[Evaluation]) -> None:
     known, unseen = by_task(rows)
     tables = tables_of(known)
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
@@ -41,7 +41,7 @@ def test_every_row_is_as_wide_as_its_headings_and_shows_the_measures(rows: list[
     assert costs.rows[0][-2:] == ["120", "75 %"] and costs.rows[1][-3:] == ["-", "-", "-"]
 
 
-def test_many_layers_are_taken_together(rows: list[Evaluation]) -> None:
+def test_many_layers_are_averaged(rows: list[Evaluation]) -> None:
     table = next(table for table in tables_of(rows[:2]) if table.title.startswith("match by MoE layer"))
     assert table.columns == (
         "predictor",
@@ -60,7 +60,7 @@ def test_many_layers_are_taken_together(rows: list[Evaluation]) -> None:
     assert table.rows[0][-1] == f"{sum(match) / 2:.3f}"
 
 
-def test_a_profile_adds_its_shares(rows: list[Evaluation]) -> None:
+def test_a_profile_adds_shares_of_a_step(rows: list[Evaluation]) -> None:
     weighed = [dataclasses.replace(row, decode_step_ms=20.0, step_ms=0.5, prompt_ms=41.0) for row in rows[:2]]
     costs = tables_of(weighed)[-1]
     assert costs.columns.count("of a step") == 2
@@ -68,7 +68,7 @@ def test_a_profile_adds_its_shares(rows: list[Evaluation]) -> None:
     assert costs.notes == ("a decode step takes 20 ms with every expert in memory, by the profile",)
 
 
-def test_one_table_has_both_tasks_beside_each_other(rows: list[Evaluation]) -> None:
+def test_the_overview_has_both_tasks(rows: list[Evaluation]) -> None:
     table = overview([dataclasses.replace(row, decode_step_ms=20.0, step_ms=0.5) for row in rows])
     assert [row[0] for row in table.rows] == ["affinity", "popularity"]
     assert all(len(row) == len(table.columns) for row in table.rows)
@@ -115,7 +115,7 @@ class _Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_is_whole_and_needs_nothing_else(rows: list[Evaluation], tmp_path: Path) -> None:
+def test_the_page_is_complete_and_self_contained(rows: list[Evaluation], tmp_path: Path) -> None:
     strange = dataclasses.replace(rows[0], predictor='<b>&"mine"</b>')
     write_page(tmp_path / "report.html", [strange, *rows[1:]])
     text = (tmp_path / "report.html").read_text()
@@ -131,7 +131,7 @@ def test_the_page_is_whole_and_needs_nothing_else(rows: list[Evaluation], tmp_pa
     assert page(rows) == page(rows)
 
 
-def test_they_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[str]) -> None:
     print_evaluations(rows)
     printed = capsys.readouterr().out
     assert printed.startswith("\nOverview")

@@ -1,4 +1,4 @@
-"""Machines and models by name, and costs that a hand can derive from them."""
+"""Machines and models by name, and the costs derived from them."""
 
 import json
 
@@ -10,19 +10,20 @@ from moetool.bench.paper.claims import names, read_paper
 from moetool.bench.paper.named_machine import (
     MachineChoice,
     changed,
-    machine_names,
-    model_names,
     read_named_machine,
     read_named_model,
+    recipe_names,
     simulated_costs,
 )
 from moetool.errors import UsageError
 
 
 def test_every_file_is_a_machine_or_a_model_and_names_its_sources() -> None:
-    assert {"rtx-3080", "rtx-a5000", "rtx-a6000", "h20-node", "h200-node", "jetson-agx-orin"} <= set(machine_names())
-    assert {"deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b"} <= set(model_names())
-    for name in machine_names():
+    assert {"rtx-3080", "rtx-a5000", "rtx-a6000", "h20-node", "h200-node", "jetson-agx-orin"} <= set(
+        recipe_names("machines")
+    )
+    assert {"deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b"} <= set(recipe_names("models"))
+    for name in recipe_names("machines"):
         machine = read_named_machine(name)
         assert machine.half_flops > machine.memory_bytes_s > machine.host_bytes_s, name
         assert (machine.gpus > 1) == (machine.node_link_bytes_s > 0), name
@@ -30,7 +31,7 @@ def test_every_file_is_a_machine_or_a_model_and_names_its_sources() -> None:
         figures = [line for line in lines if " = " in line and "e" in line.partition(" = ")[2].partition("#")[0]]
         assert all("[" in line.partition("#")[2] for line in figures if "bytes_s" in line or "flops" in line), name
         assert any(line.startswith("# [1]") for line in lines), name
-    for name in model_names():
+    for name in recipe_names("models"):
         assert MachineChoice(machine="h200-node", model=name).assumed().load_s > 0, name
         assert assets.path("recipes", "models", f"{name}.toml").read_text().startswith("# ")
 
@@ -52,9 +53,9 @@ def test_costs_follow_from_machine_and_model() -> None:
     assert costs.load_s == pytest.approx(2 * numbers / (0.8 * 63e9))
     assert costs.expert_s == pytest.approx(2 * numbers / 4.8e12)
     assert costs.expert_token_s == pytest.approx(2 * numbers / (0.5 * 989e12))
-    assert choice.move_s() == pytest.approx(48.06e-6, rel=1e-3)  # 17.3 MB at 0.8 of 450 GB/s
+    assert choice.gpu_link_bytes_s() == pytest.approx(0.8 * 450e9)
     with pytest.raises(UsageError, match="no link"):
-        MachineChoice(machine="rtx-3080", model="deepseek-v2-lite").move_s()
+        MachineChoice(machine="rtx-3080", model="deepseek-v2-lite").gpu_link_bytes_s()
 
 
 def test_a_given_cost_replaces_a_derived_one() -> None:
@@ -85,13 +86,13 @@ def test_slower_links_slow_loads_and_moves_alone() -> None:
         MachineChoice(links=0.0)
 
 
-def test_costs_of_a_token_that_stands_for_several() -> None:
+def test_costs_of_a_token_that_represents_a_batch() -> None:
     machine = AssumedMachine(expert_s=5.0, expert_token_s=1.0, dense_s=7.0, dense_token_s=2.0)
     costs = simulated_costs(machine, 3)
     assert (costs.expert_s, costs.expert_token_s, costs.dense_s, costs.dense_token_s) == (7.0, 3.0, 11.0, 6.0)
 
 
-def test_prism_simulates_experts_of_the_models_size() -> None:
+def test_prism_simulates_the_named_models_expert_size() -> None:
     sizes = {read_named_model(name).expert_bytes for name in ("deepseek-v2-lite", "mixtral-8x7b")}
     options = [claim.options["simulation"] for claim in read_paper("prism").claim if "simulation" in claim.options]
     assert {one["expert_bytes"] for one in options if "expert_bytes" in one} == sizes
@@ -99,4 +100,4 @@ def test_prism_simulates_experts_of_the_models_size() -> None:
 
 def test_every_paper_names_its_machine() -> None:
     for name in set(names()) - {"director"}:
-        assert read_paper(name).machine.machine in machine_names(), name
+        assert read_paper(name).machine.machine in recipe_names("machines"), name

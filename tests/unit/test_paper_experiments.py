@@ -1,4 +1,4 @@
-"""What the experiments behind papers' claims measure, where a hand can tell what must come out."""
+"""Experiments of papers against values that are known by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,7 +47,7 @@ def _stage(tmp_path: Path, given: dict[str, Path]) -> Workbench:
     return Workbench(sizes=Sizes(), machine=LOADS_ALONE, work=tmp_path, given=given)
 
 
-def test_where_loading_is_all_that_costs_a_token_takes_its_loads(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_time_per_token_is_load_time_if_nothing_else_costs(tmp_path: Path, given: dict[str, Path]) -> None:
     lines = {
         "ACC": policies.PolicyLine(policy="on_demand"),
         "whole layers": policies.PolicyLine(policy="moesys", synchronous=True),
@@ -63,7 +63,7 @@ def test_where_loading_is_all_that_costs_a_token_takes_its_loads(tmp_path: Path,
         policies.run(_stage(tmp_path, given), policies.Options(lines=lines, machine={"lod_s": 1.0}))
 
 
-def test_both_sides_of_a_token_and_lines_with_machines_of_their_own(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_link_and_host_time_per_token_and_costs_per_line(tmp_path: Path, given: dict[str, Path]) -> None:
     """Without a cache the link carries every expert of a token, and on a link half as fast for twice as long."""
     lines = {
         "fast": policies.PolicyLine(policy="on_demand"),
@@ -84,7 +84,7 @@ def test_both_sides_of_a_token_and_lines_with_machines_of_their_own(tmp_path: Pa
         policies.run(stage, replace(drawn, along={"slwo": 1}))
 
 
-def test_sizes_of_memory_and_batches_and_several_series_are_curves(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_memory_sizes_batches_and_named_lines_give_curves(tmp_path: Path, given: dict[str, Path]) -> None:
     lines = {"a, 1 ahead": policies.PolicyLine(policy="lru"), "b, 1 ahead": policies.PolicyLine(policy="lfu")}
     stage = _stage(tmp_path, given)
     options = policies.Options(lines=lines, memory=(0.25, 0.5, 0.75), measure="tpot")
@@ -101,7 +101,7 @@ def test_sizes_of_memory_and_batches_and_several_series_are_curves(tmp_path: Pat
     assert found.curves["a"][0][1][0] == 100 * found.values["a, 1 ahead"][0]
 
 
-def test_a_grid_of_edge_servers_and_capacities_of_a_store_are_curves(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_swept_edge_servers_and_store_capacities_give_curves(tmp_path: Path, given: dict[str, Path]) -> None:
     stage = replace(_stage(tmp_path, given), sizes=Sizes(seeds=1, requests=2))
     options = edge_servers.Options(
         servers={"there": 1},
@@ -126,7 +126,7 @@ def test_a_grid_of_edge_servers_and_capacities_of_a_store_are_curves(tmp_path: P
     assert found.axes == ("maps in the store", "size of the store, MB")
 
 
-def test_affinity_names_more_than_popularity_only_where_layers_are_tied(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_affinity_experiment_needs_two_layers(tmp_path: Path, given: dict[str, Path]) -> None:
     found = expert_affinity.run(_stage(tmp_path, given), expert_affinity.Options())
     assert found.values["by chance"] == [TOP_K / EXPERTS]
     assert {len(curves[0][0]) for curves in found.curves.values()} == {LAYERS - 1}
@@ -135,7 +135,7 @@ def test_affinity_names_more_than_popularity_only_where_layers_are_tied(tmp_path
         expert_affinity.run(_stage(tmp_path, {"alone": alone.path}), expert_affinity.Options())
 
 
-def test_what_a_predictor_costs_at_a_shape(tmp_path: Path) -> None:
+def test_predictor_cost_at_a_shape(tmp_path: Path) -> None:
     shape = memory.Shape(name="small", layers=3, experts=8, top_k=2, hidden=8, expert_bytes=1, dense_bytes=1)
     stage = replace(_stage(tmp_path, {}), sizes=Sizes(rounds=2))
     counted = predictor_cost.run(stage, predictor_cost.Options(predictor="affinity", model=shape, measure="bytes"))
@@ -145,9 +145,7 @@ def test_what_a_predictor_costs_at_a_shape(tmp_path: Path) -> None:
     assert len(timed.values["affinity"]) == 2 and min(timed.values["affinity"]) > 0
 
 
-def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predictors_train_on_other_parts_than_the_measured_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: dict[str, list[str]] = {}
 
     def capture(model: str, prompts: Sequence[Prompt], out: Path, options: object) -> SimpleNamespace:
@@ -172,7 +170,7 @@ def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measur
     assert len(measured.request_s) == 2
 
 
-def test_selection_that_changes_is_told_from_chance(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_routing_drift_exceeds_chance_only_if_batches_differ(tmp_path: Path, given: dict[str, Path]) -> None:
     shares_BLE = np.array([[[0.5, 0.5, 0.0]], [[0.0, 0.5, 0.5]], [[0.0, 0.5, 0.5]]])
     assert routing_drift.changed(shares_BLE) == 0.25  # a half of the calls, then none
     found = routing_drift.run(_stage(tmp_path, given), routing_drift.Options(batch=2))
@@ -196,7 +194,7 @@ def test_scores_and_reuse_by_rank(tmp_path: Path) -> None:
         score_ranks.by_rank(trace, score_ranks.Options(measure="reuse", within=99))
 
 
-def test_moves_and_planning_cost_what_the_machine_says(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_migration_and_planning_cost_as_on_the_named_machine(tmp_path: Path, given: dict[str, Path]) -> None:
     stage = Workbench(sizes=Sizes(seeds=1, requests=16), machine=LOADS_ALONE, work=tmp_path, given=given)
     runs = {
         "stop": expert_parallel.ModeRun(mode="director-proactive", migrate="stop"),
@@ -221,7 +219,7 @@ def test_moves_and_planning_cost_what_the_machine_says(tmp_path: Path, given: di
     assert len({values[0] for values in by_stage.values.values()}) == 3
 
 
-def test_bytes_of_a_model_that_is_not_at_hand(tmp_path: Path) -> None:
+def test_memory_of_a_model_given_by_its_sizes(tmp_path: Path) -> None:
     shape = memory.Shape(
         name="small", layers=3, experts=10, top_k=2, hidden=8, expert_bytes=1_000_000, dense_bytes=10_000_000
     )
@@ -231,7 +229,7 @@ def test_bytes_of_a_model_that_is_not_at_hand(tmp_path: Path) -> None:
     assert found.values == {memory.WHOLE: [1.0], "ACC": [12 / 40], "MoESys": [30 / 40]}
 
 
-def test_requests_that_warm_the_pool_count_nowhere(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_warm_up_requests_are_not_counted(tmp_path: Path, given: dict[str, Path]) -> None:
     """All experts fit: once they are loaded a request takes its computing alone, and before that its loads too."""
     machine = AssumedMachine(load_s=1.0, expert_s=0.0, expert_token_s=0.0, dense_s=1e-3, dense_token_s=0.0)
     stage = replace(_stage(tmp_path, given), machine=machine, sizes=Sizes(seeds=1, requests=4))
@@ -242,7 +240,7 @@ def test_requests_that_warm_the_pool_count_nowhere(tmp_path: Path, given: dict[s
         offload_or_call.run(stage, replace(options, warm=8))
 
 
-def test_phases_of_a_run_that_ends_before_eq_4_is_asked_cannot_be_told(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_phases_need_a_run_longer_than_the_first_decision(tmp_path: Path, given: dict[str, Path]) -> None:
     stage = replace(_stage(tmp_path, given), sizes=Sizes(seeds=1, requests=6))
     options = edge_servers.Options(
         servers={"there": 1},
@@ -260,7 +258,7 @@ def test_phases_of_a_run_that_ends_before_eq_4_is_asked_cannot_be_told(tmp_path:
         edge_servers.run(stage, late)
 
 
-def test_a_task_is_as_far_from_itself_as_chance_makes_it(tmp_path: Path, given: dict[str, Path]) -> None:
+def test_divergence_within_a_task_is_that_of_chance(tmp_path: Path, given: dict[str, Path]) -> None:
     stage = replace(_stage(tmp_path, dict.fromkeys("ab", given["there"])), sizes=Sizes(seeds=2))
     found = activation_patterns.run(stage, activation_patterns.Options())
     assert found.values["same task"] == pytest.approx(found.values["other task"])
@@ -272,7 +270,7 @@ def test_a_task_is_as_far_from_itself_as_chance_makes_it(tmp_path: Path, given: 
         activation_patterns.run(replace(stage, sizes=Sizes(seeds=5)), activation_patterns.Options())
 
 
-def test_curves_are_averaged_where_all_have_a_point() -> None:
+def test_curves_are_averaged_at_common_points() -> None:
     x, means, halves = average([((1.0, 2.0, 2.5), (1.0, 5.0, 9.0)), ((1.0, 2.0, 3.0), (3.0, 5.0, 9.0))])
     assert (x, means) == ([1.0, 2.0], [2.0, 5.0])
     assert halves == [pytest.approx(12.706 * 2**0.5 / 2**0.5), 0.0]  # Student's t of two values that are 2 apart
@@ -280,7 +278,7 @@ def test_curves_are_averaged_where_all_have_a_point() -> None:
     assert average([((1.0,), (2.0,)), ((3.0,), (4.0,))]) == ([1.0], [2.0], None)
 
 
-def test_a_figure_says_what_its_values_are_and_points_show_what_bars_would_hide(tmp_path: Path) -> None:
+def test_figures_have_labels_and_points_for_uneven_values(tmp_path: Path) -> None:
     claim = Claim(id="Figure 1", says="-", printed="-", experiment="policies", check=Check(lowest="few"))
     for far, scale in ((2.0, "linear"), (900.0, "log")):
         found = Found(

@@ -19,7 +19,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_trace(root / name, make_spec(4, 8, 2), num_requests=6, seed=i) for i, name in enumerate("ab")]
 
 
-def test_cells_are_what_a_replay_gives(folders: list[Path]) -> None:
+def test_cells_equal_replays(folders: list[Path]) -> None:
     made = bench_policies(folders, [0.25, 0.5], tokens=10_000)
     cells = {(cell.trace, cell.policy, cell.share): cell for cell in made.cells}
     assert len(cells) == len(made.cells)
@@ -48,7 +48,7 @@ def test_refusals(folders: list[Path]) -> None:
         bench_policies([folders[0], folders[0]], [0.5], tokens=9)
 
 
-def test_one_command_writes_and_prints_it(
+def test_the_command_writes_and_prints_the_table(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ("bench", "policies", "--trace", folders[0], "--trace", folders[1], "--tokens", 40, "--out", tmp_path)

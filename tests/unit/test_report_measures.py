@@ -79,14 +79,14 @@ def test_gini_of_known_loads() -> None:
     assert gini(np.array([6.0, 1, 2])) == pytest.approx((1 + 4 + 5) * 2 / 9 / (2 * 3))
 
 
-def test_divergence_is_zero_for_like_and_one_for_disjoint() -> None:
+def test_divergence_is_zero_for_equal_and_one_for_disjoint_use() -> None:
     a_LE = np.array([[4.0, 0, 0], [1, 1, 0], [3, 1, 0]])
     b_LE = np.array([[0.0, 1, 1], [8, 8, 0], [1, 3, 0]])
     mixed = 1 - entropy(np.array([3.0, 1]))  # both are (3/4, 1/4) one way round or the other; their mean is even
     assert divergence(a_LE, b_LE).tolist() == pytest.approx([1, 0, mixed])
 
 
-def test_stack_distances_are_those_of_brute_force() -> None:
+def test_stack_distances_equal_brute_force() -> None:
     assert stack_distances(np.array([0, 1, 2, 0, 0, 1]), range(6)).tolist() == [-1, -1, -1, 2, 0, 2]
     rng = np.random.default_rng(1)
     for num_keys, size in ((5, 1), (9, 3), (40, 7)):
@@ -102,7 +102,7 @@ def test_stack_distances_are_those_of_brute_force() -> None:
         assert stack_distances(np.array(used), starts).tolist() == expected
 
 
-def test_reuse_tells_the_hit_rate_of_every_lru_pool(tmp_path: Path) -> None:
+def test_reuse_distances_give_lru_hit_rates(tmp_path: Path) -> None:
     spec, rng = make_spec(layers=3, experts=8, top_k=1), np.random.default_rng(2)
     requests = [("t", rng.integers(0, 8, (40, 3)) ** 2 // 8) for _ in range(4)]
     trace = write(tmp_path / "t", spec, [(task, tokens.tolist()) for task, tokens in requests])
@@ -115,7 +115,7 @@ def test_reuse_tells_the_hit_rate_of_every_lru_pool(tmp_path: Path) -> None:
     assert reuse.prompt_share == 1 / 8 and reuse.prompt_tokens == 1
 
 
-def test_layers_are_looked_at_alone_too(tmp_path: Path) -> None:
+def test_reuse_distances_within_a_layer(tmp_path: Path) -> None:
     # Layer 0 takes turns with two experts, layer 1 keeps to one: one other expert of its layer between, and none.
     spec = make_spec(layers=2, experts=4, top_k=1)
     trace = write(tmp_path / "t", spec, [("t", [[i % 2, 3] for i in range(8)])])
@@ -124,7 +124,7 @@ def test_layers_are_looked_at_alone_too(tmp_path: Path) -> None:
     assert sorted(set(reuse.distances.tolist())) == [1, 2]
 
 
-def test_tasks_of_their_own_experts_need_placements_of_their_own(tmp_path: Path) -> None:
+def test_coverage_is_lower_for_tasks_with_other_experts(tmp_path: Path) -> None:
     spec = make_spec(layers=2, experts=4, top_k=1)
     a, b = [[0, 0], [1, 1]] * 4, [[2, 2], [3, 3]] * 4
     routes = read(tmp_path / "t", spec, [("a", a), ("b", b), ("a", a), ("b", b)])
@@ -140,7 +140,7 @@ def test_tasks_of_their_own_experts_need_placements_of_their_own(tmp_path: Path)
     assert covered.mixed[16] == 1
 
 
-def test_a_lone_request_is_scored_on_its_later_half(tmp_path: Path) -> None:
+def test_a_single_request_is_scored_on_its_later_half(tmp_path: Path) -> None:
     spec = make_spec(layers=1, experts=4, top_k=1)
     routes = read(tmp_path / "t", spec, [("a", [[0], [0], [1], [1], [1]])])
     assert routes.half_T().tolist() == [0, 0, 0, 1, 1]
@@ -149,7 +149,7 @@ def test_a_lone_request_is_scored_on_its_later_half(tmp_path: Path) -> None:
     assert coverage(routes, popularity(routes)).other == ()
 
 
-def test_entropy_grows_with_the_steps_that_are_added_up(tmp_path: Path) -> None:
+def test_entropy_grows_with_summed_iterations(tmp_path: Path) -> None:
     spec = make_spec(layers=2, experts=8, top_k=2)
     prompt, steps = [[0, 1, 0, 1]], [[0, 1, 0, 1], [2, 3, 0, 1], [4, 5, 0, 1], [6, 7, 0, 1]]
     routes = read(tmp_path / "t", spec, [("a", prompt + steps), ("a", prompt + steps)])
@@ -160,7 +160,7 @@ def test_entropy_grows_with_the_steps_that_are_added_up(tmp_path: Path) -> None:
     assert found.growth_QN[0].tolist() == pytest.approx([1, (2 + 1) / 2, (math.log2(6) + 1) / 2, 2])
 
 
-def test_affinity_finds_what_follows_from_the_layer_before(tmp_path: Path) -> None:
+def test_affinity_predicts_dependent_layers(tmp_path: Path) -> None:
     spec, rng = make_spec(layers=3, experts=8, top_k=1), np.random.default_rng(3)
     first = rng.integers(0, 8, 200)
     tokens = np.stack([first, 7 - first, rng.integers(0, 8, 200)], axis=1)
@@ -178,7 +178,7 @@ def test_affinity_finds_what_follows_from_the_layer_before(tmp_path: Path) -> No
         np.testing.assert_allclose(lift_EE[expert], expected)
 
 
-def test_routers_are_less_sure_over_a_request_than_of_a_token(tmp_path: Path) -> None:
+def test_router_entropy_is_higher_over_a_request(tmp_path: Path) -> None:
     spec = make_spec(layers=1, experts=4, top_k=1)
     sure = np.full((4, 4), -100.0)
     sure[np.arange(4), [3, 0, 1, 0]] = 0.0
@@ -192,7 +192,7 @@ def test_routers_are_less_sure_over_a_request_than_of_a_token(tmp_path: Path) ->
     assert found.request_QL.ravel().tolist() == pytest.approx([float(entropy(np.array([2.0, 1]))), 2])
 
 
-def test_a_sample_takes_of_every_task_and_keeps_to_its_limit(tmp_path: Path) -> None:
+def test_samples_cover_every_task_within_the_limit(tmp_path: Path) -> None:
     tasks, costs = ["a"] * 30 + ["b"] * 3, [10] * 33
     assert choose(tasks, costs, 330, seed=0) == list(range(33))
     chosen = choose(tasks, costs, 65, seed=0)
@@ -209,7 +209,7 @@ def test_a_sample_takes_of_every_task_and_keeps_to_its_limit(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
-def test_affinity_on_published_routes_is_as_known(tmp_path: Path) -> None:
+def test_affinity_on_published_routes(tmp_path: Path) -> None:
     # Every other sequence of intent and law counted, the rest scored: 0.57 by affinity, 0.19 by popularity,
     # on a split of the same kind; which sequences it takes moves either by as much as 0.02.
     files = [ROUTES / f"{task}.parquet" for task in ("intent", "law")]

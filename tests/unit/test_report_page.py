@@ -1,4 +1,4 @@
-"""The page of a report: whole, alone, the same each time; and sentences that follow from the numbers."""
+"""The page of a report: complete, self-contained, reproducible; and findings that follow from the numbers."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def text(made: TraceMeasures) -> str:
     return drawn(made)
 
 
-def test_the_page_holds_every_section_and_nothing_from_elsewhere(text: str) -> None:
+def test_the_page_has_every_section_and_is_self_contained(text: str) -> None:
     page = Page(text)
     assert page.headings == ["Advice", "What it means", *SECTIONS, "Experts"]
     assert len(page.ids) == len(set(page.ids))
@@ -105,14 +105,14 @@ def test_the_same_trace_gives_the_same_numbers(made: TraceMeasures) -> None:
     assert json.dumps(again.to_json()) == json.dumps(made.to_json())
 
 
-def test_hit_rates_are_those_of_replay(made: TraceMeasures) -> None:
+def test_hit_rates_equal_replays(made: TraceMeasures) -> None:
     trace = Trace(Path(made.info["path"]))
     assert len(made.replayed) == len(LENGTHS)
     rows = replay(trace, ["lru", "lfu", "belady"], [made.whole_bytes // 4, made.whole_bytes // 2])
     assert [row.to_json() for row in made.rows] == [row.to_json() for row in rows]
 
 
-def test_the_numbers_are_json(made: TraceMeasures) -> None:
+def test_measures_are_valid_json(made: TraceMeasures) -> None:
     numbers = json.loads(json.dumps(made.to_json(), allow_nan=False))
     assert numbers["tasks"] == ["t0", "t1", "t2", "t3"]
     assert np.array(numbers["popularity"]["tokens_QLE"]).sum() == made.info["tokens"] * sum(traces.SPEC.top_k_L)
@@ -121,7 +121,7 @@ def test_the_numbers_are_json(made: TraceMeasures) -> None:
     assert numbers["reuse"]["lru_hit_rate"][0] == {"slots": 0, "hit_rate": 0}
 
 
-def test_a_poor_trace_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_trace_with_one_layer_and_task_has_a_page(tmp_path: Path) -> None:
     trace = synthetic.write_trace(tmp_path / "t", synthetic.make_spec(layers=1), num_requests=2, new_tokens=0)
     made = measure(trace)
     page = drawn(made)
@@ -133,7 +133,7 @@ def test_a_poor_trace_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     assert made.to_json()["router_entropy"] is None
 
 
-def test_a_sample_is_said_to_be_one(tmp_path: Path) -> None:
+def test_the_page_names_its_sample(tmp_path: Path) -> None:
     trace = Trace(synthetic_routes.write_trace(tmp_path / "t", num_requests=8, prompt_tokens=4, new_tokens=4))
     made = measure(trace, budgets=["50%"], options=ReportOptions(choices=200, uses=60))
     assert len(made.replayed) < len(made.routes.requests) < 8
@@ -151,7 +151,7 @@ def test_the_order_of_a_log_is_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_said_turns_with_the_numbers(made: TraceMeasures) -> None:
+def test_findings_follow_from_the_measures(made: TraceMeasures) -> None:
     def said(changed: TraceMeasures) -> str:
         return " ".join(finding.text for finding in findings(changed))
 
@@ -163,7 +163,7 @@ def test_what_is_said_turns_with_the_numbers(made: TraceMeasures) -> None:
     assert caveat(made) is not None
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+def test_invalid_options_and_traces_are_refused(tmp_path: Path) -> None:
     spec = synthetic.make_spec(layers=2)
     trace = synthetic.write_trace(tmp_path / "t", spec)
     with pytest.raises(UsageError, match=r"affinity_layers has 1, expected MoE layers .* before the last: 0$"):

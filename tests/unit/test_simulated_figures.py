@@ -1,4 +1,4 @@
-"""What figures of simulated runs are drawn from, against numbers made by hand."""
+"""Data behind the figures of simulated runs."""
 
 from moetool.report.figures import simulation_runs as simulated
 from moetool.simulation.simulation_results import ServedRequest, Simulated
@@ -56,7 +56,7 @@ def test_bars_compare_modes_on_the_same_requests() -> None:
     assert keys == ["swept", "by-planner", "relative", "utilisation", "links"]
 
 
-def test_batches_are_those_who_began_together() -> None:
+def test_batches_are_requests_that_start_together() -> None:
     found = _run([1.0, 2.0, 4.0, 6.0, 9.0, 9.0], [0.0, 0.0, 2.0, 2.0, 6.0, 6.0])
     assert simulated.rounds(found) == [1.5, 3.0, 3.0]
     assert "by-round" in [plot.key for plot in simulated.plots([({"planner": "a"}, found)])]

@@ -1,8 +1,9 @@
-"""Claims of papers and whether they reproduce: recipes, stage, experiments, verdicts, figures.
+"""Claims of papers and whether they reproduce: recipes, experiments, verdicts, figures.
 
 claims: a paper's claims, from TOML.             workbench: traces and predictors, each made once.
-verdict: found values against a claim.           paper_run: a paper from its recipe to its verdicts.
-assumed_machine, named_machine: assumed costs.   found_figure: found values as figures.
+samples: values and curves of an experiment.     verdict: measured values against a claim.
+assumed_machine, named_machine: assumed costs.   paper_run: a paper from its recipe to its verdicts.
+found_figure: measured values as figures.
 
 Each experiment is a module of `moetool.bench.paper.experiments`.
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import assets, config, plugins
-from moetool.bench.paper.named_machine import MachineChoice
+from moetool.bench.paper.named_machine import MachineChoice, recipe_names
 from moetool.bench.paper.verdict import Check
 from moetool.bounded_read import TOML_BYTES, parse_toml, read_bytes
 from moetool.config import Span, require_within
@@ -22,7 +22,7 @@ class Sizes:
         seeds: runs of every seeded experiment.
         prompts: prompts per embedded set.
         new_tokens: decoded tokens per prompt.
-        requests: requests per simulation, for a cluster of the recipe's own size.
+        requests: requests per simulation.
         epochs: training epochs of predictors.
         rounds: rounds of live measurements.
         texts: texts for the live model per round or seed.
@@ -51,12 +51,12 @@ class Claim:
         id: its table, figure or section.
         says: the claim in the paper's terms.
         printed: the paper's numbers.
-        setup: name of a setup shared by several claims; it sets the experiment, and options that are not set here.
+        setup: name of a shared setup, which gives the experiment and the options that are not set here.
         experiment: a module of `moetool.bench.paper.experiments`.
         options: options of the experiment.
         derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
-        check: conditions for the claim to agree.
-        size: the printed numbers by name, shares and multiples as numbers.
+        check: conditions of agreement.
+        size: printed numbers by name, shares and multiples as numbers.
         ceiling: largest possible values on the assumed machine (`moetool.bench.paper.verdict.judge`).
         here: relevant differences between the miniature and the paper.
     """
@@ -84,10 +84,10 @@ class ClaimSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Tables and figures of a paper that no claim is from, and why.
+    """Tables and figures of a paper without a claim, and why.
 
     Raises:
-        UsageError: no table or figure, or no reason.
+        UsageError: ids or reason are missing.
     """
 
     ids: tuple[str, ...]
@@ -111,11 +111,11 @@ class Paper:
     """A recipe.
 
     Attributes:
-        sizes, quick: how much is done, and how much of it for a quick look.
+        sizes, quick: sizes of the experiments, and those of a smoke test.
         machine: machine and model whose costs time the replays.
-        setup: experiments that claims share, by name.
+        setup: shared experiments by name.
         claim: claims, in the paper's order.
-        left_out: tables and figures that are not repeated.
+        left_out: tables and figures without a claim.
     """
 
     paper: PaperFacts
@@ -129,7 +129,7 @@ class Paper:
 
 def names() -> list[str]:
     """Names of papers with a recipe."""
-    return sorted(path.stem for path in assets.path("recipes", "papers").glob("*.toml"))
+    return recipe_names("papers")
 
 
 def read_paper(name: str) -> Paper:

@@ -48,7 +48,7 @@ class NamedMachine:
         require_within(self, f"machine {self.name}: ", gpu_link_bytes_s=Span(0), node_link_bytes_s=Span(0))
 
     def linked(self, links: float) -> "NamedMachine":
-        """This machine with all links so many times as fast."""
+        """Return this machine with the rates of all links multiplied by `links`."""
         rates = ("host_bytes_s", "gpu_link_bytes_s", "node_link_bytes_s")
         return replace(self, **{name: links * getattr(self, name) for name in rates})
 
@@ -107,9 +107,9 @@ class MachineChoice:
 
     Attributes:
         machine, model: names in `recipes/machines` and `recipes/models`, both or neither.
-        link_share, memory_share, compute_share: shares of the vendors' rates that copies, one-token products and
-            products of many tokens reach. The link's is 25 of 31.5 GB/s, PCIe 4.0 from pinned memory.
-        links: rate of all links, those of loads, of GPUs and of servers, as a multiple of what else would follow.
+        link_share, memory_share, compute_share: reached shares of the vendors' rates, by copies, one-token products
+            and products of many tokens. The default of the link is 25 of 31.5 GB/s, PCIe 4.0 from pinned memory.
+        links: factor on the rates of all links: of loads, GPUs and servers.
 
     The other attributes are those of `AssumedMachine`.
 
@@ -173,13 +173,9 @@ class MachineChoice:
             raise UsageError(f"GPUs of machine {self.machine!r} have no link; name a machine with several")
         return machine.gpu_link_bytes_s * self.link_share
 
-    def move_s(self) -> float:
-        """Seconds to move an expert to another GPU of the node. Raises: UsageError: the GPUs have no link."""
-        return read_named_model(self.model).expert_bytes / self.gpu_link_bytes_s()
-
 
 def changed(machine: AssumedMachine, by: Mapping[str, Any]) -> AssumedMachine:
-    """A machine with some costs changed, or another one where `by` names it, with links as much faster as this one's.
+    """Return a machine with some costs changed, or the one that `by` names, with the same factor on its links.
 
     Raises:
         UsageError: an unknown name, or a cost that no machine has.
@@ -191,7 +187,7 @@ def changed(machine: AssumedMachine, by: Mapping[str, Any]) -> AssumedMachine:
 
 
 def simulated_costs(machine: AssumedMachine, batch: int = 1) -> AssumedCosts:
-    """The simulator's costs of a machine, for tokens that each stand for `batch` of them; weights are read once."""
+    """Return the simulator's costs where each token stands for a batch of tokens, which reads weights once."""
     return AssumedCosts(
         dense_s=machine.dense_s + (batch - 1) * machine.dense_token_s,
         dense_token_s=batch * machine.dense_token_s,
@@ -200,14 +196,9 @@ def simulated_costs(machine: AssumedMachine, batch: int = 1) -> AssumedCosts:
     )
 
 
-def machine_names() -> list[str]:
-    """Names of machines with figures."""
-    return _names("machines")
-
-
-def model_names() -> list[str]:
-    """Names of models with sizes."""
-    return _names("models")
+def recipe_names(kind: str) -> list[str]:
+    """Names of the recipes of a kind: `machines`, `models` or `papers`."""
+    return sorted(path.stem for path in assets.path("recipes", kind).glob("*.toml"))
 
 
 def read_named_machine(name: str) -> NamedMachine:
@@ -220,12 +211,8 @@ def read_named_model(name: str) -> NamedModel:
     return config.parse(NamedModel, _read("model", name), f"model {name}")
 
 
-def _names(kind: str) -> list[str]:
-    return sorted(path.stem for path in assets.path("recipes", kind).glob("*.toml"))
-
-
 def _read(kind: str, name: str) -> dict[str, Any]:
-    known = _names(f"{kind}s")
+    known = recipe_names(f"{kind}s")
     if name not in known:
         raise unknown_name(kind, name, known)
     path: Path = assets.path("recipes", f"{kind}s", f"{name}.toml")

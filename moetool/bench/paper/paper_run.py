@@ -14,7 +14,7 @@ from moetool.bench.paper.workbench import Workbench
 from moetool.errors import CapacityError, MismatchError
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
-"""Errors of an experiment that make its claim untestable: model, trace or machine lack a requirement."""
+"""Errors that make a claim untestable: model, trace or machine lack a requirement of its experiment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ def run_paper(
     """Run the experiments of a paper and judge its claims.
 
     Args:
-        work: a folder that keeps traces and predictors (`moetool.bench.paper.workbench.Workbench`).
+        work: folder that keeps traces and predictors (`moetool.bench.paper.workbench.Workbench`).
         only: tables and figures to test (`moetool.bench.paper.claims.choose`).
-        quick: take the recipe's small sizes.
-        given: traces to use instead of those of the embedded model, by name.
-        out: a folder for a figure of each experiment, SVG and PNG.
+        quick: use the recipe's small sizes.
+        given: traces by name, instead of the embedded model's.
+        out: folder for a figure of each experiment, as SVG and PNG.
         on_progress: called with the number of judged claims.
 
     Raises:
@@ -94,9 +94,9 @@ def run_paper(
 
 
 def with_links(paper: Paper, links: float, only: Sequence[str] = ()) -> Paper:
-    """The paper on a machine whose links are so many times as fast, with the claims that links can change.
+    """Return the paper with a factor on the rates of all links, and only the claims that links can change.
 
-    Costs of computing would have to be as many times higher for the same ratios.
+    The same factor on compute costs would give the same ratios.
     """
     claims = [
         one for one in choose(paper.claim, only) if getattr(plugins.load("experiment", one.experiment), "LINKS", False)
@@ -126,7 +126,7 @@ def _judged(
             if out is not None and fresh:
                 drawn[key] = _draw(out, claim, found)
             seconds = time.perf_counter() - began if fresh else 0.0
-            # A ceiling is 1 + what can be hidden behind loading, and as much less as links are slower.
+            # A ceiling is 1 + the compute time that loads can hide, relative to the load time.
             ceiling = {name: 1 + (most - 1) * stage.machine.links for name, most in claim.ceiling.items()}
             verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling)
             pictures = drawn.get(key, ())

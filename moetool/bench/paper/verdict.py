@@ -58,7 +58,7 @@ class Check:
     Attributes:
         order: names, each with a lower value than the next.
         lowest, highest: a name below, or above, all others of `among` (default: all measured ones).
-        at_least, at_most: bounds by name. Where 0 bounds a derived difference, it has to exceed the least effect.
+        at_least, at_most: bounds by name. A bound of 0 on a derived difference asks for the least effect.
 
     Raises:
         UsageError: no part is given.
@@ -104,12 +104,12 @@ class Verdict:
 
 
 def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list]:
-    """Values derived from others, per seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b, `lowest` the least.
+    """Return values and those derived per seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b, `lowest` min.
 
-    A share of 0, or a multiple of it, is NaN.
+    A ratio to 0 is NaN.
 
     Raises:
-        UsageError: the kind is unknown, there are not two names (`lowest`: too few), or one was not measured.
+        UsageError: the kind is unknown, the number of names is wrong, or one was not measured.
     """
     made: dict[str, list] = {name: list(given) for name, given in values.items()}
     for name, how in wanted.items():
@@ -152,9 +152,9 @@ def judge(
     """Compare a claim with the measured values.
 
     Args:
-        size: printed values by name, one or several, that ours should match.
-        ceiling: largest value that any policy can reach on the assumed machine. If a bound of the check exceeds it, the
-            claim cannot be tested here.
+        size: printed values by name, one or several.
+        ceiling: largest value that any policy can reach on the assumed machine. A claim with a higher bound cannot be
+            tested here.
 
     Raises:
         UsageError: the claim refers to an unmeasured value.
@@ -230,9 +230,9 @@ def _sizes(
     printed: Mapping[str, Sequence[float]],
     wanted: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> str:
-    """Mean values beside the printed ones, in words. Of a multiple, what it is more than 1 counts.
+    """Compare mean values with the printed ones, in words.
 
-    A derived gain whose interval holds 0 is none.
+    Of a multiple, the part above 1 counts. A derived gain is none if its interval contains 0.
     """
     words = []
     for name, theirs in printed.items():

@@ -4,6 +4,6 @@ A module has a frozen dataclass `Options`, filled from the claim's table in the 
 
     run(stage: Workbench, options: Options) -> Found
 
-which measures by the tool's own mechanism and judges nothing. `LINKS = True` says that rates of links change what it
-measures (`moetool.bench.paper.assumed_machine.AssumedMachine.links`).
+which measures with the same code as the commands and judges nothing. `LINKS = True` marks an experiment whose values
+depend on the rates of links (`moetool.bench.paper.assumed_machine.AssumedMachine.links`).
 """

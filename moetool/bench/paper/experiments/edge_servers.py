@@ -20,7 +20,6 @@ from moetool.simulation.sweep import sweep as run_grid
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,6 @@ _WHAT = {
 _LATENCY_S = 5e-6  # of a link between nodes
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +37,9 @@ class ModeRun:
     """A line of the comparison.
 
     Attributes:
-        mode: of placement.
-        options: of the mode's planner, besides those that it has between rounds.
-        lookahead, migrate, planning: as of `moetool simulate`.
+        mode: placement mode.
+        options: options of the mode's planner, in addition to those for planning between rounds.
+        lookahead, migrate, planning: as in `moetool simulate`.
     """
 
     mode: str
@@ -60,9 +59,9 @@ class Options:
         batch: number of identically routed requests that each simulated one represents.
         gpus: sizes of the cluster; a node has as many as the machine.
         room: capacity of all GPUs, as a multiple of the experts.
-        runs: runs by name.
-        ways: named paths of experts to a GPU in the same node, in bytes per second; 0: over the GPUs' links, shared
-            with tokens.
+        runs: lines by name.
+        ways: by name, rates in bytes per second at which a GPU receives experts; 0: over the GPUs' links, shared with
+            tokens.
         plan_s: seconds per planning, if a run charges it (0: measured CPU time).
         arrivals: see `moetool simulate`.
         measure: mean `latency`, `throughput` in tokens per second, `unevenness`, the standard deviation of the latency
@@ -88,7 +87,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """A point at which all runs are compared; `words` tell it from the others, `x` is its abscissa."""
+    """A point of the sweep: `words` name it, `x` is its abscissa."""
 
     gpus: int
     way_bytes_s: float

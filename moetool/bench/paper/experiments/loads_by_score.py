@@ -15,7 +15,6 @@ from moetool.tuning.replay import ReplaySetup, decisions
 from moetool.types import ForwardInfo, GateEvent
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ WAYS = ("with migration", "without")
 BEFORE, AFTER = "before the change", "after it"
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Servers that load missing experts, against servers that call each other's experts: Prism's Table I.
+"""Expert offloading on each server against calls between servers: Prism's Table I.
 
 Offloading is replayed on the assumed machine; requests queue for their server, or for the first free one. Calls are
-simulated with the same arithmetic. Both draw from the same requests.
+simulated at the same compute costs, on the same requests.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,6 @@ from moetool.trace.reader import Trace
 ALONE, BALANCED, TOGETHER = "offloading", "offloading, redirected", "calling each other"
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +51,11 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Mean latency of requests in the three modes, drawn from the same held-out ones.
+    """Measure the mean latency of the same held-out requests in the three modes.
 
-    Source: Prism § II-B, Table I. An offloading server also has the memory of its GPUs, but serves one request at a
-    time, as MoE-Infinity does. With exponential service times, the paper's latencies correspond to utilizations of 48,
-    32 and 24 % at one request per 10 s: `load`.
+    Source: Prism § II-B, Table I. An offloading server has the memory of all its GPUs and serves one request at a time,
+    as MoE-Infinity does. For exponential service times and one request per 10 s, the paper's latencies imply
+    utilizations of 48, 32 and 24 %, which `load` averages.
 
     Raises:
         CannotTestError: a server's trace has no request after the warm-up.

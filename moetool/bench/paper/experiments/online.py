@@ -13,7 +13,6 @@ from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.simulation.arrivals import read_arrivals
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

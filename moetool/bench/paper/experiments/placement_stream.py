@@ -17,7 +17,6 @@ from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, Server
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

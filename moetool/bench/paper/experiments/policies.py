@@ -16,7 +16,6 @@ from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplayRow
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +23,11 @@ class PolicyLine:
     """A policy of the comparison.
 
     Attributes:
-        predictor: trained on the history, or on other prompts (`Options.apart`); empty: none.
-        predictor_options, fit: options of the predictor (`moetool.learning.training.train`).
-        before: whether it serves the history before the measurement.
+        predictor: predictor trained on the history, or on other prompts (`Options.apart`); empty: none.
+        predictor_options, fit: options of the predictor and of its training (`moetool.learning.training.train`).
+        before: whether the policy serves the history before the measurement.
         synchronous: whether a layer's experts wait for all prefetches (`moetool.costing.pricing.TimelineOptions`).
-        machine: costs of this line only, like the experiment's.
+        machine: costs of this line only, as `Options.machine`.
     """
 
     policy: str

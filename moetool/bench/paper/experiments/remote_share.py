@@ -18,7 +18,6 @@ from moetool.tables import percent
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 LINKS = True
-"""Rates of links change what is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
