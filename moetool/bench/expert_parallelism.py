@@ -380,12 +380,12 @@ class _Subject:
         world = read_world({"node": self._coming}, with_buffer(self._cluster, self._spec, 0), options)
         costs = AssumedCosts(expert_s=0.0, expert_token_s=o.expert_token_s)
         rounds, size = replace(options, admission="rounds"), o.ranks * o.seats * o.batches
-        told = {}
+        means = {}
         for name in ("vanilla", "offline", "reactive", "proactive"):
             mode = "uniform" if name == "vanilla" else f"director-{name}"
             run = simulate(world, mode, "every:1ms", size, rounds, costs=costs)
-            told[name] = {"latency_s": run.mean_s, "sent_bytes": float(run.sent_bytes), "local": run.local}
-        return told
+            means[name] = {"latency_s": run.mean_s, "sent_bytes": float(run.sent_bytes), "local": run.local}
+        return means
 
     def _capture(self, name: str, prompts: Sequence[gather.Prompt]) -> Trace:
         from moetool.capture.run import CaptureOptions, capture

@@ -22,7 +22,7 @@ from moetool.bench.rounded_checkpoint import rounded_checkpoint
 from moetool.bench.serve import LineToServe, conditions, line_of, measure_rounds
 from moetool.bench.serving_results import ServingConditions, ServingLine
 from moetool.bench.serving_runs import Workload
-from moetool.bench.serving_setup import ServingBenchOptions, Subject, open_stage, prompts_of
+from moetool.bench.serving_setup import ServingBenchOptions, Subject, open_setup, prompts_of
 from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError, MismatchError, UsageError
@@ -144,20 +144,20 @@ def _open(
     """
     if subject.shape is not None:
         scheme = Scheme(bits=4, group=options.group)
-        stage = open_stage(subject, options, {name: policy_class(name) for name in policies}, stack)
-        path = rounded_checkpoint(stage.loaded.checkpoint, scheme)
+        setup = open_setup(subject, options, {name: policy_class(name) for name in policies}, stack)
+        path = rounded_checkpoint(setup.loaded.checkpoint, scheme)
         if not options.keep:
             stack.callback(shutil.rmtree, path)
-        other = load_lazy(Checkpoint(path), stage.loaded.model.dtype, products=options.products)
+        other = load_lazy(Checkpoint(path), setup.loaded.model.dtype, products=options.products)
         stack.callback(other.close)
-        assert stage.forced is not None and stage.part is not None
-        stage.forced.attach(other.layers)
-        other = replace(other, spec=bench_spec(other.spec, stage.part))
+        assert setup.forced is not None and setup.part is not None
+        setup.forced.attach(other.layers)
+        other = replace(other, spec=bench_spec(other.spec, setup.part))
         forms = [
-            _form(stage.name, stage.loaded, options.products),
+            _form(setup.name, setup.loaded, options.products),
             _form(f"itself rounded to nearest, groups of {scheme.group}", other, options.products),
         ]
-        return forms, stage.workload, stage.forced
+        return forms, setup.workload, setup.forced
     assert subject.model is not None
     pair = [Checkpoint.open(subject.model), Checkpoint.open(beside)]
     _require_same_shape(*pair)

@@ -19,7 +19,7 @@ import torch
 from moetool import tables
 from moetool.bench.plain_generation import time_tokens
 from moetool.bench.serving_runs import run_engine
-from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage
+from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
 from moetool.errors import MoetoolError, UsageError, first_line
 from moetool.json_files import JsonRecord
@@ -125,15 +125,15 @@ def bench_gpu(
         planned += [(policy, share, False) for share in options.shares for policy in following]
         planned += [("all", 1.0, True), *((policy, share, True) for share in middle for policy in looking)]
         with contextlib.ExitStack() as stack:
-            stage: ServingSetup | None = None
+            setup: ServingSetup | None = None
             for policy, share, routers in planned:
                 cell = DeviceCell(shape=name, policy=policy, share=share, routers=routers)
                 try:
                     if time.monotonic() - began > options.limit_s:
                         raise MoetoolError(f"not started within {options.limit_s:.0f} s")
-                    if stage is None:
-                        stage = _open(shape, routes / name, where, options, folder, stack)
-                    cell = _measure(cell, stage, where, rate, options)
+                    if setup is None:
+                        setup = _open(shape, routes / name, where, options, folder, stack)
+                    cell = _measure(cell, setup, where, rate, options)
                 except (MoetoolError, torch.OutOfMemoryError) as error:
                     cell = replace(cell, why=first_line(error))
                 file = f"{name}-{cell.policy}-{cell.share:g}{'-routers' * cell.routers}.json"
@@ -177,19 +177,19 @@ def _open(
         raise MoetoolError(f"no routes at {routes}")
     subject = Subject(shape=shape, layers=options.layers, routes=routes, work=folder / "work")
     settings = ServingBenchOptions(requests=1, new_tokens=options.new_tokens, device=device.type)
-    return open_stage(subject, settings, {}, stack)
+    return open_setup(subject, settings, {}, stack)
 
 
 def _measure(
-    cell: DeviceCell, stage: ServingSetup, device: torch.device, rate: float, options: GpuBenchOptions
+    cell: DeviceCell, setup: ServingSetup, device: torch.device, rate: float, options: GpuBenchOptions
 ) -> DeviceCell:
-    loaded = stage.loaded
+    loaded = setup.loaded
     assert loaded.files is not None
     stored_bytes = loaded.files.stored_bytes
     if cell.policy == "transformers":
         full = load_full(loaded.checkpoint, next(iter(loaded.model.parameters())).dtype, device)
         for _ in range(2):  # the first one warms up
-            prefill_s, seconds = time_tokens(full.model, stage.workload.prompts[0], stage.workload.new_tokens)
+            prefill_s, seconds = time_tokens(full.model, setup.workload.prompts[0], setup.workload.new_tokens)
         return _filled(cell, prefill_s, seconds)
     name = "lru" if cell.policy == "all" else cell.policy
     kind = policy_class(name)
@@ -197,17 +197,17 @@ def _measure(
         raise MoetoolError(f"policy {name} needs a predictor of these routes")
     if kind.needs_future:
         raise MoetoolError(f"policy {name} needs future requests")
-    if cell.routers and stage.forced is not None:
-        stage.forced.close()
+    if cell.routers and setup.forced is not None:
+        setup.forced.close()
         loaded = replace(loaded, spec=loaded.checkpoint.spec)
     total = loaded.spec.total_experts
     slots = max(MIN_SLOTS, int(cell.share * total))
     run = run_engine(
         loaded,
         build_policy(name, loaded.spec, {}, slots),
-        stage.workload,
+        setup.workload,
         io_threads=options.io_threads,
-        forced=None if cell.routers else stage.forced,
+        forced=None if cell.routers else setup.forced,
         warm=build_policy(name, loaded.spec, {}, slots),  # host memory then holds the experts
         host_memory_bytes=None if cell.share == 1 else total * stride_of(stored_bytes),
     )

@@ -25,7 +25,7 @@ def open_offloaded(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: s
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns that weights are offloaded
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # hides the warning about offloaded weights
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,

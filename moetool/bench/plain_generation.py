@@ -1,4 +1,4 @@
-"""Plain transformers in a process of its own: `python -m moetool.bench.plain_generation MODEL JSON` prints seconds."""
+"""Plain transformers in a separate process: `python -m moetool.bench.plain_generation MODEL JSON` prints seconds."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """Compare policies in a live engine: TTFT, time per token and bytes, next to their bounds.
 
-Every line runs once per round, so that a slow minute of the machine affects all, and each run starts cold: the same
-tokens, a new policy, an empty pool. So decisions are equal in every round, and only times differ.
+Every line runs once per round, so that a slow minute of the machine affects all lines. Each run starts cold, with a new
+policy and an empty pool, so decisions are equal in every round and only times differ.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from moetool.bench.forced_routes import ForcedRoutes
 from moetool.bench.offload import open_offloaded, refusal
 from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, Replayed, ServeBench, ServingLine, summarize
 from moetool.bench.serving_runs import ServingRun, Workload, run_engine, run_plain
-from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage
+from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
 from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError
@@ -95,7 +95,7 @@ def bench_serve(
     command: str = "",
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> ServeBench:
-    """Time every policy with every budget, batch 1, beside the same engine with all experts in memory.
+    """Time every policy with every budget at batch 1, next to the same engine with all experts in memory.
 
     Args:
         policies: names; policies that need the future are replayed only.
@@ -116,22 +116,22 @@ def bench_serve(
     kinds = {name: policy_class(name) for name in policies}
     busy = load_average()
     with contextlib.ExitStack() as stack:
-        stage = open_stage(subject, chosen, kinds, stack)
-        spec = stage.loaded.spec
-        whole = spec.total_experts * _files(stage.loaded).slot_bytes
+        setup = open_setup(subject, chosen, kinds, stack)
+        spec = setup.loaded.spec
+        whole = spec.total_experts * _files(setup.loaded).slot_bytes
         sizes = sorted({parse_bytes(text, whole) for text in budgets})
-        futures, entries, notes = _entries(stage, kinds, sizes, values, chosen.pool)
+        futures, entries, notes = _entries(setup, kinds, sizes, values, chosen.pool)
         if chosen.resident:
-            build = _builder("lru", stage, {}, spec.total_experts)
-            resident = LineToServe(stage.loaded, RESIDENT, build, whole, spec.total_experts, warm=True)
+            build = _builder("lru", setup, {}, spec.total_experts)
+            resident = LineToServe(setup.loaded, RESIDENT, build, whole, spec.total_experts, warm=True)
             entries.insert(0, resident)
         if not entries:
             why = "; ".join(notes) or "policies that need future requests are replayed only"
             raise CapacityError(f"no line can be served: {why}; give larger budgets or other policies")
-        dense = _require_memory(stage, entries, chosen.products)
-        others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)
+        dense = _require_memory(setup, entries, chosen.products)
+        others, refused = _of_transformers(setup, chosen, dense + sizes[0], whole, stack)
         entries += others
-        found = measure_rounds(entries, stage.workload, stage.forced, chosen, on_progress)
+        found = measure_rounds(entries, setup.workload, setup.forced, chosen, on_progress)
         base, rates = found.runs[0] if chosen.resident else None, found.rates()
         lines = [
             line_of(entry, made, base, rates)
@@ -144,16 +144,16 @@ def bench_serve(
             if line.as_replayed is False
         ]
         return ServeBench(
-            model=stage.name,
+            model=setup.name,
             experts_bytes=whole,
             disk_bytes_s=statistics.median(rates),
             disk_threads=found.threads(),
             disk_rates={number: statistics.median(each) for number, each in found.disk[""].items()},
-            routes=None if stage.part is None else str(stage.part.path),
+            routes=None if setup.part is None else str(setup.part.path),
             lines=tuple(lines),
             replayed=tuple(_foreseen(row, base, rates) for row in futures),
             refused=found.refused or refused,
-            **conditions([stage.loaded], stage.workload, chosen, busy, command, notes),
+            **conditions([setup.loaded], setup.workload, chosen, busy, command, notes),
         )
 
 
@@ -188,14 +188,14 @@ def _files(loaded: LoadedModel) -> ExpertFiles:
 
 
 def _entries(
-    stage: ServingSetup,
+    setup: ServingSetup,
     kinds: Mapping[str, type[Policy]],
     sizes: Sequence[int],
     values: Mapping[str, Mapping[str, Any]],
     pool: str,
 ) -> tuple[list[ReplayRow], list[LineToServe], list[str]]:
     """Rows of policies that are only replayed, lines to serve, and notes about them."""
-    spec = stage.loaded.spec
+    spec = setup.loaded.spec
     futures: list[ReplayRow] = []
     entries: list[LineToServe] = []
     notes: list[str] = []
@@ -205,23 +205,23 @@ def _entries(
         fitting = [size for size in sizes if slots_within(spec, size) >= fewest]
         if tight := [size for size in sizes if size not in fitting]:
             notes.append(f"{name} needs {fewest} slots: left out with {_sizes(tight)}")
-        predictor = stage.predictor if kind.uses(stage.predictor) else None
+        predictor = setup.predictor if kind.uses(setup.predictor) else None
         rows: dict[int, ReplayRow] = {}
-        if stage.part is not None and fitting:
-            setup = ReplaySetup(predictor=predictor, options={name: given}, pool=pool, pool_unit="slots")
-            made = replay(stage.part, [name], fitting, setup)
+        if setup.part is not None and fitting:
+            replaying = ReplaySetup(predictor=predictor, options={name: given}, pool=pool, pool_unit="slots")
+            made = replay(setup.part, [name], fitting, replaying)
             rows = {row.budget_bytes: row for row in made}
         if kind.needs_future:
             futures += rows.values()
             continue
         same: dict[int, list[int]] = {}
         for size in fitting:
-            build = _builder(name, stage, given, slots_within(spec, size))
+            build = _builder(name, setup, given, slots_within(spec, size))
             slots = build().num_slots
             same.setdefault(slots, []).append(size)
             if len(same[slots]) == 1:
                 row = rows.get(size)
-                entries.append(LineToServe(stage.loaded, name, build, size, slots, replayed=row))
+                entries.append(LineToServe(setup.loaded, name, build, size, slots, replayed=row))
         notes += [
             f"{name} uses {slots} slots with {_sizes(more)} too: measured once"
             for slots, (_, *more) in same.items()
@@ -234,16 +234,16 @@ def _sizes(sizes: Sequence[int]) -> str:
     return " and ".join(count(size, "B") for size in sizes)
 
 
-def _builder(name: str, stage: ServingSetup, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
-    spec: ModelSpec = stage.loaded.spec
-    predictor = stage.predictor if policy_class(name).uses(stage.predictor) else None
+def _builder(name: str, setup: ServingSetup, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
+    spec: ModelSpec = setup.loaded.spec
+    predictor = setup.predictor if policy_class(name).uses(setup.predictor) else None
     # A predictor with memory starts each run without it.
     return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
 
 
-def _require_memory(stage: ServingSetup, entries: Sequence[LineToServe], products: bool) -> int:
+def _require_memory(setup: ServingSetup, entries: Sequence[LineToServe], products: bool) -> int:
     """Bytes of the model without experts. Raises: CapacityError: the largest pool does not fit."""
-    loaded, kv_tokens = stage.loaded, stage.workload.kv_tokens
+    loaded, kv_tokens = setup.loaded, setup.workload.kv_tokens
     dense = loaded.checkpoint.dense_bytes(loaded.model.dtype, loaded.device.type, products)
     kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
     largest = max(entry.slots or 0 for entry in entries) * _files(loaded).slot_bytes
@@ -256,7 +256,7 @@ def _require_memory(stage: ServingSetup, entries: Sequence[LineToServe], product
 
 
 def _of_transformers(
-    stage: ServingSetup,
+    setup: ServingSetup,
     options: ServingBenchOptions,
     offload_bytes: int,
     experts_bytes: int,
@@ -264,12 +264,12 @@ def _of_transformers(
 ) -> tuple[list[LineToServe], str | None]:
     """Lines of transformers' own models, and why one is missing."""
     others: list[LineToServe] = []
-    checkpoint, dtype = stage.loaded.checkpoint, stage.loaded.model.dtype
+    checkpoint, dtype = setup.loaded.checkpoint, setup.loaded.model.dtype
     if options.resident and experts_bytes <= _PLAIN_BYTES:
         full = load_full(checkpoint, dtype)
-        others.append(LineToServe(stage.loaded, PLAIN, lambda: full.model))
-        if stage.forced is not None:
-            stage.forced.attach(full.layers)
+        others.append(LineToServe(setup.loaded, PLAIN, lambda: full.model))
+        if setup.forced is not None:
+            setup.forced.attach(full.layers)
     if not options.offload:
         return others, None
     scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-bench-"))
@@ -277,9 +277,9 @@ def _of_transformers(
     if isinstance(opened, str):
         return others, opened
     model, layers = opened
-    if stage.forced is not None:
-        stage.forced.attach(layers)
-    return [*others, LineToServe(stage.loaded, OFFLOADED, lambda: model)], None
+    if setup.forced is not None:
+        setup.forced.attach(layers)
+    return [*others, LineToServe(setup.loaded, OFFLOADED, lambda: model)], None
 
 
 def measure_rounds(

@@ -110,9 +110,9 @@ class ServingRun:
     """One line's run over the workload.
 
     Attributes:
-        prefill: each prompt, all of its forwards together.
-        decode: one forward per decoded token.
-        prefill_counts, decode_counts: counts of the residency; None without one.
+        prefill: one entry per prompt, over all its forwards.
+        decode: one entry per decoded token.
+        prefill_counts, decode_counts: hits and misses; None without a pool.
     """
 
     prefill: PhaseTimes
@@ -151,8 +151,7 @@ def run_engine(
 
     Args:
         forced: routes to follow (default: the routers').
-        warm: serves the workload once before, unmeasured; `policy` starts with its residents but without its
-            statistics.
+        warm: policy that serves the workload once before, unmeasured; `policy` starts with its resident experts.
         host_memory_bytes: memory for experts in the host tier.
         layer_slots: guaranteed slots per layer.
 
@@ -275,22 +274,22 @@ def _drive(
     params = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     phases: tuple[list[list[float]], list[list[float]]] = ([], [])
 
-    told = 0  # tokens of the request
+    made = 0  # tokens of the request
 
     def sink(output: Output) -> None:
-        nonlocal told
+        nonlocal made
         if output.error is not None:
             raise MoetoolError(f"a forward failed: {output.error}")
-        told += 1
+        made += 1
 
     before = _totals(server, residency)
     for number, prompt in enumerate(workload.prompts):
         request = server.submit(list(prompt), params, sink)
         if forced is not None:
             forced.follow(request, number)
-        told, prompt_rows = 0, 0
+        made, prompt_rows = 0, 0
         while not server.idle:
-            decodes = told > 0
+            decodes = made > 0
             began = time.perf_counter()
             server.step()
             seconds = time.perf_counter() - began
@@ -302,7 +301,7 @@ def _drive(
             else:
                 phases[0][-1] = [a + b for a, b in zip(phases[0][-1], row, strict=True)]
             prompt_rows += not decodes
-        assert told == workload.new_tokens, "every forward after the prompt's is of one token"
+        assert made == workload.new_tokens, "every forward after the prompt's is of one token"
     prefill, decode = map(_phase, phases)
     return prefill, decode
 

@@ -136,7 +136,7 @@ class ServingSetup:
     forced: ForcedRoutes | None
 
 
-def open_stage(
+def open_setup(
     subject: Subject, options: ServingBenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
 ) -> ServingSetup:
     """Load the model and choose its workload.

@@ -1,7 +1,7 @@
-"""The comparison layer by layer: plain transformers on the hidden states of the served model.
+"""Layer-by-layer comparison: plain transformers on the hidden states of the served model.
 
 Each layer is compared while plain transformers has it in memory: the weights of every expert in a slot, all other
-tensors, the chosen experts, and the layer's output. Differences are therefore named by layer and expert.
+tensors, the chosen experts, and the layer's output, so that differences are named by layer and expert.
 """
 
 import gc
@@ -84,7 +84,7 @@ def _experts(numbers: Sequence[int]) -> str:
 
 
 class LayerComparison:
-    """The comparison layer by layer, while plain transformers has each in memory.
+    """Comparison of a served model with plain transformers, layer by layer.
 
     Attributes:
         tolerance: share of a layer's largest output that its difference may be.
@@ -112,7 +112,16 @@ class LayerComparison:
     def compare(
         self, prompts: Sequence[Sequence[int]], reference: Answers, layer_by_layer: bool, on_progress: Progress
     ) -> tuple[list[torch.Tensor], tuple[float, float] | None, str, bool]:
-        """Return plain logits by prompt, the difference of implementations, the origin, and whether whole."""
+        """Compare all layers.
+
+        Args:
+            reference: answers of the first policy.
+            layer_by_layer: hold one layer of plain transformers in memory at a time, even if all fits.
+
+        Returns:
+            Logits of plain transformers by prompt; largest and mean difference between its experts implementations
+            (None with one); origin of its weights; whether it was wholly in memory.
+        """
         gc.collect()  # garbage in cycles would take memory here
         free = memory_bytes()[1] if self._device.type == "cpu" else torch.cuda.mem_get_info(self._device)[0]
         fits = plain_bytes(self._checkpoint, self._dtype) < free * MEMORY_SHARE
@@ -161,7 +170,7 @@ class LayerComparison:
         return logits[: len(prompts)], yardstick, plain.origin, plain.whole
 
     def _compare_tensors(self, number: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-        """Compare other weights; those of a quantized checkpoint may be rounded differently, so outputs decide."""
+        """Compare other weights, unless quantized: those may be rounded differently, so the output decides."""
         common = sorted(theirs.keys() & ours.keys())
         self.results[number].tensors = len(common)
         if self._checkpoint.quantization is None:
@@ -206,7 +215,7 @@ class LayerComparison:
 
 
 def _compare_routes(result: LayerResult, ours: LayerRoutes, theirs: LayerRoutes, tolerance: float) -> None:
-    """Compare routes. Other experts are a tie if the routers' logits agree: rounding then decides."""
+    """Count equal routes, ties and errors. Different experts are a tie if the routers' logits agree."""
     result.routes += len(ours.experts_TK)
     mine, other = ours.experts_TK.sort(dim=1).values, theirs.experts_TK.sort(dim=1).values
     for token in (mine != other).any(dim=1).nonzero().flatten().tolist():

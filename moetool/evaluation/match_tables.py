@@ -7,17 +7,17 @@ from typing import Any
 from moetool.tables import TextTable, count, print_paragraph, print_table
 
 _MOST_LAYERS = 12
-_GLANCED = (1, 3, 6)  # distances of the overview
+_AHEAD = (1, 3, 6)  # distances of the overview
 MEANINGS = {
     "match": "share of a token's k experts in a layer that are among the predicted k",
     "exact": "share of the tokens and layers with all k right (DuoServe-MoE's Table 3: Top-k)",
-    "at least one": "share with one right or more (the same table: at least one)",
+    "at least one": "share with one or more right (in the same table)",
     "in k+1 … 2k": "share of the true k among that many predicted",
     "calib. error": "mean difference between predicted probability and observed frequency of an expert",
     "distance": "layers ahead of the last one computed",
     "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
-    "ms / step": "to observe and predict all layers of one token, without the time of inputs that the trace holds; "
-    "its share is of a decode step with every expert in memory, by the profile",
+    "ms / step": "time to observe and predict all layers of one token, given the trace's columns; its share is of a "
+    "decode step with every expert in memory, by the profile",
     "ms / request": "time to predict a pending request from its prompt, or else to observe it while it runs",
     "of trace": "tokens trained on, as a share of the trace's tokens",
     "last quarter": "match in the deepest quarter of the layers",
@@ -49,7 +49,7 @@ def overview(rows: Sequence[Any]) -> TextTable:
     found = {(g, row.predictor, row.path, row.baseline is None): row for g, group in groups.items() for row in group}
     lines = list(dict.fromkeys(key[1:] for key in found))
     there = [(unseen, phase) for unseen, group in groups.items() for phase in phases(group)]
-    said = {"prefill": "prompts", "decode": "new tokens"}
+    named = {"prefill": "prompts", "decode": "new tokens"}
     profiled = any(row.decode_step_ms is not None for row in rows)
     widest = max((len(row.scores[0].recall) for row in rows), default=0)
     table = []
@@ -61,7 +61,7 @@ def overview(rows: Sequence[Any]) -> TextTable:
         table.append(
             [
                 row.predictor,
-                *(" ".join(_whole(_at(mine[unseen], phase, d)) for d in _GLANCED) for unseen, phase in there),
+                *(" ".join(_whole(_at(mine[unseen], phase, d)) for d in _AHEAD) for unseen, phase in there),
                 *map(_whole, shares),
                 f"{100 * first.calibration_error:.1f}",
                 *(_percent(row.expert_bytes_share), _ms(row.step_ms)),
@@ -70,19 +70,19 @@ def overview(rows: Sequence[Any]) -> TextTable:
             ]
         )
     scopes = "; ".join(scope(group) for group in groups.values())
-    distances = ", ".join(map(str, _GLANCED[:-1]))
+    distances = ", ".join(map(str, _AHEAD[:-1]))
     return TextTable(
         title=f"Overview, shares in %; {scopes}",
         columns=(
             "predictor",
-            *(f"unseen\n{said[phase]}" if unseen else said[phase] for unseen, phase in there),
+            *(f"unseen\n{named[phase]}" if unseen else named[phase] for unseen, phase in there),
             *("exact", "one", f"in {rows[0].top_k + widest}", "calib.", "of experts", "ms/step"),
             *(("of step",) if profiled else ()),
             *("ms/request", "train s"),
         ),
         rows=table,
         notes=(
-            f"prompts, new tokens: match {distances} and {_GLANCED[-1]} layers ahead; other shares: one layer ahead",
+            f"prompts, new tokens: match {distances} and {_AHEAD[-1]} layers ahead; other shares: one layer ahead",
             f"exact: all k right; one: at least one right; in {rows[0].top_k + widest}: share of the k among as many "
             "predicted; calib.: calibration error",
             "of experts: predictor's bytes / bytes of all experts; ms/step: for one token and all layers",
@@ -108,8 +108,9 @@ def by_task(rows: Sequence[Any]) -> list[list[Any]]:
 def tables_of(rows: Sequence[Any]) -> list[TextTable]:
     """Return all tables of one trace."""
     made = [_right(rows), *(_by_distance(rows, phase) for phase in phases(rows)), _recall(rows), _by_layer(rows)]
-    told = [row.prompt_prediction for row in rows if row.prompt_prediction is not None]
-    made += [_prompt_predictions(rows, phase) for phase in ("prefill", "decode") if any(f.overall(phase) for f in told)]
+    scored = [row.prompt_prediction for row in rows if row.prompt_prediction is not None]
+    found = [phase for phase in ("prefill", "decode") if any(one.overall(phase) for one in scored)]
+    made += [_prompt_predictions(rows, phase) for phase in found]
     return [*made, _costs(rows)]
 
 
@@ -214,8 +215,8 @@ def _by_layer(rows: Sequence[Any]) -> TextTable:
 
 
 def _prompt_predictions(rows: Sequence[Any], phase: str) -> TextTable:
-    told = [(row, row.prompt_prediction) for row in rows if row.prompt_prediction is not None]
-    first = told[0][1]
+    scored = [(row, row.prompt_prediction) for row in rows if row.prompt_prediction is not None]
+    first = scored[0][1]
     prompts = phase == "prefill"
     title = "predictions for the prompts of" if prompts else "predictions for the new tokens of"
     shares = ("match", "exact", "at least one", "last quarter", *(("busiest",) if prompts else ()))
@@ -232,7 +233,7 @@ def _prompt_predictions(rows: Sequence[Any], phase: str) -> TextTable:
                 _of(f.overall(phase), "calibration_error"),
                 _share(f.load_error if prompts else f.request_load_error),
             ]
-            for row, f in told
+            for row, f in scored
         ],
         shares=frozenset(shares),
     )

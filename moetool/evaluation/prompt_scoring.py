@@ -108,14 +108,13 @@ class _Judged:
             counts = torch.bincount(cell_TLK[of_T].flatten(), minlength=num_layers * num_experts)
             return counts.view(num_layers, num_experts).numpy().astype(np.float64)
 
-        said_LE, true_LE = self.predictor.workload(prompt), load_LE(prompt_T)
-        self.prompt_errors.append(_misplaced(said_LE, true_LE))
-        busiest_L = true_LE[np.arange(num_layers), said_LE.argmax(axis=1)]
+        predicted_LE, true_LE = self.predictor.workload(prompt), load_LE(prompt_T)
+        self.prompt_errors.append(_misplaced(predicted_LE, true_LE))
+        busiest_L = true_LE[np.arange(num_layers), predicted_LE.argmax(axis=1)]
         self.busiest.append(float((busiest_L == true_LE.max(axis=1)).mean()))
         if more := len(ids_T) - len(prompt):
-            everything_T = torch.ones_like(prompt_T)
-            said_LE = self.predictor.workload(prompt, more)
-            self.request_errors.append(_misplaced(said_LE, load_LE(everything_T)))
+            whole_LE = load_LE(torch.ones_like(prompt_T))
+            self.request_errors.append(_misplaced(self.predictor.workload(prompt, more), whole_LE))
 
     def result(self) -> PromptPrediction:
         return PromptPrediction(
@@ -129,6 +128,6 @@ class _Judged:
         )
 
 
-def _misplaced(said_LE: np.ndarray, true_LE: np.ndarray) -> float:
+def _misplaced(predicted_LE: np.ndarray, true_LE: np.ndarray) -> float:
     """Return half the L1 distance of two workloads of equal size, relative to the size, mean over layers."""
-    return float((np.abs(said_LE - true_LE).sum(axis=1) / (2 * true_LE.sum(axis=1))).mean())
+    return float((np.abs(predicted_LE - true_LE).sum(axis=1) / (2 * true_LE.sum(axis=1))).mean())

@@ -1,8 +1,8 @@
 """Comparison of a served model with plain transformers: tokens, logits, chosen experts, weights.
 
-The server's own engine generates greedily. Each prompt and its answer are then forwarded once by the engine and once by
-plain transformers, which gives its choice at every position. Layer by layer, transformers computes on the engine's own
-hidden states, so that differences are named by layer and expert.
+The server's engine generates greedily. Engine and plain transformers then forward each prompt with its answer once,
+which gives transformers' choice at every position. In addition, transformers computes each layer on the engine's hidden
+states, so that differences are named by layer and expert.
 """
 
 import gc
@@ -179,10 +179,10 @@ def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress
     fastest = dtype if serve.products and device.type == "cpu" else None
 
     def run(policy: str, predictor: Path | None = None, sequences: Any = None) -> Answers:
-        def told(done: int) -> None:
+        def report(done: int) -> None:
             on_progress(f"serving under {policy}", done, 2 * len(prompts))
 
-        return served.answer(policy, predictor=predictor, sequences=sequences, on_progress=told)
+        return served.answer(policy, predictor=predictor, sequences=sequences, on_progress=report)
 
     with ExitStack() as stack:
         needing = [name for name in policies if not reasons[name] and policy_class(name).needs_predictor]
@@ -193,7 +193,7 @@ def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress
             predictor = _counted(checkpoint, reference, Path(folder))
         rows = LayerComparison(checkpoint, reference.computed, dtype, device, fastest)
         plain, yardstick, oracle, whole = rows.compare(prompts, reference, options.layer_by_layer, on_progress)
-        gc.collect()  # frees plain transformers, which is part of cycles
+        gc.collect()  # frees plain transformers, which is in reference cycles
         results = []
         for name in policies:
             if reasons[name]:

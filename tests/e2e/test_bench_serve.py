@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.bench import serve
-from moetool.bench import serving_setup as stage
+from moetool.bench import serve, serving_setup
 from moetool.bench.forced_routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.bench.serve import bench_serve
@@ -160,7 +159,7 @@ def test_other_routes_than_the_traces_are_detected(subject: Subject, monkeypatch
             super().begin_forward(info)
             self._rows_T = self._rows_T // 2
 
-    monkeypatch.setattr(stage, "ForcedRoutes", Shifted)
+    monkeypatch.setattr(serving_setup, "ForcedRoutes", Shifted)
     made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
     assert made.lines[1].as_replayed is False
     assert made.notes == ("lru with 8 slots: the counts differ from replay",)

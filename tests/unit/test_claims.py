@@ -160,7 +160,7 @@ def test_claims_above_the_ceiling_cannot_be_tested() -> None:
 
 def test_predictors_of_one_class_are_replayed_separately(tmp_path: Path) -> None:
     trace = Trace(write_trace(tmp_path / "trace", make_spec(2), num_requests=4))
-    stage = Workbench(sizes=Sizes(), machine=AssumedMachine(), work=tmp_path)
+    bench = Workbench(sizes=Sizes(), machine=AssumedMachine(), work=tmp_path)
     requests = frozenset(requests_of(trace))
     made = []
     for seed in (0, 1):
@@ -169,7 +169,7 @@ def test_predictors_of_one_class_are_replayed_separately(tmp_path: Path) -> None
         predictor.count(Tokens(experts_TPK=experts_TPK, request_T=torch.zeros(50, dtype=torch.int64)))
         made.append(predictor)
     assert repr(made[0]) == repr(made[1])
-    rows = [stage.replayed(trace, "promoe", 6 * trace.spec.slot_bytes, requests, predictor=one) for one in made]
+    rows = [bench.replayed(trace, "promoe", 6 * trace.spec.slot_bytes, requests, predictor=one) for one in made]
     assert rows[0].digest != rows[1].digest
 
 
@@ -309,13 +309,13 @@ def test_profile_has_the_costs_of_the_assumed_machine() -> None:
 
 def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(prompts=1, new_tokens=2, epochs=1)
-    stage = Workbench(sizes=sizes, machine=AssumedMachine(), work=tmp_path)
-    trace = stage.trace(("arithmetic", "exam"))
-    assert stage.trace(("arithmetic", "exam")) is trace
+    bench = Workbench(sizes=sizes, machine=AssumedMachine(), work=tmp_path)
+    trace = bench.trace(("arithmetic", "exam"))
+    assert bench.trace(("arithmetic", "exam")) is trace
     assert sorted(trace.requests["dataset"].to_pylist()) == ["arithmetic", "exam"]
     assert trace.columns >= {"experts", "weights", "logits", "embeddings", "hidden", "ahead"}
-    trained = [stage.trained("popularity", trace, seed=seed) for seed in (0, 1)]
-    found = stage.measured("answer", [1], lambda: {"is": 42.0})
+    trained = [bench.trained("popularity", trace, seed=seed) for seed in (0, 1)]
+    found = bench.measured("answer", [1], lambda: {"is": 42.0})
 
     def refuse(*args: object, **more: object) -> None:
         raise AssertionError("made again")

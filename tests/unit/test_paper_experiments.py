@@ -43,7 +43,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"there": write_trace(folder, make_spec(LAYERS, EXPERTS, TOP_K), num_requests=8)}
 
 
-def _stage(tmp_path: Path, given: dict[str, Path]) -> Workbench:
+def _bench(tmp_path: Path, given: dict[str, Path]) -> Workbench:
     return Workbench(sizes=Sizes(), machine=LOADS_ALONE, work=tmp_path, given=given)
 
 
@@ -54,13 +54,13 @@ def test_time_per_token_is_load_time_if_nothing_else_costs(tmp_path: Path, given
         "what is needed of them": policies.PolicyLine(policy="moesys"),
     }
     options = policies.Options(lines=lines, memory=(1.0,), measure="tpot", machine={"load_s": 3e-3})
-    found = policies.run(_stage(tmp_path, given), options)
+    found = policies.run(_bench(tmp_path, given), options)
     assert found.values["ACC"] == [pytest.approx(3 * LAYERS * TOP_K)]  # milliseconds
     assert found.traces == 1  # one trace decides nothing
     assert found.values["whole layers"] == [pytest.approx(3 * LAYERS * EXPERTS)]
     assert found.values["what is needed of them"][0] < found.values["whole layers"][0]
     with pytest.raises(UsageError, match="did you mean 'load_s'"):
-        policies.run(_stage(tmp_path, given), policies.Options(lines=lines, machine={"lod_s": 1.0}))
+        policies.run(_bench(tmp_path, given), policies.Options(lines=lines, machine={"lod_s": 1.0}))
 
 
 def test_link_and_host_time_per_token_and_costs_per_line(tmp_path: Path, given: dict[str, Path]) -> None:
@@ -70,39 +70,39 @@ def test_link_and_host_time_per_token_and_costs_per_line(tmp_path: Path, given: 
         "slow": policies.PolicyLine(policy="on_demand", machine={"load_s": 2e-3}),
     }
     options = policies.Options(lines=lines, memory=(1.0,), measure="sides")
-    stage = _stage(tmp_path, given)
-    found = policies.run(stage, options)
+    bench = _bench(tmp_path, given)
+    found = policies.run(bench, options)
     assert {name: values[0] for name, values in found.values.items()} == pytest.approx(
         {"fast, link": LAYERS * TOP_K, "fast, host": 0.0, "slow, link": 2 * LAYERS * TOP_K, "slow, host": 0.0}
     )
     drawn = replace(options, measure="tpot", along={"fast": 1, "slow": 2}, axis="seconds of a load")
-    found = policies.run(stage, drawn)
+    found = policies.run(bench, drawn)
     ((curve,),) = found.curves.values()
     assert curve == ((1, 2), (pytest.approx(LAYERS * TOP_K), pytest.approx(2 * LAYERS * TOP_K)))
     assert found.axes == ("seconds of a load", "time per output token, ms")
     with pytest.raises(UsageError, match="did you mean 'slow'"):
-        policies.run(stage, replace(drawn, along={"slwo": 1}))
+        policies.run(bench, replace(drawn, along={"slwo": 1}))
 
 
 def test_memory_sizes_batches_and_named_lines_give_curves(tmp_path: Path, given: dict[str, Path]) -> None:
     lines = {"a, 1 ahead": policies.PolicyLine(policy="lru"), "b, 1 ahead": policies.PolicyLine(policy="lfu")}
-    stage = _stage(tmp_path, given)
+    bench = _bench(tmp_path, given)
     options = policies.Options(lines=lines, memory=(0.25, 0.5, 0.75), measure="tpot")
-    found = policies.run(stage, options)
+    found = policies.run(bench, options)
     assert [curve[0] for curves in found.curves.values() for curve in curves] == [(25.0, 50.0, 75.0)] * 2
     assert found.curves["a, 1 ahead"][0][1][2] == found.values["a, 1 ahead, 0.75"][0]
     assert found.axes[0] == "experts in memory, %"
-    many = policies.run(stage, replace(options, memory=(0.5,), batch=(1, 2, 3)))
+    many = policies.run(bench, replace(options, memory=(0.5,), batch=(1, 2, 3)))
     assert many.curves["b, 1 ahead"][0][0] == (1, 2, 3) and many.axes[0] == "requests per batch"
     named = {**lines, "a, 3 ahead": policies.PolicyLine(policy="lru"), "b, 3 ahead": policies.PolicyLine(policy="lfu")}
     along = {name: int(name[3]) for name in named}
-    found = policies.run(stage, policies.Options(lines=named, along=along, axis="distance"))
+    found = policies.run(bench, policies.Options(lines=named, along=along, axis="distance"))
     assert {name: curves[0][0] for name, curves in found.curves.items()} == {"a": (1, 3), "b": (1, 3)}
     assert found.curves["a"][0][1][0] == 100 * found.values["a, 1 ahead"][0]
 
 
 def test_swept_edge_servers_and_store_capacities_give_curves(tmp_path: Path, given: dict[str, Path]) -> None:
-    stage = replace(_stage(tmp_path, given), sizes=Sizes(seeds=1, requests=2))
+    bench = replace(_bench(tmp_path, given), sizes=Sizes(seeds=1, requests=2))
     options = edge_servers.Options(
         servers={"there": 1},
         memory=1.0,
@@ -111,7 +111,7 @@ def test_swept_edge_servers_and_store_capacities_give_curves(tmp_path: Path, giv
         sweep={"gpus": ("2", "3"), "bandwidth": ("100Mbps", "200Mbps", "300Mbps")},
         simulation={"token_bytes": 8},
     )
-    found = edge_servers.run(stage, options)
+    found = edge_servers.run(bench, options)
     assert {name: curves[0][0] for name, curves in found.curves.items()} == dict.fromkeys(
         ("2 GPUs", "3 GPUs"), (100.0, 200.0, 300.0)
     )
@@ -121,27 +121,27 @@ def test_swept_edge_servers_and_store_capacities_give_curves(tmp_path: Path, giv
     kept = ("topk", "logits", "embeddings")
     scored = write_trace(tmp_path / "scored", spec, num_requests=8, keep=kept)
     store = map_quality.Options(capacities=(4, 8), measure="bytes")
-    found = map_quality.run(replace(stage, given={"scored": scored}), store)
+    found = map_quality.run(replace(bench, given={"scored": scored}), store)
     assert found.curves["all maps"][0][0] == (4.0, 8.0)
     assert found.axes == ("maps in the store", "size of the store, MB")
 
 
 def test_affinity_experiment_needs_two_layers(tmp_path: Path, given: dict[str, Path]) -> None:
-    found = expert_affinity.run(_stage(tmp_path, given), expert_affinity.Options())
+    found = expert_affinity.run(_bench(tmp_path, given), expert_affinity.Options())
     assert found.values["by chance"] == [TOP_K / EXPERTS]
     assert {len(curves[0][0]) for curves in found.curves.values()} == {LAYERS - 1}
     alone = Trace(write_trace(tmp_path / "alone", make_spec(1, EXPERTS, TOP_K), num_requests=4))
     with pytest.raises(CannotTestError, match="1 layers and 4 requests"):
-        expert_affinity.run(_stage(tmp_path, {"alone": alone.path}), expert_affinity.Options())
+        expert_affinity.run(_bench(tmp_path, {"alone": alone.path}), expert_affinity.Options())
 
 
 def test_predictor_cost_at_a_shape(tmp_path: Path) -> None:
     shape = memory.Shape(name="small", layers=3, experts=8, top_k=2, hidden=8, expert_bytes=1, dense_bytes=1)
-    stage = replace(_stage(tmp_path, {}), sizes=Sizes(rounds=2))
-    counted = predictor_cost.run(stage, predictor_cost.Options(predictor="affinity", model=shape, measure="bytes"))
+    bench = replace(_bench(tmp_path, {}), sizes=Sizes(rounds=2))
+    counted = predictor_cost.run(bench, predictor_cost.Options(predictor="affinity", model=shape, measure="bytes"))
     assert counted.exact
     assert counted.values == {"affinity": [pytest.approx(2 * 8 * 8 * 4 / 1e6, rel=0.5)]}  # two pairs of layers
-    timed = predictor_cost.run(stage, predictor_cost.Options(predictor="affinity", model=shape))
+    timed = predictor_cost.run(bench, predictor_cost.Options(predictor="affinity", model=shape))
     assert len(timed.values["affinity"]) == 2 and min(timed.values["affinity"]) > 0
 
 
@@ -154,31 +154,31 @@ def test_predictors_train_on_other_parts_than_the_measured_one(tmp_path: Path, m
         return SimpleNamespace(out=out)
 
     monkeypatch.setattr("moetool.bench.paper.workbench.capture", capture)
-    stage = Workbench(sizes=Sizes(seeds=3, prompts=2), machine=LOADS_ALONE, work=tmp_path)
-    assert stage.others(1) == (0, 2)
+    bench = Workbench(sizes=Sizes(seeds=3, prompts=2), machine=LOADS_ALONE, work=tmp_path)
+    assert bench.others(1) == (0, 2)
     options = predictors.Options(
         data=("arithmetic",), apart=True, lines={"affinity": predictors.PredictorLine(predictor="affinity")}
     )
-    found = predictors.run(stage, options)
+    found = predictors.run(bench, options)
     assert len(found.values["affinity"]) == 3
     assert "6 requests" in found.on
     parts = [captured[f"trace-arithmetic-24-1-{part}-0"] for part in ("0", "1", "2")]
     assert len({prompt for part in parts for prompt in part}) == 6
     assert captured["trace-arithmetic-24-1-0.2-0"] == sorted(parts[0] + parts[2])
-    learned, part = stage.trace(("arithmetic",), fold=(0, 2)), stage.trace(("arithmetic",), fold=1)
-    measured = policies.measure(stage, part, policies.PolicyLine(policy="lru"), 0.5, 1, 1, learned=learned)
+    learned, part = bench.trace(("arithmetic",), fold=(0, 2)), bench.trace(("arithmetic",), fold=1)
+    measured = policies.measure(bench, part, policies.PolicyLine(policy="lru"), 0.5, 1, 1, learned=learned)
     assert len(measured.request_s) == 2
 
 
 def test_routing_drift_exceeds_chance_only_if_batches_differ(tmp_path: Path, given: dict[str, Path]) -> None:
     shares_BLE = np.array([[[0.5, 0.5, 0.0]], [[0.0, 0.5, 0.5]], [[0.0, 0.5, 0.5]]])
     assert routing_drift.changed(shares_BLE) == 0.25  # a half of the calls, then none
-    found = routing_drift.run(_stage(tmp_path, given), routing_drift.Options(batch=2))
+    found = routing_drift.run(_bench(tmp_path, given), routing_drift.Options(batch=2))
     assert set(found.values) == {"batch to batch", "by chance"} and found.traces == 1
     assert all(0 < value < 1 for values in found.values.values() for value in values)
     assert [len(curve[0][0]) for curve in found.curves.values()] == [4, 4, 4]
     with pytest.raises(CannotTestError, match="makes 1 batch"):
-        routing_drift.run(_stage(tmp_path, given), routing_drift.Options(batch=8))
+        routing_drift.run(_bench(tmp_path, given), routing_drift.Options(batch=8))
 
 
 def test_scores_and_reuse_by_rank(tmp_path: Path) -> None:
@@ -188,34 +188,34 @@ def test_scores_and_reuse_by_rank(tmp_path: Path) -> None:
     assert share_E[0] == 1 and (np.diff(share_E) <= 0).all() and len(share_E) == EXPERTS
     # Over all ranks, as many experts are used again as the router chooses within one iteration.
     assert score_ranks.by_rank(trace, score_ranks.Options(measure="reuse", within=1)).sum() == pytest.approx(TOP_K)
-    found = score_ranks.run(_stage(tmp_path, {"there": trace.path}), score_ranks.Options(measure="reuse", within=1))
+    found = score_ranks.run(_bench(tmp_path, {"there": trace.path}), score_ranks.Options(measure="reuse", within=1))
     assert set(found.values) == {"highest active", "lowest active", "highest inactive", "lowest"} and found.traces == 1
     with pytest.raises(CannotTestError, match="more than 99 new tokens"):
         score_ranks.by_rank(trace, score_ranks.Options(measure="reuse", within=99))
 
 
 def test_migration_and_planning_cost_as_on_the_named_machine(tmp_path: Path, given: dict[str, Path]) -> None:
-    stage = Workbench(sizes=Sizes(seeds=1, requests=16), machine=LOADS_ALONE, work=tmp_path, given=given)
+    bench = Workbench(sizes=Sizes(seeds=1, requests=16), machine=LOADS_ALONE, work=tmp_path, given=given)
     runs = {
         "stop": expert_parallel.ModeRun(mode="director-proactive", migrate="stop"),
         "free": expert_parallel.ModeRun(mode="director-proactive", migrate="free"),
         "planned": expert_parallel.ModeRun(mode="director-proactive", migrate="free", planning="wait"),
     }
     common: dict[str, Any] = {"data": ("arithmetic",), "model": "deepseek-v2-lite", "gpus": (4,), "runs": runs}
-    found = expert_parallel.run(stage, expert_parallel.Options(**common, machine="h200-node", plan_s=(0.5, 1.0)))
+    found = expert_parallel.run(bench, expert_parallel.Options(**common, machine="h200-node", plan_s=(0.5, 1.0)))
     (free,), (stop,), (planned,) = (found.values[f"{name}, 500 ms"] for name in ("free", "stop", "planned"))
     assert free < stop < planned and planned > 0.5
     assert found.values["planned, 1000 ms"][0] == pytest.approx(2 * planned, rel=0.05)
     assert [x for x, _ in found.curves["planned"]] == [(500.0, 1000.0)]
     assert "DeepSeek-V2-Lite on 8 x H200" in found.on
     with pytest.raises(UsageError, match="no link"):
-        expert_parallel.run(stage, expert_parallel.Options(**common, machine="rtx-3080"))
+        expert_parallel.run(bench, expert_parallel.Options(**common, machine="rtx-3080"))
     stages = {
         "rounding": expert_parallel.ModeRun(mode="director_rounding-proactive"),
         "search": expert_parallel.ModeRun(mode="director-proactive", options={"replicas": False}),
         "copies": expert_parallel.ModeRun(mode="director-proactive"),
     }
-    by_stage = expert_parallel.run(stage, expert_parallel.Options(**{**common, "runs": stages}, machine="h200-node"))
+    by_stage = expert_parallel.run(bench, expert_parallel.Options(**{**common, "runs": stages}, machine="h200-node"))
     assert len({values[0] for values in by_stage.values.values()}) == 3
 
 
@@ -224,7 +224,7 @@ def test_memory_of_a_model_given_by_its_sizes(tmp_path: Path) -> None:
         name="small", layers=3, experts=10, top_k=2, hidden=8, expert_bytes=1_000_000, dense_bytes=10_000_000
     )
     lines = {"ACC": policies.PolicyLine(policy="on_demand"), "MoESys": policies.PolicyLine(policy="moesys")}
-    found = memory.run(_stage(tmp_path, {}), memory.Options(lines=lines, model=shape))
+    found = memory.run(_bench(tmp_path, {}), memory.Options(lines=lines, model=shape))
     # 40 MB in all; two experts beside the dense weights, or two layers of ten
     assert found.values == {memory.WHOLE: [1.0], "ACC": [12 / 40], "MoESys": [30 / 40]}
 
@@ -232,16 +232,16 @@ def test_memory_of_a_model_given_by_its_sizes(tmp_path: Path) -> None:
 def test_warm_up_requests_are_not_counted(tmp_path: Path, given: dict[str, Path]) -> None:
     """All experts fit: once they are loaded a request takes its computing alone, and before that its loads too."""
     machine = AssumedMachine(load_s=1.0, expert_s=0.0, expert_token_s=0.0, dense_s=1e-3, dense_token_s=0.0)
-    stage = replace(_stage(tmp_path, given), machine=machine, sizes=Sizes(seeds=1, requests=4))
+    bench = replace(_bench(tmp_path, given), machine=machine, sizes=Sizes(seeds=1, requests=4))
     options = offload_or_call.Options(servers={"there": 1}, memory=1.0, simulation={"token_bytes": 8})
-    warm, cold = (offload_or_call.run(stage, replace(options, warm=count)).values for count in (4, 0))
+    warm, cold = (offload_or_call.run(bench, replace(options, warm=count)).values for count in (4, 0))
     assert warm[offload_or_call.ALONE][0] < 0.1 < cold[offload_or_call.ALONE][0]
     with pytest.raises(CannotTestError, match="too few to leave out 8"):
-        offload_or_call.run(stage, replace(options, warm=8))
+        offload_or_call.run(bench, replace(options, warm=8))
 
 
 def test_phases_need_a_run_longer_than_the_first_decision(tmp_path: Path, given: dict[str, Path]) -> None:
-    stage = replace(_stage(tmp_path, given), sizes=Sizes(seeds=1, requests=6))
+    bench = replace(_bench(tmp_path, given), sizes=Sizes(seeds=1, requests=6))
     options = edge_servers.Options(
         servers={"there": 1},
         memory=1.0,
@@ -250,24 +250,24 @@ def test_phases_need_a_run_longer_than_the_first_decision(tmp_path: Path, given:
         measure="phases",
         simulation={"token_bytes": 8, "replan_s": 3.0, "window_s": 1.0},
     )
-    found = edge_servers.run(stage, options)
+    found = edge_servers.run(bench, options)
     assert found.values == {"prism, before": [1.0], "prism, after": [1.0]}
     assert "Eq. 4 asked 1 to 1 times a run" in found.on
     late = replace(options, simulation={**options.simulation, "replan_s": 60.0})
     with pytest.raises(CannotTestError, match=r"first decision by Eq\. 4 at 60 s"):
-        edge_servers.run(stage, late)
+        edge_servers.run(bench, late)
 
 
 def test_divergence_within_a_task_is_that_of_chance(tmp_path: Path, given: dict[str, Path]) -> None:
-    stage = replace(_stage(tmp_path, dict.fromkeys("ab", given["there"])), sizes=Sizes(seeds=2))
-    found = activation_patterns.run(stage, activation_patterns.Options())
+    bench = replace(_bench(tmp_path, dict.fromkeys("ab", given["there"])), sizes=Sizes(seeds=2))
+    found = activation_patterns.run(bench, activation_patterns.Options())
     assert found.values["same task"] == pytest.approx(found.values["other task"])
     assert sum(found.curves["a"][0][1]) == pytest.approx(100)
-    ginis = activation_patterns.run(stage, activation_patterns.Options(measure="layers"))
+    ginis = activation_patterns.run(bench, activation_patterns.Options(measure="layers"))
     assert list(ginis.values) == [f"layer {layer}" for layer in range(LAYERS)]
     assert all(0 < value < 1 for values in ginis.values.values() for value in values)
     with pytest.raises(CannotTestError, match="8 requests, expected 10 or more"):
-        activation_patterns.run(replace(stage, sizes=Sizes(seeds=5)), activation_patterns.Options())
+        activation_patterns.run(replace(bench, sizes=Sizes(seeds=5)), activation_patterns.Options())
 
 
 def test_curves_are_averaged_at_common_points() -> None:

@@ -25,7 +25,7 @@ _WIRE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterStage:
+class BenchInputs:
     """Inputs of the runs.
 
     Attributes:
@@ -86,7 +86,7 @@ class ClusterStage:
         return float(local / pairs) if pairs else 0.0
 
 
-def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work: Path) -> ClusterStage:
+def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work: Path) -> BenchInputs:
     """Read the prompts, capture them, and measure compute costs.
 
     Args:
@@ -132,7 +132,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
     planned, served = ({names[task]: traces[f"{part}-{n}"] for n, task in enumerate(tasks)} for part in _PARTS)
     profile = measure(model, ProfileOptions(dtype="float32", seconds=options.profile_s, threads=1, scratch=work))
     expert_s = options.expert_us * 1e-6 or profile.on("cpu").expert(1)
-    return ClusterStage(
+    return BenchInputs(
         model=model,
         spec=spec,
         tasks=tuple(names.values()),

@@ -141,7 +141,7 @@ class ClusterBench(JsonRecord):
         runs = self.of(line)
         ordered = sorted(seconds for run in runs for server in run.latencies for seconds in server)
         ratios = self.paired(line, self.lines[-1])
-        said = next((one for one in self.simulated if one.line == line), None)
+        simulated = next((one for one in self.simulated if one.line == line), None)
         return {
             "line": line,
             "servers_s": [statistics.median(run.server_s(n) for run in runs) for n in range(len(self.tasks))],
@@ -158,8 +158,8 @@ class ClusterBench(JsonRecord):
             "failed": sum(run.failed for run in runs),
             "other_texts": sum(run.other_texts for run in runs),
             "redirected": sum(run.redirected for run in runs),
-            "simulated_s": None if said is None else said.mean_s,
-            "simulated_local": None if said is None else said.local,
+            "simulated_s": None if simulated is None else simulated.mean_s,
+            "simulated_local": None if simulated is None else simulated.local,
         }
 
     def to_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.bench.live_cluster.bench_inputs import ClusterStage, prepare
+from moetool.bench.live_cluster.bench_inputs import BenchInputs, prepare
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
 from moetool.bench.live_cluster.cluster_results import ClusterBench, LineRun, Simulation
 from moetool.bench.live_cluster.deployment import Stand, open_alone, open_stand
@@ -55,39 +55,39 @@ def bench_cluster(
         require_namespaces()
     serve = ServeOptions(kv_tokens=2048, max_requests=4, threads=1)
     with tempfile.TemporaryDirectory(prefix="moetool-bench-") as folder:
-        stage = prepare(model, tasks, options, Path(folder))
+        inputs = prepare(model, tasks, options, Path(folder))
         settings = [(gap_s, options.links[0]) for gap_s in options.gaps_s]
         settings += [(options.gaps_s[0], link) for link in options.links[1:]]
         made = ClusterBench(
             model=model,
             command=command,
-            tasks=stage.tasks,
+            tasks=inputs.tasks,
             lines=tuple(lines),
             options=options,
-            slots=tuple(stage.slots(share) for share in options.memory),
-            total_experts=stage.spec.total_experts,
-            expert_s=stage.expert_s,
-            even_bytes_s=stage.even_bytes_s,
+            slots=tuple(inputs.slots(share) for share in options.memory),
+            total_experts=inputs.spec.total_experts,
+            expert_s=inputs.expert_s,
+            even_bytes_s=inputs.even_bytes_s,
             machine=read_machine(),
             load_before=load_average(),
         )
         with ExitStack() as undo:
-            site = undo.enter_context(open_site(options.where, stage.tasks))
+            site = undo.enter_context(open_site(options.where, inputs.tasks))
             alone = None
             if {ALONE, REDIRECTED} & set(lines):
-                alone = undo.enter_context(open_alone(model, made.slots, serve, site, stage.tasks))
+                alone = undo.enter_context(open_alone(model, made.slots, serve, site, inputs.tasks))
             total = len(settings) * options.rounds * len(lines)
             for link in options.links:
-                cluster = stage.cluster(options, link)
-                plans = stage.plans(cluster, lines, options.seed)
+                cluster = inputs.cluster(options, link)
+                plans = inputs.plans(cluster, lines, options.seed)
                 gaps_s = [gap_s for gap_s, at in settings if at == link]
                 with ExitStack() as inner:
                     stand = None
                     if plans:
-                        spare = plans.get("uniform") or stage.plans(cluster, ["uniform"], options.seed)["uniform"]
+                        spare = plans.get("uniform") or inputs.plans(cluster, ["uniform"], options.seed)["uniform"]
                         stand = inner.enter_context(open_stand(model, spare, serve, site))
-                        warm(stand.urls, model, stage.texts[0][0])
-                    runner = _Runner(stage, options, stand, alone, plans, link)
+                        warm(stand.urls, model, inputs.texts[0][0])
+                    runner = _Runner(inputs, options, stand, alone, plans, link)
                     for gap_s in gaps_s:
                         for number in range(options.rounds):
                             start = number % len(lines)  # another line begins each round
@@ -98,7 +98,7 @@ def bench_cluster(
                         made.shifts += [runner.shift(list(plans)[-1], moves) for moves in (True, False)]
                 for gap_s in gaps_s:
                     made.simulated += [
-                        _simulate(stage, cluster, options, line, plan, gap_s, link) for line, plan in plans.items()
+                        _simulate(inputs, cluster, options, line, plan, gap_s, link) for line, plan in plans.items()
                     ]
         made.load_after = load_average()
     return made
@@ -109,21 +109,21 @@ class _Runner:
 
     def __init__(
         self,
-        stage: ClusterStage,
+        inputs: BenchInputs,
         options: ClusterBenchOptions,
         stand: Stand | None,
         alone: Any,
         plans: dict[str, PlacementPlan],
         link: float,
     ) -> None:
-        self._stage, self._options, self._stand, self._alone = stage, options, stand, alone
+        self._inputs, self._options, self._stand, self._alone = inputs, options, stand, alone
         self._plans, self._link = plans, link
         self._texts: dict[tuple[int, int], str] = {}  # first answer to each prompt, by (task, prompt)
 
     def run(self, line: str, number: int, gap_s: float) -> LineRun:
         """Run one line in one round."""
         rng = np.random.default_rng([self._options.seed, number])
-        coming = draw(self._options.requests, gap_s, [len(texts) for texts in self._stage.texts], rng)
+        coming = draw(self._options.requests, gap_s, [len(texts) for texts in self._inputs.texts], rng)
         if line in self._plans:
             moves = self._options.migrate and line not in STATIC
             return self._placed(line, coming, number, gap_s, moves)
@@ -131,12 +131,12 @@ class _Runner:
         return self._note(line, number, gap_s, self._drive(urls, coming, redirect=line == REDIRECTED))
 
     def _drive(self, urls: Sequence[str], coming: Sequence[Coming], redirect: bool = False) -> list[Answered]:
-        stage = self._stage
-        return drive(urls, coming, stage.texts, self._options.new_tokens, model=stage.model, redirect=redirect)
+        inputs = self._inputs
+        return drive(urls, coming, inputs.texts, self._options.new_tokens, model=inputs.model, redirect=redirect)
 
     def shift(self, line: str, moves: bool) -> LineRun:
         """Run with tasks that change servers after half of the requests: each to the previous server."""
-        counts = [len(texts) for texts in self._stage.texts]
+        counts = [len(texts) for texts in self._inputs.texts]
         rng = np.random.default_rng([self._options.seed, 10**6])
         gap_s = self._options.gaps_s[0]
         before = draw(self._options.requests, gap_s, counts, rng)
@@ -169,8 +169,8 @@ class _Runner:
         made.call_s = scheduler.statistics.call_s
         made.decisions = [decision.to_json() for decision in scheduler.chronicle.decisions]
         if all(one.task == one.server for one in coming):
-            drawn = [[one.prompt for one in coming if one.server == n] for n in range(len(self._stage.tasks))]
-            made.expected_local = self._stage.expected_local(plan, drawn)
+            drawn = [[one.prompt for one in coming if one.server == n] for n in range(len(self._inputs.tasks))]
+            made.expected_local = self._inputs.expected_local(plan, drawn)
         return made
 
     def _note(self, line: str, number: int, gap_s: float, answered: Sequence[Answered]) -> LineRun:
@@ -181,7 +181,7 @@ class _Runner:
                 other += self._texts.setdefault(at, one.text) != one.text
         by_server = [
             [one for one in answered if one.coming.server == n and one.text is not None]
-            for n in range(len(self._stage.tasks))
+            for n in range(len(self._inputs.tasks))
         ]
         return LineRun(
             line=line,
@@ -197,7 +197,7 @@ class _Runner:
 
 
 def _simulate(
-    stage: ClusterStage,
+    inputs: BenchInputs,
     cluster: Cluster,
     options: ClusterBenchOptions,
     line: str,
@@ -212,20 +212,20 @@ def _simulate(
 
     sources = {
         n: read_source(trace, lambda place: True, decode_tokens=max(1, options.new_tokens - 1))
-        for n, trace in enumerate(stage.served.values())
+        for n, trace in enumerate(inputs.served.values())
     }
     world = World(
-        spec=stage.spec,
+        spec=inputs.spec,
         cluster=cluster,
         sources=sources,
-        history=read_demand(stage.planned, cluster),
+        history=read_demand(inputs.planned, cluster),
         history_sources=sources,
     )
     found = simulate(
         world,
         line,
         f"poisson:{gap_s}s",
-        options.requests * len(stage.tasks),
+        options.requests * len(inputs.tasks),
         SimulationOptions(
             seed=options.seed,
             split=1.0,
@@ -235,7 +235,7 @@ def _simulate(
             value_bytes=4,
             window_s=options.interval_s,
         ),
-        costs=stage.profile,
+        costs=inputs.profile,
         inputs=ModeInputs(plan=plan),
     )
     return Simulation(

@@ -14,15 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BAR = 0.27  # inches
-_LEAST = 2.6  # inches of the height of a figure with curves
-_MARKED = 12  # points of a line, as many as are marked
-_FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
-_FAR = 50  # times the least abscissa, from which an axis is logarithmic
-_TITLE = 150  # characters of a line
-_ABSCISSA = 50  # characters of a line below half of the width
-_ORDINATE = 24  # characters of a line beside the least height
-_UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
+_BAR = 0.27  # inches per bar
+_LEAST = 2.6  # least height in inches of a figure with curves
+_MARKED = 12  # most points of a line with markers
+_FEW = 5  # bars that fill the least height; fewer are not drawn thicker
+_FAR = 50  # ratio of abscissae above which an axis is logarithmic
+_TITLE, _ABSCISSA, _ORDINATE = 150, 50, 24  # characters per line of a title and of axis labels
+_UNEVEN = 12  # ratio of means above which points on a logarithmic axis replace bars
 
 
 def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
@@ -73,7 +71,7 @@ def _values(axes: "Axes", found: Found) -> None:
         logarithmic(axes)
     else:
         axes.barh(places, values, xerr=errors, height=0.7, color=colours, ecolor="#222222")
-        if min(values) >= 0:  # what cannot be negative, such as seconds, whatever its interval
+        if min(values) >= 0:  # an interval that reaches below 0 ends at the axis
             axes.set_xlim(left=0)
     axes.set_yticks(places, names)
     beside = 0.6 + (max(0, _FEW - len(names)) / 2 if found.curves else 0)
@@ -115,10 +113,9 @@ def _curves(axes: "Axes", found: Found) -> None:
 
 
 def average(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float] | None]:
-    """Common abscissae of several curves, mean ordinates there, and half of their 95 % intervals.
+    """Return the common abscissae of curves, the mean ordinates there, and half of their 95 % intervals.
 
-    A single curve has no intervals. Points that not all curves have, such as the last window of a run, are left out;
-    without common points the first curve represents all.
+    A single curve has no intervals. Without common points the first curve represents all.
     """
     shared = sorted(set.intersection(*(set(x) for x, _ in curves)))
     if len(curves) == 1 or not shared:

@@ -81,16 +81,16 @@ def run_paper(
         UsageError: no claim has a name, or a claim refers to an unmeasured value.
     """
     claims = choose(paper.claim, only)
-    stage = Workbench(
+    bench = Workbench(
         sizes=paper.quick if quick else paper.sizes,
         machine=paper.machine.assumed(),
         work=work,
         given=given or {},
     )
     try:
-        return _judged(stage, claims, out, on_progress)
+        return _judged(bench, claims, out, on_progress)
     finally:
-        shutil.rmtree(stage.scratch, ignore_errors=True)
+        shutil.rmtree(bench.scratch, ignore_errors=True)
 
 
 def with_links(paper: Paper, links: float, only: Sequence[str] = ()) -> Paper:
@@ -105,7 +105,7 @@ def with_links(paper: Paper, links: float, only: Sequence[str] = ()) -> Paper:
 
 
 def _judged(
-    stage: Workbench,
+    bench: Workbench,
     claims: Sequence[Claim],
     out: Path | None,
     on_progress: Callable[[int], None],
@@ -118,7 +118,7 @@ def _judged(
         began = time.perf_counter()
         fresh = key not in known
         if fresh:
-            known[key] = _measure(stage, claim)
+            known[key] = _measure(bench, claim)
         found = known[key]
         if isinstance(found, Verdict):
             tested.append(Tested(claim=claim, verdict=found, found=None, seconds=time.perf_counter() - began))
@@ -127,7 +127,7 @@ def _judged(
                 drawn[key] = _draw(out, claim, found)
             seconds = time.perf_counter() - began if fresh else 0.0
             # A ceiling is 1 + the compute time that loads can hide, relative to the load time.
-            ceiling = {name: 1 + (most - 1) * stage.machine.links for name, most in claim.ceiling.items()}
+            ceiling = {name: 1 + (most - 1) * bench.machine.links for name, most in claim.ceiling.items()}
             verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling)
             pictures = drawn.get(key, ())
             tested.append(Tested(claim=claim, verdict=verdict, found=found, seconds=seconds, pictures=pictures))
@@ -135,12 +135,12 @@ def _judged(
     return tested
 
 
-def _measure(stage: Workbench, claim: Claim) -> Found | Verdict:
+def _measure(bench: Workbench, claim: Claim) -> Found | Verdict:
     """Run the claim's experiment; a verdict if it cannot run here."""
     module = plugins.load("experiment", claim.experiment)
     options = config.parse(module.Options, claim.options, f"{claim.id}, {claim.experiment}")
     try:
-        found: Found = module.run(stage, options)
+        found: Found = module.run(bench, options)
     except _MISSING as error:
         return Verdict(answer="cannot be tested here", why=str(error))
     return found

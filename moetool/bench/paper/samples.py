@@ -16,8 +16,8 @@ class Samples:
         traces: traces by path.
     """
 
-    def __init__(self, stage: Workbench) -> None:
-        self._stage = stage
+    def __init__(self, bench: Workbench) -> None:
+        self._bench = bench
         self.values: dict[str, list[float]] = {}
         self.curves: dict[str, list[Curve]] = {}
         self.traces: dict[str, Trace] = {}
@@ -43,7 +43,7 @@ class Samples:
     @property
     def independent(self) -> int:
         """Number of independent sets of traces, with one trace per server in a set."""
-        return self._stage.parts(self.traces)
+        return self._bench.parts(self.traces)
 
     def found(
         self,
@@ -62,7 +62,7 @@ class Samples:
             on: added to the description of the traces.
             traces: number of independent traces (default: of all).
         """
-        measured = self._stage.on(list(self.traces.values()))
+        measured = self._bench.on(list(self.traces.values()))
         return Found(
             values=self.values,
             what=what,

@@ -1,4 +1,4 @@
-"""Inputs that experiments of a paper share, each made once: sizes, traces of the model or given ones, predictors."""
+"""Shared inputs of a paper's experiments, each made once: sizes, traces, predictors."""
 
 import hashlib
 import json
@@ -33,9 +33,9 @@ MODEL = "reference"
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
 ALL = tuple(gather.names())
 """The embedded prompt sets."""
-_AT_ONCE = 8  # prompts that are captured together, where it does not matter: it takes half the time
+_AT_ONCE = 8  # prompts captured per batch where batches do not matter; takes half the time
 HISTORY = 0.7
-"""Share of the requests that come before those that are measured: FineMoE's 7:3."""
+"""Share of the requests that precede the measured ones: FineMoE's 7:3."""
 _MADE_BY = (
     "caching",
     "capture",
@@ -52,46 +52,44 @@ _MADE_BY = (
     "trace",
     "tuning",
 )
-"""Packages whose code makes traces, predictors and replicas: after a change of one, all of these are made anew."""
+"""Packages whose code makes traces, predictors and replicas; a change of one makes all of these again."""
 _BENCH = ("workbench.py", "experiments/replica_agreement.py")
-"""Modules of this package that choose prompts and settings for them."""
+"""Modules of this package that choose their prompts and settings."""
 _WAIT_S = 0.2
 
 
 @dataclass(kw_only=True)
 class Workbench:
-    """Workbench that the experiments of one paper share.
+    """Shared inputs of the experiments of one paper.
 
     Attributes:
-        sizes: how much is done, unless an experiment's options say otherwise.
-        machine: the assumed one, for timelines.
-        work: a folder that keeps traces, predictors and what was measured of replicas; a later run with the same code
-            and the same inputs finds them there, and so does one beside it.
-        given: traces to use instead of those that are captured of the embedded model, by name.
-        on_note: called with the step under way.
+        sizes: default sizes of experiments.
+        machine: assumed machine, for timelines.
+        work: folder that keeps traces, predictors and measurements of replicas, for concurrent and later runs with the
+            same code and inputs.
+        given: traces by name, instead of captures of the embedded model.
 
-    Effects: captures and trains into `work` on first use. What is needed only once lies in `scratch`.
+    Effects: captures and trains into `work` on first use; temporary files are in `scratch`.
     """
 
     sizes: Sizes
     machine: AssumedMachine
     work: Path
     given: Mapping[str, Path] = field(default_factory=dict)
-    on_note: Callable[[str], None] = lambda note: None
     _made: dict[str, Any] = field(default_factory=dict)
 
     @property
     def seeds(self) -> range:
-        """Seeds of everything that has one."""
+        """Seeds of the experiments."""
         return range(self.sizes.seeds)
 
     @property
     def folds(self) -> range:
-        """Parts of the prompts that are measured one by one; a trace that is given is one."""
+        """Numbers of the parts of the prompts, one per seed; each given trace is a part."""
         return range(len(self.given)) if self.given else self.seeds
 
     def others(self, fold: int) -> tuple[int, ...]:
-        """The parts of the prompts but one, to learn from what is not measured there; none of a trace that is given."""
+        """All parts of the prompts except the measured one, for training; none with given traces."""
         return () if self.given else tuple(other for other in self.folds if other != fold)
 
     def trace(
@@ -103,14 +101,13 @@ class Workbench:
         fold: int | tuple[int, ...] = 0,
         resident: float = 0.0,
     ) -> Trace:
-        """A trace over some prompt sets, mixed, with the columns of `KEEP`; of given ones the fold takes one in turn.
+        """Return a trace of mixed prompt sets, with the columns of `KEEP`; with given traces, the fold's.
 
         Args:
-            new_tokens: decoded for each prompt (0: as the sizes say).
-            batch: requests that are forwarded together, where the trace is replayed as recorded; 1 is for replays of
-                one request after the other.
-            fold: another one takes other prompts of the sets; of several, the prompts of them all.
-            resident: keep the column `resident` too, which reckons with this share of each layer's experts.
+            new_tokens: decoded tokens per prompt (0: the sizes').
+            batch: requests per batch, for replays as recorded; 1: for replays of one request after the other.
+            fold: part of the prompts, or several parts together.
+            resident: share of each layer's experts that the column `resident` assumes in memory (0: no such column).
         """
         if self.given:
             names = list(self.given)
@@ -122,7 +119,6 @@ class Workbench:
         name = f"trace-{sets}-{new_tokens}-{batch}-{'.'.join(map(str, folds))}-{resident:g}"
 
         def capture_into(out: Path, texts: Sequence[Any]) -> None:
-            self.on_note(f"capturing {', '.join(data)}")
             order = np.random.default_rng(folds[0]).permutation(len(texts))
             options = CaptureOptions(
                 max_new_tokens=new_tokens,
@@ -147,41 +143,37 @@ class Workbench:
         return self.once(name, make)
 
     def apart(self, data: Sequence[str], seed: int) -> tuple[Trace, Trace | None]:
-        """A trace to measure on, another for each seed, and one of all other prompts to learn from.
-
-        Of given traces each seed takes one in turn, and there is none to learn from but that.
-        """
+        """Return the trace that a seed measures, and one of all other prompts for training; None with given traces."""
         if self.given or self.sizes.seeds < 2:
             return self.trace(data, fold=seed), None
         return self.trace(data, fold=seed), self.trace(data, fold=self.others(seed))
 
     def by_server(self, data: Sequence[str], fold: int = 0) -> dict[str, Trace]:
-        """A trace for each of some servers: the given ones under their names, else a part of each prompt set."""
+        """Return a trace per server: the given ones by name, else a part of each prompt set."""
         if self.given:
             return {name: self.once(f"given {name}", partial(Trace, path)) for name, path in self.given.items()}
         return {name: self.trace((name,), fold=fold) for name in data}
 
     def parts(self, traces: Mapping[str, Trace]) -> int:
-        """Independent sets of traces among those of all seeds: given ones are one, however many seeds draw of them."""
+        """Return the number of independent sets of traces over all seeds; given traces are one set."""
         return 1 if self.given else min(len(self.seeds), len(traces))
 
     def trained(
         self, name: str, trace: Trace, *, seed: int = 0, options: Mapping[str, Any] | None = None, **fit: Any
     ) -> Path:
-        """The folder of a predictor trained on a trace, with the epochs of the sizes unless `fit` says otherwise.
+        """Return the folder of a predictor trained on a trace, by default for the sizes' epochs.
 
         Raises:
-            MismatchError: the trace lacks what it looks at.
+            MismatchError: the trace lacks a column that the predictor needs.
         """
         fit = {"max_epochs": self.sizes.epochs, **fit}
         key = json.dumps(["trained", name, str(trace.path), seed, dict(options or {}), fit], sort_keys=True)
 
         def train_into(out: Path) -> None:
-            self.on_note(f"training {name} on {trace.path.name}")
             train(name, trace.path, out, options=options, fit=FitOptions(**fit), seed=seed)
 
         def make() -> Path:
-            # a predictor of one's own (my_lab.predictor in a recipe) is not among `code_files`
+            # `code_files` lacks predictors from outside, such as my_lab.predictor in a recipe
             source = Path(plugins.load("predictor", name).__file__ or "").read_text(encoding="utf-8")
             made_of = [trace.sha256, seed, dict(options or {}), fit, source]
             return self._kept(name, made_of, "card.json", train_into)
@@ -189,16 +181,16 @@ class Workbench:
         return Path(self.once(key, make))
 
     def predictor(self, name: str, trace: Trace, **how: Any) -> Predictor:
-        """The predictor of `trained`."""
+        """Return a predictor; arguments as in `trained`."""
         folder = self.trained(name, trace, **how)
         made: Predictor = self.once(f"loaded {folder}", lambda: load_predictor(folder))
         return made
 
     def history(self, trace: Trace, batch: int = 1) -> tuple[Trace, frozenset[int]]:
-        """The requests of a trace that come first, as a trace of its own, and those that are left to measure on.
+        """Return the first requests of a trace as a trace, and the numbers of the rest, which are measured.
 
         Args:
-            batch: requests that were forwarded together are not parted.
+            batch: requests per batch; batches stay whole.
         """
         numbers = requests_of(trace)
         cut = max(batch, round(HISTORY * len(numbers) / batch) * batch)
@@ -215,20 +207,20 @@ class Workbench:
 
     @property
     def scratch(self) -> Path:
-        """A folder in `work` of this process, to be removed when the papers are through."""
+        """Folder in `work` for temporary files of this process; the caller removes it."""
         return self.work / f"scratch-{os.getpid()}"
 
     def folder(self, name: str) -> Path:
-        """A path in `scratch` that nothing else uses."""
+        """Return an unused path in `scratch`."""
         self.scratch.mkdir(parents=True, exist_ok=True)
         self._made[f"folder {name} {len(self._made)}"] = None
         return self.scratch / f"{name}-{len(self._made)}"
 
     def measured(self, name: str, made_of: object, make: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Numbers that `make` measures, kept in `work`.
+        """Return numbers that `make` measures, kept in `work`.
 
         Args:
-            made_of: their inputs beside the code, as JSON.
+            made_of: inputs other than the code, as JSON.
         """
 
         def write(out: Path) -> None:
@@ -245,11 +237,11 @@ class Workbench:
         return found
 
     def _kept(self, name: str, made_of: object, marker: str, make: Callable[[Path], None]) -> Path:
-        """The folder of something that a run with this code has made, or that `make` makes now, whole or not at all."""
+        """Return the folder that a run with the same code and inputs made, or make it now, whole or not at all."""
         content = json.dumps([moetool.__version__, _code(), made_of], sort_keys=True)
         path = self.work / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         while not (path / marker).exists():
-            if durable.is_being_written(path):  # by another paper that runs beside this one
+            if durable.is_being_written(path):  # by a concurrent run
                 time.sleep(_WAIT_S)
                 continue
             try:
@@ -269,10 +261,10 @@ class Workbench:
         synchronous: bool = False,
         **more: Any,
     ) -> Any:
-        """A row of a replay on the assumed machine, or on another; of equal questions the first answer.
+        """Return the row of a replay on an assumed machine (default: the workbench's); equal replays run once.
 
         Args:
-            synchronous: of `moetool.costing.pricing.TimelineOptions`.
+            synchronous: as in `moetool.costing.pricing.TimelineOptions`.
         """
         machine = machine or self.machine
         profile, timeline = machine.profile(trace.spec)
@@ -287,7 +279,7 @@ class Workbench:
         return self.once(key, make)
 
     def on(self, traces: Sequence[Trace]) -> str:
-        """The measured traces, in words."""
+        """Describe the measured traces."""
         tokens = sum(trace.num_tokens for trace in traces)
         requests = sum(len(trace.requests) for trace in traces)
         return f"{traces[0].spec.name}, {requests:,} requests of {tokens:,} tokens"
@@ -300,10 +292,7 @@ class Workbench:
 
 
 def code_files() -> list[Path]:
-    """Files of the code that makes kept traces, predictors and replicas, with all that it imports.
-
-    Other experiments, verdicts and simulations are not among them: nothing that they compute is kept.
-    """
+    """Return the files whose code makes kept traces, predictors and replicas, imports included."""
     root = Path(moetool.__file__).parent
     packages = [file for package in _MADE_BY for file in (root / package).rglob("*.py")]
     bench = [root / "bench" / "paper" / name for name in _BENCH]
@@ -316,7 +305,7 @@ def _code() -> str:
 
 
 def _identified(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Values by name, with a predictor's content in place of the predictor: all of a class look alike."""
+    """Return sorted values, with predictors replaced by digests, since those of a class have the same repr."""
 
     def content(one: Any) -> Any:
         return (one.sha256 or id(one)) if isinstance(one, Predictor) else one
@@ -325,5 +314,5 @@ def _identified(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def requests_of(trace: Trace) -> list[int]:
-    """The requests of a trace that have tokens, in its order."""
+    """Return the numbers of a trace's requests with tokens, in its order."""
     return [row["request"] for row in trace.requests.to_pylist() if row["tokens"]]

@@ -33,7 +33,7 @@ class Options:
     layer: int = 0
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Count experts in halves of disjoint parts of the requests, one part per seed.
 
     Source: Prism § II-A. The figures show one layer or one task; the divergence between requests of one task is
@@ -42,15 +42,15 @@ def run(stage: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: a task has fewer than two requests for each seed.
     """
-    if stage.given:
-        traces = list(stage.by_server(options.data).values())
+    if bench.given:
+        traces = list(bench.by_server(options.data).values())
     else:
-        traces = [stage.trace((name,), fold=tuple(stage.folds)) for name in options.data]
-    names = options.data if not stage.given else tuple(stage.given)
-    samples = Samples(stage)
+        traces = [bench.trace((name,), fold=tuple(bench.folds)) for name in options.data]
+    names = options.data if not bench.given else tuple(bench.given)
+    samples = Samples(bench)
     spec = traces[0].spec
-    counts = [_counted(samples.use(trace), len(stage.seeds)) for trace in traces]  # of each task [seeds, 2, L, E]
-    independent = 1 if stage.given else len(stage.seeds)
+    counts = [_counted(samples.use(trace), len(bench.seeds)) for trace in traces]  # of each task [seeds, 2, L, E]
+    independent = 1 if bench.given else len(bench.seeds)
     if options.measure == "tasks":
         for halves in zip(*counts, strict=True):
             pairs = [(p, q) for p in range(len(halves)) for q in range(len(halves)) if p != q]

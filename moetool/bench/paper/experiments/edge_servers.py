@@ -67,19 +67,19 @@ _WHAT = {
 _UNITS = {"latency": "s", "local": "%", "phases": "%", "migrations": ""}
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Simulate every mode at every point of the grid, with other prompts and arrivals for each seed.
 
     Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.simulate.simulate`).
     """
     simulation = config.parse(SimulationOptions, options.simulation, "simulation")
-    costs = simulated_costs(changed(stage.machine, options.costs))
+    costs = simulated_costs(changed(bench.machine, options.costs))
     runs: list[tuple[dict[str, str], Simulated]] = []
-    samples = Samples(stage)
-    for seed in stage.seeds:
-        traces = stage.by_server(tuple(options.servers), seed)
+    samples = Samples(bench)
+    for seed in bench.seeds:
+        traces = bench.by_server(tuple(options.servers), seed)
         spec = sized(samples.use(*traces.values()).spec, simulation)
-        mbps = stage.machine.links * options.mbps
+        mbps = bench.machine.links * options.mbps
         cluster = edge_cluster(spec, list(traces), options.servers, options.memory, mbps)
         make = partial(
             run_grid,
@@ -88,12 +88,12 @@ def run(stage: Workbench, options: Options) -> Found:
             {**options.sweep, "planner": options.modes, "seed": [str(seed)]},
             options.modes[0],
             options.arrivals,
-            max(1, round(options.requests * stage.sizes.requests)),
+            max(1, round(options.requests * bench.sizes.requests)),
             simulation,
-            history=dict.fromkeys(traces, stage.trace(options.initial, fold=seed)) if options.initial else None,
+            history=dict.fromkeys(traces, bench.trace(options.initial, fold=seed)) if options.initial else None,
             costs=costs,
         )
-        runs += stage.once(f"edge {replace(options, measure='latency')} {seed}", make)
+        runs += bench.once(f"edge {replace(options, measure='latency')} {seed}", make)
     for at, found in runs:
         name = label(at, options)
         if options.measure == "phases":

@@ -24,7 +24,7 @@ class Options:
     data: tuple[str, ...] = ALL
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Predict a layer's experts from counts on other requests; each seed takes another part of the prompts.
 
     Source: DuoServe-MoE § 2.1, whose figure shows the two matrices as heat maps; `moetool report` draws both. The share
@@ -33,9 +33,9 @@ def run(stage: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: a trace has one MoE layer, or one request.
     """
-    samples = Samples(stage)
-    for fold in stage.folds:
-        trace = samples.use(stage.trace(options.data, fold=fold))
+    samples = Samples(bench)
+    for fold in bench.folds:
+        trace = samples.use(bench.trace(options.data, fold=fold))
         found = affinity(read_routes(trace, replace(ReportOptions(), seed=fold)))
         rows = {CHANCE: found.chance_M, POPULAR: found.popular_M, AFFINE: found.match_M}
         if not len(found.chance_M) or np.isnan(found.match_M).any():

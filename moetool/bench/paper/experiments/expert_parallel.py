@@ -96,7 +96,7 @@ class _Case:
     x: float
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Serve rounds of one request per GPU in every mode, with another trace per seed and offline placement from others.
 
     Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort.
@@ -106,20 +106,20 @@ def run(stage: Workbench, options: Options) -> Found:
     """
     choice = MachineChoice(machine=options.machine, model=options.model)
     machine, model = choice.read()
-    machine = machine.linked(stage.machine.links)
+    machine = machine.linked(bench.machine.links)
     costs = simulated_costs(choice.assumed(), options.batch)
-    samples = Samples(stage)
-    cases = list(_cases(options, model, stage.machine.links))
+    samples = Samples(bench)
+    cases = list(_cases(options, model, bench.machine.links))
     swept = len(cases) > 1
-    for seed in stage.seeds:
-        trace, learned = stage.apart(options.data, seed)
+    for seed in bench.seeds:
+        trace, learned = bench.apart(options.data, seed)
         samples.use(trace)
         lines: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
             base = _simulation(options, model, case, seed)
             cluster = _cluster(trace, machine, model, options, case)
             world = _world(trace, learned, cluster, base)
-            count = options.rounds * case.gpus or max(case.gpus, stage.sizes.requests // case.gpus * case.gpus)
+            count = options.rounds * case.gpus or max(case.gpus, bench.sizes.requests // case.gpus * case.gpus)
             for label, one in options.runs.items():
                 chosen = replace(base, lookahead=one.lookahead, migrate=one.migrate, planning=one.planning)
                 make = partial(
@@ -133,7 +133,7 @@ def run(stage: Workbench, options: Options) -> Found:
                     inputs=ModeInputs(options={**quick_options(find_mode(one.mode).planner), **one.options}),
                 )
                 same = replace(options, measure="latency", runs={}, gpus=(), ways={}, plan_s=())
-                found = stage.once(
+                found = bench.once(
                     f"rounds {same} {case.gpus} {case.way_bytes_s} {trace.path} {count} {one} {chosen}", make
                 )
                 value = _measure(found, options.measure)

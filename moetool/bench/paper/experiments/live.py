@@ -37,7 +37,7 @@ class Options:
 _WHAT = {"latency": "mean latency per request", "booking": "the policy's share of the time per output token"}
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Time the policies in paired rounds, with the median of the rounds of each prompt set instead of seeds.
 
     Effects: sets torch's number of threads to one.
@@ -45,15 +45,15 @@ def run(stage: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: only traces were given, and a live run needs the model.
     """
-    if stage.given:
+    if bench.given:
         raise CannotTestError("a live run needs the model, but only traces were given")
     predictor = None
     if options.predictor:
-        predictor = stage.trained(options.predictor, stage.trace(options.data))
+        predictor = bench.trained(options.predictor, bench.trace(options.data))
     values: dict[str, list[float]] = {}
     for one in options.data:
-        made = stage.once(
-            f"live {one} {replace(options, measure='latency')}", partial(_timed, stage, options, one, predictor)
+        made = bench.once(
+            f"live {one} {replace(options, measure='latency')}", partial(_timed, bench, options, one, predictor)
         )
         for line in made.lines:
             if line.rounds and (options.measure != "booking" or line.policy in options.policies):
@@ -63,20 +63,20 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what=_WHAT[options.measure],
         unit="s" if options.measure == "latency" else "%",
-        on=f"{MODEL} live on {made.machine.cpu}, {', '.join(options.data)}: medians of {stage.sizes.rounds} rounds of "
-        f"{stage.sizes.texts} requests x {options.new_tokens} new tokens each",
+        on=f"{MODEL} live on {made.machine.cpu}, {', '.join(options.data)}: medians of {bench.sizes.rounds} rounds of "
+        f"{bench.sizes.texts} requests x {options.new_tokens} new tokens each",
         traces=len(options.data),
     )
 
 
-def _timed(stage: Workbench, options: Options, data: str, predictor: Path | None) -> ServeBench:
+def _timed(bench: Workbench, options: Options, data: str, predictor: Path | None) -> ServeBench:
     return bench_serve(
-        Subject(model=MODEL, data=(data,), predictor=predictor, work=stage.folder("bench")),
+        Subject(model=MODEL, data=(data,), predictor=predictor, work=bench.folder("bench")),
         policies=options.policies,
         budgets=[options.memory],
         options=ServingBenchOptions(
-            rounds=stage.sizes.rounds,
-            requests=stage.sizes.texts,
+            rounds=bench.sizes.rounds,
+            requests=bench.sizes.texts,
             new_tokens=options.new_tokens,
             threads=1,
             offload=False,

@@ -61,28 +61,28 @@ class _Count:
     ahead_chosen: int = 0
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Count under every policy, with another part of the prompts per seed.
 
     Source: SMoE § IV for low scores; Table I's "low-score loading" is on-demand loading of those.
     """
-    samples = Samples(stage)
+    samples = Samples(bench)
     resident = options.memory if look_through(options.lines) else 0.0
-    for fold in stage.folds:
-        trace = samples.use(stage.trace(options.data, fold=fold, resident=resident))
+    for fold in bench.folds:
+        trace = samples.use(bench.trace(options.data, fold=fold, resident=resident))
         for name, line in options.lines.items():
-            counts = _count(stage, trace, line, options, fold)
-            for label, value in _values(stage, trace, line, options, counts, fold).items():
+            counts = _count(bench, trace, line, options, fold)
+            for label, value in _values(bench, trace, line, options, counts, fold).items():
                 samples.add(f"{name}, {label}" if len(options.lines) > 1 else label, value)
     on = f"decode, replayed, {percent(options.memory, 'g')} of the experts"
     return samples.found(_WHAT[options.measure], "%", on)
 
 
-def _count(stage: Workbench, trace: Trace, line: PolicyLine, options: Options, fold: int) -> _Count:
+def _count(bench: Workbench, trace: Trace, line: PolicyLine, options: Options, fold: int) -> _Count:
     """Iterate over a replay's decisions with their events."""
     trace.require({"logits"}, "telling low scores from top scores")
-    history, later = stage.history(trace)
-    predictor = stage.predictor(line.predictor, history, seed=fold, **line.fit) if line.predictor else None
+    history, later = bench.history(trace)
+    predictor = bench.predictor(line.predictor, history, seed=fold, **line.fit) if line.predictor else None
     budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
     steps: dict[tuple[int, int], list[Step]] = {}
     setup = ReplaySetup(options={line.policy: line.options}, requests=later, predictor=predictor, sequential=True)
@@ -124,7 +124,7 @@ def _kinds(event: GateEvent, alpha: float) -> dict[int, bool]:
 
 
 def _values(
-    stage: Workbench, trace: Trace, line: PolicyLine, options: Options, counts: _Count, fold: int
+    bench: Workbench, trace: Trace, line: PolicyLine, options: Options, counts: _Count, fold: int
 ) -> dict[str, float]:
     if options.measure == "ahead":
         if not counts.ahead:
@@ -135,8 +135,8 @@ def _values(
             kind: loaded / max(1, chosen)
             for kind, loaded, chosen in zip(("low-score", "top-score"), counts.loaded, counts.chosen, strict=True)
         }
-    measured = measure(stage, trace, line, options.memory, 1, fold)
-    low_s, top_s = (loaded * stage.machine.load_s for loaded in counts.loaded)
+    measured = measure(bench, trace, line, options.memory, 1, fold)
+    low_s, top_s = (loaded * bench.machine.load_s for loaded in counts.loaded)
     compute_s = measured.compute_s
     whole = low_s + top_s + compute_s
     return {"low-score loading": low_s / whole, "top-score loading": top_s / whole, "computing": compute_s / whole}

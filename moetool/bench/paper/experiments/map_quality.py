@@ -35,17 +35,17 @@ class Options:
     measure: Literal["pearson", "rise", "best", "bytes"] = "pearson"
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Make a store of each capacity per seed; a seed has its own prompts and held-out split.
 
     Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.tuning.map_store.plan_maps`).
     """
-    samples = Samples(stage)
+    samples = Samples(bench)
     swept = len(options.capacities) > 1
-    for seed in stage.seeds:
-        trace = samples.use(stage.trace(options.data, fold=seed))
+    for seed in bench.seeds:
+        trace = samples.use(bench.trace(options.data, fold=seed))
         for capacity in options.capacities:
-            made = _report(stage, trace, capacity, seed)
+            made = _report(bench, trace, capacity, seed)
             if options.measure == "bytes":
                 samples.add(f"{capacity} maps", made.bytes / made.maps * capacity / 1e6)
                 continue
@@ -70,10 +70,10 @@ def run(stage: Workbench, options: Options) -> Found:
     return samples.found(_WHAT[options.measure], unit, on, axes=axes, exact=options.measure == "bytes")
 
 
-def _report(stage: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:
-    made: MapReport = stage.once(
+def _report(bench: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:
+    made: MapReport = bench.once(
         f"maps {trace.path} {capacity} {seed}",
-        lambda: plan_maps(trace.path, stage.folder("maps"), options={"capacity": capacity}, seed=seed),
+        lambda: plan_maps(trace.path, bench.folder("maps"), options={"capacity": capacity}, seed=seed),
     )
     return made
 

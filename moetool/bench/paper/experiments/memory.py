@@ -64,7 +64,7 @@ class Options:
     model: Shape | None = None
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Sum dense weights, the slots that a policy uses, and its predictor; the KV cache is the same for all.
 
     Nothing here varies by seed.
@@ -74,7 +74,7 @@ def run(stage: Workbench, options: Options) -> Found:
     """
     if options.model is not None:
         spec, dense = options.model.spec(), options.model.dense_bytes
-    elif not stage.given:
+    elif not bench.given:
         checkpoint = Checkpoint.open(MODEL)
         spec, dense = checkpoint.spec, checkpoint.dense_bytes(checkpoint.expert_dtype)
     else:

@@ -49,26 +49,26 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Serve the same requests once with migration and once without; the data changes half-way.
 
     Source: Prism § IV-B, Figure 7: 200 MultiData requests per server, then 200 BIG-bench ones, from a placement for
     other data.
     """
     base = config.parse(SimulationOptions, options.simulation, "simulation")
-    costs = simulated_costs(changed(stage.machine, options.costs))
-    count = max(2, round(options.requests * stage.sizes.requests))
-    samples = Samples(stage)
-    for seed in stage.seeds:
-        later = stage.by_server(tuple(options.servers), seed)
+    costs = simulated_costs(changed(bench.machine, options.costs))
+    count = max(2, round(options.requests * bench.sizes.requests))
+    samples = Samples(bench)
+    for seed in bench.seeds:
+        later = bench.by_server(tuple(options.servers), seed)
         names = list(later)
-        if stage.given:
+        if bench.given:
             first = {name: later[names[(place + 1) % len(names)]] for place, name in enumerate(names)}
         else:
-            first = dict(zip(names, stage.by_server(options.before, seed).values(), strict=True))
+            first = dict(zip(names, bench.by_server(options.before, seed).values(), strict=True))
         samples.use(*first.values(), *later.values())
-        initial = dict.fromkeys(names, stage.trace(options.initial, fold=seed))
-        spec, mbps = sized(later[names[0]].spec, base), stage.machine.links * options.mbps
+        initial = dict.fromkeys(names, bench.trace(options.initial, fold=seed))
+        spec, mbps = sized(later[names[0]].spec, base), bench.machine.links * options.mbps
         cluster = edge_cluster(spec, names, options.servers, options.memory, mbps)
         for way, replan_s in zip(WAYS, (options.replan_s, 0.0), strict=True):
             chosen = replace(base, seed=seed, replan_s=replan_s)
@@ -78,7 +78,7 @@ def run(stage: Workbench, options: Options) -> Found:
                 history=read_world(initial, cluster, chosen).history,
             )
             make = partial(simulate, world, options.mode, options.arrivals, count, chosen, costs=costs)
-            found = stage.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
+            found = bench.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
             samples.draw(way, *over_time(found))
             if options.measure == "migrations":
                 if replan_s:

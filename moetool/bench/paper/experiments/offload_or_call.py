@@ -50,7 +50,7 @@ class Options:
     simulation: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Measure the mean latency of the same held-out requests in the three modes.
 
     Source: Prism § II-B, Table I. An offloading server has the memory of all its GPUs and serves one request at a time,
@@ -60,23 +60,23 @@ def run(stage: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: a server's trace has no request after the warm-up.
     """
-    costs = simulated_costs(stage.machine)
-    mbps = stage.machine.links * options.mbps
+    costs = simulated_costs(bench.machine)
+    mbps = bench.machine.links * options.mbps
     base = config.parse(SimulationOptions, options.simulation, "simulation")
-    samples = Samples(stage)
+    samples = Samples(bench)
     gaps_s = []
-    for seed in stage.seeds:
-        traces = stage.by_server(tuple(options.servers), seed)
+    for seed in bench.seeds:
+        traces = bench.by_server(tuple(options.servers), seed)
         names, spec = list(traces), sized(samples.use(*traces.values()).spec, base)
         cluster = edge_cluster(spec, names, options.servers, options.memory, mbps)
         seconds = [
-            _offloaded(stage, traces[server.name], options, min(1.0, options.memory * len(server.gpus)), base.split)
+            _offloaded(bench, traces[server.name], options, min(1.0, options.memory * len(server.gpus)), base.split)
             for server in cluster.servers
         ]
         gaps_s.append(float(np.mean([np.mean(each) for each in seconds])) / options.load)
         arrivals = f"poisson:{gaps_s[-1]:.6f}s"
         first = options.warm * len(names)
-        count = first + max(1, round(options.requests * stage.sizes.requests))
+        count = first + max(1, round(options.requests * bench.sizes.requests))
         rng = np.random.default_rng(seed)
         coming = read_arrivals(arrivals, list(range(len(names))), count, rng)
         work = [(one.at_s, one.server, float(rng.choice(seconds[one.server]))) for one in coming]
@@ -90,10 +90,10 @@ def run(stage: Workbench, options: Options) -> Found:
     return samples.found("mean latency per request", "s", on, traces=samples.independent)
 
 
-def _offloaded(stage: Workbench, trace: Trace, options: Options, share: float, split: float) -> list[float]:
+def _offloaded(bench: Workbench, trace: Trace, options: Options, share: float, split: float) -> list[float]:
     """Seconds of each held-out request on a server that runs the trace, without the warm-up."""
     budget = int(share * trace.spec.total_experts) * trace.spec.slot_bytes
-    row = stage.replayed(trace, options.policy, budget, frozenset(requests_of(trace)))
+    row = bench.replayed(trace, options.policy, budget, frozenset(requests_of(trace)))
     drawn = held_out(planned_share(split))
     numbers = [number for number in trace.requests["request"].to_pylist() if number in row.timing.request_s]
     kept = [

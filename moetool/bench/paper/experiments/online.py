@@ -32,25 +32,25 @@ class Options:
     busy: float = 0.7
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Mean seconds from arrival to the last token, one request at a time, as replayed on the assumed machine.
 
     Source: FineMoE § 6.3. Deviation: arrivals are Poisson, and requests have their own lengths.
     """
-    samples = Samples(stage)
+    samples = Samples(bench)
     ends: dict[str, list[float]] = {}
-    for fold in stage.folds:
-        trace = samples.use(stage.trace(options.data, fold=fold))
+    for fold in bench.folds:
+        trace = samples.use(bench.trace(options.data, fold=fold))
         requests = frozenset(requests_of(trace))
         budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
         coming: list[float] = []
         for name, line in options.lines.items():
             predictor = None
             if line.predictor:
-                other = stage.trace(options.data, fold=(fold + 1) % max(2, len(stage.folds)))
+                other = bench.trace(options.data, fold=(fold + 1) % max(2, len(bench.folds)))
                 how = {"seed": fold, "options": line.predictor_options, **line.fit}
-                predictor = stage.predictor(line.predictor, other, **how)
-            row = stage.replayed(
+                predictor = bench.predictor(line.predictor, other, **how)
+            row = bench.replayed(
                 trace,
                 line.policy,
                 budget,

@@ -46,17 +46,17 @@ class Options:
     reported: tuple[str, ...] = ("vanilla", "offline", "reactive", "proactive")
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """T_comp + T_comm of every mode (`moetool.placement._modes`) and planner, with another trace per seed.
 
     Source: DIRECTOR § III and § VIII-D. Computing a token costs 1, as does sending one over a link at its usual rate.
     """
-    samples = Samples(stage)
-    for seed in stage.seeds:
-        trace, learned = stage.apart(options.data, seed)
+    samples = Samples(bench)
+    for seed in bench.seeds:
+        trace, learned = bench.apart(options.data, seed)
         samples.use(trace)
         history, coming = _batches(trace, learned, options, seed)
-        latency = _latency(coming[0][0].cluster, stage.machine.links)
+        latency = _latency(coming[0][0].cluster, bench.machine.links)
         for name, given in options.planners.items():
             own = {option: value for option, value in given.items() if option != "planner"}
             for mode in modes(coming, history, given.get("planner", name), own, latency, seed=seed):

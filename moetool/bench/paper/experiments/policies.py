@@ -110,15 +110,15 @@ class PolicyMeasures:
         return self.decode_s / self.forwards
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Replay every line with every memory and batch, with another part of the prompts per seed."""
-    samples = Samples(stage)
+    samples = Samples(bench)
     each: dict[str, list[float]] = {}  # of all requests of all parts
-    machine = changed(stage.machine, options.machine)
-    apart = options.apart and len(stage.folds) > 1 and not stage.given
-    for fold in stage.folds:
+    machine = changed(bench.machine, options.machine)
+    apart = options.apart and len(bench.folds) > 1 and not bench.given
+    for fold in bench.folds:
         for batch in options.batch:
-            trace = stage.trace(
+            trace = bench.trace(
                 options.data,
                 new_tokens=options.new_tokens,
                 batch=batch,
@@ -128,11 +128,11 @@ def run(stage: Workbench, options: Options) -> Found:
             samples.use(trace)
             learned = None
             if apart:
-                learned = stage.trace(options.data, new_tokens=options.new_tokens, fold=stage.others(fold))
+                learned = bench.trace(options.data, new_tokens=options.new_tokens, fold=bench.others(fold))
             for memory in options.memory:
                 for name, line in options.lines.items():
                     own = changed(machine, line.machine)
-                    measured = measure(stage, trace, line, memory, batch, fold, learned=learned, machine=own)
+                    measured = measure(bench, trace, line, memory, batch, fold, learned=learned, machine=own)
                     label = _label(name, memory, batch, options)
                     if options.measure == "sides":
                         for side, seconds in (("link", measured.link_s), ("host", measured.host_s)):
@@ -150,7 +150,7 @@ def run(stage: Workbench, options: Options) -> Found:
     else:
         for label, values in each.items():
             samples.draw(label, *distribution(values))
-    return samples.found(what, unit, on, axes=axes, traces=len(stage.folds))
+    return samples.found(what, unit, on, axes=axes, traces=len(bench.folds))
 
 
 _LEAST_POINTS = 3  # of a curve over memory or batches
@@ -184,7 +184,7 @@ def look_through(lines: Mapping[str, PolicyLine]) -> bool:
 
 
 def measure(
-    stage: Workbench,
+    bench: Workbench,
     trace: Trace,
     line: PolicyLine,
     memory: float,
@@ -200,7 +200,7 @@ def measure(
         CannotTestError: they have no output tokens, or the line needs a history and there is none.
     """
     if learned is None:
-        history, later = stage.history(trace, batch)
+        history, later = bench.history(trace, batch)
     elif line.before:
         raise CannotTestError(f"{line.policy} needs a history to serve first, but the trace has no other requests")
     else:
@@ -208,7 +208,7 @@ def measure(
     predictor = None
     if line.predictor:
         how = {"seed": fold, "options": line.predictor_options, **line.fit}
-        predictor = stage.predictor(line.predictor, history, **how)
+        predictor = bench.predictor(line.predictor, history, **how)
     budget = int(memory * trace.spec.total_experts) * trace.spec.slot_bytes
     more: dict[str, Any] = {
         "options": {line.policy: line.options},
@@ -219,7 +219,7 @@ def measure(
     }
 
     def replayed(requests: frozenset[int]) -> ReplayRow:
-        row: ReplayRow = stage.replayed(trace, line.policy, budget, requests, **more)
+        row: ReplayRow = bench.replayed(trace, line.policy, budget, requests, **more)
         return row
 
     before = frozenset(history.requests["request"].to_pylist()) if line.before else frozenset[int]()

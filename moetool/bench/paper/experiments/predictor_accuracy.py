@@ -71,37 +71,37 @@ _WHAT = {
 }
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Train each predictor once per seed, and score it on held-out prompts."""
-    samples = Samples(stage)
-    apart = options.apart and len(stage.folds) > 1 and not stage.given
+    samples = Samples(bench)
+    apart = options.apart and len(bench.folds) > 1 and not bench.given
     for name, one in options.lines.items():
         data = one.data or options.data
-        for seed in stage.seeds:
-            trace = stage.trace(data, fold=seed if apart or stage.given else 0)
-            learned = stage.trace(data, fold=stage.others(seed)) if apart else trace
-            found = _evaluated(stage, learned, samples.use(trace), one, seed)
+        for seed in bench.seeds:
+            trace = bench.trace(data, fold=seed if apart or bench.given else 0)
+            learned = bench.trace(data, fold=bench.others(seed)) if apart else trace
+            found = _evaluated(bench, learned, samples.use(trace), one, seed)
             if options.measure == "overhead":
-                samples.add(name, found.prompt_ms / found.prompt_tokens / _token_ms(stage))
+                samples.add(name, found.prompt_ms / found.prompt_tokens / _token_ms(bench))
             else:
                 samples.add(name, _value(found, options))
     on = f"scored on {'other parts than the training data' if apart else 'held-out requests'}"
     return samples.found(_WHAT[options.measure], "%", on, exact=options.measure == "size")
 
 
-def _evaluated(stage: Workbench, learned: Trace, trace: Trace, line: PredictorLine, seed: int) -> Evaluation:
+def _evaluated(bench: Workbench, learned: Trace, trace: Trace, line: PredictorLine, seed: int) -> Evaluation:
     """Evaluate a trained predictor; the same predictor returns the same object."""
-    folder = stage.trained(line.predictor, learned, seed=seed, options=line.options, **line.fit)
-    found: Evaluation = stage.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
+    folder = bench.trained(line.predictor, learned, seed=seed, options=line.options, **line.fit)
+    found: Evaluation = bench.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
     return found
 
 
-def _token_ms(stage: Workbench) -> float:
+def _token_ms(bench: Workbench) -> float:
     """Median milliseconds of a new token of the embedded model under plain transformers, on one core."""
 
     def measure() -> float:
         checkpoint = Checkpoint.open(MODEL)
-        texts = [prompt.text for prompt in gather.load(["encyclopedia"])[: stage.sizes.texts]]
+        texts = [prompt.text for prompt in gather.load(["encyclopedia"])[: bench.sizes.texts]]
         settings = {
             "threads": 1,
             "dtype": "float32",
@@ -112,9 +112,9 @@ def _token_ms(stage: Workbench) -> float:
         made = subprocess.run(command, check=True, capture_output=True, text=True)
         return 1e3 * float(np.median([seconds / _TIMED_TOKENS for _, seconds in json.loads(made.stdout)]))
 
-    if stage.given:
+    if bench.given:
         raise CannotTestError("a new token is timed on the model, but only traces were given")
-    found: float = stage.once("token_ms", measure)
+    found: float = bench.once("token_ms", measure)
     return found
 
 

@@ -33,7 +33,7 @@ class Options:
     measure: Literal["time", "bytes"] = "time"
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Observe every layer of random tokens and score the next one; one value per round instead of per seed.
 
     Effects: sets torch's number of threads to one, and back.
@@ -47,7 +47,7 @@ def run(stage: Workbench, options: Options) -> Found:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds = [_token_s(predictor, spec, seed) for seed in range(stage.sizes.rounds)]
+        seconds = [_token_s(predictor, spec, seed) for seed in range(bench.sizes.rounds)]
     finally:
         torch.set_num_threads(threads)
     return Found(

@@ -38,25 +38,25 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Two servers of one GPU; requests come to the first, and the experts that it lacks are drawn by the seed.
 
     Source: Prism, Figure 5; the paper gives only its caption.
     """
-    spec = stage.trace(ALL).spec
+    spec = bench.trace(ALL).spec
     gpu = Gpu(memory_bytes=spec.total_experts * spec.slot_bytes)
     servers = tuple(Server(name=name, gpus=(gpu,)) for name in ("here", "there"))
-    cluster = Cluster(servers=servers, link_bytes_s=stage.machine.links * options.mbps * 1e6 / 8, link_latency_s=0.0005)
+    cluster = Cluster(servers=servers, link_bytes_s=bench.machine.links * options.mbps * 1e6 / 8, link_latency_s=0.0005)
     base = config.parse(SimulationOptions, options.simulation, "simulation")
-    costs = simulated_costs(changed(stage.machine, options.costs))
-    samples = Samples(stage)
-    for seed in stage.seeds:
-        trace = samples.use(stage.trace(ALL, fold=seed))
+    costs = simulated_costs(changed(bench.machine, options.costs))
+    samples = Samples(bench)
+    for seed in bench.seeds:
+        trace = samples.use(bench.trace(ALL, fold=seed))
         chosen = replace(base, seed=seed)
         world = read_world({"here": trace}, cluster, chosen)
         for share in options.remote:
             inputs = ModeInputs(plan=_plan(spec, cluster, share, seed))
-            count = max(1, stage.sizes.requests // 4)
+            count = max(1, bench.sizes.requests // 4)
             found = simulate(world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=inputs)
             samples.add(f"{percent(share, '.0f')} remote", found.mean_s)
     shares = [100 * share for share in options.remote]

@@ -29,7 +29,7 @@ class Options:
     measure: Literal["match", "size"] = "match"
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Make a replica of the embedded model per seed, which selects the calibration blocks.
 
     Source: DIRECTOR § V-A and Table II.
@@ -37,18 +37,18 @@ def run(stage: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: only traces were given, and a replica needs the model.
     """
-    if stage.given:
+    if bench.given:
         raise CannotTestError("a replica needs the model, but only traces were given")
     checkpoint = Checkpoint.open(MODEL)
-    texts = [prompt for name in ALL for prompt in gather.load([name])[: stage.sizes.prompts]]
+    texts = [prompt for name in ALL for prompt in gather.load([name])[: bench.sizes.prompts]]
     values: dict[str, list[float]] = {"replica": []}
-    for seed in stage.seeds:
+    for seed in bench.seeds:
         calibration = from_prompts(texts, checkpoint.tokenizer, length=128, max_tokens=options.tokens, seed=seed)
 
         def make(calibration: Calibration = calibration) -> dict[str, float]:
             card = make_replica(
                 checkpoint,
-                stage.folder("replica"),
+                bench.folder("replica"),
                 calibration,
                 ReplicaOptions(bits=options.bits, group=options.group, grid=options.grid),
             )
@@ -56,7 +56,7 @@ def run(stage: Workbench, options: Options) -> Found:
 
         rounding = [options.bits, options.group, options.grid, options.tokens]
         made_of = [checkpoint.spec.revision, [text.text for text in texts], rounding, seed]
-        values["replica"].append(stage.measured("replica", made_of, make)[options.measure])
+        values["replica"].append(bench.measured("replica", made_of, make)[options.measure])
     return Found(
         values=values,
         what="experts chosen like the model's" if options.measure == "match" else "size, relative to the model",

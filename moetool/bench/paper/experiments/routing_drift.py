@@ -28,7 +28,7 @@ class Options:
     batch: int = 6
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Share of a layer's calls that move to other experts from one batch to the next, mean over layers and batches.
 
     It is half the sum of absolute differences of the experts' shares. By chance: the same tokens in random batches of
@@ -36,9 +36,9 @@ def run(stage: Workbench, options: Options) -> Found:
 
     Source: DIRECTOR § III, Finding 1, whose figure shows one layer.
     """
-    samples = Samples(stage)
-    for seed in stage.seeds:
-        trace = samples.use(stage.trace(options.data, fold=seed))
+    samples = Samples(bench)
+    for seed in bench.seeds:
+        trace = samples.use(bench.trace(options.data, fold=seed))
         batches = _batches(trace, options.batch)
         rng = np.random.default_rng(seed)
         mixed_TS = rng.permutation(np.concatenate(batches))

@@ -30,14 +30,14 @@ class Options:
     new_tokens: int = 0
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Entropy in bits, mean over layers and requests, with another part of the prompts per seed.
 
     Source: FineMoE § 2.4 (`moetool.report.measures.spread`, `moetool.report.sample.read_router_entropy`).
     """
-    samples = Samples(stage)
-    for fold in stage.folds:
-        trace = samples.use(stage.trace(options.data, new_tokens=options.new_tokens, fold=fold))
+    samples = Samples(bench)
+    for fold in bench.folds:
+        trace = samples.use(bench.trace(options.data, new_tokens=options.new_tokens, fold=fold))
         chosen = replace(ReportOptions(), seed=fold)
         routes = read_routes(trace, chosen)
         if options.measure == "levels":

@@ -27,11 +27,11 @@ class Options:
     within: int = 3
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Average over iterations and layers, with another part of the prompts per seed."""
-    samples = Samples(stage)
-    for fold in stage.folds:
-        trace = samples.use(stage.trace(options.data, fold=fold))
+    samples = Samples(bench)
+    for fold in bench.folds:
+        trace = samples.use(bench.trace(options.data, fold=fold))
         share_E = by_rank(trace, options)
         k = trace.spec.top_k_L[0]
         for name, rank in (("highest active", 0), ("lowest active", k - 1), ("highest inactive", k), ("lowest", -1)):

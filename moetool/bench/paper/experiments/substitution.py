@@ -31,13 +31,13 @@ class Options:
     tokens: int = 48
 
 
-def run(stage: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> Found:
     """Feed texts token by token at each alpha, with other texts per seed.
 
     Raises:
         CannotTestError: only traces were given, and texts need the model.
     """
-    if stage.given:
+    if bench.given:
         raise CannotTestError("texts need the model, but only traces were given")
     checkpoint = Checkpoint.open(MODEL)
     spec = checkpoint.spec
@@ -45,13 +45,13 @@ def run(stage: Workbench, options: Options) -> Found:
     memory = sum(fixed_bytes(checkpoint, serve)) + int(options.memory * spec.total_experts) * spec.slot_bytes
     sets = [gather.load([name]) for name in options.data]
     texts = [f"{p.text} {p.answer or ''}" for several in zip(*sets, strict=False) for p in several]
-    chosen = AlphaOptions(alphas=options.alphas, tokens=options.tokens, texts=stage.sizes.texts, rounds=1)
+    chosen = AlphaOptions(alphas=options.alphas, tokens=options.tokens, texts=bench.sizes.texts, rounds=1)
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {}
-    for seed in stage.seeds:
-        mine = texts[seed :: len(stage.seeds)]
+    for seed in bench.seeds:
+        mine = texts[seed :: len(bench.seeds)]
         make = partial(plan_alpha, MODEL, mine, memory, _ANY_S, serve=serve, options=chosen)
-        _, points = stage.once(f"alphas {options.data} {chosen} {options.memory} {seed}", make)
+        _, points = bench.once(f"alphas {options.data} {chosen} {options.memory} {seed}", make)
         for point in points:
             values.setdefault(f"alpha {point.alpha:g}", []).append(point.nats)
         alphas = tuple(point.alpha for point in points)
@@ -60,9 +60,9 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="cross-entropy per token",
         unit="nats",
-        on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, "
+        on=f"{MODEL} live, {bench.sizes.texts} texts of {options.tokens} tokens, "
         f"{percent(options.memory, 'g')} of experts",
-        traces=len(stage.seeds),
+        traces=len(bench.seeds),
         curves=curves,
         axes=("alpha", "cross-entropy per token, nats"),
     )
