@@ -262,11 +262,11 @@ def test_a_plan_by_the_config_alone(run: Run, trace: Path, reference: Path, tmp_
     config = tmp_path / "config"
     config.mkdir()
     shutil.copy(reference / "config.json", config)
-    planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", tmp_path / "plan.json")
+    plan = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--frontier", 0, "--out")
+    planning = (*plan, tmp_path / "plan.json")
     code, _, err = run(*planning, "--model", config, "--config-only")
     assert code == 0, err
-    whole = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", tmp_path / "whole.json")
-    assert run(*whole)[0] == 0
+    assert run(*plan, tmp_path / "whole.json")[0] == 0
     one, other = (CachePlan.load(tmp_path / name) for name in ("plan.json", "whole.json"))
     assert (one.policy, one.slots, one.spec) == (other.policy, other.slots, other.spec)
     planning += ("--overwrite",)
@@ -276,7 +276,8 @@ def test_a_plan_by_the_config_alone(run: Run, trace: Path, reference: Path, tmp_
 
 def test_the_plan_of_another_model(run: Run, trace: Path, reference: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    code, _, err = run("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan)
+    planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--frontier", 0)
+    code, _, err = run(*planning, "--out", plan)
     assert code == 0, err
     other = tmp_path / "other"
     shutil.copytree(reference, other)
@@ -329,7 +330,7 @@ def test_replicas_that_cannot_be_made(run: Run, trace: Path, tmp_path: Path) -> 
 def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    plan = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out")
+    plan = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--frontier", 0, "--out")
     _one_line(run(*plan, tmp_path), 2, "is a directory, expected the name of a file")
     _one_line(run(*plan, file / "plan.json"), 1, "what was there before is unchanged")
     assert run(*plan, tmp_path / "new" / "plan.json")[0] == 0

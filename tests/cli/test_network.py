@@ -63,9 +63,9 @@ for line in sys.stdin:
 """Commands from stdin in one process, which imports torch once."""
 
 STEPS = (
-    "capture reference --data arithmetic --max-prompts 16 --batch-size 8 --out trace",
+    "capture reference --data arithmetic --max-prompts 16 --max-new-tokens 8 --batch-size 8 --out trace",
     "train affinity --trace trace --out predictor",
-    "plan cache --trace trace --predictor predictor --device-memory 30MB --out plan.json",
+    "plan cache --trace trace --predictor predictor --device-memory 30MB --frontier 0 --out plan.json",
     "replay --trace trace --policy lru,belady --budget 25%",
     "report trace --out page.html",
     "models",

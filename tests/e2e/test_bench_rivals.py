@@ -1,8 +1,6 @@
 """`moetool bench rivals` on the embedded model: cells are measured, or give a reason."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,19 +8,23 @@ import pytest
 from moetool.bench.memory_limits import limited_group
 from moetool.bench.rivals import ENGINES
 from moetool.errors import CapacityError
+from tests.command_line import exit_code
 
 SMALL = ["--set", "prompt_tokens=16", "--set", "new_tokens=4", "--set", "rounds=1", "--set", "threads=1"]
 
 
-def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "moetool", "bench", "rivals", "reference", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={"PATH": "", "HF_HUB_OFFLINE": "1"}, check=False)
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    return exit_code(monkeypatch, "bench", "rivals", "reference", *arguments)
 
 
-def test_cells_are_measured_or_say_why_not(tmp_path: Path) -> None:
-    done = _run(*SMALL, "--set", "shares=[0]", "--set", "dtype=float32", "--json", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+def test_cells_are_measured_or_say_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    done = _run(monkeypatch, *SMALL, "--set", "shares=[0]", "--set", "dtype=float32", "--json", "--out", str(tmp_path))
+    printed, said = capsys.readouterr()
+    assert done == 0, said
+    made = json.loads(printed)
     cells = {cell["engine"]: cell for cell in made["cells"]}
     assert tuple(cells) == ENGINES
     assert cells["llama.cpp"]["why"] == "no llama-server on the PATH; give --llama-server"
@@ -37,9 +39,14 @@ def test_cells_are_measured_or_say_why_not(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "moetool-all.json").read_text()) == cells["moetool"]
 
 
-def test_a_wrong_engine_or_share_is_refused() -> None:
-    assert "unknown engine 'lama.cpp': did you mean 'llama.cpp'?" in _run("--engine", "lama.cpp").stderr
-    assert "shares of the model" in _run("--set", "shares=[2]").stderr
+def test_a_wrong_engine_or_share_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, said in (
+        (("--engine", "lama.cpp"), "unknown engine 'lama.cpp': did you mean 'llama.cpp'?"),
+        (("--set", "shares=[2]"), "shares of the model"),
+    ):
+        assert _run(monkeypatch, *given) == 2 and said in capsys.readouterr().err
 
 
 def test_without_a_control_group_the_limit_is_refused(tmp_path: Path) -> None:

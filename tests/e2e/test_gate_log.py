@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import replay
+from tests.command_line import exit_code
 from tests.server_process import ServerProcess, quarter_of_experts, served
 from tests.servers import eventually, get, post
 
@@ -42,30 +41,31 @@ def decides_again(trace: Trace) -> None:
     assert row.digest == facts["decisions"] and row.counts.needed > 100
 
 
-def moetool(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "moetool.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def test_a_killed_server_leaves_its_log_and_the_next_one_keeps_it(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_its_log_and_the_next_one_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "log"
+
+    def moetool(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = exit_code(monkeypatch, *arguments)
+        return code, *capsys.readouterr()
+
     with served(*serve_with(log)) as process:
         texts = [ask(process) for _ in range(3)]
         eventually(lambda: metric(process, "rows_waiting") == 0)
         rows = metric(process, "rows_written_total")
-        said = moetool("trace", "info", str(log))
-        assert said.returncode == 0 and "still being written" in said.stdout, said
+        code, out, err = moetool("trace", "info", str(log))
+        assert code == 0 and "still being written" in out, err
         process.kill()
     trace = Trace(log)
     trace.verify()
     assert not trace.closed and trace.num_tokens == rows >= 3 * 40
     decides_again(trace)
-    said = moetool("replay", "--trace", str(log), "--policy", "lru", "--budget", "25%", "--json")
-    assert said.returncode == 0 and json.loads(said.stdout), said
-    assert "its server was killed" in said.stderr
-    assert "its server was killed" in moetool("trace", "info", str(log)).stdout
-    assert moetool("trace", "head", str(log), "--out", str(tmp_path / "head"), "--requests", "2").returncode == 0
+    code, out, err = moetool("replay", "--trace", str(log), "--policy", "lru", "--budget", "25%", "--json")
+    assert code == 0 and json.loads(out) and "its server was killed" in err, err
+    assert "its server was killed" in moetool("trace", "info", str(log))[1]
+    assert moetool("trace", "head", str(log), "--out", str(tmp_path / "head"), "--requests", "2")[0] == 0
     assert Trace(tmp_path / "head").closed
 
     with served(*serve_with(log)) as again:
@@ -77,8 +77,8 @@ def test_a_killed_server_leaves_its_log_and_the_next_one_keeps_it(tmp_path: Path
     assert closed.closed
     decides_again(closed)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "log", "log.1"]
-    refused = moetool("serve", *serve_with(log), "--port", "0")
-    assert refused.returncode == 2 and "exists already" in refused.stderr
+    code, _, err = moetool("serve", *serve_with(log), "--port", "0")
+    assert code == 2 and "exists already" in err
 
 
 @contextlib.contextmanager

@@ -107,12 +107,12 @@ def test_a_chat_is_answered_alike_and_its_log_replays(kv_tokens: int, tmp_path: 
 
 def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chats of 200 tokens in turn lose their prefixes once to a KV cache of 256; other prompts let it shrink."""
-    monkeypatch.setattr(growing_pages, "IDLE_FORWARDS", 24)
+    monkeypatch.setattr(growing_pages, "IDLE_FORWARDS", 8)
     talk = Talk(_open(1024, caching=True, first_kv_tokens=256, kv_slots=8, prefill_chunk=256))
     chats, reused, sizes = [[50 + i] * 200 for i in range(2)], [], []
     for turn in range(6):
         for i in range(2):
-            request = talk.ask(chats[i], max_tokens=12)
+            request = talk.ask(chats[i], max_tokens=4)
             talk.finish()
             reused.append(talk.outputs[request][0].reused)
             sizes.append(talk.engine.batcher.borrowed_kv_tokens)
@@ -121,8 +121,8 @@ def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.Monke
     assert min(reused[2:4]) < 100 and all(0 < size <= 768 for size in sizes[4:])
     assert all(count >= 190 for count in reused[4:])
     assert talk.engine.residency.lent > 0
-    for number in range(85):
-        talk.ask([70 + number % 20, 3, 4], max_tokens=12)
+    for number in range(60):
+        talk.ask([70 + number % 20, 3, 4], max_tokens=4)
         talk.finish()
     assert talk.engine.batcher.borrowed_kv_tokens == talk.engine.residency.lent == 0
     talk.engine.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moetool import assets
 from moetool.cli import demo
 from tests.command_line import exit_code
 from tests.documents import blocks, cluster_of, commands
@@ -77,11 +78,22 @@ def _serve(words: list[str], *chats: list[str]) -> None:
     assert server.returncode == 0, rest
 
 
-def test_the_demo_serves_the_plain_models_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_serves_the_plain_models_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole pipeline on fewer prompts, shorter answers and one memory size."""
+    recipe = ("recipes", "reference", "capture.toml")
+    path, text = assets.path, assets.path(*recipe).read_text()
+    smaller = text.replace("max_prompts = 20", "max_prompts = 4").replace("max_new_tokens = 32", "max_new_tokens = 8")
+    assert len(smaller) == len(text) - 2
+    (tmp_path / recipe[-1]).write_text(smaller)
+    monkeypatch.setattr(assets, "path", lambda *parts: tmp_path / recipe[-1] if parts == recipe else path(*parts))
+    monkeypatch.setattr(demo, "NEW_TOKENS", 8)
+    monkeypatch.setattr(demo, "SHARES", (0.25,))
     demo.run(tmp_path / "demo")
     out = capsys.readouterr().out
-    table = out[out.index("6 questions of 24 tokens") :]
-    assert table.count("identical") == 7
+    table = out[out.index("6 questions of 8 tokens") :]
+    assert table.count("identical") == 3
     assert "Done in" in table
     for name in ("trace/manifest.json", "predictor/card.json", "plan.json", "memory.svg"):
         assert (tmp_path / "demo" / name).is_file()
