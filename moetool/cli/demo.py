@@ -181,7 +181,7 @@ def _replay(out: Path) -> None:
     rows = replay(trace, list(CURVES), budgets, ReplaySetup(predictor=load_predictor(out / "predictor")))
     tables.print_table(
         "hit rate in decode (MB loaded/new token); belady knows the future: the bound without prefetching",
-        ["policy", *(f"{tables.percent(share)} of experts" for share in SHARES)],
+        ["policy", *(f"{tables.percent(share, '.4g')} of experts" for share in SHARES)],
         [
             [
                 policy,

@@ -100,7 +100,8 @@ def doctor(
         return
     from moetool.tuning.doctor import doctor as run
 
-    findings = run()
+    with tables.progress("measuring this machine"):
+        findings = run()
     if as_json:
         tables.print_json([finding.to_json() for finding in findings])
     else:

@@ -190,7 +190,8 @@ def stream(
         ],
     )
     tables.print_paragraph(
-        f"tokens start one request per GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}"
+        f"settings: tokens start one request per GPU; sides {setting.sides}; seed {setting.seed}; "
+        f"options {options or 'default'}"
     )
 
 
@@ -318,6 +319,6 @@ def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting",
     for table in score_tables([(row.planner, row) for row in rows], cluster, costs):
         table.print()
     tables.print_paragraph(
-        f"c_max {c_max}; tokens start {setting.starts}; sides {setting.sides}; routing {setting.routing}; "
+        f"settings: c_max {c_max}; tokens start {setting.starts}; sides {setting.sides}; routing {setting.routing}; "
         f"seed {setting.seed}"
     )

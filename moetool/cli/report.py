@@ -169,7 +169,7 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
         if one.row is not None:
             known = [sent for _, _, sent in one.row.score.link_bytes if sent is not None]
             tables.print_paragraph(
-                f"  {one.name} ({one.plan.planner}): {tables.percent(one.row.score.local)} of the calls local"
+                f"  {one.label}: {tables.percent(one.row.score.local)} of the calls local"
                 + (f", {tables.count(sum(known), 'B')} between servers" if known else "")
                 + f", T_comp + T_comm {tables.significant(one.row.score.latency)} {one.row.score.unit}"
             )

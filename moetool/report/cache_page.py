@@ -45,7 +45,7 @@ def _memory_table(plan: CachePlan) -> TextTable:
     rows = [
         (name, tables.count(size, "B"), tables.percent(size / plan.device_memory_bytes)) for name, size in parts if size
     ]
-    whole = ("total", tables.count(plan.device_memory_bytes, "B"), "100.0%")
+    whole = ("total", tables.count(plan.device_memory_bytes, "B"), "100.0 %")
     return TextTable(title="Device memory", columns=("use", "bytes", "share"), rows=(*rows, whole))
 
 

@@ -61,7 +61,7 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
     """
     plan = plans[-1].plan
     drawn = plots(plans, tokens_LE)
-    names = [one.name if one.name == one.plan.planner else f"{one.name}: {one.plan.planner}" for one in plans]
+    names = [one.label for one in plans]
     scored = [(name, one.row) for name, one in zip(names, plans, strict=True) if one.row is not None]
     costs = f"in {scored[0][1].score.unit}" if scored else ""
     made = {
@@ -167,7 +167,7 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
                 *of,
                 *(significant(value) for value in (found.comp, found.comm, found.latency)),
                 "-" if found.latency_bound is None else significant(found.latency_bound),
-                "-" if found.latency_gap is None else tables.percent(found.latency_gap, ".2f"),
+                "-" if found.latency_gap is None else tables.percent(found.latency_gap),
                 *(f"{found.balancedness[name]:.3f}" for name in ("sglang", "vllm", "tensorrt_llm")),
             ]
             for of, found, _ in scores

@@ -84,9 +84,9 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
                 *(at[name] for name in names),
                 f"{len(of)}",
                 f"{len(of[0].served):,}",
-                f"{mean:.4g}" + (f" ± {half:.2g}" if half else ""),
-                *(f"{over([percentile(run.latencies_s, p) for run in of]):.4g}" for p in (50, 90, 99)),
-                f"{over([run.mean_first_s for run in of]):.4g}",
+                f"{mean:.3g}" + (f" ± {half:.2g}" if half else ""),
+                *(f"{over([percentile(run.latencies_s, p) for run in of]):.3g}" for p in (50, 90, 99)),
+                f"{over([run.mean_first_s for run in of]):.3g}",
                 tables.percent(over([run.local for run in of])),
                 f"{over([run.tokens_per_s for run in of]):,.1f}",
                 tables.percent(over([max(run.utilisation_G) for run in of])),
@@ -101,6 +101,10 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
             *("busiest GPU", "sent", "migrations"),
         ),
         rows=tuple(rows),
+        notes=(
+            "mean: with its 95 % interval over seeds; local: local compute share; busiest GPU: its utilization",
+            "sent: bytes between servers; migrations: made, in all seeds",
+        ),
     )
 
 

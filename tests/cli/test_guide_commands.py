@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,30 +17,34 @@ import pytest
 from moetool.cli.guide import topics
 from tests.command_line import exit_code
 from tests.documents import INSTEAD, blocks, cluster_of, commands
+from tests.routed_engine import NEW, engine
 from tests.servers import serving
 
-SHORT = {'"Qwen/Qwen3-30B-A3B"': "reference", **INSTEAD}
+REMOTE = "http://HOST:8000"
+SHORT = {
+    '"Qwen/Qwen3-30B-A3B"': "reference",
+    f"MODEL --server {REMOTE}": f"reference --server {REMOTE} --max-prompts 2 --max-new-tokens {NEW}",
+    **INSTEAD,
+}
 SERVERS = ("clinic", "court", "lab")
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:8000"
 NOT_RUN = {
     "README": {"python3 -m venv": "pip's environment", "pip install": "downloads torch"},
     "clusters": {
-        "moetool serve MODEL": "several server processes or hosts; tests/cluster starts them",
-        "ray get-auth-token": "Ray on several hosts",
+        "moetool serve MODEL": "several server processes or hosts; tests/cluster runs it",
+        "ray get-auth-token": "test_rays_commands_are_those_of_ray runs it",
         "export RAY_AUTH_MODE=token": "Ray on several hosts",
-        "ray start": "Ray on several hosts",
+        "ray start": "Ray on several hosts; test_rays_commands_are_those_of_ray checks its options",
         "scp ADDRESS": "a second host",
-        "moetool doctor --cluster": "Ray on several hosts",
-        "PORTS=": "Ray on several hosts",
+        "moetool doctor --cluster": "Ray on several hosts; tests/cluster/test_hosts.py runs it",
+        "PORTS=": "test_rays_commands_are_those_of_ray checks its options",
     },
     "serving": {"lm_eval": "lm-eval and a data set from the hub", "guidellm run": "guidellm"},
     "speed": {
         "moetool bench rivals": "llama-server and a GGUF file",
         "make gpu": "a GPU, or published routes and minutes of a CPU",
-        "moetool trace import law.parquet": "published routes",
     },
-    "traces": {"moetool capture MODEL --server": "a server of vLLM or SGLang"},
 }
 """By page: the start of each command in a block of `console`, and what it needs."""
 
@@ -68,8 +73,12 @@ def test_every_command_and_snippet_works(
     for topic, page in topics().items():
         namespace: dict[str, Any] = {"reference": str(reference)}
         server = None
+        remote = None
         if topic == "traces":
             shutil.copytree("trace", "quantized-trace")
+        if topic == "speed":
+            command = ("trace", "export", "parts/chat", "--format", "topk_parquet", "--out", "law.parquet")
+            assert exit_code(monkeypatch, *command) == 0
         for block in blocks(page, SHORT):
             text = block.text
             if URL in text and block.language in ("bash", "python"):
@@ -77,6 +86,9 @@ def test_every_command_and_snippet_works(
                     server = served(None)
                     namespace["url"] = server.__enter__()
                 text = text.replace(URL, namespace["url"])
+            if REMOTE in text:
+                remote = engine("vllm")
+                text = text.replace(REMOTE, remote.__enter__())
             if block.file:
                 (tmp_path / block.file).parent.mkdir(exist_ok=True)
                 (tmp_path / block.file).write_text(text)
@@ -98,8 +110,9 @@ def test_every_command_and_snippet_works(
                     else:
                         assert words[0] in ("moetool", "curl", "export"), f"{topic}: {line}"
                     done.add(line)
-        if server is not None:
-            server.__exit__(None, None, None)
+        for stood_in in (server, remote):
+            if stood_in is not None:
+                stood_in.__exit__(None, None, None)
         capsys.readouterr()
     assert len(done) > 25
 
@@ -115,6 +128,25 @@ def test_what_is_not_run_is_listed() -> None:
                 assert known, f"{page}: {' '.join(words)}"
                 found.setdefault(page, set()).update(known)
     assert found == {page: set(starts) for page, starts in NOT_RUN.items()}
+
+
+def test_rays_commands_are_those_of_ray(tmp_path: Path) -> None:
+    ray = shutil.which("ray")
+    if ray is None:
+        pytest.skip("Ray is not installed")
+    lines = [
+        words for block in blocks(topics()["clusters"]) if block.language == "console" for words in commands(block)
+    ]
+    used = {word.partition("=")[0] for words in lines if words[:2] == ["ray", "start"] for word in words}
+    (ports,) = (words[0] for words in lines if words[0].startswith("PORTS="))
+    used |= {word.partition("=")[0] for word in ports.removeprefix("PORTS=").split()}
+    asked = subprocess.run([ray, "start", "--help"], capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"--[\w-]+", asked))
+    options = {word for word in used if word.startswith("--")}
+    assert len(options) > 10 and options <= known, options - known
+    (token,) = (words for words in lines if words[:2] == ["ray", "get-auth-token"])
+    subprocess.run([ray, *token[1:]], capture_output=True, check=True, env={**os.environ, "HOME": str(tmp_path)})
+    assert (tmp_path / ".ray" / "auth_token").read_text()
 
 
 def test_the_glossary_is_the_packages() -> None:

@@ -39,7 +39,7 @@ def test_a_placement_beside_the_one_before_it(run: Run, inputs: dict[str, Any], 
     assert (code, err) == (0, "")
     page = out.read_text()
     assert _needs_nothing_else(page)
-    for text in ("Expert placement: before (uniform)", "Expert placement: after (prism_exact)"):
+    for text in ("Expert placement: before: uniform", "Expert placement: after: prism_exact"):
         assert text in page
     code, printed, _ = run(*given, *inputs["traces"], "--json", "--overwrite")
     before, after = json.loads(printed)

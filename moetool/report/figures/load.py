@@ -76,7 +76,7 @@ def by_task(made: TraceMeasures) -> Plot | None:
 def _bars(axes: "Axes", share_E: np.ndarray) -> None:
     axes.bar(np.arange(len(share_E)), 100 * share_E, width=0.85, color=STYLES[0][0], linewidth=0)
     axes.axhline(100 / len(share_E), color="#222222", linestyle="--", linewidth=0.9)
-    axes.set_ylabel("% of choices")
+    axes.set_ylabel("share, %")
     axes.set_xlim(-0.7, len(share_E) - 0.3)
     axes.grid(visible=False, axis="x")
 

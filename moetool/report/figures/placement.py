@@ -35,6 +35,11 @@ class Placed:
     row: PlannerRow | None = None
     flow_LGG: np.ndarray | None = None
 
+    @property
+    def label(self) -> str:
+        """Name and planner, or the planner alone."""
+        return self.name if self.name == self.plan.planner else f"{self.name}: {self.plan.planner}"
+
 
 def plots(plans: Sequence[Placed], tokens_LE: np.ndarray | None) -> dict[str, list[Plot]]:
     """Return the figures of each section.
@@ -77,7 +82,7 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Plot | None:
     colour = "location of each expert" if tokens_LE is None else "popularity in the cluster, relative to the layer"
     return Plot(
         key=f"holders-{placed.name.replace(' ', '-')}",
-        title=f"Expert placement: {placed.name} ({plan.planner})",
+        title=f"Expert placement: {placed.label}",
         caption=f"Colour: {colour}; blank: not placed there. Above each map: its number of experts in all layers.",
         alt=f"Experts held: {says}.",
         height=0.4 + rows * min(3.0, 1.3 + 0.05 * spec.num_layers),
@@ -103,7 +108,7 @@ def copies(placed: Placed) -> Plot | None:
 
     return Plot(
         key=f"copies-{placed.name.replace(' ', '-')}",
-        title=f"Copies of each expert: {placed.name} ({plan.planner})",
+        title=f"Copies of each expert: {placed.label}",
         caption="More copies serve more tokens locally and take memory from other experts.",
         alt=f"{np.nanmean(count_LE):.2f} copies on average, {np.nanmax(count_LE):.0f} at most.",
         height=map_height(plan.spec.num_layers),
