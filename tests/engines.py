@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ class Chaos(Policy):
 
     def _some(self) -> list[int]:
         return [self._draw.randrange(self.spec.total_experts) for _ in range(self._draw.randrange(6))]
+
+
+class Hosting(Chaos):
+    """Has some misses computed on the host, at random, and otherwise prefetches and evicts at random."""
+
+    computes_on_host = True
+
+    def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
+        return self._draw.sample(misses, self._draw.randrange(len(misses) + 1))
+
+
+class AllHosted(Chaos):
+    """Has every miss computed on the host; nothing is ever loaded on demand."""
+
+    computes_on_host = True
+
+    def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
+        return misses
 
 
 class Seeing(lru.Policy):
@@ -164,3 +183,37 @@ def generate(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple
         engine.step()
     hook.remove()
     return [tokens[request] for request in requests], logits
+
+
+@dataclass
+class Answered:
+    """A batch of prompts that an engine has answered greedily, for others to answer with the same bits.
+
+    Attributes:
+        ids: tokens of the prompts.
+        tokens: of the answers.
+        logits: of every forward.
+    """
+
+    ids: list[list[int]]
+    max_tokens: int
+    tokens: list[list[int]]
+    logits: list[torch.Tensor]
+
+    @classmethod
+    def by(cls, made: Engine, texts: Sequence[str], max_tokens: int) -> "Answered":
+        """Generate with an engine, and close it."""
+        ids = [made.tokenizer(text)["input_ids"] for text in texts]
+        found = cls(ids, max_tokens, *generate(made, ids, max_tokens))
+        made.close()
+        return found
+
+    def require_same(self, made: Engine, atol: float = 0.0) -> dict[str, float]:
+        """Require the same tokens and logits of another engine, and close it; returns its metrics."""
+        tokens, logits = generate(made, self.ids, self.max_tokens)
+        metrics = made.metrics()
+        made.close()
+        assert tokens == self.tokens
+        assert [one.shape for one in logits] == [one.shape for one in self.logits]
+        assert all(torch.allclose(a, b, rtol=0, atol=atol) for a, b in zip(logits, self.logits, strict=True))
+        return metrics

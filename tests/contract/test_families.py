@@ -39,10 +39,8 @@ from tests.greedy import generated, prompts, served
 SUPPORTED = sorted(name for name, family in FAMILIES.items() if not family.refused)
 TOKENS = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
 
-ALL_POLICIES = (
-    *("dbrx", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "jetmoe", "llama4_text", "minimax_m2"),
-    *("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
-)
+ALL_POLICIES = ("dbrx", "deepseek_v3", "gpt_oss", "granitemoe", "jetmoe", "llama4_text", "mixtral", "qwen3_next")
+"""One family for each way to call experts and for layers without them: a policy sees nothing else of a family."""
 
 # llama4 runs every expert over every token, at weight 0 where it was not chosen: a product of another size.
 OTHER_PRODUCTS = {"llama4_text"}
@@ -348,15 +346,6 @@ def _dense_name(full: LoadedModel) -> str:
     """A weight that is no expert's: the router's."""
     router = next(path for path, module in full.model.named_modules() if module is full.layers[-1].router)
     return next(name for name, _ in full.model.named_parameters() if name.startswith(f"{router}."))
-
-
-def test_a_truncated_shard_is_refused_by_name(case: Case, tmp_path: Path) -> None:
-    shutil.copytree(case.path, tmp_path / "m")
-    file = tmp_path / "m" / "model.safetensors"
-    with file.open("r+b") as stream:
-        stream.truncate(file.stat().st_size - 4)
-    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: it is truncated"):
-        load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)
 
 
 @pytest.mark.parametrize("name", families.MULTIMODAL)

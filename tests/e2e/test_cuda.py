@@ -31,8 +31,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.contract.test_quantized import written
-from tests.e2e.test_tiers import AllHosted, Hosting
-from tests.engines import Chaos, engine, generate
+from tests.engines import AllHosted, Chaos, Hosting, engine, generate
 from tests.greedy import forward_logits
 from tests.servers import eventually
 

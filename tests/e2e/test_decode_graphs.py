@@ -56,9 +56,7 @@ def _run(
     ("policy", "slots", "watched"),
     [
         ("lru", 40, None),
-        ("lru", 256, None),
         ("lru", 256, 1),
-        ("lru", 40, 1),
         ("foresight", 64, None),
         ("finemoe", 64, None),
         ("smoe", 64, 1),

@@ -24,8 +24,7 @@ from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, Phase
 from tests import families
-from tests.e2e.test_tiers import AllHosted, Hosting
-from tests.engines import Chaos, engine, every_read_fails_once, generate
+from tests.engines import AllHosted, Answered, Chaos, Hosting, engine, every_read_fails_once, generate
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
 SLOT = 73_728
@@ -33,24 +32,9 @@ COSTS = {"load_s": 3.0, "host_s": 1.0}
 
 
 @pytest.fixture(scope="module")
-def baseline(reference: Path, tokenizer: Any) -> Any:
-    """Every expert has a slot on one device: tokens and logits of one batch."""
-    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-    made = engine(reference, tokenizer, "lru", 256)
-    result = generate(made, ids, 5)
-    made.close()
-    return ids, *result
-
-
-def _check(made: Any, baseline: Any) -> Any:
-    ids, tokens, logits = baseline
-    assert isinstance(made.store, Stores)
-    found_tokens, found = generate(made, ids, 5)
-    metrics = made.metrics()
-    made.close()
-    assert found_tokens == tokens
-    assert len(found) == len(logits) and all(map(torch.equal, found, logits))
-    return metrics
+def baseline(reference: Path, tokenizer: Any) -> Answered:
+    """Every expert has a slot on one device."""
+    return Answered.by(engine(reference, tokenizer, "lru", 256), TEXTS, 5)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +47,11 @@ def _check(made: Any, baseline: Any) -> Any:
     ],
 )
 def test_logits_are_those_of_one_device(
-    policy: str, devices: int, slots: int, baseline: Any, reference: Path, tokenizer: Any, predictor: Any
+    policy: str, devices: int, slots: int, baseline: Answered, reference: Path, tokenizer: Any, predictor: Any
 ) -> None:
     made = engine(reference, tokenizer, policy, slots, predictor=predictor, devices=devices)
-    metrics = _check(made, baseline)
+    assert isinstance(made.store, Stores)
+    metrics = baseline.require_same(made)
     assert metrics["slots"] == made.residency.num_slots <= slots
     assert metrics["slots_bytes"] == metrics["slots"] * SLOT
 
@@ -74,13 +59,13 @@ def test_logits_are_those_of_one_device(
 @pytest.mark.parametrize("kind", [Chaos, Hosting, AllHosted])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_no_order_of_loads_changes_a_bit(
-    kind: Any, devices: int, baseline: Any, reference: Path, tokenizer: Any
+    kind: Any, devices: int, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
     spec = Checkpoint.open(reference).spec
     policies: list[Policy] = [kind(spec, 2 + 3 * seed, seed=seed) for seed in range(devices)]
     made = engine(reference, tokenizer, policies, 0, host_memory_bytes=devices * 12 * SLOT)
     with every_read_fails_once(made.store.files):
-        metrics = _check(made, baseline)
+        metrics = baseline.require_same(made)
     assert metrics["reads_retried"] > 10
     assert metrics["host_pool_bytes"] == devices * 12 * SLOT
     assert bool(metrics["hosted"]) == (kind is not Chaos)

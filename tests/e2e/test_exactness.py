@@ -1,6 +1,5 @@
 """The main invariant: no policy, budget or order of loads changes what the model says."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,15 @@ from moetool import plugins
 from moetool.caching._policy import policy_class
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
-from tests.engines import Chaos, engine, generate
+from tests.engines import Answered, Chaos, engine, generate
 
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
 
 
 @pytest.fixture(scope="module")
-def baseline(reference: Path, tokenizer: Any) -> Any:
-    """Every expert has a slot: tokens and logits of one batch."""
-    ids = [tokenizer(text)["input_ids"] for text in MIXED]
-    made = engine(reference, tokenizer, "lru", 256)
-    result = generate(made, ids, 8)
-    made.close()
-    return ids, *result
-
-
-def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def baseline(reference: Path, tokenizer: Any) -> Answered:
+    """Every expert has a slot."""
+    return Answered.by(engine(reference, tokenizer, "lru", 256), MIXED, 8)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +36,9 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     ],
 )
 def test_logits_are_the_same_to_the_bit(
-    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any, predictor: Any
+    policy: str, slots: int, baseline: Answered, reference: Path, tokenizer: Any, predictor: Any
 ) -> None:
-    ids, tokens, logits = baseline
-    made = engine(reference, tokenizer, policy, slots, predictor=predictor)
-    found_tokens, found_logits = generate(made, ids, 8)
-    made.close()
-    assert found_tokens == tokens
-    assert _same(found_logits, logits)
+    baseline.require_same(engine(reference, tokenizer, policy, slots, predictor=predictor))
 
 
 def test_every_policy_that_serves_is_among_these() -> None:
@@ -62,23 +48,13 @@ def test_every_policy_that_serves_is_among_these() -> None:
     assert tested == {name for name, kind in kinds.items() if kind.lossless and not kind.needs_future}
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(slots=st.integers(2, 256), seed=st.integers(0, 1000), io_threads=st.integers(1, 3))
 def test_no_order_of_loads_changes_a_bit(
-    slots: int, seed: int, io_threads: int, baseline: Any, reference: Path, tokenizer: Any
+    slots: int, seed: int, io_threads: int, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
-    ids, tokens, logits = baseline
-    made = engine(reference, tokenizer, Chaos(_spec(reference), slots, seed), slots, io_threads=io_threads)
-    found_tokens, found_logits = generate(made, ids, 8)
-    made.close()
-    assert found_tokens == tokens
-    assert _same(found_logits, logits)
-
-
-@cache
-def _spec(reference: Path) -> Any:
-
-    return Checkpoint.open(reference).spec
+    policy = Chaos(Checkpoint.open(reference).spec, slots, seed)
+    baseline.require_same(engine(reference, tokenizer, policy, slots, io_threads=io_threads))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +67,7 @@ def fifty(full: Any, tokenizer: Any) -> Any:
         with torch.inference_mode():
             made = full.model.generate(
                 torch.tensor([prompt]),
-                max_new_tokens=12,
+                max_new_tokens=8,
                 do_sample=False,
                 output_logits=True,
                 return_dict_in_generate=True,
@@ -109,7 +85,7 @@ def test_tokens_are_those_of_the_plain_model(
     made = engine(reference, tokenizer, "lru", 64, max_requests=batch)
     tokens = []
     for start in range(0, len(ids), batch):
-        tokens += generate(made, ids[start : start + batch], 12)[0]
+        tokens += generate(made, ids[start : start + batch], 8)[0]
     made.close()
     ties = 0
     for found, (expected, gaps) in zip(tokens, answers, strict=True):
@@ -122,11 +98,7 @@ def test_tokens_are_those_of_the_plain_model(
     assert ties <= 1
 
 
-def test_pinned_experts_change_no_bit(baseline: Any, reference: Path, tokenizer: Any) -> None:
-    ids, tokens, logits = baseline
+def test_pinned_experts_change_no_bit(baseline: Answered, reference: Path, tokenizer: Any) -> None:
     made = engine(reference, tokenizer, "lru", 20, pinned=range(40, 60))
-    found_tokens, found_logits = generate(made, ids, 8)
-    made.close()
+    baseline.require_same(made)
     assert made.store.num_slots == 40
-    assert found_tokens == tokens
-    assert _same(found_logits, logits)

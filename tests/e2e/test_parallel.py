@@ -198,9 +198,9 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts
 def test_a_late_short_request_does_not_wait_for_a_long_one(head: RankHead, prompts: Any) -> None:
     head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     answers = Answers(head)
-    alone = answers.wait([answers.ask(prompts[0], 100, ignore_eos=True)])[0]
+    alone = answers.wait([answers.ask(prompts[0], 48, ignore_eos=True)])[0]
     calm = answers.wait([answers.ask(prompts[1], 3)])[0]
-    long = answers.ask(prompts[0], 100, ignore_eos=True)
+    long = answers.ask(prompts[0], 48, ignore_eos=True)
     answers.wait_for_tokens(len(alone) + len(calm) + 2)
     short = answers.ask(prompts[1], 3)
     assert answers.wait([short]) == [calm]

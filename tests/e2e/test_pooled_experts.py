@@ -15,47 +15,21 @@ from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
 from moetool.types import ForwardInfo, Phase
 from tests import families
-from tests.e2e.test_tiers import AllHosted, Hosting
-from tests.engines import Chaos, engine, every_read_fails_once, generate
+from tests.engines import AllHosted, Answered, Chaos, Hosting, engine, every_read_fails_once, generate
 from tests.greedy import forward_logits
 from tests.servers import eventually
-from tests.streams import Streams
+from tests.streams import Eager
 
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
 
 
-class Eager(Streams):
-    """Copies that are done when they are waited for, and no sooner; computing at once."""
-
-    def wait(self, mark: Any, tier: str) -> None:
-        self.finish(mark)
-
-    def mark(self) -> Any:
-        return None
-
-
 @pytest.fixture(scope="module")
-def baseline(reference: Path, tokenizer: Any) -> Any:
-    """Every expert has a slot: tokens and logits of one batch, and those of experts that are computed one by one."""
-    ids = [tokenizer(text)["input_ids"] for text in MIXED]
-    plain = engine(reference, tokenizer, "lru", 256)
-    tokens, _ = generate(plain, ids, 6)
-    plain.close()
-    made = engine(reference, tokenizer, "lru", 256, pooled=True)
-    result = generate(made, ids, 6)
-    made.close()
-    assert result[0] == tokens
-    return ids, *result
-
-
-def _check(made: Any, baseline: Any) -> Any:
-    ids, tokens, logits = baseline
-    found_tokens, found_logits = generate(made, ids, 6)
-    metrics = made.metrics()
-    made.close()
-    assert found_tokens == tokens
-    assert all(torch.equal(a, b) for a, b in zip(found_logits, logits, strict=True))
-    return metrics
+def baseline(reference: Path, tokenizer: Any) -> Answered:
+    """Every expert has a slot; the tokens are those of experts that are computed one by one."""
+    plain = Answered.by(engine(reference, tokenizer, "lru", 256), MIXED, 6)
+    pooled = Answered.by(engine(reference, tokenizer, "lru", 256, pooled=True), MIXED, 6)
+    assert pooled.tokens == plain.tokens
+    return pooled
 
 
 @pytest.mark.parametrize(
@@ -63,26 +37,21 @@ def _check(made: Any, baseline: Any) -> Any:
     [("on_demand", 4), ("on_demand", 256), ("lru", 2), ("lru", 64), ("foresight", 40), ("layerwise", 80)],
 )
 def test_every_policy_gives_the_same_bits(
-    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any
+    policy: str, slots: int, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
-    metrics = _check(engine(reference, tokenizer, policy, slots, pooled=True), baseline)
+    metrics = baseline.require_same(engine(reference, tokenizer, policy, slots, pooled=True))
     assert metrics["misses"] > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [Chaos, Hosting, AllHosted])
-def test_no_order_of_loads_changes_a_bit(kind: Any, seed: int, baseline: Any, reference: Path, tokenizer: Any) -> None:
+def test_no_order_of_loads_changes_a_bit(
+    kind: Any, seed: int, baseline: Answered, reference: Path, tokenizer: Any
+) -> None:
     """But for experts computed on the host, whose product is another."""
     policy = kind(Checkpoint.open(reference).spec, 12, seed)
     made = engine(reference, tokenizer, policy, 12, host_memory_bytes=40 * 73_728, io_threads=1 + seed, pooled=True)
-    if kind is Chaos:
-        _check(made, baseline)
-        return
-    ids, tokens, logits = baseline
-    found_tokens, found_logits = generate(made, ids, 6)
-    made.close()
-    assert found_tokens == tokens
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-3) for a, b in zip(found_logits, logits, strict=True))
+    baseline.require_same(made, atol=0.0 if kind is Chaos else 1e-3)
 
 
 class Replayed:
@@ -104,7 +73,7 @@ class Replayed:
 
 @pytest.mark.parametrize(("policy", "slots"), [("lru", 12), ("lru", 256), ("foresight", 64), ("layerwise", 80)])
 def test_products_by_the_table_alone_are_those_of_the_steps(
-    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any
+    policy: str, slots: int, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
     made = engine(reference, tokenizer, policy, slots, pooled=True)
     layers = [
@@ -112,24 +81,24 @@ def test_products_by_the_table_alone_are_those_of_the_steps(
     ]
     graphs = {layer.index: Replayed(made.runtime, layer) for layer in layers}
     made.runtime.recorded = graphs
-    counts = _check(made, baseline)
+    counts = baseline.require_same(made)
     assert sum(graph.runs for graph in graphs.values()) > 0
     other = engine(reference, tokenizer, policy, slots, pooled=True)
-    assert _check(other, baseline)["misses"] == counts["misses"]
+    assert baseline.require_same(other)["misses"] == counts["misses"]
 
 
 @pytest.mark.parametrize("experts", [None, 30, 256])
 def test_copies_from_host_memory_are_waited_for(
-    experts: int | None, baseline: Any, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    experts: int | None, baseline: Answered, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
     memory = None if experts is None else experts * 73_728
     for policy, slots in (("lru", 20), ("foresight", 50), ("on_demand", 4)):
-        _check(engine(reference, tokenizer, policy, slots, host_memory_bytes=memory, pooled=True), baseline)
+        baseline.require_same(engine(reference, tokenizer, policy, slots, host_memory_bytes=memory, pooled=True))
 
 
 def test_with_every_expert_in_its_slot_the_residency_hears_of_events_after_the_forward(
-    baseline: Any, reference: Path, tokenizer: Any
+    baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
     counts, events = [], []
     for pooled in (False, True):
@@ -137,9 +106,9 @@ def test_with_every_expert_in_its_slot_the_residency_hears_of_events_after_the_f
         steps: list[Any] = []
         made.residency.sink = lambda *step, steps=steps: steps.append(step)
         if pooled:
-            _check(made, baseline)
+            baseline.require_same(made)
         else:
-            generate(made, baseline[0], 6)
+            generate(made, baseline.ids, 6)
             made.close()
         counts.append(made.residency.counts)
         events.append(steps)
@@ -185,20 +154,20 @@ def test_a_residency_that_could_not_hear_of_events_hears_of_the_end_of_their_for
 
 
 def test_a_device_with_room_for_all_is_filled_before_anything_is_asked_for(
-    baseline: Any, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    baseline: Answered, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
     made = engine(reference, tokenizer, "lru", 256, pooled=True)
     fill_device(made.residency, made.store)
     eventually(lambda: made.metrics()["expert_reads"] == 256)
-    metrics = _check(made, baseline)
+    metrics = baseline.require_same(made)
     assert metrics["misses"] == 0 and metrics["expert_reads"] == 256
 
 
-def test_reads_that_fail_are_tried_again(baseline: Any, reference: Path, tokenizer: Any) -> None:
+def test_reads_that_fail_are_tried_again(baseline: Answered, reference: Path, tokenizer: Any) -> None:
     made = engine(reference, tokenizer, "lru", 24, pooled=True)
     with every_read_fails_once(made.store.files):
-        metrics = _check(made, baseline)
+        metrics = baseline.require_same(made)
     assert metrics["reads_retried"] > 0
 
 

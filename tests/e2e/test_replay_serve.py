@@ -69,7 +69,7 @@ def test_replay_decides_as_serve_did(
     ended: list[int] = []
     requests = []
     for i, prompt in enumerate(ids):  # requests come and go while others run
-        params = SamplingParams(max_tokens=4 + 3 * i, temperature=0.7, seed=i)
+        params = SamplingParams(max_tokens=4 + 2 * i, temperature=0.7, seed=i)
         requests.append(made.submit(prompt, params, lambda o: ended.append(o.request) if o.finish else None))
         for _ in range(3):
             made.step()
@@ -261,7 +261,7 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
         memory = sum(fixed_bytes(checkpoint, options)) + 60 * stride_of(checkpoint.spec.slot_bytes)
         made = build_engine(checkpoint, options=options, policy="foresight", device_memory_bytes=memory, log=log)
         made.state = "ready"
-        for prompt in ("The king said ", "12 * 3 = ", "def add(a, b):"):
+        for prompt in ("The king said ", "12 * 3 = "):
             for words in (150, 1):
                 ids = tokenizer(prompt * words)["input_ids"][:600]
                 made.submit(ids, SamplingParams(max_tokens=20), lambda o, to=tokens: to.append(o.token))

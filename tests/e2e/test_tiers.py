@@ -1,7 +1,6 @@
 """Tiers below the slots, and experts computed on the host: other bytes and other seconds, the same bits."""
 
 import random
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,52 +15,17 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
 from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
 from moetool.trace.reader import Trace
-from moetool.types import GateEvent
-from tests.engines import Chaos, engine, generate
-from tests.streams import Streams
+from tests.engines import AllHosted, Answered, Chaos, Hosting, engine
+from tests.streams import Eager
 
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
 SLOT = 73_728
 
 
-class Hosting(Chaos):
-    """Has some misses computed on the host, at random, and otherwise prefetches and evicts at random."""
-
-    computes_on_host = True
-
-    def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
-        return self._draw.sample(misses, self._draw.randrange(len(misses) + 1))
-
-
-class AllHosted(Chaos):
-    """Has every miss computed on the host; nothing is ever loaded on demand."""
-
-    computes_on_host = True
-
-    def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
-        return misses
-
-
 @pytest.fixture(scope="module")
-def baseline(reference: Path, tokenizer: Any) -> Any:
-    """Every expert has a slot: tokens and logits of one batch."""
-    ids = [tokenizer(text)["input_ids"] for text in MIXED]
-    made = engine(reference, tokenizer, "lru", 256)
-    result = generate(made, ids, 6)
-    made.close()
-    return ids, *result
-
-
-def _check(made: Any, baseline: Any) -> Any:
-    """Generate and compare to the bit; gives the engine's metrics."""
-    ids, tokens, logits = baseline
-    found_tokens, found_logits = generate(made, ids, 6)
-    metrics = made.metrics()
-    made.close()
-    assert found_tokens == tokens
-    assert len(found_logits) == len(logits)
-    assert all(torch.equal(a, b) for a, b in zip(found_logits, logits, strict=True))
-    return metrics
+def baseline(reference: Path, tokenizer: Any) -> Answered:
+    """Every expert has a slot."""
+    return Answered.by(engine(reference, tokenizer, "lru", 256), MIXED, 6)
 
 
 def _spec(reference: Path) -> Any:
@@ -70,10 +34,10 @@ def _spec(reference: Path) -> Any:
 
 @pytest.mark.parametrize(("slots", "experts"), [(2, 1), (2, 256), (24, None), (24, 40), (24, 256)])
 def test_a_host_tier_changes_no_bit(
-    slots: int, experts: int | None, baseline: Any, reference: Path, tokenizer: Any
+    slots: int, experts: int | None, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
     memory = None if experts is None else experts * SLOT
-    metrics = _check(engine(reference, tokenizer, "lru", slots, host_memory_bytes=memory), baseline)
+    metrics = baseline.require_same(engine(reference, tokenizer, "lru", slots, host_memory_bytes=memory))
     assert metrics["host_pool_bytes"] == (memory or 0)
     assert metrics["slots_bytes"] == slots * SLOT
     assert metrics["expert_reads"] + metrics["host_hits"] == metrics["misses"]
@@ -86,47 +50,39 @@ def test_a_host_tier_changes_no_bit(
         assert metrics["host_hits"] == metrics["host_stall_seconds"] == 0
 
 
-def test_decisions_do_not_depend_on_the_tiers(reference: Path, tokenizer: Any, baseline: Any) -> None:
+def test_decisions_do_not_depend_on_the_tiers(reference: Path, tokenizer: Any, baseline: Answered) -> None:
     counts = []
     for memory in (None, 30 * SLOT):
         made = engine(reference, tokenizer, "lfu", 20, host_memory_bytes=memory)
-        _check(made, baseline)
+        baseline.require_same(made)
         counts.append(made.residency.counts)
     assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("policy", "experts"), [(Hosting, None), (Hosting, 5), (Hosting, 256), (AllHosted, 64)])
 def test_experts_computed_on_the_host_give_the_same_bits(
-    policy: Any, experts: int | None, baseline: Any, reference: Path, tokenizer: Any
+    policy: Any, experts: int | None, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
     memory = None if experts is None else experts * SLOT
     made = engine(reference, tokenizer, policy(_spec(reference), 16, seed=3), 16, host_memory_bytes=memory)
-    metrics = _check(made, baseline)
+    metrics = baseline.require_same(made)
     assert metrics["hosted"] > 100
     assert policy is not AllHosted or metrics["misses"] == 0
 
 
 def test_experts_computed_by_the_thread_beside_a_device(
-    baseline: Any, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    baseline: Answered, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way that a GPU takes, on a made-up one whose computing happens at once and whose copies do not."""
-
-    class Eager(Streams):
-        def wait(self, mark: Any, tier: str) -> None:
-            self.finish(mark)
-
-        def mark(self) -> Any:
-            return None
-
     monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
     for policy, slots in ((Hosting(_spec(reference), 16, seed=5), 16), (Chaos(_spec(reference), 6, seed=5), 6)):
         made = engine(reference, tokenizer, policy, slots)
-        metrics = _check(made, baseline)
+        metrics = baseline.require_same(made)
         assert metrics["host_pool_bytes"] == 256 * SLOT  # a ring, which has room for all
 
 
 @pytest.mark.parametrize("experts", [None, 12, 256])
-def test_reads_that_fail_now_and_then(experts: int | None, baseline: Any, reference: Path, tokenizer: Any) -> None:
+def test_reads_that_fail_now_and_then(experts: int | None, baseline: Answered, reference: Path, tokenizer: Any) -> None:
     memory = None if experts is None else experts * SLOT
     made = engine(reference, tokenizer, Hosting(_spec(reference), 12, seed=8), 12, host_memory_bytes=memory)
     shards, draw, failed = made.store.files.shards, random.Random(0), set[int]()
@@ -139,7 +95,7 @@ def test_reads_that_fail_now_and_then(experts: int | None, baseline: Any, refere
         return read(file, offset, num_bytes)
 
     shards.read = failing
-    metrics = _check(made, baseline)
+    metrics = baseline.require_same(made)
     assert metrics["reads_retried"] > 10
     assert metrics["failures"] == 0
 

@@ -242,7 +242,7 @@ def test_a_broken_model_differs_by_layer_and_expert(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spoil(monkeypatch)
-    made = _verify(reference, VerifyOptions(policies=("lru",), prompts=3, tokens=3, layer_by_layer=layer_by_layer))
+    made = _verify(reference, VerifyOptions(policies=("lru",), prompts=1, tokens=2, layer_by_layer=layer_by_layer))
     assert made.verdict == "differs"
     assert made.first.startswith(said), made.problems
     if spoil is _other_router:
