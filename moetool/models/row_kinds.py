@@ -87,6 +87,7 @@ GGML_KINDS = (
     _blocks("q6_k", 14, 256, b"\x11" * 128 + b"\xaa" * 64 + b"\x01" * 16 + _ONE),
     _blocks("iq4_nl", 20, 32, _ONE + b"\x88" * 16),
     _blocks("iq4_xs", 23, 256, _ONE + b"\xaa" * 2 + b"\x11" * 4 + b"\x88" * 128),
+    # eight times an eighth, which IQ1 adds to each number: here to those of a place with eight zeros
     _blocks("iq1_s", 19, 256, _EIGHT + b"\x05" * 32 + b"\x24\x09" * 8),
     _blocks("iq1_m", 29, 256, b"\x05" * 32 + b"\x44" * 16 + b"\x00\x00\x00\x00\x00\x80\x00\x40"),
     _blocks("iq2_xxs", 16, 256, _ONE + b"\x00" * 64),
