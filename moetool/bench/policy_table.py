@@ -1,4 +1,4 @@
-"""Replay every policy, cold, with several budgets on several traces: hits and bytes, against the bound."""
+"""Replay every policy with several budgets on several traces: hits and bytes, against the bound."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from moetool.tuning.candidates import servable, too_large
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 
 BOUND = "belady"
+KNOWN = "known_routes"
 BY_LAYER = ("lru", "lfu", "lfru", "least_stale", "foresight")
 """Policies that also run with a pool per layer."""
 
@@ -48,10 +49,11 @@ class PolicyCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTable(JsonRecord):
-    """The cells, with their command."""
+    """The cells, with their command, and the share of tokens that warmed pools and memories."""
 
     command: str
     tokens: int
+    warm: float
     cells: tuple[PolicyCell, ...]
 
 
@@ -60,28 +62,32 @@ def bench_policies(
     shares: Sequence[float],
     *,
     tokens: int,
+    warm: float = 0.0,
     command: str = "",
     on_trace: Callable[[int], object] = lambda number: None,
 ) -> PolicyTable:
-    """Replay every lossless policy that needs no training, and the bound, from an empty pool.
+    """Replay every lossless policy that needs no training, the bound, and foresight with known routes.
 
     Args:
         shares: budgets as shares of all experts.
         tokens: approximate tokens of each trace's first requests, at least one request.
+        warm: share of these tokens, the first ones, that count in no cell.
         on_trace: called after each trace.
 
     Raises:
-        UsageError: a share is not above 0 and at most 1, or two traces have the same folder name.
+        UsageError: a share is not above 0 and at most 1, `warm` is not below 1, or two traces have one name.
     """
     if not shares or not all(0 < share <= 1 for share in shares):
         raise UsageError(f"budgets are {list(shares)}, expected shares of all experts, above 0% and up to 100%")
+    if not 0 <= warm < 1:
+        raise UsageError(f"warm is {warm}, expected a share of the tokens below 100%")
     if len({path.name for path in traces}) < len(traces):
         raise UsageError("two traces have the same directory name; rename one")
     cells: list[PolicyCell] = []
     for number, path in enumerate(traces, start=1):
-        cells += _cells(Trace(path), shares, tokens)
+        cells += _cells(Trace(path), shares, tokens, warm)
         on_trace(number)
-    return PolicyTable(command=command, tokens=tokens, cells=tuple(cells))
+    return PolicyTable(command=command, tokens=tokens, warm=warm, cells=tuple(cells))
 
 
 def print_policies(made: PolicyTable) -> None:
@@ -107,10 +113,11 @@ def _spelled(cell: PolicyCell | None) -> str:
     return f"{cell.loaded:.3f}{f' + {cell.hosted:.3f} on the host' if cell.hosted else ''} ({cell.hit_rate:.3f})"
 
 
-def _cells(trace: Trace, shares: Sequence[float], tokens: int) -> list[PolicyCell]:
+def _cells(trace: Trace, shares: Sequence[float], tokens: int, warm: float) -> list[PolicyCell]:
     spec = trace.spec
     budgets = [max(2, round(share * spec.total_experts)) * spec.slot_bytes for share in shares]
-    setup = ReplaySetup(requests=_first(trace, tokens), pool_unit="slots")
+    requests, total = _first(trace, tokens)
+    setup = ReplaySetup(requests=requests, warm_tokens=round(warm * total), pool_unit="slots")
     names = servable(trace, None)
     found: list[PolicyCell] = []
     for share, budget in zip(shares, budgets, strict=True):
@@ -118,6 +125,9 @@ def _cells(trace: Trace, shares: Sequence[float], tokens: int) -> list[PolicyCel
         fit = [name for name in names if name not in lost]
         rows = replay(trace, [*fit, BOUND], [budget], setup)
         found += [_cell(trace, share, row.policy, row) for row in rows]
+        for title, layers in (("next layer", 1), ("next token", spec.num_layers)):
+            (row,) = replay(trace, [KNOWN], [budget], replace(setup, options={KNOWN: {"layers": layers}}))
+            found.append(_cell(trace, share, f"foresight, {title} known", row))
         if slots_within(spec, budget) >= spec.num_layers:
             rows = replay(trace, BY_LAYER, [budget], replace(setup, pool="layer"))
             found += [_cell(trace, share, PolicyChoice(row.policy, "layer").name, row) for row in rows]
@@ -138,8 +148,8 @@ def _cell(trace: Trace, share: float, name: str, row: ReplayRow) -> PolicyCell:
     )
 
 
-def _first(trace: Trace, tokens: int) -> frozenset[int]:
-    """The first requests with about this number of tokens in all."""
+def _first(trace: Trace, tokens: int) -> tuple[frozenset[int], int]:
+    """The first requests with about this number of tokens in all, and their number of tokens."""
     chosen: list[int] = []
     total = 0
     for request, count in zip(*(trace.requests[name].to_pylist() for name in ("request", "tokens")), strict=True):
@@ -147,4 +157,4 @@ def _first(trace: Trace, tokens: int) -> frozenset[int]:
             break
         chosen.append(request)
         total += count
-    return frozenset(chosen)
+    return frozenset(chosen), total

@@ -19,18 +19,22 @@ def policies(
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to replay from each trace, rounded to whole requests.")
     ] = 2000,
+    warm: Annotated[
+        str | None, typer.Option(help="Share of the tokens, the first ones, that warm pools and memories, e.g. 50%.")
+    ] = None,
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for policies.json.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing policies.json.")] = False,
 ) -> None:
-    """Replay every policy that needs no training from an empty pool, with Belady's bound."""
+    """Replay every policy that needs no training, with Belady's bound."""
     from moetool.bench.policy_table import bench_policies, print_policies
 
     file = results_file(out, "policies.json", overwrite)
     whole = 10**9
     shares = [parse_bytes(text, whole) / whole for text in listed(budget)]
     with tables.progress("traces", len(trace)) as passed:
-        made = bench_policies(trace, shares, tokens=tokens, command=command_line(), on_trace=passed)
+        known = parse_bytes(warm, whole) / whole if warm else 0.0
+        made = bench_policies(trace, shares, tokens=tokens, warm=known, command=command_line(), on_trace=passed)
     hand_over(made, file, print_policies, as_json=as_json)
 
 

@@ -137,6 +137,8 @@ class ReplaySetup:
         predictor: a `moetool.learning.predictor.Predictor`, for policies that need one.
         sequential: one request after the other, or the recorded forwards (default: recorded for the log of a server).
         requests: requests to include (default: all).
+        warm_tokens: tokens at the start that fill pools and memories and count in no row, in whole forwards. The digest
+            includes them, and a timeline does not permit them.
         options: values for the `Options` of policies, by policy name. A profile sets the costs of host and link for
             policies that use them.
         pool: form of the pool (`moetool.caching._layer_slots.POOL_FORMS`). A policy that knows the future always has
@@ -158,6 +160,7 @@ class ReplaySetup:
     predictor: Any = None
     sequential: bool | None = None
     requests: frozenset[int] | None = None
+    warm_tokens: int = 0
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pool: str = "one"
     pool_unit: str = "auto"
@@ -209,8 +212,15 @@ def replay(
     source = _Source(trace, setup)
     runs = _prepare(source, policies, budgets, setup)
     forwards = decode_tokens = tokens = 0
+    warm = setup.warm_tokens > 0
+    assert setup.profile is None or not warm
     title, total = f"replaying {numbered(len(runs), 'pool')} (tokens)", source.num_tokens()
     for info, events, ended in source.forwards(_columns(runs)):
+        if warm and tokens >= setup.warm_tokens:
+            warm = False
+            forwards = decode_tokens = 0
+            for run in runs:
+                run.begin_counting()
         for run in runs:
             run.begin(info)
         for event in events:
@@ -224,6 +234,8 @@ def replay(
         decode_tokens += 0 if info.prefill else len(info.request_T)
     if not forwards:
         raise UsageError(f"nothing to replay: {trace.path} has no forwards of the chosen requests")
+    if warm:
+        raise UsageError(f"nothing to count: {trace.path} ends within the first {setup.warm_tokens:,} tokens")
     return [run.row(decode_tokens) for run in runs]
 
 
@@ -334,6 +346,12 @@ class _Run:
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
+        self._warm = Counts(), Counts()  # prefill, decode
+
+    def begin_counting(self) -> None:
+        """Leave all forwards up to now out of the row."""
+        self._warm = self._residency.prefill + Counts(), self._residency.decode + Counts()
+        self._bytes, self._host_bytes = [0, 0], [0, 0]
 
     def begin(self, info: ForwardInfo) -> list[Step]:
         self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
@@ -374,8 +392,8 @@ class _Run:
             policy=self._name,
             budget_bytes=self._budget_bytes,
             slots=self._residency.num_slots,
-            prefill=self._residency.prefill,
-            decode=self._residency.decode,
+            prefill=self._residency.prefill - self._warm[0],
+            decode=self._residency.decode - self._warm[1],
             decode_tokens=decode_tokens,
             prefill_bytes=self._bytes[Phase.PREFILL],
             decode_bytes=self._bytes[Phase.DECODE],

@@ -1,6 +1,7 @@
 """`moetool bench policies`: every policy on several traces, from an empty pool."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,14 @@ def test_cells_equal_replays(folders: list[Path]) -> None:
         assert (cell.slots, cell.needed, cell.hit_rate) == (16, row.counts.needed, row.counts.hit_rate)
         assert cell.loaded == row.counts.loads / row.counts.needed
     names = {policy for _, policy, _ in cells}
-    assert {"foresight", "lfu", "moe_infinity", "belady", *(f"{name} by layer" for name in BY_LAYER)} <= names
+    assert {
+        "foresight",
+        "lfu",
+        "moe_infinity",
+        "belady",
+        "foresight, next layer known",
+        *(f"{name} by layer" for name in BY_LAYER),
+    } <= names
     for trace_name, share in (("a", 0.25), ("b", 0.5)):
         on_demand = [
             c for (t, p, s), c in cells.items() if (t, s) == (trace_name, share) and p.startswith(("lru", "lfu"))
@@ -41,9 +49,26 @@ def test_cells_equal_replays(folders: list[Path]) -> None:
     assert few.cells[0].needed < cells["a", few.cells[0].policy, 0.5].needed
 
 
+def test_warm_tokens_count_in_no_cell(folders: list[Path]) -> None:
+    trace = Trace(folders[0])
+    budget, setup = [16 * trace.spec.slot_bytes], ReplaySetup(pool_unit="slots")
+    (whole,), (part,) = (replay(trace, ["lru"], budget, s) for s in (setup, replace(setup, warm_tokens=30)))
+    assert whole.digest == part.digest and 0 < part.counts.needed < whole.counts.needed
+    first = bench_policies(folders[:1], [0.5], tokens=10_000, warm=0.5)
+    total = sum(row["tokens"] for row in trace.requests.to_pylist())
+    (half,) = replay(trace, ["lru"], budget, replace(setup, warm_tokens=round(total / 2)))
+    cell = next(cell for cell in first.cells if cell.policy == "lru")
+    assert (cell.needed, cell.loaded) == (half.counts.needed, half.counts.loads / half.counts.needed)
+    assert half.loaded_bytes == half.counts.loads * trace.spec.slot_bytes
+    with pytest.raises(UsageError, match="nothing to count"):
+        replay(trace, ["lru"], budget, replace(setup, warm_tokens=10**6))
+
+
 def test_refusals(folders: list[Path]) -> None:
     with pytest.raises(UsageError, match="expected shares"):
         bench_policies(folders, [0.0], tokens=9)
+    with pytest.raises(UsageError, match=r"warm is 1\.0"):
+        bench_policies(folders, [0.5], tokens=9, warm=1.0)
     with pytest.raises(UsageError, match="same directory name"):
         bench_policies([folders[0], folders[0]], [0.5], tokens=9)
 
@@ -51,9 +76,13 @@ def test_refusals(folders: list[Path]) -> None:
 def test_the_command_writes_and_prints_the_table(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ("bench", "policies", "--trace", folders[0], "--trace", folders[1], "--tokens", 40, "--out", tmp_path)
+    given = ("bench", "policies", "--trace", folders[0], "--trace", folders[1], "--tokens", 40, "--warm", "25%")
+    given = (*given, "--out", tmp_path)
     assert exit_code(monkeypatch, *given) == 0
     printed = capsys.readouterr().out
     assert "a: loads per needed expert" in printed and "belady" in printed and "12.5 %" in printed
     kept = json.loads((tmp_path / "policies.json").read_text())
-    assert {cell["share"] for cell in kept["cells"]} == {0.125, 0.25, 0.5} and kept["tokens"] == 40
+    assert {cell["share"] for cell in kept["cells"]} == {0.125, 0.25, 0.5} and (kept["tokens"], kept["warm"]) == (
+        40,
+        0.25,
+    )
