@@ -22,6 +22,7 @@ from moetool.runtime.device_stores import open_stores
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.own_caches import OwnCaches
 from moetool.trace.rows import KEEP
 from moetool.types import ForwardInfo, GateEvent
 
@@ -165,6 +166,20 @@ def engine(
     )
     made.state = "ready"
     return made
+
+
+def run_all(batcher: Batcher | OwnCaches) -> dict[int, list[Output]]:
+    """Step until all requests have ended; returns their outputs."""
+    outputs: dict[int, list[Output]] = {}
+    while not batcher.idle:
+        for output in batcher.step():
+            outputs.setdefault(output.request, []).append(output)
+    return outputs
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    """The generated tokens."""
+    return [output.token for output in outputs if output.token is not None]
 
 
 def generate(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:

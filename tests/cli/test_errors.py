@@ -1,4 +1,4 @@
-"""What is wrong is said in one line (found, expected, next command), with the right exit code."""
+"""Errors of commands: one line (found, expected, next command), and the exit code."""
 
 import json
 import shlex
@@ -75,27 +75,6 @@ def test_commands_are_listed_in_the_order_in_which_they_are_met(run: Run) -> Non
     ]
 
 
-def test_every_command_explains_itself(run: Run) -> None:
-    for command in (
-        "capture",
-        "train",
-        "evaluate",
-        "replay",
-        "serve",
-        "profile",
-        "doctor",
-        "cache",
-        "demo",
-        "trace info",
-        "trace import",
-        "plan cache",
-        "reference train",
-    ):
-        code, out, _ = run(*command.split(), "--help")
-        assert code == 0
-        assert "Usage" in out
-
-
 def test_wrong_model_path(run: Run, tmp_path: Path) -> None:
     _one_line(run("serve", tmp_path / "none"), 2, "no model at", "'reference'")
     _one_line(run("serve", tmp_path), 2, "has no config.json")
@@ -126,7 +105,7 @@ def test_a_policy_that_cannot_serve(run: Run) -> None:
     _one_line(run("serve", "reference", "--policy", "duoserve", "--port", 0), 2, "needs a predictor")
 
 
-def test_what_a_timeline_needs(run: Run, trace: Path, tmp_path: Path) -> None:
+def test_a_timeline_needs_the_costs_of_its_model_and_device(run: Run, trace: Path, tmp_path: Path) -> None:
     from moetool.trace.reader import Trace
 
     replaying = ("replay", "--trace", trace, "--policy", "lru", "--budget", "50%")
@@ -288,7 +267,7 @@ def test_the_plan_of_another_model(run: Run, trace: Path, reference: Path, tmp_p
     _one_line(run("serve", "reference", "--plan", plan, "--port", 0), 3, "is damaged", "moetool plan cache")
 
 
-def test_what_cannot_be_profiled(run: Run) -> None:
+def test_models_and_addresses_that_profile_refuses(run: Run) -> None:
     _one_line(run("profile"), 2, "no model given")
     _one_line(run("profile", "qwen3-30b-a3b"), 2, "--config-only")
     _one_line(run("profile", "qwen3-30b-a3c", "--config-only"), 2, "did you mean 'qwen3-30b-a3b'?")
@@ -457,7 +436,7 @@ def test_every_command_has_examples_whose_flags_it_has(run: Run, monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     for words, lines in EXAMPLES.items():
         code, out, _ = run(*words.split(), "--help")
-        assert code == 0
+        assert code == 0 and "Usage" in out
         for line in lines:
             assert line in out
             program, *parts = shlex.split(line)

@@ -58,7 +58,7 @@ except KeyboardInterrupt:
     print("heard")
 """
 AT_EXIT = (-signal.SIGINT, -signal.SIGALRM)
-"""When all is printed and the interpreter has taken its handlers back."""
+"""After all output, when the interpreter has restored its handlers."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_nothing_else_is_imported_before_the_handler() -> None:
 
 @pytest.mark.parametrize(("times", "code", "said"), [(1, 0, "True\n"), (2, 130, "")])
 def test_an_import_is_finished_first(times: int, code: int, said: str, tmp_path: Path) -> None:
-    """Or is not, for those who insist."""
+    """A second Ctrl-C ends it at once."""
     (tmp_path / "slow.py").write_text(SLOW.format(times=times))
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -111,7 +111,7 @@ def test_an_import_is_finished_first(times: int, code: int, said: str, tmp_path:
     assert found.stderr == ("moetool: stopped\n" if code else "")
 
 
-def test_one_that_is_raised_where_nobody_hears_it_is_raised_again() -> None:
+def test_an_interrupt_that_a_destructor_swallows_is_raised_again() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     found = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, env=environment)
     assert (found.returncode, found.stdout, found.stderr) == (0, "heard\n", "")

@@ -144,7 +144,7 @@ def test_groups_of_uneven_size_are_unpacked_and_counted_so(tmp_path: Path) -> No
         assert found == {f"model.layers.0.self_attn.{leaf}_proj" for leaf in "kvo"}
 
 
-def test_what_is_tied_or_small_is_unpacked(tmp_path: Path) -> None:
+def test_tied_and_small_layers_are_unpacked(tmp_path: Path) -> None:
     types = dict.fromkeys(("gate", "up", "down", "dense"), "Q8_0")
     path, _ = written("qwen3_moe", tmp_path, types, 64)
     with Checkpoint.open(path) as checkpoint:

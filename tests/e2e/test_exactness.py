@@ -1,4 +1,4 @@
-"""The main invariant: no policy, budget or order of loads changes what the model says."""
+"""The main invariant: no policy, budget or order of loads changes the tokens or logits."""
 
 from pathlib import Path
 from typing import Any

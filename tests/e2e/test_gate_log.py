@@ -1,4 +1,4 @@
-"""`moetool serve --log` when the server is killed or its disk is full, as processes and file systems do it."""
+"""`moetool serve --log` with a server that is killed and a disk that is full."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def metric(process: ServerProcess, name: str) -> float:
 
 
 def decides_again(trace: Trace) -> None:
-    """A replay of what is there takes the decisions that the server took up to there."""
+    """Require that a replay of the log so far takes the server's decisions."""
     facts = trace.manifest["provenance"]
     (row,) = replay(trace, ["lru"], [facts["slots"] * trace.spec.slot_bytes])
     assert row.digest == facts["decisions"] and row.counts.needed > 100
@@ -83,7 +83,7 @@ def test_a_killed_server_leaves_its_log_and_the_next_one_keeps_it(
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own that is soon full."""
+    """A small file system in memory."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
     if mounted.returncode:
@@ -114,7 +114,7 @@ def test_a_full_disk_ends_neither_the_server_nor_the_log_before_it(tmp_path: Pat
         assert Trace(disk / "log").num_tokens == before.num_tokens
         decides_again(Trace(disk / "log"))
 
-        filler.unlink()  # somebody has made room
+        filler.unlink()  # room again
         eventually(lambda: metric(process, "failing") == 0)
         assert "problems" not in json.loads(get(process.url, "/health")[2])
         whole = Trace(disk / "log")

@@ -225,7 +225,7 @@ def test_an_expert_that_never_arrives_costs_a_generation_and_no_rank(head: RankH
     assert head.launcher.ranks == ranks  # none was ended for being silent
 
 
-def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: RankHead, prompts: Any) -> None:
+def test_requests_that_cannot_be_served_are_refused_and_cancelled_ones_end(head: RankHead, prompts: Any) -> None:
     with pytest.raises(UsageError, match="empty"):
         head.check([], SamplingParams(max_tokens=1))
     with pytest.raises(UsageError, match="4096"):

@@ -1,4 +1,4 @@
-"""The adapter around transformers' continuous batching: who is in a forward, and what a failure takes with it."""
+"""The adapter around transformers' continuous batching: requests of a forward, and the extent of a failure."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +15,7 @@ from moetool.runtime.decoding import Batch, kv_cache_bytes
 from moetool.runtime.prompt_chunks import PromptChunks
 from moetool.runtime.recording import GateRecorder
 from moetool.types import Phase
+from tests.engines import run_all, tokens_of
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
 
@@ -30,25 +31,13 @@ def _ids(tokenizer: Any) -> list[list[int]]:
     return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
 
-def _run(batcher: Batcher) -> dict[int, list[Output]]:
-    outputs: dict[int, list[Output]] = {}
-    while not batcher.idle:
-        for output in batcher.step():
-            outputs.setdefault(output.request, []).append(output)
-    return outputs
-
-
-def _tokens(outputs: list[Output]) -> list[int]:
-    return [o.token for o in outputs if o.token is not None]
-
-
 def test_batches_tell_requests_phases_and_iterations(batcher: Batcher, tokenizer: Any) -> None:
     seen: list[Batch] = []
     batcher.on_forward = seen.append
     ids = _ids(tokenizer)
     for i, prompt in enumerate(ids):
         batcher.add(10 + i, prompt, SamplingParams(max_tokens=3 + i, ignore_eos=True))
-    outputs = _run(batcher)
+    outputs = run_all(batcher)
     assert [b.info.forward_id for b in seen] == list(range(len(seen)))
     assert all(b.info.token_id_T == b.token_id_T for b in seen)
     for i, prompt in enumerate(ids):
@@ -60,7 +49,7 @@ def test_batches_tell_requests_phases_and_iterations(batcher: Batcher, tokenizer
             )
             if request == 10 + i
         ]
-        generated = _tokens(outputs[10 + i])
+        generated = tokens_of(outputs[10 + i])
         assert len(generated) == 3 + i
         assert outputs[10 + i][-1].finish == "length"
         # the last token of an answer is never forwarded
@@ -70,13 +59,13 @@ def test_batches_tell_requests_phases_and_iterations(batcher: Batcher, tokenizer
         assert [it for *_, it in rows] == [0] * len(prompt) + list(range(1, 3 + i))
 
 
-def test_a_prompt_in_chunks_gives_the_same_tokens(full: Any, tokenizer: Any, batcher: Batcher) -> None:
+def test_a_prompt_in_chunks_gives_the_sametokens_of(full: Any, tokenizer: Any, batcher: Batcher) -> None:
     prompt = tokenizer("The first day of the month, " * 30)["input_ids"]
     assert len(prompt) > 2 * 64
     seen: list[Batch] = []
     batcher.on_forward = seen.append
     batcher.add(1, prompt, SamplingParams(max_tokens=8))
-    tokens = _tokens(_run(batcher)[1])
+    tokens = tokens_of(run_all(batcher)[1])
     assert sum(b.iteration_T[0] == 0 for b in seen) > 2
     assert all(p is Phase.PREFILL for b in seen[:2] for p in b.info.phase_T)
     with torch.inference_mode():
@@ -111,7 +100,7 @@ def test_recorded_experts_and_weights_are_those_of_the_router(full: Any, tokeniz
 def test_a_failure_takes_only_the_forward_it_was_in(full: Any, tokenizer: Any, batcher: Batcher) -> None:
     ids = _ids(tokenizer)
     batcher.add(0, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
-    alone = _tokens(_run(batcher)[0])
+    alone = tokens_of(run_all(batcher)[0])
     fuse = {"left": 3}
 
     def blow(module: Any, args: Any) -> None:
@@ -122,12 +111,12 @@ def test_a_failure_takes_only_the_forward_it_was_in(full: Any, tokenizer: Any, b
     hook = full.layers[3].experts.register_forward_pre_hook(blow)
     for i in range(3):
         batcher.add(1 + i, ids[i], SamplingParams(max_tokens=6, ignore_eos=True))
-    outputs = _run(batcher)
+    outputs = run_all(batcher)
     hook.remove()
     assert {i: o[-1].finish for i, o in outputs.items()} == {1: "error", 2: "error", 3: "error"}
     assert outputs[1][-1].error == "the fuse is blown"
     batcher.add(9, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
-    assert _tokens(_run(batcher)[9]) == alone
+    assert tokens_of(run_all(batcher)[9]) == alone
     assert batcher.running == batcher.waiting == 0
 
 
@@ -139,9 +128,9 @@ def test_a_failure_while_composing_the_batch_begins_afresh(tokenizer: Any, batch
         raise RuntimeError("no batch today")
 
     monkeypatch.setattr(batcher.processor.scheduler, "schedule_batch", broken)
-    assert _run(batcher)[0][-1].finish == "error"
+    assert run_all(batcher)[0][-1].finish == "error"
     batcher.add(1, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
-    assert len(_tokens(_run(batcher)[1])) == 6
+    assert len(tokens_of(run_all(batcher)[1])) == 6
 
 
 def test_a_fresh_start_takes_no_memory_that_is_lent(full: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,11 +144,11 @@ def test_a_fresh_start_takes_no_memory_that_is_lent(full: Any, tokenizer: Any, m
         assert batcher.borrowed_kv_tokens >= 800 and batcher.kv_bytes > 128 << 20
         monkeypatch.setattr(growing_pages, "give_back", lambda memory: None)
         monkeypatch.setattr(batcher.processor, "prepare_next_batch", lambda: 1 // 0)
-        assert _run(batcher)[0][-1].finish == "error"
+        assert run_all(batcher)[0][-1].finish == "error"
         assert batcher.borrowed_kv_tokens == 0
         assert process.memory_info().rss < before + (16 << 20)
         batcher.add(1, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
-        assert len(_tokens(_run(batcher)[1])) == 6
+        assert len(tokens_of(run_all(batcher)[1])) == 6
     finally:
         batcher.close()
 
@@ -171,15 +160,15 @@ def test_cancelled_requests_leave_the_batch(tokenizer: Any, batcher: Batcher) ->
     batcher.step()
     batcher.cancel(0)
     batcher.cancel(77)
-    outputs = _run(batcher)
+    outputs = run_all(batcher)
     assert 0 not in outputs
-    assert len(_tokens(outputs[1])) == 19
+    assert len(tokens_of(outputs[1])) == 19
 
 
 def test_a_cancelled_request_may_come_again_at_once(tokenizer: Any, batcher: Batcher) -> None:
     ids, params = _ids(tokenizer), SamplingParams(max_tokens=6, ignore_eos=True)
     batcher.add(9, ids[0], params)
-    alone = _tokens(_run(batcher)[9])
+    alone = tokens_of(run_all(batcher)[9])
     for steps in (1, 0):  # it runs, or it has yet to
         batcher.add(0, ids[1], params)
         for _ in range(steps):
@@ -187,19 +176,19 @@ def test_a_cancelled_request_may_come_again_at_once(tokenizer: Any, batcher: Bat
         batcher.cancel(0)
         batcher.add(0, ids[0], params)
         outputs = [output for _ in range(10) for output in batcher.step()]
-        assert batcher.idle and _tokens(outputs) == alone
+        assert batcher.idle and tokens_of(outputs) == alone
 
 
 def test_seeded_text_is_the_same_alone_and_in_a_batch(tokenizer: Any, batcher: Batcher) -> None:
     ids = _ids(tokenizer)
     params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
     batcher.add(0, ids[0], params)
-    alone = _tokens(_run(batcher)[0])
+    alone = tokens_of(run_all(batcher)[0])
     batcher.add(1, ids[1], SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True))
     batcher.step()
     batcher.add(2, ids[0], params)
     batcher.add(3, ids[2], SamplingParams(max_tokens=5))
-    assert _tokens(_run(batcher)[2]) == alone
+    assert tokens_of(run_all(batcher)[2]) == alone
 
 
 def test_scores_of_a_prompt_are_those_of_a_plain_forward(full: Any, tokenizer: Any, batcher: Batcher) -> None:
@@ -211,7 +200,7 @@ def test_scores_of_a_prompt_are_those_of_a_plain_forward(full: Any, tokenizer: A
     assert torch.allclose(logits_TV, plain, atol=1e-4)
 
 
-def test_what_cannot_run_is_refused_before_it_is_queued(batcher: Batcher) -> None:
+def test_requests_that_cannot_run_are_refused_before_they_are_queued(batcher: Batcher) -> None:
     assert batcher.max_context == 512
     with pytest.raises(UsageError, match="the prompt is empty"):
         batcher.check([], SamplingParams(max_tokens=1))
@@ -246,7 +235,7 @@ def test_scores_that_are_no_numbers_end_their_request_alone(full: Any, tokenizer
     def run(prompts: list[list[int]]) -> dict[int, list[Output]]:
         for i, prompt in enumerate(prompts, start=len(ids) - len(prompts)):
             batcher.add(i, prompt, SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2))
-        return _run(batcher)
+        return run_all(batcher)
 
     handle = full.model.get_input_embeddings().register_forward_hook(poison)
     try:
@@ -255,7 +244,7 @@ def test_scores_that_are_no_numbers_end_their_request_alone(full: Any, tokenizer
         handle.remove()
     (ended,) = outputs[0]
     assert (ended.token, ended.finish) == (None, "error") and "not finite (NaN" in str(ended.error)
-    assert {i: _tokens(outputs[i]) for i in (1, 2, 3)} == {i: _tokens(o) for i, o in run(ids[1:]).items()}
+    assert {i: tokens_of(outputs[i]) for i in (1, 2, 3)} == {i: tokens_of(o) for i, o in run(ids[1:]).items()}
 
 
 @pytest.mark.parametrize(("max_tokens", "together"), [(4, 6), (50, 4), (200, 2)])
@@ -284,7 +273,7 @@ def test_all_are_answered_however_few_run_together(full: Any, tokenizer: Any) ->
         batcher = Batcher(full.model, max_requests=4, kv_tokens=64, unreserved=unreserved)
         for request, prompt in enumerate(ids):
             batcher.add(request, prompt, SamplingParams(max_tokens=10, ignore_eos=True))
-        answers.append({request: _tokens(outputs) for request, outputs in _run(batcher).items()})
+        answers.append({request: tokens_of(outputs) for request, outputs in run_all(batcher).items()})
         batcher.close()
     assert answers[0] == answers[1] and all(len(tokens) == 10 for tokens in answers[0].values())
 
@@ -309,13 +298,13 @@ def test_chunks_are_small_while_others_decode(
     batcher.on_forward = forward
     alone = [60 + i % 50 for i in range(900)]
     batcher.add(0, alone, SamplingParams(max_tokens=1))
-    _run(batcher)
+    run_all(batcher)
     assert [len(batch.token_id_T) for batch in seen] == [512, 388]  # nobody waits
     batcher.add(1, [50, 51], SamplingParams(max_tokens=30, ignore_eos=True))
     batcher.step()
     seen.clear()
     batcher.add(2, alone, SamplingParams(max_tokens=1))
-    _run(batcher)
+    run_all(batcher)
     batcher.close()
     prompts = [sum(phase is Phase.PREFILL for phase in batch.info.phase_T) for batch in seen]
     assert sum(prompts) == 900 and all(abs(size - chunks) <= 5 for size in prompts[: 900 // chunks])
@@ -333,10 +322,10 @@ def test_the_first_prompt_that_others_wait_for_is_cut_too(full: Any, tokenizer: 
         found = {0: batcher.step()}
         for request in (1, 2):
             batcher.add(request, [60 + i % 50 for i in range(400)], SamplingParams(max_tokens=4, ignore_eos=True))
-        for request, outputs in _run(batcher).items():
+        for request, outputs in run_all(batcher).items():
             found.setdefault(request, []).extend(outputs)
         batcher.close()
-        answers.append({request: _tokens(outputs) for request, outputs in found.items()})
+        answers.append({request: tokens_of(outputs) for request, outputs in found.items()})
         assert seen[1] == (801 if not limit else 257)
     assert answers[0] == answers[1]
 

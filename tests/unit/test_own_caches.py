@@ -16,6 +16,7 @@ from moetool.runtime.decoding import Batch
 from moetool.runtime.meeting import Meeting
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.types import Phase
+from tests.engines import run_all, tokens_of
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
 
@@ -32,30 +33,18 @@ def ids(tokenizer: Any) -> list[list[int]]:
     return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
 
-def _run(batcher: OwnCaches | Batcher) -> dict[int, list[Output]]:
-    outputs: dict[int, list[Output]] = {}
-    while not batcher.idle:
-        for output in batcher.step():
-            outputs.setdefault(output.request, []).append(output)
-    return outputs
-
-
-def _tokens(outputs: list[Output]) -> list[int]:
-    return [o.token for o in outputs if o.token is not None]
-
-
 def test_requests_run_one_after_the_other(batcher: OwnCaches, ids: list[list[int]]) -> None:
     seen: list[Batch] = []
     batcher.on_forward = seen.append
     for i, prompt in enumerate(ids):
         batcher.add(10 + i, prompt, SamplingParams(max_tokens=3, ignore_eos=True))
     assert (batcher.running, batcher.waiting) == (0, 3)
-    outputs = _run(batcher)
+    outputs = run_all(batcher)
     assert [b.info.forward_id for b in seen] == list(range(9))
     assert all(b.info.token_id_T == b.token_id_T for b in seen)
     for i, prompt in enumerate(ids):
         first, second, third = seen[3 * i : 3 * i + 3]
-        tokens = _tokens(outputs[10 + i])
+        tokens = tokens_of(outputs[10 + i])
         assert len(tokens) == 3 and outputs[10 + i][-1].finish == "length"
         assert first.info.request_T == (10 + i,) * len(prompt) and first.token_id_T == tuple(prompt)
         assert first.info.phase_T == (Phase.PREFILL,) * len(prompt) and set(first.iteration_T) == {0}
@@ -73,14 +62,14 @@ def test_tokens_and_samples_are_those_of_the_batch(full: Any, batcher: OwnCaches
     ]
     for i, params in enumerate(draws):
         batcher.add(i, ids[i], params)
-    alone = _run(batcher)
+    alone = run_all(batcher)
     together = Batcher(full.model, max_requests=3, kv_tokens=256)
     for i, params in enumerate(draws):
         together.add(i, ids[i], params)
-    batched = _run(together)
+    batched = run_all(together)
     together.close()
     for i in range(3):
-        assert _tokens(alone[i]) == _tokens(batched[i])
+        assert tokens_of(alone[i]) == tokens_of(batched[i])
         assert alone[i][-1].finish == batched[i][-1].finish
     first, other = alone[0][0].logprob, batched[0][0].logprob
     assert first is not None and other is not None and first.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -94,9 +83,9 @@ def test_a_failure_takes_only_its_own_request(full: Any, batcher: OwnCaches, ids
     hook = full.layers[3].experts.register_forward_pre_hook(blow)
     for i in range(2):
         batcher.add(i, ids[i], SamplingParams(max_tokens=4, ignore_eos=True))
-    outputs = _run(batcher)
+    outputs = run_all(batcher)
     assert outputs[0] == [Output(0, None, finish="error", error="the fuse is blown")]
-    assert len(_tokens(outputs[1])) == 4
+    assert len(tokens_of(outputs[1])) == 4
 
 
 def test_cancelled_requests_leave(batcher: OwnCaches, ids: list[list[int]]) -> None:
@@ -106,23 +95,23 @@ def test_cancelled_requests_leave(batcher: OwnCaches, ids: list[list[int]]) -> N
     assert (batcher.running, batcher.waiting) == (1, 2)
     for request in (0, 1, 77):
         batcher.cancel(request)
-    outputs = _run(batcher)
-    assert list(outputs) == [2] and len(_tokens(outputs[2])) == 4
+    outputs = run_all(batcher)
+    assert list(outputs) == [2] and len(tokens_of(outputs[2])) == 4
 
 
 def test_scores_do_not_disturb_the_running_request(batcher: OwnCaches, full: Any, ids: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     batcher.add(0, ids[0], params)
-    alone = _tokens(_run(batcher)[0])
+    alone = tokens_of(run_all(batcher)[0])
     batcher.add(1, ids[0], params)
-    tokens = _tokens(batcher.step())
+    tokens = tokens_of(batcher.step())
     with torch.inference_mode():
         plain = full.model(torch.tensor([ids[1]])).logits[0]
     assert torch.allclose(torch.cat(list(batcher.score(5, ids[1]))), plain, atol=1e-4)
-    assert tokens + _tokens(_run(batcher)[1]) == alone
+    assert tokens + tokens_of(run_all(batcher)[1]) == alone
 
 
-def test_what_cannot_run_is_refused(batcher: OwnCaches) -> None:
+def test_requests_that_cannot_run_are_refused(batcher: OwnCaches) -> None:
     with pytest.raises(UsageError, match="the prompt is empty"):
         batcher.check([], SamplingParams(max_tokens=1))
     with pytest.raises(CapacityError, match="250 tokens and the request asks for 7 more, but the context holds 256"):
@@ -152,20 +141,22 @@ def test_several_meet_at_every_moe_layer(full: Any, three: OwnCaches, batcher: O
     ]
     for i, prompt in enumerate(ids):
         three.add(i, prompt, params[i])
-    together = _run(three)
+    together = run_all(three)
     hook.remove()
     assert rows == [sum(map(len, ids)), 3, 3, 3, 2, 1] == [len(b.token_id_T) for b in seen]
     assert seen[0].info.position_T == tuple(position for prompt in ids for position in range(len(prompt)))
     assert seen[1].info.position_T == tuple(map(len, ids)) and seen[1].info.request_T == (0, 1, 2)
     for i, prompt in enumerate(ids):
         batcher.add(i, prompt, params[i])
-    assert {i: _tokens(outputs) for i, outputs in together.items()} == {i: _tokens(o) for i, o in _run(batcher).items()}
+    assert {i: tokens_of(outputs) for i, outputs in together.items()} == {
+        i: tokens_of(o) for i, o in run_all(batcher).items()
+    }
 
 
-def test_requests_come_and_go_while_others_run(three: OwnCaches, ids: list[list[int]]) -> None:
+def test_requests_come_and_go_while_othersrun_all(three: OwnCaches, ids: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     three.add(0, ids[0], params)
-    alone = _tokens(_run(three)[0])
+    alone = tokens_of(run_all(three)[0])
     three.add(1, ids[1], params)
     three.step()
     three.add(2, ids[0], params)
@@ -173,9 +164,9 @@ def test_requests_come_and_go_while_others_run(three: OwnCaches, ids: list[list[
     three.cancel(1)
     for i in range(3, 6):
         three.add(i, ids[0], params)
-    outputs = _run(three)
+    outputs = run_all(three)
     assert sorted(outputs) == [2, 3, 4, 5] and three.running == 0
-    assert all(_tokens(outputs[i])[-5:] == alone[-5:] for i in outputs)
+    assert all(tokens_of(outputs[i])[-5:] == alone[-5:] for i in outputs)
 
 
 def test_as_many_run_as_their_caches_have_room_for(three: OwnCaches, ids: list[list[int]]) -> None:
@@ -193,7 +184,7 @@ def test_a_failure_ends_the_forward_and_nothing_else(
 ) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     three.add(9, ids[0], params)
-    alone = _tokens(_run(three)[9])
+    alone = tokens_of(run_all(three)[9])
 
     def blow(*args: Any) -> None:
         hook.remove()
@@ -206,7 +197,7 @@ def test_a_failure_ends_the_forward_and_nothing_else(
     first = three.step()
     assert [(o.request, o.finish, o.error) for o in first] == [(i, "error", "the fuse is blown") for i in (0, 1)]
     three.add(9, ids[0], params)
-    assert _tokens(_run(three)[9]) == alone
+    assert tokens_of(run_all(three)[9]) == alone
 
 
 def test_the_model_is_left_as_it_was(full: Any) -> None:
@@ -214,7 +205,7 @@ def test_the_model_is_left_as_it_was(full: Any) -> None:
     batcher = OwnCaches(full.model, max_requests=2, kv_tokens=64)
     for i in range(2):
         batcher.add(i, [50 + i], SamplingParams(max_tokens=2, ignore_eos=True))
-    _run(batcher)
+    run_all(batcher)
     batcher.close()
     assert [type(module) for module in full.model.modules()] == before
 
@@ -242,9 +233,9 @@ def test_a_sampler_that_raises_fails_its_request_alone(three: OwnCaches, ids: li
     grammar: Any = _TornGrammar(fails)
     three.add(0, ids[0], SamplingParams(max_tokens=3, ignore_eos=True, grammar=grammar))
     three.add(1, ids[1], SamplingParams(max_tokens=3, ignore_eos=True))
-    outputs = _run(three)
+    outputs = run_all(three)
     assert outputs[0] == [Output(0, None, finish="error", error="the grammar is torn")]
-    assert len(_tokens(outputs[1])) == 3
+    assert len(tokens_of(outputs[1])) == 3
 
 
 def _forward_threads() -> set[threading.Thread]:
@@ -287,7 +278,7 @@ def test_a_thread_that_cannot_start_fails_its_requests_alone(
     assert [type(module) for module in full.model.modules()] == kinds
     for i in range(2):
         three.add(i, ids[i], params)
-    assert [len(_tokens(outputs)) for outputs in _run(three).values()] == [2, 2]
+    assert [len(tokens_of(outputs)) for outputs in run_all(three).values()] == [2, 2]
     three.close()
     assert _forward_threads() == before
 
@@ -331,10 +322,10 @@ def test_a_prompt_that_others_wait_for_comes_in_chunks(full: Any, ids: list[list
         batcher.on_forward = seen.append
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         batcher.add(0, long, params)
-        found = {0: _tokens(batcher.step())}
+        found = {0: tokens_of(batcher.step())}
         batcher.add(1, long[::-1], params)
-        for request, outputs in _run(batcher).items():
-            found.setdefault(request, []).extend(_tokens(outputs))
+        for request, outputs in run_all(batcher).items():
+            found.setdefault(request, []).extend(tokens_of(outputs))
         batcher.close()
         answers.append(found)
         sizes.append([len(batch.token_id_T) for batch in seen])
