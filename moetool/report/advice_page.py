@@ -1,5 +1,6 @@
 """Advice as tables of questions and of memory sizes, and as the first section of a trace's page."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,26 +112,20 @@ def _pinning(advice: Advice) -> Answer:
 
 def _stability(advice: Advice) -> list[Answer]:
     found, share = advice.stability, f"the {tables.percent(HOT_SHARE, '.0f')} hottest experts"
-    made = []
-    if found.own == found.own:
-        stable = found.same - found.own <= _STABLE
-        made.append(
-            Answer(
-                question="Do hot experts stay hot on other requests?",
-                answer=f"{'yes' if stable else 'in part'}: {share} of one half take {_percent(found.own)} of the other",
-                evidence=f"{_percent(found.same)} of their own half; stable within {100 * _STABLE:.0f} points",
-            )
-        )
-    if found.other == found.other:
-        same = found.own - found.other <= _STABLE
-        made.append(
-            Answer(
-                question="Do hot experts stay hot in another task?",
-                answer=f"{'yes' if same else 'no'}: {share} of a task take {_percent(found.other)} of another's",
-                evidence=f"{_percent(found.own)} of other requests of their task; {_percent(HOT_SHARE)} with even use",
-            )
-        )
-    return made
+    requests = Answer(
+        question="Do hot experts stay hot on other requests?",
+        answer=f"{'yes' if found.same - found.own <= _STABLE else 'in part'}: {share} of one half take "
+        f"{_percent(found.own)} of the other",
+        evidence=f"{_percent(found.same)} of their own half; stable within {100 * _STABLE:.0f} points",
+    )
+    tasks = Answer(
+        question="Do hot experts stay hot in another task?",
+        answer=f"{'yes' if found.own - found.other <= _STABLE else 'no'}: {share} of a task take "
+        f"{_percent(found.other)} of another's",
+        evidence=f"{_percent(found.own)} of other requests of their task; {_percent(HOT_SHARE)} with even use",
+    )
+    shares = ((requests, found.own), (tasks, found.other))
+    return [answer for answer, share_of_other in shares if not math.isnan(share_of_other)]
 
 
 def _placements(advice: Advice) -> list[Answer]:

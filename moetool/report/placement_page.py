@@ -1,6 +1,6 @@
 """A placement as a page: experts of each GPU, and with traces load and traffic, compared with an earlier plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def measure(
 
 
 def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[tuple[str, str]]) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         plans: the earlier plan, if given, and the plan.
@@ -110,19 +110,13 @@ def _changes_table(plans: Sequence[Placed]) -> TextTable:
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     size_L = np.array(spec.expert_bytes_L)
     gets_GL, gives_GL = (after_GLE & ~before_GLE).sum(axis=2), (before_GLE & ~after_GLE).sum(axis=2)
-    return TextTable(
-        title="Changes from before to after",
-        columns=("GPU", "received", "dropped", "bytes received"),
-        rows=tuple(
-            (
-                f"{cluster.servers[n].name}, GPU {g}",
-                f"{gets_GL[g].sum():,}",
-                f"{gives_GL[g].sum():,}",
-                tables.count(float(gets_GL[g] @ size_L), "B"),
-            )
-            for g, n in enumerate(cluster.server_G)
-        ),
-    )
+    columns: dict[str, Callable[[int], str]] = {
+        "GPU": lambda g: f"{cluster.servers[cluster.server_G[g]].name}, GPU {g}",
+        "received": lambda g: f"{gets_GL[g].sum():,}",
+        "dropped": lambda g: f"{gives_GL[g].sum():,}",
+        "bytes received": lambda g: tables.count(float(gets_GL[g] @ size_L), "B"),
+    }
+    return tables.table_of("Changes from before to after", range(len(cluster.gpus)), columns)
 
 
 def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs: str) -> list[TextTable]:

@@ -1,7 +1,10 @@
 """Simulated runs as figure files and as a page."""
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moetool import durable, tables
 from moetool.report import drawing
@@ -69,66 +72,55 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for at, found in runs:
         groups.setdefault(tuple((k, v) for k, v in at.items() if k != "seed"), []).append((at, found))
-    names = [name for name in runs[0][0] if name not in ("planner", "seed")]
-    rows = []
-    for key, members in groups.items():
-        at, of = dict(key), [found for _, found in members]
-        mean, half = interval([run.mean_s for run in of])
 
-        def over(values: Sequence[float]) -> float:
-            return sum(values) / len(values)
+    def mean(members: list[Run], of: Callable[[Simulated], float]) -> float:
+        return statistics.fmean(of(found) for _, found in members)
 
-        rows.append(
-            (
-                at["planner"],
-                *(at[name] for name in names),
-                f"{len(of)}",
-                f"{len(of[0].served):,}",
-                f"{mean:.3g}" + (f" ± {half:.2g}" if half else ""),
-                *(f"{over([percentile(run.latencies_s, p) for run in of]):.3g}" for p in (50, 90, 99)),
-                f"{over([run.mean_first_s for run in of]):.3g}",
-                tables.percent(over([run.local for run in of])),
-                f"{over([run.tokens_per_s for run in of]):,.1f}",
-                tables.percent(over([max(run.utilisation_G) for run in of])),
-                tables.count(over([run.sent_bytes for run in of]), "B"),
-                f"{sum(one.made for run in of for one in run.migrations)}",
-            )
-        )
-    return TextTable(
-        title="Latency in seconds from arrival",
-        columns=(
-            *("planner", *names, "seeds", "requests", "mean", "p50", "p90", "p99", "first token", "local", "tokens/s"),
-            *("busiest GPU", "sent", "migrations"),
-        ),
-        rows=tuple(rows),
-        notes=(
-            "mean: with its 95 % interval over seeds; local: local compute share; busiest GPU: its utilization",
-            "sent: bytes between servers; migrations: made, in all seeds",
-        ),
+    def mean_s(members: list[Run]) -> str:
+        middle, half = interval([found.mean_s for _, found in members])
+        return f"{middle:.3g}" + (f" ± {half:.2g}" if half else "")
+
+    def setting(name: str, members: list[Run]) -> str:
+        return members[0][0][name]
+
+    def quantile(p: int, members: list[Run]) -> str:
+        return f"{mean(members, lambda found: percentile(found.latencies_s, p)):.3g}"
+
+    columns: dict[str, Callable[[list[Run]], str]] = {
+        **{name: partial(setting, name) for name in ("planner", *runs[0][0]) if name != "seed"},
+        "seeds": lambda of: f"{len(of)}",
+        "requests": lambda of: f"{len(of[0][1].served):,}",
+        "mean": mean_s,
+        **{f"p{p}": partial(quantile, p) for p in (50, 90, 99)},
+        "first token": lambda of: f"{mean(of, lambda found: found.mean_first_s):.3g}",
+        "local": lambda of: tables.percent(mean(of, lambda found: found.local)),
+        "tokens/s": lambda of: f"{mean(of, lambda found: found.tokens_per_s):,.1f}",
+        "busiest GPU": lambda of: tables.percent(mean(of, lambda found: max(found.utilisation_G))),
+        "sent": lambda of: tables.count(mean(of, lambda found: found.sent_bytes), "B"),
+        "migrations": lambda of: f"{sum(one.made for _, found in of for one in found.migrations)}",
+    }
+    notes = (
+        "mean: with its 95 % interval over seeds; local: local compute share; busiest GPU: its utilization",
+        "sent: bytes between servers; migrations: made, in all seeds",
     )
+    return tables.table_of("Latency in seconds from arrival", groups.values(), columns, notes=notes)
 
 
 def decision_table(found: Simulated, title: str) -> TextTable:
     """Return a table of the first thirty decisions of a run."""
-    return TextTable(
-        title=title,
-        columns=(
-            *("at s", "calls before", "calls after", "saved s", "cost s", "worth it", "made", "copies", "moved"),
-            "done at s",
-        ),
-        rows=[
-            [
-                f"{one.at_s:,.0f}",
-                *(f"{calls:,.0f}" for calls in (one.calls_before, one.calls_after)),
-                *(f"{seconds:,.2f}" for seconds in (one.saved_s, one.cost_s)),
-                *("yes" if so else "no" for so in (one.worth_it, one.made)),
-                *(f"{one.copies:,}", tables.count(one.bytes, "B")),
-                "-" if one.done_s is None else f"{one.done_s:,.1f}",
-            ]
-            for one in found.migrations[:30]
-        ],
-        num_text=0,
-    )
+    columns: dict[str, Callable[[Any], str]] = {
+        "at s": lambda one: f"{one.at_s:,.0f}",
+        "calls before": lambda one: f"{one.calls_before:,.0f}",
+        "calls after": lambda one: f"{one.calls_after:,.0f}",
+        "saved s": lambda one: f"{one.saved_s:,.2f}",
+        "cost s": lambda one: f"{one.cost_s:,.2f}",
+        "worth it": lambda one: "yes" if one.worth_it else "no",
+        "made": lambda one: "yes" if one.made else "no",
+        "copies": lambda one: f"{one.copies:,}",
+        "moved": lambda one: tables.count(one.bytes, "B"),
+        "done at s": lambda one: "-" if one.done_s is None else f"{one.done_s:,.1f}",
+    }
+    return tables.table_of(title, found.migrations[:30], columns, num_text=0)
 
 
 def facts_of(given: Mapping[str, object]) -> list[tuple[str, str]]:

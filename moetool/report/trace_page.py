@@ -1,6 +1,9 @@
 """The page of a trace: one self-contained HTML file, for screen and print."""
 
+from collections.abc import Callable
 from itertools import groupby
+
+import numpy as np
 
 from moetool import tables
 from moetool.report.advice_page import section
@@ -94,27 +97,14 @@ def _notes(made: TraceMeasures) -> dict[str, list[str]]:
 
 def _task_table(made: TraceMeasures) -> TextTable:
     routes, found, spread = made.routes, made.popularity, made.spread
-    rows = []
-    for task, name in enumerate(routes.tasks):
-        members = [request for request, of in enumerate(routes.task_B.tolist()) if of == task]
-        tokens = sum(routes.rows(request).stop - routes.rows(request).start for request in members)
-        rows.append(
-            (
-                name,
-                f"{len(members):,}",
-                f"{tokens:,}",
-                f"{found.uneven_QL[task].mean():.2f}",
-                f"{found.gini_QL[task].mean():.2f}",
-                f"{spread.task_QL[task].mean():.2f}",
-                _number(float(spread.request_QL[task].mean())),
-            )
-        )
-    return TextTable(
-        title="Tasks, means over the layers",
-        columns=("task", "requests", "tokens", "max / mean", "Gini", "entropy of the task, bits", "of a request"),
-        rows=tuple(rows),
-    )
-
-
-def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.2f}"
+    tokens_B = np.diff(routes.start_B)
+    columns: dict[str, Callable[[int], str]] = {
+        "task": lambda task: routes.tasks[task],
+        "requests": lambda task: f"{(routes.task_B == task).sum():,}",
+        "tokens": lambda task: f"{tokens_B[routes.task_B == task].sum():,}",
+        "max / mean": lambda task: f"{found.uneven_QL[task].mean():.2f}",
+        "Gini": lambda task: f"{found.gini_QL[task].mean():.2f}",
+        "entropy of the task, bits": lambda task: f"{spread.task_QL[task].mean():.2f}",
+        "of a request": lambda task: f"{spread.request_QL[task].mean():.2f}".replace("nan", "-"),
+    }
+    return tables.table_of("Tasks, means over the layers", range(len(routes.tasks)), columns)

@@ -120,7 +120,7 @@ def over_time(runs: Sequence[Run]) -> Plot:
 
 
 def _one_seed(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs of the first seed; if too many to distinguish, those of the first swept values."""
+    """Return the runs of the first seed; if there are too many, those of the first swept values."""
     found = [run for run in runs if run[0].get("seed") == runs[0][0].get("seed")]
     if len(found) > _MOST_LINES:
         found = [run for run in found if _series(run[0], "planner") == _series(runs[0][0], "planner")]
@@ -131,8 +131,8 @@ def _which_seed(runs: Sequence[Run]) -> str:
     """Return a note on the drawn runs if not all are drawn."""
     first, drawn = runs[0][0], _one_seed(runs)
     same = [name for name in first if name != "planner" and len(_values(runs, name)) > 1]
-    said = ", ".join(f"{name} {first[name]}" for name in same if {at[name] for at, _ in drawn} == {first[name]})
-    return f" Runs of {said}." if said else ""
+    shown = ", ".join(f"{name} {first[name]}" for name in same if {at[name] for at, _ in drawn} == {first[name]})
+    return f" Runs of {shown}." if shown else ""
 
 
 def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
@@ -240,6 +240,16 @@ def rounds(found: Simulated) -> list[float]:
     return [float(np.mean(began[at_s])) for at_s in sorted(began)]
 
 
+def _numbered(figure: "Figure", lines: Sequence[tuple[dict[str, str], np.ndarray]], xlabel: str, ylabel: str) -> None:
+    """Draw a line per run over 1, 2, ..."""
+    axes = figure.subplots()
+    for number, (at, values) in enumerate(lines):
+        line(axes, np.arange(1, len(values) + 1), values, number, _series(at, "seed"))
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.locator_params(axis="x", integer=True)
+    figure.legend(loc="outside right upper")
+
+
 def by_round(runs: Sequence[Run]) -> Plot | None:
     """Return latency batch by batch (as DIRECTOR's Figure 8); None where requests do not begin together."""
     made = [(at, rounds(found), len(found.served)) for at, found in _one_seed(runs)]
@@ -248,17 +258,13 @@ def by_round(runs: Sequence[Run]) -> Plot | None:
         return None
 
     def paint(figure: "Figure") -> None:
-        axes = figure.subplots()
-        for number, (at, series) in enumerate(drawn):
-            line(axes, np.arange(1, len(series) + 1), np.array(series) * 1e3, number, _series(at, "seed"))
-        axes.set(xlabel="batch", ylabel="mean latency from its beginning, ms")
-        axes.locator_params(axis="x", integer=True)
-        figure.legend(loc="outside right upper")
+        lines = [(at, 1e3 * np.array(series)) for at, series in drawn]
+        _numbered(figure, lines, "batch", "mean latency from its start, ms")
 
     return Plot(
         key="by-round",
         title="Latency batch by batch (as DIRECTOR's Figure 8)",
-        caption="Mean over the requests that began together, without the wait for earlier batches." + _which_seed(runs),
+        caption="Mean over the requests that start together, without the wait for earlier batches." + _which_seed(runs),
         alt="; ".join(f"{_series(at, 'seed')}: {min(s):.3g} to {max(s):.3g} s" for at, s in drawn),
         height=3.0,
         paint=paint,
@@ -270,14 +276,9 @@ def utilisation(runs: Sequence[Run]) -> Plot | None:
     drawn = _one_seed(runs)
 
     def paint(figure: "Figure") -> None:
-        axes = figure.subplots()
-        for number, (at, found) in enumerate(drawn):
-            busy_G = 100 * np.sort(found.utilisation_G)[::-1]
-            line(axes, np.arange(1, len(busy_G) + 1), busy_G, number, _series(at, "seed"))
-        axes.set(xlabel="GPU, the busiest first", ylabel="busy, % of the time")
-        axes.locator_params(axis="x", integer=True)
-        axes.set_ylim(bottom=0)
-        figure.legend(loc="outside right upper")
+        lines = [(at, 100 * np.sort(found.utilisation_G)[::-1]) for at, found in drawn]
+        _numbered(figure, lines, "GPU, the busiest first", "busy, % of the time")
+        figure.axes[0].set_ylim(bottom=0)
 
     return Plot(
         key="utilisation",
