@@ -16,8 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 from moetool import tables
 from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
+from moetool.capture.remote import RemoteServer
 from moetool.errors import MoetoolError, UsageError, first_line
 from moetool.json_files import JsonRecord
 from moetool.models.checkpoint import Checkpoint
@@ -244,6 +243,7 @@ def _measure(
         if cell.engine == "transformers":
             return _measure_plain(cell, prefix, path, prompts, options)
         port = _free_port()
+        url = f"http://127.0.0.1:{port}"
         if cell.engine == "moetool":
             arguments = [sys.executable, "-m", "moetool", "serve", str(path), "--port", str(port)]
             arguments += ["--set", f"dtype={options.dtype}", "--set", f"threads={options.threads}"]
@@ -255,18 +255,18 @@ def _measure(
         said = stack.enter_context(tempfile.TemporaryFile())
         process = stack.enter_context(_running([*prefix, *arguments], options.threads, errors=said))
         try:
-            name = _wait(process, port, cell)
+            name = _wait(process, RemoteServer(url=url, timeout_s=5.0), cell)
         except MoetoolError as error:
             said.seek(0)
             lines = said.read().decode(errors="replace").strip().splitlines()
             raise MoetoolError(f"{error}: {lines[-1]}" if lines else str(error)) from None
-        return _measure_server(cell, process, port, name, prompts, options)
+        return _measure_server(cell, process, RemoteServer(url=url, timeout_s=_ANSWER_S), name, prompts, options)
 
 
 def _measure_server(
     cell: Cell,
     process: "subprocess.Popen[bytes]",
-    port: int,
+    server: RemoteServer,
     name: str,
     prompts: list[list[int]],
     options: RivalOptions,
@@ -274,7 +274,12 @@ def _measure_server(
     def seconds(prompt: list[int], new_tokens: int) -> tuple[float, int]:
         body = {"model": name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         read, began = bytes_read(process), time.perf_counter()
-        answer = _ask(port, "/v1/completions", body, process, cell)
+        try:
+            answer = server.ask("/v1/completions", body)
+        except MoetoolError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                raise MoetoolError(_ended(process.wait(1), cell)) from None
+            raise
         taken = time.perf_counter() - began
         made = answer.get("usage", {}).get("completion_tokens")
         if made != new_tokens:
@@ -340,34 +345,17 @@ def _running(
             process.wait()
 
 
-def _wait(process: "subprocess.Popen[bytes]", port: int, cell: Cell) -> str:
-    """Wait for a server; returns the name of its model."""
+def _wait(process: "subprocess.Popen[bytes]", server: RemoteServer, cell: Cell) -> str:
+    """Wait for a server; return the name of its model."""
     until = time.monotonic() + _START_S
     while time.monotonic() < until:
         if process.poll() is not None:
             raise MoetoolError(_ended(process.returncode, cell))
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                pass
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
-                return str(json.load(answer)["data"][0]["id"])
+        with contextlib.suppress(MoetoolError, LookupError):
+            server.ask("/health")
+            return str(server.ask("/v1/models")["data"][0]["id"])
         time.sleep(0.2)
     raise MoetoolError(f"{cell.engine} was not ready after {_START_S} s")
-
-
-def _ask(port: int, where: str, body: Any, process: "subprocess.Popen[bytes]", cell: Cell) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{where}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-            made: dict[str, Any] = json.load(answer)
-            return made
-    except OSError as error:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1)
-        said = error.read().decode(errors="replace")[:200] if isinstance(error, urllib.error.HTTPError) else str(error)
-        raise MoetoolError(said if process.returncode is None else _ended(process.returncode, cell)) from None
 
 
 def _ended(status: int, cell: Cell) -> str:
