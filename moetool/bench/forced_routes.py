@@ -44,7 +44,6 @@ def choose(
     requests: int,
     new_tokens: int,
     prompt_share: float | None,
-    task: str | None = None,
     predictor: Any = None,
 ) -> list[Chosen]:
     """First requests of a trace that are long enough and not in the predictor's training data.
@@ -53,7 +52,6 @@ def choose(
         new_tokens: tokens to generate; the last of them is not forwarded.
         prompt_share: share of a request's tokens in its prompt (default: the trace's, or a third if the imported file
             has none).
-        task: task of the requests (default: any).
 
     Raises:
         UsageError: the trace has fewer such requests.
@@ -69,14 +67,12 @@ def choose(
         share = prompt_share
         prompt = row["prompt_tokens"] if share is None else max(1, round(share * row["tokens"]))
         tokens = prompt + new_tokens - 1
-        fits = (allowed is None or row["request"] in allowed) and task in (None, row["task"])
-        if fits and tokens <= row["tokens"]:
+        if (allowed is None or row["request"] in allowed) and tokens <= row["tokens"]:
             found.append(Chosen(request=row["request"], prompt_tokens=prompt, tokens=tokens))
     if len(found) < requests:
         unseen = "" if allowed is None else " that the predictor was not trained on"
-        of_task = "" if task is None else f" of task {task}"
         raise UsageError(
-            f"{trace.path} holds {len(found)} requests{of_task} of enough tokens{unseen}, expected {requests}; set "
+            f"{trace.path} holds {len(found)} requests of enough tokens{unseen}, expected {requests}; set "
             "bench.requests or bench.new_tokens lower"
         )
     return found[:requests]

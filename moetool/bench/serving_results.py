@@ -244,31 +244,20 @@ def print_serve_bench(made: ServeBench) -> None:
         f"{made.model}: experts of {tables.count(made.experts_bytes, 'B')}",
         f"disk {made.disk_bytes_s / 1e9:.2f} GB/s in whole experts, {made.disk_threads} at a time",
     )
-    rows = [_row(line) for line in made.lines]
-    rows += [
-        [
-            f"{one.policy} (replay)",
-            tables.count(one.budget_bytes, "B"),
-            str(one.slots),
-            *("",) * 4,
-            f"{one.hit_rate:.3f}",
-            f"{one.bytes_per_token / 1e6:,.1f}",
-            *("",) * 2,
-            _ms(one.sum_s),
-            _ms(one.larger_s),
-            "",
-        ]
+    replayed = [
+        {
+            "policy": f"{one.policy} (replay)",
+            "memory": tables.count(one.budget_bytes, "B"),
+            "slots": str(one.slots),
+            "hits": f"{one.hit_rate:.3f}",
+            "MB/token": f"{one.bytes_per_token / 1e6:,.1f}",
+            "sum": _ms(one.sum_s),
+            "max": _ms(one.larger_s),
+        }
         for one in made.replayed
     ]
-    tables.print_table(
-        "Times in milliseconds",
-        [
-            *("policy", "memory", "slots", "TTFT", "TPOT p50", "p95", "x all", "hits", "MB/token"),
-            *("stall", "decisions", "sum", "max", "x bound"),
-        ],
-        rows,
-        num_keys=2,
-    )
+    rows = [[cells.get(head, "") for head in _HEADS] for cells in (*map(_cells, made.lines), *replayed)]
+    tables.print_table("Times in milliseconds", _HEADS, rows, num_keys=2)
     for note in _LEGEND:
         tables.print_paragraph(note)
     if made.refused is not None:
@@ -277,6 +266,20 @@ def print_serve_bench(made: ServeBench) -> None:
         tables.print_paragraph(note)
 
 
+_HEADS: tuple[str, ...] = (
+    "policy",
+    "memory",
+    "slots",
+    "TTFT",
+    "TPOT p50",
+    "p95",
+    "x all",
+    "hits",
+    "MB/token",
+    "stall",
+    "decisions",
+)
+_HEADS += ("sum", "max", "x bound")
 _LEGEND = (
     "x all: mean time per token, relative to all experts in memory; MB/token: loaded on demand or prefetched",
     "stall, decisions: share of the time waiting for loads, and in cache decisions",
@@ -284,25 +287,25 @@ _LEGEND = (
 )
 
 
-def _row(line: ServingLine) -> list[str]:
-    bound, served = line.decode, line.slots is not None
-    star = "*" if bound is not None and bound.reads_ahead else ""
-    return [
-        f"{line.policy}{star}",
-        "" if line.budget_bytes is None else tables.count(line.budget_bytes, "B"),
-        "" if line.slots is None else str(line.slots),
-        _ms(line.ttft_s),
-        _ms(line.tpot_p50_s),
-        _ms(line.tpot_p95_s),
-        "" if bound is None else f"{bound.x_resident:.2f}",
-        "" if line.hit_rate is None else f"{line.hit_rate:.3f}",
-        f"{line.bytes_per_token / 1e6:,.1f}" if served else "",
-        tables.percent(line.stall_share, ".0f") if served else "",
-        tables.percent(line.booking_share, ".2f") if served else "",
-        _ms(bound.sum_s) if bound is not None and served else "",
-        _ms(bound.larger_s) if bound is not None and served else "",
-        f"{bound.x_bound:.2f}" if bound is not None and served else "",
-    ]
+def _cells(line: ServingLine) -> dict[str, str]:
+    """Return the known cells of a line, by heading."""
+    bound = line.decode
+    cells = {"policy": f"{line.policy}{'*' * (bound is not None and bound.reads_ahead)}"}
+    cells |= {"TTFT": _ms(line.ttft_s), "TPOT p50": _ms(line.tpot_p50_s), "p95": _ms(line.tpot_p95_s)}
+    if bound is not None:
+        cells["x all"] = f"{bound.x_resident:.2f}"
+    if line.hit_rate is not None:
+        cells["hits"] = f"{line.hit_rate:.3f}"
+    if line.slots is not None:
+        cells |= {"memory": tables.count(line.budget_bytes or 0, "B"), "slots": str(line.slots)}
+        cells["MB/token"] = f"{line.bytes_per_token / 1e6:,.1f}"
+        cells |= {
+            "stall": tables.percent(line.stall_share, ".0f"),
+            "decisions": tables.percent(line.booking_share, ".2f"),
+        }
+        if bound is not None:
+            cells |= {"sum": _ms(bound.sum_s), "max": _ms(bound.larger_s), "x bound": f"{bound.x_bound:.2f}"}
+    return cells
 
 
 def _ms(seconds: float | None) -> str:

@@ -38,7 +38,6 @@ class ServingBenchOptions:
         new_tokens: generated tokens per request; the first comes from the prompt's forward.
         prompt_share: share of a traced request's tokens in its prompt (default: the trace's, or a third if the imported
             file has none).
-        task: task of the traced requests (default: any).
         dtype: data type of all weights except the experts (default: as in `moetool serve`).
         prefill_chunk: most prompt tokens of one forward (default: as in `moetool serve`).
         pool: `one` for all layers, `layer` or `mixed`, as for `moetool serve`.
@@ -56,7 +55,6 @@ class ServingBenchOptions:
     requests: int = 3
     new_tokens: int = 48
     prompt_share: float | None = None
-    task: str | None = None
     dtype: str | None = None
     prefill_chunk: int | None = None
     pool: str = "one"
@@ -213,7 +211,6 @@ def _following(
         requests=options.requests,
         new_tokens=options.new_tokens,
         prompt_share=options.prompt_share,
-        task=options.task,
         predictor=predictor,
     )
     part = write_part(trace, loaded.spec, chosen, work)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moetool.tables import TextTable, count, print_paragraph, print_table
+from moetool.tables import TextTable, count, numbered, print_paragraph, print_table
 
 _MOST_LAYERS = 12
 _AHEAD = (1, 3, 6)  # distances of the overview
@@ -122,7 +122,7 @@ def phases(rows: Sequence[Any]) -> list[str]:
 def scope(rows: Sequence[Any]) -> str:
     """Describe the scored requests."""
     first = rows[0]
-    requests = f"{first.num_requests} request{'s' if first.num_requests > 1 else ''}"
+    requests = numbered(first.num_requests, "request")
     where = {
         "test": f"{requests} held out",
         "end": f"the last tokens of {requests}",
@@ -175,24 +175,22 @@ def _right(rows: Sequence[Any]) -> TextTable:
 
 def _by_distance(rows: Sequence[Any], phase: str) -> TextTable:
     distances = sorted({distance for row in rows for distance in row.overall()})
-    return TextTable(
-        title=f"match in {phase} by distance: layers ahead of the last one computed",
-        columns=("predictor", *map(str, distances)),
-        rows=[[row.predictor, *(_of(row.overall(phase).get(d), "match") for d in distances)] for row in rows],
-        shares=frozenset(map(str, distances)),
-    )
+    cells = [[_of(row.overall(phase).get(d), "match") for d in distances] for row in rows]
+    title = f"match in {phase} by distance: layers ahead of the last computed layer"
+    return _shares_table(title, rows, list(map(str, distances)), cells)
+
+
+def _shares_table(title: str, rows: Sequence[Any], columns: Sequence[str], cells: Sequence[Sequence[str]]) -> TextTable:
+    lines = [[row.predictor, *mine] for row, mine in zip(rows, cells, strict=True)]
+    return TextTable(title=title, columns=("predictor", *columns), rows=lines, shares=frozenset(columns))
 
 
 def _recall(rows: Sequence[Any]) -> TextTable:
     recall = [(row.scores[0].match, *row.scores[0].recall) for row in rows]
     top_k = rows[0].top_k
     amounts = [str(top_k + more) for more in range(max(map(len, recall)))]
-    return TextTable(
-        title=f"share of the next layer's {top_k} experts that are among the n likeliest",
-        columns=("predictor", *amounts),
-        rows=[[row.predictor, *map(_share, values)] for row, values in zip(rows, recall, strict=True)],
-        shares=frozenset(amounts),
-    )
+    title = f"share of the next layer's {top_k} experts among the n most likely ones"
+    return _shares_table(title, rows, amounts, [[_share(value) for value in values] for values in recall])
 
 
 def _by_layer(rows: Sequence[Any]) -> TextTable:
@@ -206,12 +204,7 @@ def _by_layer(rows: Sequence[Any]) -> TextTable:
         match = {s.layer: s.match for s in row.scores if s.phase == "all" and s.distance == 1}
         return [_share(sum(match[layer] for layer in group) / len(group)) for group in groups]
 
-    return TextTable(
-        title="match by MoE layer, from the one before it",
-        columns=("predictor", *names),
-        rows=[[row.predictor, *cells(row)] for row in rows],
-        shares=frozenset(names),
-    )
+    return _shares_table("match by MoE layer, predicted from the layer before", rows, names, list(map(cells, rows)))
 
 
 def _prompt_predictions(rows: Sequence[Any], phase: str) -> TextTable:

@@ -12,7 +12,7 @@ from moetool.tables import percent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AT_ONCE: dict[str, Any] = {"drawstyle": "steps-post"}  # a pool of n slots has no hit before it has all n
+AT_ONCE: dict[str, Any] = {"drawstyle": "steps-post"}  # hits rise only at whole numbers of slots
 
 
 def distances(made: TraceMeasures) -> Plot:
@@ -23,21 +23,14 @@ def distances(made: TraceMeasures) -> Plot:
 
     def paint(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        line(
-            axes,
-            slots,
-            [100 * reuse.share_within(n) for n in slots],
-            0,
-            "share of reuses within this distance",
-            **AT_ONCE,
-        )
+        shares = [100 * reuse.share_within(n) for n in slots]
+        line(axes, slots, shares, 0, "share of reuses within this distance", **AT_ONCE)
         axes.axhline(100 * len(reuse.distances) / reuse.uses, color=GREY, linestyle=":", label="all uses but the first")
         cliff = (made.routes.spec.num_layers - 1) * max(made.routes.spec.top_k_L)
         if cliff < total:
             axes.axvline(cliff, color=GREY, linestyle="--", linewidth=1.0, label=f"(L-1) k = {cliff}")
-        axes.set(
-            xlabel="distinct experts used since, of all layers", ylabel="% of uses", xlim=(0, total), ylim=(0, 100)
-        )
+        axes.set(xlabel="distinct experts used since, of all layers", ylabel="% of uses")
+        axes.set(xlim=(0, total), ylim=(0, 100))
         axes.legend(loc="lower right")
 
     return Plot(
@@ -82,30 +75,18 @@ def budgets(made: TraceMeasures) -> Plot:
     names = list(dict.fromkeys(row.policy for row in made.rows))
     total = made.routes.spec.total_experts
 
+    def curve(name: str) -> tuple[list[float], list[float]]:
+        mine = [row for row in made.rows if row.policy == name]
+        return [_share(made, row.budget_bytes) for row in mine], [100 * row.counts.hit_rate for row in mine]
+
     def paint(figure: "Figure") -> None:
         axes = figure.add_subplot()
         slots = curve_slots(made.routes)
-        axes.plot(
-            [100 * n / total for n in slots],
-            [100 * made.reuse.share_within(n) for n in slots],
-            color="#bbbbbb",
-            **AT_ONCE,
-            linewidth=1.0,
-            label="lru, by reuse distance in slots",
-        )
+        x, y = [100 * n / total for n in slots], [100 * made.reuse.share_within(n) for n in slots]
+        axes.plot(x, y, color="#bbbbbb", **AT_ONCE, linewidth=1.0, label="lru, by reuse distance in slots")
         for series, name in enumerate(name for name in names if name != BOUND):
-            mine = [row for row in made.rows if row.policy == name]
-            line(
-                axes,
-                [_share(made, r.budget_bytes) for r in mine],
-                [100 * r.counts.hit_rate for r in mine],
-                series,
-                name,
-            )
-        mine = [row for row in made.rows if row.policy == BOUND]
-        x = [_share(made, row.budget_bytes) for row in mine]
-        y = [100 * row.counts.hit_rate for row in mine]
-        line(axes, x, y, 5, f"{BOUND}: knows the future", linewidth=2.2)
+            line(axes, *curve(name), series, name)
+        line(axes, *curve(BOUND), 5, f"{BOUND}: knows the future", linewidth=2.2)
         axes.set(xlabel="memory for experts, % of all", ylabel="hit rate, %", xlim=(0, 100), ylim=(0, 100))
         axes.legend(loc="lower right")
 
@@ -117,8 +98,8 @@ def budgets(made: TraceMeasures) -> Plot:
         alt=f"Curves of {', '.join(names)}; the highest is {best.policy} with {percent(best.counts.hit_rate, '.0f')} "
         f"at {_share(made, best.budget_bytes):.0f} % of the experts. The table below has the numbers.",
         paint=paint,
-        caption="As by moetool replay. Belady evicts the expert that is needed again last: the fewest loads of all "
-        "policies that load on demand. A policy that prefetches may have more hits, but not fewer loads.",
+        caption="As in moetool replay. Belady evicts the expert with the farthest next use: the fewest loads without "
+        "prefetching. A policy that prefetches may have more hits, but not fewer loads.",
     )
 
 
