@@ -163,18 +163,12 @@ def atlas_section(atlas: Atlas) -> Section:
     """Return the section of specialised, dead and duplicate experts."""
     used = [entry for entry in atlas.entries if entry.tasks]
     shown = sorted(used, key=lambda entry: -max(lift.lift for lift in entry.tasks))[:_SHOWN]
+    dead = ", ".join(f"{layer}/{expert}" for layer, expert in atlas.dead[:_SHOWN])
+    pairs = ", ".join(f"{a}/{b} and {a}/{c}" for a, b, c, _ in atlas.duplicates[:_TOP])
     notes = [
-        f"{len(atlas.dead):,} of {len(atlas.entries):,} experts were never chosen"
-        + (f": {', '.join(f'{layer}/{expert}' for layer, expert in atlas.dead[:_SHOWN])}" if atlas.dead else "")
-        + ".",
-        f"{len(atlas.duplicates):,} pairs of a layer's experts share at least {percent(DUPLICATE, '.0f')} "
-        "of their tokens"
-        + (
-            f": {', '.join(f'{a}/{b} and {a}/{c}' for a, b, c, _ in atlas.duplicates[:_TOP])}"
-            if atlas.duplicates
-            else ""
-        )
-        + ".",
+        f"{len(atlas.dead):,} of {len(atlas.entries):,} experts were never chosen{dead and f': {dead}'}.",
+        f"{len(atlas.duplicates):,} pairs of a layer's experts share at least {percent(DUPLICATE, '.0f')} of their "
+        f"tokens{pairs and f': {pairs}'}.",
     ]
     rows = tuple(
         (f"{one.layer} / {one.expert}", _listed(one.tasks), _listed(one.tokens, "␣") or "withheld", f"{one.uses:,}")

@@ -1,5 +1,7 @@
 """Figures of expert use: by layer, by task, and its imbalance."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +13,6 @@ from moetool.report.trace_measures import TraceMeasures
 from moetool.tables import percent
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -50,35 +51,29 @@ def by_task(made: TraceMeasures) -> Plot | None:
         return None
     layer = int(np.nanargmax(found.tasks_apart_L))
     num_experts = spec.num_experts_L[layer]
-    share_QE = found.tokens_QLE[:, layer, :num_experts] / np.maximum(
-        found.tokens_QLE[:, layer].sum(axis=1, keepdims=True), 1
-    )
-    tops = [f"{made.routes.tasks[task]}: expert {share_QE[task].argmax()}" for task in tasks]
-
-    def paint(figure: "Figure") -> None:
-        rows = figure.subplots(len(tasks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-        for axes, task in zip(rows, tasks, strict=True):
-            _bars(axes, share_QE[task])
-            axes.set_title(made.routes.tasks[task])
-        rows[-1].set_xlabel("expert")
-
+    loads = {made.routes.tasks[task]: found.tokens_QLE[task, layer, :num_experts] for task in tasks}
+    tops = [f"{name}: expert {load_E.argmax()}" for name, load_E in loads.items()]
     return Plot(
         title=f"Which experts each task uses in layer {spec.layer_ids_L[layer]} (as Prism's Figure 2)",
         key="by-task",
         height=0.5 + 0.95 * len(tasks),
         alt=f"Bars. Most used, {'; '.join(tops)}.",
-        paint=paint,
+        paint=partial(_bars, loads=loads, sharex=True),
         caption="Share of the task's choices that each expert takes, in the layer where tasks differ most; the dashed "
         f"line is an even share. A server with this task alone has this load.{some_tasks(made)}",
     )
 
 
-def _bars(axes: "Axes", share_E: np.ndarray) -> None:
-    axes.bar(np.arange(len(share_E)), 100 * share_E, width=0.85, color=STYLES[0][0], linewidth=0)
-    axes.axhline(100 / len(share_E), color="#222222", linestyle="--", linewidth=0.9)
-    axes.set_ylabel("share, %")
-    axes.set_xlim(-0.7, len(share_E) - 0.3)
-    axes.grid(visible=False, axis="x")
+def _bars(figure: "Figure", loads: Mapping[str, np.ndarray], sharex: bool) -> None:
+    """Draw a row of bars for each load: the experts' shares of its choices."""
+    rows = figure.subplots(len(loads), 1, sharex=sharex, sharey=True, squeeze=False)[:, 0]
+    for axes, (title, load_E) in zip(rows, loads.items(), strict=True):
+        share_E = 100 * load_E / max(load_E.sum(), 1)
+        axes.bar(np.arange(len(load_E)), share_E, width=0.85, color=STYLES[0][0], linewidth=0)
+        axes.axhline(100 / len(load_E), color="#222222", linestyle="--", linewidth=0.9)
+        axes.set(title=title, ylabel="share, %", xlim=(-0.7, len(load_E) - 0.3))
+        axes.grid(visible=False, axis="x")
+    rows[-1].set_xlabel("expert")
 
 
 def by_layer(made: TraceMeasures) -> Plot | None:
@@ -89,24 +84,18 @@ def by_layer(made: TraceMeasures) -> Plot | None:
     task = int(found.tokens_QLE.sum(axis=(1, 2)).argmax())
     uneven_L = found.gini_QL[task]
     layers = [int(uneven_L.argmax()), int(uneven_L.argmin())]
-    ids = [spec.layer_ids_L[layer] for layer in layers]
-    name = made.routes.tasks[task]
-
-    def paint(figure: "Figure") -> None:
-        rows = figure.subplots(2, 1, sharey=True)
-        for axes, layer in zip(rows, layers, strict=True):
-            load_E = found.tokens_QLE[task, layer, : spec.num_experts_L[layer]]
-            _bars(axes, load_E / max(load_E.sum(), 1))
-            axes.set_title(f"layer {spec.layer_ids_L[layer]}: Gini {uneven_L[layer]:.2f}")
-        rows[-1].set_xlabel("expert")
-
+    loads = {
+        f"layer {spec.layer_ids_L[layer]}: Gini {uneven_L[layer]:.2f}": found.tokens_QLE[
+            task, layer, : spec.num_experts_L[layer]
+        ]
+        for layer in layers
+    }
     return Plot(
-        title=f"The most and the least skewed layer of one task, {name} (as Prism's Figure 3)",
+        title=f"The most and the least skewed layer of task {made.routes.tasks[task]} (as Prism's Figure 3)",
         key="by-layer",
         height=2.7,
-        alt=f"Bars of layer {ids[0]}, Gini {uneven_L[layers[0]]:.2f}, and of layer {ids[1]}, Gini "
-        f"{uneven_L[layers[1]]:.2f}.",
-        paint=paint,
+        alt=f"Bars of {' and of '.join(loads)}.",
+        paint=partial(_bars, loads=loads, sharex=False),
         caption="Share of the task's choices. A skewed layer needs few experts in memory, an even one most of them. "
         "Layers should therefore get different shares of memory.",
     )
