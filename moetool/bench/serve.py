@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from moetool.bench.forced_routes import ForcedRoutes
-from moetool.bench.offload import open_offloaded, refusal
 from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, Replayed, ServeBench, ServingLine, summarize
 from moetool.bench.serving_runs import ServingRun, Workload, run_engine, run_plain
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
+from moetool.bench.transformers_offload import open_offloaded, refusal
 from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError

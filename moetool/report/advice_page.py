@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moetool import tables
 from moetool.caching._changing import PolicyChoice
 from moetool.json_files import JsonRecord
-from moetool.report.sheet import Section, render_sheet
+from moetool.report.html_page import Section, render_page
 from moetool.tables import TextTable
 from moetool.tuning.advice import Advice, MemoryLine
 from moetool.tuning.advice_counts import HOT_SHARE
@@ -193,7 +193,7 @@ def section(advice: Advice) -> Section:
 
 def page(advice: Advice, source: str) -> str:
     """Return the page of `moetool advise --out`."""
-    return render_sheet(
+    return render_page(
         title=f"Advice for {advice.model}",
         heading=f"Caching, prefetching and placing the experts of {advice.model}",
         shape=advice.shape,

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from moetool.json_files import JsonRecord
+from moetool.report.html_page import Section
 from moetool.report.sample import SampledRoutes
-from moetool.report.sheet import Section
 from moetool.tables import TextTable, percent
 from moetool.trace.reader import Trace
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from moetool import tables
 from moetool.cache_plan import CachePlan
 from moetool.report.figures.frontier import frontier_plot
-from moetool.report.sheet import Section, render_sheet
+from moetool.report.html_page import Section, render_page
 from moetool.report.trace_page import shape_of
 from moetool.tables import TextTable
 
@@ -20,7 +20,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
     latency = Section(name=name, notes=["The plan has no frontier; plan with --frontier 8 to see one."])
     if plan.frontier:
         latency = Section(name=name, plots=[frontier_plot(plan)], tables=[frontier_table(plan)])
-    return render_sheet(
+    return render_page(
         title=f"Cache plan of {plan.spec.name}",
         heading=f"Cache plan for {plan.spec.name}",
         shape=shape_of(plan.spec),

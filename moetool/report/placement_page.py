@@ -12,7 +12,7 @@ from moetool.placement._demand import read_demand
 from moetool.placement._latency import flows
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.report.figures.placement import Placed, plots
-from moetool.report.sheet import Section, render_sheet
+from moetool.report.html_page import Section, render_page
 from moetool.report.trace_page import shape_of
 from moetool.tables import TextTable, significant
 from moetool.types import Cluster
@@ -70,7 +70,7 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
         "Traffic between servers": _link_tables(plans),
     }
     notes = {"Load": [] if tokens_LE is not None else ["Give --trace SERVER=DIR for load and traffic."]}
-    return render_sheet(
+    return render_page(
         title=f"Placement of {plan.spec.name}",
         heading=f"Expert placement of {plan.spec.name}",
         shape=f"{shape_of(plan.spec)}; {len(plan.cluster.gpus)} GPUs in {len(plan.cluster.servers)} servers",

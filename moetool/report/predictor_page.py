@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from moetool import __version__, durable
 from moetool.evaluation.match_tables import MEANINGS, by_task, overview, phases, scope, tables_of
 from moetool.report.drawing import line
-from moetool.report.figures.figure import Plot
-from moetool.report.sheet import Section, render_sheet
+from moetool.report.figures.plot import Plot
+from moetool.report.html_page import Section, render_page
 from moetool.tables import TextTable
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def page(rows: Sequence[Any]) -> str:
         )
         for group in by_task(rows)
     ]
-    return render_sheet(
+    return render_page(
         title="Expert predictors",
         heading="Expert predictors on held-out requests",
         shape=f"{names}; moetool {__version__}",

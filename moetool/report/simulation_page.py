@@ -9,7 +9,7 @@ from typing import Any
 from moetool import durable, tables
 from moetool.report import drawing
 from moetool.report.figures.simulation_runs import Run, plots
-from moetool.report.sheet import Section, render_sheet
+from moetool.report.html_page import Section, render_page
 from moetool.simulation.simulation_results import Simulated, interval, percentile
 from moetool.tables import TextTable
 
@@ -52,7 +52,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
         shape: the model in words.
     """
     decided = [decision_table(found, ", ".join(at.values())) for at, found in runs if found.migrations]
-    return render_sheet(
+    return render_page(
         title="A simulated cluster",
         heading=f"Simulated request latency on a cluster of {len(runs[0][1].utilisation_G)} GPUs"
         if len({len(found.utilisation_G) for _, found in runs}) == 1

@@ -10,7 +10,7 @@ from moetool.report.advice_page import section
 from moetool.report.atlas import Atlas, atlas_section
 from moetool.report.figures import plots
 from moetool.report.findings import caveat, findings
-from moetool.report.sheet import Section, render_sheet
+from moetool.report.html_page import Section, render_page
 from moetool.report.trace_measures import TraceMeasures
 from moetool.tables import TextTable
 from moetool.tuning.advice import Advice
@@ -24,7 +24,7 @@ def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
         "Tasks": [_task_table(made)],
         "Hit rates": [tables.replay_table(replayed, made.rows, whole_bytes=made.whole_bytes)],
     }
-    return render_sheet(
+    return render_page(
         title=f"Routing of {made.routes.spec.name}",
         heading=f"Routing statistics of {made.routes.spec.name}",
         shape=shape_of(made.routes.spec),

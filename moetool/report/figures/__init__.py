@@ -3,7 +3,7 @@
 from moetool.report.figures import affinity_heatmap as affinity
 from moetool.report.figures import entropy, load
 from moetool.report.figures import hit_rates as caching
-from moetool.report.figures.figure import Plot
+from moetool.report.figures.plot import Plot
 from moetool.report.trace_measures import TraceMeasures
 
 _SECTIONS = {

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.report.drawing import GREY, line, scale_top
-from moetool.report.figures.figure import Plot, layer_axis, maps
+from moetool.report.figures.plot import Plot, layer_axis, maps
 from moetool.report.trace_measures import TraceMeasures
 
 if TYPE_CHECKING:

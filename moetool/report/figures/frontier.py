@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from moetool import durable
 from moetool.cache_plan import CachePlan
 from moetool.report.drawing import GREY, line, save
-from moetool.report.figures.figure import Plot
+from moetool.report.figures.plot import Plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

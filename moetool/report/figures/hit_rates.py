@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.report.drawing import GREY, line
-from moetool.report.figures.figure import Plot, layer_axis
+from moetool.report.figures.plot import Plot, layer_axis
 from moetool.report.trace_measures import BOUND, TraceMeasures, curve_slots
 from moetool.tables import percent
 

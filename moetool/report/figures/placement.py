@@ -10,7 +10,7 @@ from moetool.placement._comparing import PlannerRow
 from moetool.placement._demand import per_server
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.report.drawing import STYLES, heat, layer_ticks, scale_top
-from moetool.report.figures.figure import Plot, map_height, maps, relative
+from moetool.report.figures.plot import Plot, map_height, maps, relative
 from moetool.tables import percent
 
 if TYPE_CHECKING:

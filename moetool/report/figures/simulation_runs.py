@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.report.drawing import GREY, STYLES, line, logarithmic
-from moetool.report.figures.figure import Plot, maps
+from moetool.report.figures.plot import Plot, maps
 from moetool.simulation.simulation_results import Simulated, interval
 from moetool.tables import percent
 

@@ -1,4 +1,4 @@
-"""Figures of pages, and shared drawing functions."""
+"""Plots of pages and files, and shared drawing functions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

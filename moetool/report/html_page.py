@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from moetool.report.figures.figure import Plot
+from moetool.report.figures.plot import Plot
 from moetool.tables import TextTable
 
 
@@ -24,7 +24,7 @@ class Section:
         return self.name.lower().replace(" ", "-")
 
 
-def render_sheet(
+def render_page(
     *,
     title: str,
     heading: str,
