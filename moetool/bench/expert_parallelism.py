@@ -29,7 +29,7 @@ from moetool.learning.fit_options import FitOptions
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement import _planner as planner
 from moetool.placement._demand import Demand, held_out, loads, numbers, planned_share
-from moetool.placement._placement_plan import PlacementPlan, bare_plan
+from moetool.placement._placement_plan import bare_plan
 from moetool.placement._planner import Problem
 from moetool.prompts import gather
 from moetool.request import Output, SamplingParams
@@ -204,10 +204,10 @@ def bench_parallel(
     Raises:
         UsageError: an unknown variant, or too few prompts.
     """
-    chosen = [one for one in variants(options.replica) if not only or one.name in only]
-    known = [one.name for one in variants(options.replica)]
+    known = {one.name: one for one in variants(options.replica)}
     if unknown := next((name for name in only if name not in known), None):
         raise unknown_name("--variant", unknown, known)
+    chosen = [one for one in known.values() if not only or one.name in only]
     spec = Checkpoint.open(model).spec
     cluster = _cluster(spec, options)
     subject = _Subject(model, spec, cluster, options, work)
@@ -226,7 +226,7 @@ def bench_parallel(
     )
     head = open_head(
         model,
-        _plan(spec, cluster, offline_GLE),
+        replace(bare_plan(spec, cluster, offline_GLE, "director"), costs="emulated"),
         launcher,
         ParallelOptions(gather_s=5.0, patience_s=60.0),
         ranks,
@@ -440,7 +440,3 @@ def _cluster(spec: ModelSpec, options: RankBenchOptions) -> Cluster:
     gpu = Gpu(memory_bytes=slots * spec.slot_bytes)
     server = Server(name="node", gpus=(gpu,) * options.ranks, gpu_link_bytes_s=options.link_bytes_s)
     return Cluster(servers=(server,), link_bytes_s=options.link_bytes_s)
-
-
-def _plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray) -> PlacementPlan:
-    return replace(bare_plan(spec, cluster, placed_GLE, "director"), costs="emulated")

@@ -1,6 +1,6 @@
 """Figures of simulated runs: by swept value, time, planner, round and link."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +55,8 @@ def swept(runs: Sequence[Run], along: str) -> Plot:
     def paint(figure: "Figure") -> None:
         panels: Any = figure.subplots(1, 2)
         for axes, (label, measure) in zip(panels, measures, strict=True):
-            for number, (name, points) in enumerate(series.items()):
-                _band(axes, [[measure(run) for run in points[value]] for value in values], number, name)
-            axes.set_xticks(range(len(values)), values)
+            bands = {name: [[measure(run) for run in points[x]] for x in values] for name, points in series.items()}
+            _bands(axes, bands, values)
             axes.set(xlabel=_AXES[along], ylabel=label)
             axes.set_ylim(bottom=0)
         panels[0].legend()
@@ -66,25 +65,26 @@ def swept(runs: Sequence[Run], along: str) -> Plot:
         key="swept",
         title=f"Latency and local compute share by {_AXES[along]} (as Prism's Figure 8)",
         caption="Mean latency per request, and the share of expert calls that the request's own server computes."
-        + _bands_of(runs),
+        + _spread_of(runs),
         alt=f"Lines over {', '.join(values)} for {', '.join(series)}.",
         height=3.6,
         paint=paint,
     )
 
 
-def _band(axes: "Axes", found_XR: Sequence[Sequence[float]], number: int, name: str) -> None:
-    """Draw a line of means with confidence intervals."""
-    places = np.arange(len(found_XR))
-    mean_X, half_X = np.array([(mean, half or 0.0) for mean, half in map(interval, found_XR)]).T
-    line(axes, places, mean_X, number, name)
-    if half_X.any():
-        axes.fill_between(
-            places, mean_X - half_X, mean_X + half_X, alpha=0.15, color=STYLES[number % len(STYLES)][0], linewidth=0
-        )
+def _bands(axes: "Axes", series: Mapping[str, Sequence[Sequence[float]]], values: Sequence[str]) -> None:
+    """Draw lines of means over named points, with confidence intervals."""
+    places = np.arange(len(values))
+    for number, (name, found_XR) in enumerate(series.items()):
+        mean_X, half_X = np.array([(mean, half or 0.0) for mean, half in map(interval, found_XR)]).T
+        line(axes, places, mean_X, number, name)
+        if half_X.any():
+            colour = STYLES[number % len(STYLES)][0]
+            axes.fill_between(places, mean_X - half_X, mean_X + half_X, alpha=0.15, color=colour, linewidth=0)
+    axes.set_xticks(places, values)
 
 
-def _bands_of(runs: Sequence[Run]) -> str:
+def _spread_of(runs: Sequence[Run]) -> str:
     seeds = len(_values(runs, "seed"))
     return f" Means over {seeds} seeds, with the 95 % confidence interval of a mean." if seeds > 1 else ""
 
@@ -186,7 +186,7 @@ def by_planner(runs: Sequence[Run]) -> Plot | None:
     return Plot(
         key="by-planner",
         title=f"Latency relative to {names[0]} (as DIRECTOR's Figures 7, 10 and 11)",
-        caption="Mean latency per request relative to the first planner, on the same requests." + _bands_of(runs),
+        caption="Mean latency per request relative to the first planner, on the same requests." + _spread_of(runs),
         alt="; ".join(
             f"{group + ': ' if group else ''}"
             + ", ".join(f"{name} {interval(row)[0]:.3f}" for name, row in made.items())
@@ -214,16 +214,14 @@ def relative_along(runs: Sequence[Run], along: str | None) -> Plot | None:
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
-        for number, (name, found_XR) in enumerate(series.items()):
-            _band(axes, found_XR, number, name)
-        axes.set_xticks(range(len(values)), values)
+        _bands(axes, series, values)
         axes.set(xlabel=_AXES[along], ylabel=f"latency / {first}")
         figure.legend(loc="outside right upper")
 
     return Plot(
         key="relative",
         title=f"Latency relative to {first}, by {_AXES[along]} (as DIRECTOR's Figure 9)",
-        caption="Mean latency per request relative to the first planner, on the same requests." + _bands_of(runs),
+        caption="Mean latency per request relative to the first planner, on the same requests." + _spread_of(runs),
         alt="; ".join(
             f"{name}: {', '.join(f'{interval(row)[0]:.3f}' for row in rows)}" for name, rows in series.items()
         ),

@@ -225,23 +225,17 @@ def measure(
     before = frozenset(history.requests["request"].to_pylist()) if line.before else frozenset[int]()
     row = replayed(before | later)
     assert row.timing is not None, "replayed with a profile"
-    decode, forwards = row.decode, row.timing.decode_forwards
-    spent = row.timing.decode
-    decode_s, compute_s = spent.seconds, spent.compute_s
-    link_s, host_s = sum(spent.io_s.values()), spent.host_s
+    decode, spent, forwards = row.decode, _seconds(row), row.timing.decode_forwards
     if before:
         earlier = replayed(before)
         assert earlier.timing is not None, "replayed with a profile"
-        decode, forwards = _less(decode, earlier.decode), forwards - earlier.timing.decode_forwards
-        spent = earlier.timing.decode
-        decode_s -= spent.seconds
-        compute_s -= spent.compute_s
-        link_s -= sum(spent.io_s.values())
-        host_s -= spent.host_s
+        decode, spent = _less(decode, earlier.decode), spent - _seconds(earlier)
+        forwards -= earlier.timing.decode_forwards
     if not forwards:
         raise CannotTestError(f"{trace.path} has no new tokens in the measured requests")
     tokens = {each["request"]: each["tokens"] - each["prompt_tokens"] for each in trace.requests.to_pylist()}
     measured = [request for request in row.timing.request_s if request in later]
+    decode_s, compute_s, link_s, host_s = spent.tolist()
     return PolicyMeasures(
         decode=decode,
         request_s=tuple(row.timing.request_s[request] for request in measured),
@@ -254,6 +248,13 @@ def measure(
     )
 
 
+def _seconds(row: ReplayRow) -> np.ndarray:
+    """Seconds of decode: all, device compute, link transfers, host compute."""
+    assert row.timing is not None, "replayed with a profile"
+    spent = row.timing.decode
+    return np.array([spent.seconds, spent.compute_s, sum(spent.io_s.values()), spent.host_s])
+
+
 def _less(counts: Counts, others: Counts) -> Counts:
     left = {name: getattr(counts, name) - getattr(others, name) for name in Counts.__dataclass_fields__}
     return Counts(**left)
@@ -262,16 +263,10 @@ def _less(counts: Counts, others: Counts) -> Counts:
 def _value(measured: PolicyMeasures, what: str) -> float:
     if what == "hits":
         return measured.decode.hit_rate
+    if what in ("tpot", "speed"):
+        return 1e3 * measured.token_s if what == "tpot" else 1 / measured.token_s
     prompt_s, later_s = np.mean(measured.request_s, axis=0).tolist()
-    each_s = measured.token_s
-    return float(
-        {
-            "ttft": 1e3 * prompt_s,
-            "tpot": 1e3 * each_s,
-            "latency": prompt_s + later_s,
-            "speed": 1 / each_s,
-        }[what]
-    )
+    return float(1e3 * prompt_s if what == "ttft" else prompt_s + later_s)
 
 
 def _by_request(measured: PolicyMeasures, what: str) -> list[float]:
