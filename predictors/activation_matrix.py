@@ -2,12 +2,12 @@
 
 A request's matrix counts its tokens for each layer and expert.
 
-Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's description (§§ 2.3, 6.3: request-level
-expert activations, matched by cosine). Readings and deviations:
+Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's description (§§ 2.4, 6.6: request-level
+expert activations). Readings and deviations:
 
 - The matrix of the running request, over its observed tokens and layers, is compared with those of the training
-  requests: cosine of each layer's counts, averaged over the layers. Its code masks the stored matrices up to the
-  current layer and compares the others.
+  requests: cosine of each layer's counts, averaged over the layers. The published code masks the stored matrices up to
+  the current layer and compares the later layers.
 - At most `history` training requests are kept, evenly spaced over the trace, so that each task has its share; the paper
   clusters them. The policy `moe_infinity` learns online, this predictor does not.
 - All tokens of a request in a forward get the same scores.
@@ -45,7 +45,7 @@ class Options:
 class Predictor(moetool.learning.predictor.Predictor):
     """Scores an expert by its share of the matching request's choices in its layer.
 
-    Shapes: buffer past_HLE float32, rows of length one; without counts they are zero and come last.
+    Shapes: buffer past_HLE float32, rows of unit length; unused rows are zero and come last.
     """
 
     remembers = True

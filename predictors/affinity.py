@@ -1,8 +1,8 @@
 """Affinity: the experts that most often follow those just chosen.
 
-Source: DuoServe-MoE § 4.1, Eq. 3. The paper defines the matrix, but no score from it alone. Here the score of a layer
-is the mean of the rows of the experts just chosen; farther ahead, that row times the matrices of the layers between, as
-in a Markov chain.
+Source: DuoServe-MoE § 4.1, Eq. 3. The paper defines the matrix, but no score from it alone. Here the scores of the next
+layer are the mean row of the experts just chosen. Farther ahead, this mean is multiplied by the matrices of the layers
+between, as in a Markov chain.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Options:
 def affinity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
     """Return A_{l,l+1}(i, j): the share of expert j among layer l+1's choices after expert i of layer l (Eq. 3).
 
-    Deviation: for an expert that was never chosen Eq. 3 is 0/0; its row is the popularity of the next layer.
+    Deviation: for an expert that was never chosen, Eq. 3 is 0/0; its row is the popularity of the next layer.
 
-    Shapes: returns float32 [L-1, E, E], called affinity_MEE, M = L-1: [l, i, j] leads from layer l to layer l+1;
-        each row sums to 1.
+    Shapes: returns affinity_MEE float32, M = L-1: [l, i, j] is for experts i of layer l and j of layer l+1; each row
+    sums to 1.
     """
     _, num_layers, _ = experts_NLK.shape
     popularity_LE = popularity(experts_NLK, num_experts)

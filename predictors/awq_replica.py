@@ -1,17 +1,17 @@
 """AWQ replica: a low-bit replica runs each request, and its gates predict the model's experts.
 
-Source: DIRECTOR § V-A, "Quantized Predictor": a low-bit replica of the model, whose gates rank experts nearly as those
-of the model do; § VIII makes it with AWQ. Readings and deviations:
+Source: DIRECTOR § V-A, "Quantized Predictor": a low-bit replica of the model, whose gates rank experts nearly as the
+model's do; § VIII makes it with AWQ. Readings and deviations:
 
-- The paper says that AWQ rounds weights and activations; AWQ rounds weights only, and so does this replica.
-  `activation_bits` also rounds the inputs of every rounded weight, each token by its largest value.
+- The paper says that AWQ rounds weights and activations. AWQ rounds weights only, as does this replica.
+  `activation_bits` also rounds the inputs of every rounded weight, scaled by each token's largest value.
 - Gates, embeddings and norms are those of the model (`moetool.quantize`).
 - Only the prompt of a pending request is known. It runs whole, and each new token gets the mean over the prompt
   (`predict_prompt`). For a running request, the replica sees a forward's tokens before the first MoE layer runs, and no
   later ones.
 - Experts chosen by its own router rank first, then the others by score.
-- It is built from a model and text, not from a trace (`make`). It is scored on every request of a trace with an unseen
-  prompt.
+- It is built from a model and text, not from a trace (`make`). It is scored on all requests of a trace with unseen
+  prompts.
 """
 
 import copy
@@ -58,7 +58,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     """Runs the replica in memory, packed as in its files, and keeps the KV cache of running requests.
 
     Scores are 1 for the experts chosen by the replica's router; its scores over all experts, scaled down, order the
-    others. A request with unseen first tokens runs without them.
+    others. A request whose first tokens were not observed runs without them.
     """
 
     needs = frozenset({"experts", "token_id"})
@@ -92,7 +92,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return twin.eval()
 
     def count(self, tokens: Tokens) -> None:
-        """Raises: UsageError: the replica is built from a model."""
+        """Raise UsageError: the replica is built from a model."""
         raise UsageError("awq_replica is made from a model: moetool train awq_replica MODEL --data … --out DIR")
 
     def open(self, folder: Path) -> None:
@@ -124,7 +124,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         use_threads(self._replica.model.config)
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """Return the card's match for chosen experts; the others share the rest evenly."""
+        """Return the card's match as the probability of chosen experts; the others share the rest evenly."""
         match = float(self.card["judged"]["match"]) if self.card else 1.0
         rest = min(1.0, self.top_k * (1 - match) / max(1, self.num_experts - self.top_k))
         return rest + (match - rest) * scores_TE.clamp(0, 1)
@@ -175,7 +175,7 @@ class Predictor(moetool.learning.predictor.Predictor):
 
     @contextmanager
     def _recorded(self, scores_LTE: Tensor, where: Tensor) -> Iterator[None]:
-        """Write the replica's gate scores into these tokens of the scores."""
+        """Add the replica's gate scores to the rows `where` of the scores."""
         from moetool.models.families import find
         from moetool.models.router_hooks import read_logits, watch
 
@@ -204,7 +204,7 @@ class Predictor(moetool.learning.predictor.Predictor):
 
 
 def _known(token_id_S: Sequence[int]) -> Tensor:
-    """Raises: MismatchError where a token id is withheld."""
+    """Return token ids as a tensor; raise MismatchError if one is withheld."""
     ids_S = torch.tensor(list(token_id_S))
     if bool((ids_S < 0).any()):
         raise MismatchError(
@@ -232,10 +232,12 @@ def make(
         options: options of `moetool.quantize.replica_layers.ReplicaOptions` and of `Options`.
         seed: seed of the prompts' order and the held-out choice.
 
-    Raises: as `moetool.quantize.replica.make_replica`; UsageError where the text is too short.
-
     Returns:
         The card.
+
+    Raises:
+        UsageError: the text is too short, or an option is invalid; else as `moetool.quantize.replica.make_replica`.
+        MismatchError, MoetoolError: as `moetool.quantize.replica.make_replica`.
     """
     from moetool import durable
     from moetool.models.checkpoint import Checkpoint

@@ -1,4 +1,4 @@
-"""Cascade: stacked one-layer transformers predict the experts of a prompt by blocks of layers, before it runs.
+"""Cascade: stacked one-layer transformers that predict a prompt's experts by blocks of layers, before it runs.
 
 Source: DIRECTOR § V-A, the cascade predictor {M_1, ..., M_n}: "M_1 consumes token embeddings and predicts the expert
 routing R_1; each subsequent M_i augments these embeddings with the predicted routing R_{i-1} from M_{i-1} to predict

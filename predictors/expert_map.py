@@ -11,8 +11,8 @@ Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1, 4.2 and 4.4. Readings a
 - The paper predicts layer l from the layers up to l - d, for one d. Here any layer is predicted from all observed ones;
   d remains in RDY, which decides what a full store keeps.
 - The paper uses the single best map. `neighbours` uses the mean of the n best.
-- `source = "topk"` uses only the chosen experts' weights, for traces without logits: 0 for every other expert, and no
-  search by embedding.
+- `source = "topk"` is for traces without logits: it uses only the weights of chosen experts, and no search by
+  embedding.
 """
 
 from dataclasses import dataclass
@@ -154,7 +154,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return flat.reshape(T, P, self.num_experts)
 
     def _best(self, search: MapSearch) -> list[int]:
-        """Return the rows of the maps most similar to an iteration, by its gates, or before any by its embedding."""
+        """Return the rows of the maps most similar to an iteration, by its gates; before the first, by embedding."""
         if not self.maps.size:
             return []
         if self.options.neighbours == 1:
@@ -189,7 +189,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Assign the tensors without a copy, with any number of maps, so that a mapped file stays mapped."""
+        """Assign the tensors, of any number of maps, without a copy, so that a memory-mapped file stays mapped."""
         missing_keys += [prefix + name for name in _ARRAYS if prefix + name not in state_dict]
         unexpected_keys += [key for key in state_dict if key.removeprefix(prefix) not in _ARRAYS]
         if missing_keys or unexpected_keys:

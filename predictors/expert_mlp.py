@@ -9,9 +9,8 @@ One network serves all layers. Its state (Eqs. 4, 5) is
 
 Source: DuoServe-MoE § 4.2, Eqs. 4 to 6. Readings and deviations:
 
-- "We flatten the expert indices and apply zero-padding": index 0 would equal the padding, and numbers would imply that
-  expert 7 is nearer to 8 than to 30. Multi-hot blocks have neither problem and give the first layer one weight row per
-  (layer, expert).
+- "We flatten the expert indices and apply zero-padding": index 0 would equal the padding, and numbers would imply an
+  order of experts. Multi-hot blocks have neither problem and give the first layer one weight row per (layer, expert).
 - The layer is an input, since one network predicts every layer.
 - Eq. 6 sums over samples; here it is the mean over samples and experts, so that the step size does not depend on the
   batch size. The gradient has the same direction.
@@ -39,8 +38,8 @@ class Options:
     """Options of ExpertMLP; the defaults are the paper's.
 
     Attributes:
-        hidden: widths of the hidden layers. The last, 64, is a bottleneck for models of 128 experts and more:
-            there `[2048, 1024, 512, 256, 256, 256]` keeps it as wide as the output.
+        hidden: widths of the hidden layers. The last one, 64, is a bottleneck for 128 experts or more, for which
+            `[2048, 1024, 512, 256, 256, 256]` is wide enough.
         dropout: share of activations dropped after each hidden layer in training.
     """
 

@@ -8,14 +8,14 @@ the router's scores on earlier hidden states, and with `states` the networks of 
 if the trace has the columns. `sure` is the similarity of the memory's best paths. A forward through resident experts
 (`resident_forward`) is not a signal, since it takes about as long as the layer.
 
-It learns online. The memory adds each forward, at once for its own request and for others after that request's end.
+It learns online. The memory adds each forward: at once for its own request, and for others after that request's end.
 `offset` follows the gradient of the loss of the next layer's prediction in the same way. If a single signal has
-recently been right more often, it ranks the experts (`moetool.learning.path_trust.HitRecord`), which helps on
-unfamiliar tasks.
+recently been right more often than the fused logits, it ranks the experts (`moetool.learning.path_trust.HitRecord`),
+which helps on unfamiliar tasks.
 
-Source: moetool. Fitted in one run: the networks learn from most training requests, and the trust, by binary
-cross-entropy, from every eighth. The networks never learn from those, and the memory hides their paths meanwhile, so
-the trust reflects unseen requests.
+Source: moetool. One run fits all parts. The networks learn from most training requests, and the trust, by binary
+cross-entropy, from every eighth. The networks never learn from the latter, and the memory hides their paths during the
+fit, so the trust reflects unseen requests.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ from predictors.affinity import affinity
 from predictors.path_mlp import PathNet
 from predictors.popularity import popularity
 
-_JUDGED_OF = 8  # one in this many training requests fits the trust
+_JUDGED_OF = 8  # one training request in eight fits the trust
 _FIRST_TRUST = {"path": 0.6, "log memory": 0.3, "log own": 0.1}
 _STEEP = 4.0  # factor of the fitted trust, for larger steps
 
@@ -54,8 +54,8 @@ class Options:
         paths: maximum stored paths of training tokens, evenly spaced.
         recent: maximum stored paths of served tokens; 0 disables this learning.
         haste: learning rate of `offset`; 0 keeps the fitted trust.
-        ahead: whether to use the router's scores on earlier hidden states, a required column then.
-        states: whether to use hidden states, a required column then.
+        ahead: whether to use the router's scores on earlier hidden states (needs the column `ahead`).
+        states: whether to use hidden states (needs the column `hidden`).
         stride: distance of the networks on hidden states, in layers.
     """
 
@@ -129,7 +129,7 @@ class Predictor(moetool.learning.predictor.Predictor):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of parameters, buffers, and the index over all paths that it may store."""
+        """Return the bytes of parameters, buffers, and the index over all storable paths."""
         rows = int(self.num_paths) + self.options.recent
         return super().num_bytes + 4 * self.num_layers * (self.num_experts + 1) * rows
 

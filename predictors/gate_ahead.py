@@ -2,10 +2,10 @@
 
 A block changes the residual stream little, so a later gate already reads most of its input.
 
-Source: Eliseev and Mazur, 2023 (Mixtral-Offloading), as FineMoE §§ 2.3 and 6.3 describe it: speculation by the next
-layer's gate, with accuracy falling with distance. Deviations:
+Source: Eliseev and Mazur, 2023 (Mixtral-Offloading). FineMoE §§ 6.1 and 6.6 describe its speculative prediction, whose
+accuracy falls with distance. Deviations:
 
-- Any of the next layers, not only the next one: distances 1 to 8, limited by the trace or the server.
+- It predicts any of the next 8 layers, as far as the trace or the server has their scores.
 - The hidden states are those at this layer's router, after this layer's own norm, as available in a trace and a server.
 
 Nothing is counted or learned: its weights are empty.
@@ -39,7 +39,11 @@ class Predictor(moetool.learning.predictor.Predictor):
         """Nothing to count."""
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
-        """Raises: MismatchError: the gates are not known this far ahead."""
+        """Return the recorded scores.
+
+        Raises:
+            MismatchError: the gates are not known this far ahead.
+        """
         assert tokens.ahead_TPAE is not None
         last = tokens.num_layers - 1
         distance = layer - last

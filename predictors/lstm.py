@@ -1,10 +1,10 @@
-"""LSTM: reads the embeddings of a request's iterations, and predicts the experts of all layers together.
+"""LSTM: reads the embeddings of a request's iterations and predicts the experts of all layers together.
 
-Source: SiDA (Du et al., 2024), as DuoServe-MoE § 2 describes it: "an LSTM to directly predict the activated experts of
-all layers at a time". Readings and deviations:
+Source: SiDA (Du et al., 2024), as DuoServe-MoE § 2.1 describes it: "an LSTM to directly predict the activated experts
+of all layers at a time". Readings and deviations:
 
-- Its input is the trace's mean output of the embedding layer over a request's tokens of each forward. For a new token
-  this is its own embedding. A prompt is one step (or one per chunk), and all its tokens get the same scores.
+- The input is the mean output of the embedding layer over a request's tokens in each forward. For a new token this is
+  its own embedding. A prompt is one step (or one per chunk), and all its tokens get the same scores.
 - No other input of the current forward is used, so all layers are predicted at the forward's first event.
 - No attention over the steps and no distillation, which DuoServe-MoE does not describe. The loss is the binary
   cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over iterations, layers and experts; the target of a prompt is

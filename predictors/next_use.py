@@ -1,10 +1,10 @@
 """NextUse: stored routes of many tokens, searched for those most similar to the running one.
 
-It is a prior memory for the policy `foresight`, which keeps these tokens (`moetool.learning.token_memory`) in addition
-to served ones. By itself it predicts the coming layers of a token by the shares of each expert among the stored tokens
+The policy `foresight` uses it as prior memory and keeps these tokens (`moetool.learning.token_memory`) in addition to
+served ones. Used alone, it predicts the coming layers of a token by the shares of each expert among the stored tokens
 with the most experts in common.
 
-Source: moetool. Counted, not fitted. Of a larger trace, evenly spaced whole requests are kept.
+Source: moetool. Counted, not fitted. From a trace with more tokens, evenly spaced whole requests are kept.
 """
 
 import math
@@ -90,7 +90,7 @@ class Predictor(moetool.learning.predictor.Predictor):
 
     @property
     def _kept(self) -> int:
-        """Tokens; the rows after them are -1."""
+        """Return the number of stored tokens; the rows after them are -1."""
         return int((self.path_FLK[:, 0, 0] >= 0).sum())
 
     def routes(self) -> tuple[np.ndarray, np.ndarray]:

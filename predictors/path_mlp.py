@@ -3,8 +3,8 @@
     z_l      = fade * z_{l-1} + sum over the experts i of layer l of (now[l, i] + root(weight_i) by_weight[l, i])
     logit_m  = relu(z_l + before + phase_l) out_m + bias_m                     for any layer m after l
 
-so that one pass predicts every layer after every layer. A training token is used after each of its layers, and a decode
-step adds K rows per layer. Units that fade fast hold the last choices; slow ones hold the whole path.
+One pass therefore predicts every later layer after every layer. A training token is used after each of its layers, and
+a decode step adds K rows per layer. Units that fade fast hold the last choices; slow ones hold the whole path.
 
 Source: moetool. `before` holds the experts of the request's previous token, known only in `fused`, else zero.
 """
@@ -87,9 +87,9 @@ class PathNet(nn.Module):
         )
 
     def loss(self, experts_TLK: Tensor, weights_TLK: Tensor, before_TLE: Tensor | None, forget: float) -> Tensor:
-        """Return the mean binary cross-entropy over tokens, layers and experts at some distances, the first twice.
+        """Return the mean binary cross-entropy over tokens, layers, experts and distances; distance 1 counts twice.
 
-        Training drops the share `forget` of experts and some of `before`, and draws three distances.
+        Training drops the share `forget` of experts and some of `before`, and uses distance 1 and two random ones.
         """
         num_layers = len(self.bias_LE)
         x_TLF = self.marks(experts_TLK, weights_TLK)
@@ -135,6 +135,6 @@ class Predictor(moetool.learning.predictor.Predictor):
         return last_TH @ self.net.out_LHE[layer] + self.net.bias_LE[layer]
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Return the loss over all layers of the tokens, ignoring drawn layers."""
+        """Return the loss over all layers of the tokens; `layer_N` is ignored."""
         assert tokens.weights_TPK is not None
         return self.net.loss(tokens.experts_TPK, tokens.weights_TPK, None, self.options.forget)

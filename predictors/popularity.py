@@ -1,4 +1,4 @@
-"""Popularity: the experts that a layer chose most often, for any token.
+"""Popularity: the most often chosen experts of a layer, for any token.
 
 Source: DuoServe-MoE § 4.1, Eq. 2.
 """

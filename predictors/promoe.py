@@ -1,11 +1,11 @@
 """ProMoE: a small perceptron per layer that predicts later layers' experts from its hidden states.
 
-Source: ProMoE (Song et al., 2024), as FineMoE §§ 1 and 6.1 describe it: stride-based speculative prefetching by
-predictors that are trained for each model. Readings and deviations:
+Source: ProMoE (Song et al., 2024), as FineMoE § 6.1 describes it: stride-based speculative prefetching by predictors
+that are trained for each model. Readings and deviations:
 
-- FineMoE describes trained predictors, a stride and hidden states, but no widths, loss or training. Here one hidden
-  layer reads a router's hidden states and has an output for each of the next `stride` layers, so one small network per
-  layer serves every distance up to the stride.
+- FineMoE describes trained predictors and a stride, but no inputs, widths, loss or training. Here a network with one
+  hidden layer reads a router's hidden states and has an output for each of the next `stride` layers. One small network
+  per layer thus serves every distance up to the stride.
 - Inputs are standardized by the mean and deviation of the training tokens.
 - The loss is the binary cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over layers, distances and experts.
 """

@@ -4,7 +4,7 @@ Source: SMoE (Zhu et al., "Enabling MoE on the Edge via Importance-Driven Expert
 from cached experts pass the next layer's attention and gate. `moetool capture --keep resident` runs that forward in
 addition to the model's own; `moetool.runtime.resident_gates` defines its resident experts and deviations. This
 predictor returns the recorded scores, for the next layer only, as in the paper. A server does not run this predictor,
-since a second forward would cost the time that it hides. On traces, `moetool evaluate` measures only the lookup; the
+since a second forward would cost the time that it hides. `moetool evaluate` measures only the lookup in the trace; the
 forward itself takes about as long as the layer. Nothing is counted or learned: its weights are empty.
 """
 

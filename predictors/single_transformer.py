@@ -1,4 +1,4 @@
-"""Single transformer: one layer predicts the experts of all layers from a prompt's tokens, before it runs.
+"""Single transformer: one transformer layer that predicts a prompt's experts in all layers, before it runs.
 
 Source: DIRECTOR § III, Finding 3 and Table I, the baseline of its cascade: "a single-layer Transformer", which § V-A
 says "maps token embeddings to top-k expert choices". Widths, training and targets are not described. Readings and

@@ -1,1 +1,1 @@
-"""Cache policies, one per file and named like it; `_*.py` hold their contract and residency."""
+"""Cache policies, one per file with the policy's name; `_*.py` hold their contract and residency."""

@@ -1,4 +1,4 @@
-"""Changes of a pool's cache policy between forwards: the same in `serve` and in the replay of its gate log."""
+"""Changes of a pool's cache policy between forwards, for `serve` and for the replay of its gate log."""
 
 import logging
 from collections import defaultdict
@@ -22,7 +22,7 @@ class PolicyChoice:
     """A cache policy with its default options, and the form of its pool.
 
     Attributes:
-        policy: its name.
+        policy: name of the policy.
         pool: `one` for all layers, `layer` or `mixed` (`moetool.caching._layer_slots.POOL_FORMS`).
     """
 
@@ -31,25 +31,29 @@ class PolicyChoice:
 
     @property
     def name(self) -> str:
-        """The name that tables show."""
+        """Return the name for tables."""
         return self.policy + {"one": "", "layer": " by layer"}.get(self.pool, f", {self.pool}")
 
     def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:
-        """Slots that each layer is guaranteed. Raises: CapacityError: a layer would get none."""
+        """Return the slots guaranteed to each layer; empty for one pool.
+
+        Raises:
+            CapacityError: a layer would get none.
+        """
         return equal_slots(spec, num_slots, SHARES[self.pool]) if self.pool in SHARES else ()
 
 
 class PolicyChanges:
-    """Puts other policies in charge of a pool and keeps what each has learned.
+    """Switches the policy of a pool and keeps the learned state of each.
 
-    It stands for the first policy where that is saved and restored, whichever is in charge.
+    `state` and `restore` are those of the first policy, whichever is active.
 
     Args:
-        first: the policy that is in charge.
-        options: of the first; others have their defaults.
+        first: the active policy.
+        options: options of the first policy; others have their defaults.
 
     Attributes:
-        current: the policy in charge now.
+        current: the active policy.
     """
 
     def __init__(self, residency: Residency, first: PolicyChoice, options: Mapping[str, Any]) -> None:
@@ -60,36 +64,40 @@ class PolicyChanges:
         self._states: dict[str, dict[str, np.ndarray]] = {}
 
     def change(self, choice: PolicyChoice) -> None:
-        """Put a policy in charge, between two forwards. Raises: CapacityError: it needs more slots."""
+        """Switch to a policy, between two forwards.
+
+        Raises:
+            CapacityError: the policy needs more slots.
+        """
         made, layer_slots = self._build(choice)
         learned = self._now()
         self._residency.change(made, layer_slots)
         self._states[self.current.policy] = learned
-        self._states.pop(choice.policy, None)  # from here on the policy itself holds it
+        self._states.pop(choice.policy, None)  # the policy itself now holds it
         self.current = choice
 
     def options_of(self, policy: str) -> Mapping[str, Any]:
-        """Options with which a policy is built, by name."""
+        """Return the options that a policy is built with."""
         return self._options if policy == self._first else {}
 
     def learned(self, policy: str) -> dict[str, np.ndarray]:
-        """State of a policy when it was last in charge; empty where it never was, or is now."""
+        """Return the state of a policy when it was last active; empty if it never was or is now."""
         return self._states.get(policy, {})
 
     def state(self) -> dict[str, np.ndarray]:
-        """As `Policy.state`, of the first."""
+        """Return the first policy's state."""
         return self._now() if self.current.policy == self._first else self._states[self._first]
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """As `Policy.restore`, before any change."""
+        """Restore the first policy's state; only before any change."""
         self._residency.policy.restore(state)
 
     def states(self) -> dict[str, dict[str, np.ndarray]]:
-        """State of every policy that has been in charge, by name."""
+        """Return the state of every policy that has been active, by name."""
         return {**self._states, self.current.policy: self._now()}
 
     def restore_states(self, states: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Give each policy its state of `states`, before any change; one that does not fit begins without."""
+        """Restore the state of each policy; only before any change. A policy drops a state that does not fit it."""
         num_slots = self._residency.policy.num_slots
         for name, state in states.items():
             if not state:
@@ -105,7 +113,7 @@ class PolicyChanges:
                 self._states[name] = {array_name: array.copy() for array_name, array in state.items()}
 
     def _now(self) -> dict[str, np.ndarray]:
-        """State of the policy in charge, which keeps learning."""
+        """Return a copy of the active policy's state, which keeps changing."""
         return {name: array.copy() for name, array in self._residency.policy.state().items()}
 
     def _build(self, choice: PolicyChoice) -> tuple[Policy, tuple[int, ...]]:
@@ -117,10 +125,10 @@ class PolicyChanges:
 
 
 class LearnedByAll:
-    """States of all policies that may take over a pool, as one.
+    """States of all policies that may become active, as one.
 
     Args:
-        known: names of policies; the state of any other is passed over.
+        known: names of policies; states of others are ignored.
     """
 
     def __init__(self, changes: PolicyChanges, known: Collection[str]) -> None:
@@ -128,7 +136,7 @@ class LearnedByAll:
         self._changes, self._known = changes, frozenset(known)
 
     def state(self) -> dict[str, np.ndarray]:
-        """As `Policy.state`; names of arrays begin with the policy's and a slash."""
+        """Return the states; each array's name begins with its policy's name and a slash."""
         return {
             f"{policy}/{name}": array
             for policy, state in self._changes.states().items()
@@ -137,7 +145,7 @@ class LearnedByAll:
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """As `Policy.restore`."""
+        """Restore the states."""
         states: defaultdict[str, dict[str, np.ndarray]] = defaultdict(dict)
         for name, array in state.items():
             policy, _, array_name = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""A digest of the decisions of a run, to compare `replay` with `serve`."""
+"""Digest of a run's cache decisions, to compare `replay` with `serve`."""
 
 import hashlib
 import struct
@@ -7,7 +7,7 @@ from moetool.caching._residency import Step
 
 
 class DecisionDigest:
-    """A short digest of a run's decisions; give it to `Residency` as its sink."""
+    """Digest of a run's decisions, used as the sink of a `Residency`."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -16,5 +16,5 @@ class DecisionDigest:
         self._hash.update(struct.pack("<6q", forward, layer, *step))
 
     def hexdigest(self) -> str:
-        """16 hexadecimal digits over every step so far, with its forward and layer."""
+        """Return 16 hexadecimal digits over all steps so far, with their forwards and layers."""
         return self._hash.hexdigest()

@@ -1,8 +1,7 @@
-"""Devices of one machine that share a model: experts are dealt out in turn, and each device has its own pool and
-policy.
+"""Several devices of one machine that share a model, each with its own pool and policy.
 
-The expert with key k is device k mod n's for good: consecutive experts of a layer lie on different devices, so that an
-event's work is spread. One device is `moetool.caching._residency.Residency` and nothing more.
+The expert with key k always belongs to device k mod n. Consecutive experts of a layer are on different devices, which
+spreads the work of an event. A single device uses `moetool.caching._residency.Residency` directly.
 """
 
 from collections import deque
@@ -22,22 +21,25 @@ Sink = Callable[[int, int, Step], None]
 
 
 class Fleet:
-    """The residencies of several devices behind the face of one.
+    """The residencies of several devices, with the interface of one.
 
-    Slots are numbered through: those of the first device come first (`places`). A program holds every device's own
-    program in its order; between them, all demand loads come first as far as each device can start them, and then the
-    devices compute in turn, so that none waits with its loads for what another computes.
+    Slots are numbered across devices, those of the first device first. A program merges the devices' programs and keeps
+    the order of each. On-demand loads that a device can start at once come first. Then the devices compute in turn, so
+    that no device's loads wait for another's compute.
 
     Source: FineMoE (Yu et al., EuroSys 2026), section 5: experts are assigned to the GPUs round robin, and each GPU
-        loads and offloads its own. Readings and deviations:
-        - The print says what goes round and not in which order: here by key, so through the layers without a break.
-        - Every device has a policy with a pool of its own and hears of the whole route. One that weighs the misses of
-          a coming layer together (hybrimoe) counts those of other devices among them, and where experts are computed
-          on the host each device reckons with a host of its own.
+    loads and offloads its own. Readings and deviations:
+        - The paper does not say in which order experts are assigned. Here it is the order of keys, across layers.
+        - Every device has its own policy and pool, and its policy sees the whole route. A policy that weighs the misses
+          of a coming layer together (hybrimoe) therefore counts those of other devices. Where the host computes
+          experts, each device's policy assumes a host of its own.
 
     Args:
-        residencies: of device 0, 1, ..., each with its share; none has a sink.
+        residencies: residency of each device, with its share and without a sink.
         sink: as for `Residency`.
+
+    Attributes:
+        places: number of slots on all devices; all slot numbers are below this.
     """
 
     def __init__(self, residencies: Sequence[Residency], sink: Sink | None = None) -> None:
@@ -50,58 +52,58 @@ class Fleet:
 
     @property
     def policy(self) -> Policy:
-        """The first device's; the others are of the same kind and options."""
+        """Return the first device's policy; the others have the same class and options."""
         return self.residencies[0].policy
 
     @property
     def num_slots(self) -> int:
-        """Slots of all devices."""
+        """Return the number of slots on all devices."""
         return sum(residency.num_slots for residency in self.residencies)
 
     @property
     def slot_of(self) -> dict[int, int]:
-        """Slot of each resident expert."""
+        """Return the slot of each resident expert."""
         parts = zip(self._starts, self.residencies, strict=True)
         return {key: start + slot for start, residency in parts for key, slot in residency.slot_of.items()}
 
     @property
     def prefill(self) -> Counts:
-        """Counts of all devices in forwards with prompt tokens."""
+        """Return the counts of all devices in forwards with prompt tokens."""
         return sum((residency.prefill for residency in self.residencies), Counts())
 
     @property
     def decode(self) -> Counts:
-        """Counts of all devices in forwards without prompt tokens."""
+        """Return the counts of all devices in forwards without prompt tokens."""
         return sum((residency.decode for residency in self.residencies), Counts())
 
     @property
     def counts(self) -> Counts:
-        """Prefill and decode together."""
+        """Return the counts of prefill and decode together."""
         return self.prefill + self.decode
 
     def begin_forward(self, info: ForwardInfo) -> list[Step]:
-        """As `Residency.begin_forward`; the devices' prefetches in turn."""
+        """Announce a forward; return the devices' prefetches in turn (`Residency.begin_forward`)."""
         return self._emit(info.forward_id, -1, [residency.begin_forward(info) for residency in self.residencies])
 
     def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
-        """As `Residency.route`: the first device's policy, by what is resident on any."""
+        """Return the route of the first device's policy, by the residents of all devices (`Residency.route`)."""
         if self.policy.lossless:
             return None
         count = len(self.residencies)
         return self.policy.route(event, lambda key: key in self.residencies[key % count].slot_of)
 
     def event(self, event: GateEvent, look: None = None) -> list[Step]:
-        """As `Residency.event`; nothing looks at several devices' residents."""
+        """Return the program of an event (`Residency.event`). `look` is not supported on several devices."""
         programs = [residency.event(event) for residency in self.residencies]
         return self._emit(event.forward.forward_id, event.layer, programs)
 
     def end_forward(self, info: ForwardInfo) -> None:
-        """The forward is complete."""
+        """Note the end of a forward."""
         for residency in self.residencies:
             residency.end_forward(info)
 
     def end_request(self, request: int) -> None:
-        """A request is over."""
+        """Note the end of a request."""
         for residency in self.residencies:
             residency.end_request(request)
 
@@ -120,14 +122,14 @@ Pool = Residency | Fleet
 
 
 class Learners:
-    """Learned state of several devices' policies, one name per array, as `Policy.state`."""
+    """Learned states of several devices' policies, as one."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self._policies = list(policies)
         self.spec: ModelSpec = policies[0].spec
 
     def state(self) -> dict[str, np.ndarray]:
-        """As `Policy.state`; names begin with the device's."""
+        """Return the states; each array's name begins with its device."""
         return {
             f"device{device}.{name}": array
             for device, policy in enumerate(self._policies)
@@ -135,21 +137,25 @@ class Learners:
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """As `Policy.restore`. Raises: ValueError where it is of another number of devices."""
+        """Restore the states.
+
+        Raises:
+            ValueError: the state is of another number of devices.
+        """
         parts: list[dict[str, np.ndarray]] = [{} for _ in self._policies]
         for name, array in state.items():
             device, dot, rest = name.removeprefix("device").partition(".")
             if not dot or not device.isdigit() or int(device) >= len(parts):
-                raise ValueError(f"{name} is of no device among {len(parts)}")
+                raise ValueError(f"{name} belongs to none of {len(parts)} devices")
             parts[int(device)][rest] = array
         if not all(parts):
-            raise ValueError(f"it holds nothing of device {parts.index({})} of {len(parts)}")
+            raise ValueError(f"the state lacks device {parts.index({})} of {len(parts)}")
         for policy, part in zip(self._policies, parts, strict=True):
             policy.restore(part)
 
 
 def own_part(spec: ModelSpec, device: int, devices: int) -> ModelSpec:
-    """The spec with only the experts of each layer that are one device's: for sizes, never for keys."""
+    """Return the spec with only one device's experts in each layer: for sizes, never for keys."""
     own_L = [
         sum(spec.expert_key(layer, expert) % devices == device for expert in range(num))
         for layer, num in enumerate(spec.num_experts_L)
@@ -159,10 +165,10 @@ def own_part(spec: ModelSpec, device: int, devices: int) -> ModelSpec:
 
 
 def split_slots(spec: ModelSpec, num_slots: int, devices: int) -> list[int]:
-    """So many slots as evenly as can be, with none more on a device than it has experts.
+    """Split slots as evenly as possible, at most as many on a device as it has experts.
 
     Raises:
-        CapacityError: a device's part is below the smallest legal pool.
+        CapacityError: a device's share is below the smallest legal pool.
     """
     left = [own_part(spec, device, devices).total_experts for device in range(devices)]
     shares = [0] * devices
@@ -174,23 +180,27 @@ def split_slots(spec: ModelSpec, num_slots: int, devices: int) -> list[int]:
 
 
 def split_bytes(spec: ModelSpec, budget_bytes: int, devices: int) -> list[int]:
-    """Slots of the largest expert in each device's equal share of a budget. Raises: CapacityError."""
+    """Return how many of the largest expert fit into each device's equal share of a budget.
+
+    Raises:
+        CapacityError: a device's share is below the smallest legal pool.
+    """
     most = budget_bytes // devices // spec.slot_bytes
     return _legal([min(most, own_part(spec, d, devices).total_experts) for d in range(devices)], spec)
 
 
 def without_pinned(shares: Sequence[int], pinned: Collection[int]) -> list[int]:
-    """Slots of each device that pinned experts leave to its policy.
+    """Return the slots of each device that pinned experts leave to its policy.
 
     Raises:
-        CapacityError: a device is left with less than the smallest legal pool.
+        CapacityError: fewer are left than the smallest legal pool.
     """
     left = [fit - sum(key % len(shares) == device for key in pinned) for device, fit in enumerate(shares)]
     for fit, rest in zip(shares, left, strict=True):
         if rest < MIN_SLOTS:
             raise CapacityError(
-                f"{fit - rest} pinned experts leave {rest} of {fit} slots, and {MIN_SLOTS} have to be left; plan again "
-                f"with fewer, or give more memory"
+                f"{fit - rest} pinned experts leave {rest} of {fit} slots, expected at least {MIN_SLOTS}; plan again "
+                f"with fewer pinned experts, or give more memory"
             )
     return left
 
@@ -204,9 +214,9 @@ def build_policies(
     predictor: Any = None,
     future: Sequence[Sequence[int]] | None = None,
 ) -> list[Policy]:
-    """A policy for each device with its share of the slots; arguments and errors otherwise as for `build_policy`.
+    """Build a policy for each device, with its share of the slots; otherwise as `build_policy`.
 
-    They ask one predictor, which hears of each event once.
+    The policies share one predictor, which observes each event once.
     """
     if len(shares) == 1:
         return [build_policy(name, spec, options, shares[0], predictor=predictor, future=future)]
@@ -226,16 +236,17 @@ def open_pool(
     limits: PrefetchLimits | None = None,
     layer_slots: Sequence[int] = (),
 ) -> Pool:
-    """The pool that these policies decide about, one for each device.
+    """Open the pool of these policies, one per device.
 
     Args:
-        capacity_bytes: of each device's pool in bytes.
-        pinned: keys, each for its own device.
-        limits: of prefetching, for all devices together: the bytes of a forward are shared out evenly, and recall is
-            each device's own.
+        capacity_bytes: capacity of each device's pool, for pools in bytes.
+        pinned: keys of pinned experts, of any device.
+        limits: limits of prefetching. Devices share the bytes of a forward evenly; recall is measured per device.
         layer_slots: as for `Residency`.
 
-    Raises: as for `Residency`; UsageError: several devices share the model and each layer has its own slots.
+    Raises:
+        CapacityError: as `Residency`.
+        UsageError: several devices share the model, and each layer has its own slots.
     """
     count = len(policies)
     if layer_slots and count > 1:
@@ -269,7 +280,7 @@ def _legal(shares: list[int], spec: ModelSpec) -> list[int]:
 
 
 def _in_turn(programs: Sequence[Sequence[Step]]) -> list[Step]:
-    """One program of several that touch nothing in common, each in its own order."""
+    """Merge independent programs into one, which keeps the order of each."""
     steps = [step for program in programs for step in program if step.kind is StepKind.HOST]
     queues = [deque(step for step in program if step.kind is not StepKind.HOST) for program in programs]
     for queue in queues:

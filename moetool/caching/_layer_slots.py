@@ -1,4 +1,4 @@
-"""Slots guaranteed to each layer: equal, half of that, or by the hits they gain."""
+"""Slots guaranteed to each layer: equal shares of the pool or of half of it, or shares by gained hits."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,22 +8,22 @@ from moetool.errors import CapacityError, unknown_name
 from moetool.types import ModelSpec
 
 SHARES = {"layer": 1.0, "mixed": 0.5}
-"""Forms of a pool in which each layer has its own slots, and the share of the slots that is guaranteed."""
+"""Forms of a pool with slots per layer, and the guaranteed share of the slots."""
 POOL_FORMS = {"one": "one pool", "layer": "equal slots per layer", "mixed": "half of the slots per layer"}
-"""Every form of a pool that serves, as options name it, in words for tables."""
+"""Forms of a pool by option value, and their names for tables."""
 
 
 def require_pool_form(name: str, form: str, known: Collection[str] = tuple(POOL_FORMS)) -> None:
-    """Raises: UsageError where the option of this name has an unknown form of a pool."""
+    """Raise UsageError if an option's form of a pool is unknown."""
     if form not in known:
         raise unknown_name(name, form, known)
 
 
 def equal_slots(spec: ModelSpec, num_slots: int, share: float = 1.0) -> tuple[int, ...]:
-    """The same number of slots for each layer, give or take one, and none more than it has experts.
+    """Return equal slots for each layer, up to one more or less, and at most its experts.
 
     Args:
-        share: of the slots that is guaranteed; the others go to whichever layer asks first.
+        share: guaranteed share of the slots; any layer may use the others.
 
     Raises:
         CapacityError: a layer would get none.
@@ -32,19 +32,19 @@ def equal_slots(spec: ModelSpec, num_slots: int, share: float = 1.0) -> tuple[in
 
 
 def by_value(spec: ModelSpec, num_slots: int, gain_LE: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Slots where they bring the most, one for each layer first.
+    """Return one slot for each layer, and the others where they gain most.
 
     Args:
-        gain_LE: value of the first, second, ... slot of each layer. Where a later slot of a layer is worth more
-            than an earlier one, both count by their mean.
+        gain_LE: gain of the first, second, ... slot of each layer. If a later slot of a layer gains more than an
+            earlier one, both count by their mean.
 
     Raises:
         CapacityError: a layer would get none.
     """
     if num_slots < spec.num_layers:
         raise CapacityError(
-            f"{num_slots} expert slots are too few for the {spec.num_layers} layers of {spec.name}, each with its own; "
-            f"use one pool for all layers, or give at least {spec.num_layers * spec.slot_bytes:,} bytes"
+            f"{num_slots} expert slots are too few for {spec.num_layers} layers of {spec.name} with slots of their "
+            f"own; use one pool for all layers, or give at least {spec.num_layers * spec.slot_bytes:,} bytes"
         )
     slots_L = np.ones(spec.num_layers, int)
     offers = sorted(
@@ -59,7 +59,11 @@ def by_value(spec: ModelSpec, num_slots: int, gain_LE: Sequence[np.ndarray]) -> 
 
 
 def scaled_down(spec: ModelSpec, layer_slots: Sequence[int], num_slots: int) -> tuple[int, ...]:
-    """The same proportions in a smaller pool; unchanged where it holds them. Raises: CapacityError as `by_value`."""
+    """Return slots in the same proportions for a smaller pool; unchanged if they fit.
+
+    Raises:
+        CapacityError: as `by_value`.
+    """
     if sum(layer_slots) <= num_slots:
         return tuple(layer_slots)
     return by_value(
@@ -70,7 +74,7 @@ def scaled_down(spec: ModelSpec, layer_slots: Sequence[int], num_slots: int) -> 
 
 
 def _falling(gains_E: np.ndarray) -> list[float]:
-    """The nearest numbers that never rise (by pooling adjacent violators)."""
+    """Return the nearest non-increasing numbers, by pooling adjacent violators."""
     blocks: list[tuple[float, int]] = []  # sum and length
     for gain in gains_E.tolist():
         total, length = gain, 1

@@ -1,4 +1,4 @@
-"""LFU for policies that prefetch several layers ahead: what was prefetched for a later layer stays."""
+"""LFU for policies that prefetch several layers ahead: experts prefetched for later layers are evicted last."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class AheadOptions(lfu.Options):
-    """LFU counts and eviction by prefetches.
+    """Options of LFU, and of eviction by prefetches.
 
     Attributes:
-        spare: let no prefetch evict an expert that was used more often than the one it brings. Ours: the published
-            systems prefetch all the same.
+        spare: whether a prefetch may evict only experts used at most as often as its own. The published systems have
+            no such rule.
     """
 
     spare: bool = False
@@ -57,6 +57,6 @@ class LfuAhead(lfu.Policy):
         coldest = super().evict(kept)
         uses, time = self._uses.get(coldest, (0, 0))
         if self.options.spare and uses > self._uses.get(key, (0, 0))[0]:
-            heappush(self._heap, (uses, time, coldest))  # it stays
+            heappush(self._heap, (uses, time, coldest))  # not evicted
             return None
         return coldest

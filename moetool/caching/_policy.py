@@ -173,15 +173,15 @@ class Policy:
         """Note that a request has finished or was cancelled."""
 
     def expected_use(self) -> Mapping[int, float]:
-        """Past use of experts by key, as far as the policy keeps it; relative numbers."""
+        """Return the past use of experts by key, in relative numbers; empty if the policy keeps none."""
         return {}
 
     def state(self) -> dict[str, np.ndarray]:
-        """Learned state for `restore`, without the residents."""
+        """Return the learned state for `restore`, without the residents."""
         return {}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Begin with what an earlier run of the same model and policy learned; only called before the first forward.
+        """Restore the learned state of an earlier run of the same model and policy; only before the first forward.
 
         Raises:
             ValueError: the arrays are not those of `state`.
@@ -189,7 +189,7 @@ class Policy:
 
 
 class SharedPredictor:
-    """Lets several runs that are driven side by side ask one predictor: each question is computed once."""
+    """Shares one predictor among concurrent runs: each prediction is computed once."""
 
     is_shared = True
 
@@ -197,7 +197,7 @@ class SharedPredictor:
         self.spec: ModelSpec = predictor.spec
         self.needs: frozenset[str] = predictor.needs
         self.lookahead: int = predictor.lookahead
-        self.maps: Any = getattr(predictor, "maps", None)  # of a predictor that searches expert maps
+        self.maps: Any = getattr(predictor, "maps", None)  # only for predictors that search expert maps
         self._predictor = predictor
         self.routes = getattr(predictor, "routes", None)
         self._observed: GateEvent | None = None
@@ -216,7 +216,7 @@ class SharedPredictor:
 
 
 def slots_within(spec: ModelSpec, budget_bytes: int) -> int:
-    """Expert slots that a budget holds, at most the model's number of experts.
+    """Return how many expert slots a budget holds, at most the model's number of experts.
 
     Raises:
         CapacityError: not even the smallest legal pool fits.
@@ -231,20 +231,28 @@ def slots_within(spec: ModelSpec, budget_bytes: int) -> int:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The `Policy` of the plugin `name`. Raises: UsageError for an unknown name."""
+    """Return the `Policy` of a plugin.
+
+    Raises:
+        UsageError: there is no such policy.
+    """
     found: type[Policy] = plugins.load("policy", name).Policy
     return found
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> Any:
-    """The `Options` of the policy `name` with these values. Raises: UsageError for an unknown policy or option."""
+    """Return a policy's `Options` with these values.
+
+    Raises:
+        UsageError: there is no such policy or option, or a value is invalid.
+    """
     return config.parse(plugins.load("policy", name).Options, options, f"policy {name}")
 
 
 def require_slots(
     name: str, spec: ModelSpec, options: Mapping[str, Any], num_slots: int, *, own: ModelSpec | None = None
 ) -> None:
-    """Raises: CapacityError if a policy with these options needs more slots than fit (`own`: as for `build_policy`)."""
+    """Raise CapacityError if a policy with these options needs more slots than fit (`own`: as for `build_policy`)."""
     fewest = policy_class(name).min_slots(spec if own is None else own, parse_options(name, options))
     if num_slots < fewest:
         each = "" if own is None else " on each device"
@@ -264,18 +272,18 @@ def build_policy(
     future: Sequence[Sequence[int]] | None = None,
     own: ModelSpec | None = None,
 ) -> Policy:
-    """Make the policy `name` for a model, the same way for replay, planning and serving.
+    """Build a policy for a model, for replay, planning and serving alike.
 
     Args:
         options: values for the policy's `Options`; the rest keep their defaults.
-        num_slots: how many slots fit; the policy may make use of fewer.
+        num_slots: number of slots that fit; the policy may use fewer.
         predictor: a `moetool.learning.predictor.Predictor` of the same model, for policies that predict.
-        future: the keys of every coming event, where they are known (in a replay).
-        own: value of `Policy.own`, where the policy has one device of several.
+        future: keys of every coming event, known in a replay only.
+        own: value of `Policy.own`, for one device of several.
 
     Raises:
-        UsageError: an unknown policy or option, no predictor where one is needed, a policy that routes where routers
-            have no scores, or one that must know the future when serving.
+        UsageError: the policy or an option is unknown, a required predictor or the required future is missing, or the
+            policy routes and a router has no scores.
         MismatchError: the predictor is of another model.
         CapacityError: the policy needs more slots than fit.
     """
@@ -285,7 +293,7 @@ def build_policy(
     require_slots(name, spec, options, num_slots, own=own)
     if not kind.lossless and not all(spec.has_logits_L):
         raise UsageError(
-            f"policy {name} needs the scores of every router, and of {spec.name} some are not known; choose another"
+            f"policy {name} needs the scores of every router, but {spec.name} has routers without; choose another"
         )
     if predictor is not None:
         spec.require_same(predictor.spec, "the model", "the predictor")

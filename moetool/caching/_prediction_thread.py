@@ -1,4 +1,4 @@
-"""A thread that asks a predictor, in the order of events."""
+"""A thread that runs a predictor, in the order of events."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -9,14 +9,14 @@ from moetool.types import GateEvent
 
 
 class PredictionThread:
-    """Asks a predictor beside the caller's thread, so that first loads of an event need not wait for it.
+    """Runs a predictor on its own thread, so that an event's first loads need not wait for it.
 
-    A predictor that several policies share is asked at once instead: its answers are the same.
+    A predictor that policies share runs on the caller's thread instead, with the same results.
 
     Args:
         predictor: a `moetool.learning.predictor.Predictor`.
 
-    Effects: its thread ends with it.
+    Effects: starts a thread, which ends with this object.
     """
 
     def __init__(self, predictor: Any) -> None:
@@ -25,10 +25,10 @@ class PredictionThread:
         self._pool = None if shared else ThreadPoolExecutor(1, "prediction")
 
     def ask(self, event: GateEvent, layer: int | None) -> "Future[np.ndarray | None]":
-        """Have it observe an event and score the experts of a later layer; None only observes.
+        """Let the predictor observe an event and score the experts of a later layer; None only observes.
 
         Returns:
-            The answer, float32 [T, E], or the error that it raised.
+            The scores, float32 [T, E], or the predictor's error.
         """
         if self._pool is not None:
             return self._pool.submit(self._answer, event, layer)

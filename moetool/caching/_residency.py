@@ -1,4 +1,4 @@
-"""Expert residency: the decisions which expert occupies which slot, shared by `serve` and `replay`.
+"""Expert residency: which expert occupies which slot, decided alike in `serve` and `replay`.
 
 `Residency` turns each gate event into a *program*: an ordered list of steps over slots (compute this expert, load that
 one into the freed slot, prefetch a third). The order is the schedule: an executor that starts loads without waiting,
@@ -66,7 +66,7 @@ class Counts:
         missed: needed and not resident; loaded on demand.
         hosted: needed and not resident; computed on the host.
         prefetch_loads: loads of experts that the current event did not need: prefetches, and the rest of whole layers.
-        wasted: experts among those that were evicted unused.
+        wasted: experts loaded ahead and evicted unused.
     """
 
     kept: int = 0
@@ -78,17 +78,17 @@ class Counts:
 
     @property
     def needed(self) -> int:
-        """Experts that events needed."""
+        """Return the number of experts that events needed."""
         return self.kept + self.prefetched + self.missed + self.hosted
 
     @property
     def loads(self) -> int:
-        """Experts read, on demand or ahead."""
+        """Return the number of loads, on demand or ahead."""
         return self.missed + self.prefetch_loads
 
     @property
     def hit_rate(self) -> float:
-        """Share of needed experts that were resident when the event began (0 for no events)."""
+        """Return the share of needed experts that were resident when their event began (0 for no events)."""
         return (self.kept + self.prefetched) / self.needed if self.needed else 0.0
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -154,7 +154,7 @@ class Residency:
         self._begun = False
         self.prefill = Counts()
         self.decode = Counts()
-        # One arithmetic for both kinds of pool: an expert takes its layer's size, which is 1 where it takes a slot.
+        # Both kinds of pool share this code: an expert takes its layer's size, which is 1 in a pool of slots.
         spec = policy.spec
         self._stride = spec.num_experts
         if layer_slots:
@@ -221,7 +221,7 @@ class Residency:
 
         Args:
             look: completes the event for `Policy.after_first_expert`. It is called with the program up to the first
-                computed expert, whose loads may start meanwhile: they evict nothing that the event needs.
+                computed expert. The loads in it may already start: they evict nothing that the event needs.
 
         Raises:
             ValueError: the policy omitted a miss or evicted an expert that is still needed. This stops a bug of a
@@ -345,13 +345,13 @@ class Residency:
         return len(self._lent)
 
     def lend(self, count: int) -> list[int]:
-        """Lend so many slots from the next forward on, but keep the smallest legal pool.
+        """Lend slots from the next forward on, but keep the smallest legal pool.
 
         Called between two forwards, for one pool in slots without pinned experts. The policy chooses the evicted
-        experts; returned slots are empty. The sink is not called.
+        experts. Slots that are no longer lent come back empty. The sink is not called.
 
         Args:
-            count: lent slots in all.
+            count: number of lent slots in all.
 
         Returns:
             The newly lent slots, whose memory is free.
@@ -414,7 +414,7 @@ class Residency:
             while self._room < size and evicted is not None:
                 if len(kept) >= len(self.slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
-                # In a pool in bytes, an expert evicted for it already makes further evictions worthwhile.
+                # In a pool in bytes, the first eviction for a prefetch justifies further ones.
                 evicted = self.policy.evict_for_prefetch(key, kept) if evicted == -1 else self.policy.evict(kept)
                 if evicted is not None:
                     self._give_up(evicted, kept)

@@ -1,4 +1,4 @@
-"""Belady: evicts what is needed again latest. It knows the future, so it is a bound and cannot serve."""
+"""Belady: evicts the expert whose next use is farthest. It needs the future, so it is a bound for replays only."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,24 +17,23 @@ class Options:
     """Options of Belady.
 
     Attributes:
-        whole_events: give up nothing that the event needs before the event is over, as textbooks and published curves
-            have it; otherwise an expert may go as soon as it is computed, which costs fewer loads.
+        whole_events: keep all experts of an event until its end, as textbooks and published curves do. Otherwise an
+            expert may be evicted as soon as it is computed, which takes fewer loads.
     """
 
     whole_events: bool = False
 
 
 class Policy(policy.Policy):
-    """No policy that loads on demand and admits what it loads makes fewer loads on the same events and slots.
+    """Makes the fewest loads of all policies that load on demand and keep each loaded expert, for given events.
 
-    It serves an event in order (residents, then one miss after the other) and loads the miss that is needed
-    again soonest last, because the last one loaded is the one that has to stay.
+    An event is computed in order: residents, then one miss after another. The miss with the soonest next use comes
+    last, since the last loaded expert must stay.
 
-    Source: Belady 1966, for events that need several experts at once. Two experts that are next needed by the
-    same event are then not alike: the one that is absent there is loaded and may have to stay, so it had better
-    be the one that is needed sooner *after* it. Breaking such ties at random costs loads. Hence the order of
-    preference among uses is by time and, within one event, the reverse of the order of the uses that follow;
-    `foresee` numbers all uses in that order, from the last to the first, and the highest number is evicted.
+    Source: Belady 1966, extended to events that need several experts. Two experts whose next use is the same event are
+    not equal. The one that is absent then is loaded and may have to stay, so it should be the one needed sooner
+    *after* that event; random ties cost loads. Uses are therefore ordered by time and, within an event, in the reverse
+    order of the following uses. `foresee` numbers all uses in this order; the highest number is evicted.
     """
 
     needs_future = True
@@ -44,7 +43,7 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         self._following: list[dict[int, int]] = []  # for each event: key -> number of its next use after it
         self._event = 0
-        self._next: dict[int, int] = {}  # of the residents and the event's misses
+        self._next: dict[int, int] = {}  # number of the next use, for residents and the event's misses
         self._heap: list[tuple[int, int]] = []  # (-number of next use, key), stale entries among them
         self._resident: set[int] = set()
         self._held: list[int] = []  # with `whole_events`: the event's residents, kept out of the heap
@@ -52,7 +51,7 @@ class Policy(policy.Policy):
     def foresee(self, events: Sequence[Sequence[int]]) -> None:
         coming: dict[int, int] = {}
         end = sum(map(len, events))
-        never = count(_NEVER)  # equal in worth, but the order must not depend on the heap
+        never = count(_NEVER)  # distinct, so that the order of equal experts does not depend on the heap
         for keys in reversed(events):
             following = {key: coming[key] if key in coming else next(never) for key in keys}
             self._following.append(following)
@@ -78,7 +77,7 @@ class Policy(policy.Policy):
         self._resident.discard(key)
 
     def evict(self, locked: Collection[int]) -> int:
-        assert not locked  # in order: all that came before is computed when a miss is loaded
+        assert not locked  # in order: earlier experts are computed before a miss is loaded
         while True:
             if not self._heap:
                 self._release()  # the event is larger than the pool

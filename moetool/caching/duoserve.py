@@ -1,4 +1,4 @@
-"""DuoServe: K slots in all; a pipeline of two streams for prompts, learned prefetching for new tokens."""
+"""DuoServe: K slots in all; a two-stream pipeline for prompts, learned prefetching for new tokens."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class Options:
     """Options of DuoServe's cache.
 
     Attributes:
-        slots_per_layer: None for the paper's K slots in all; n for n slots for each MoE layer, n * L in all.
-        lag: events from the gate that starts a prediction to the one at which it is used. 0: the same one. With n the
-            predictor looks n layers farther, and the layers 1 to n are not prefetched.
+        slots_per_layer: slots per MoE layer, L times as many in all (None: the paper's K slots in all).
+        lag: events between the gate that starts a prediction and the event that uses it (0: the same event). The
+            predictor then looks `lag` layers farther, and layers 1 to `lag` are not prefetched.
     """
 
     slots_per_layer: int | None = None
@@ -36,20 +36,20 @@ class Options:
 class Policy(lru.Policy):
     """Prefetches the predictor's top-k experts of the next layer once a layer's first expert is computed.
 
-    A forward with prompt tokens is not predicted: nearly all experts are needed. While one is computed the next
-    is fetched, and the first expert of the next layer is fetched before that layer's router has chosen.
+    A forward with prompt tokens is not predicted, since it needs nearly all experts. Each expert is fetched while the
+    previous one is computed. The next layer's first expert is fetched before that layer's router has chosen.
 
-    Source: DuoServe-MoE, section 5. Where the print leaves room or one batch mixes phases:
-        - The prediction stream is a thread of its own. The event's first expert waits for its answer, and with `lag` a
-          later event's, so that replay decides as serve did. On-demand loads of the event begin before that.
-        - A pool of K slots holds two experts in a prompt only for K = 2; with more slots fetching runs further
-          ahead of computing. The order and number of loads are the same.
-        - The first expert of a layer is expert 0. A short prompt may not need it; then that load is wasted.
+    Source: DuoServe-MoE, section 5. Readings and deviations:
+        - The prediction stream is a separate thread. The event's first expert waits for its answer (with `lag`, a later
+          event's), so that replay decides as serve did. On-demand loads of the event begin earlier.
+        - In a prompt, a pool of K slots holds two experts only for K = 2. With more slots, fetching runs further ahead
+          of computing; the order and number of loads are the same.
+        - The first expert of a layer is expert 0. A short prompt may not need it; that load is then wasted.
         - A forward that mixes prompts and new tokens is treated as a prompt.
-        - With several new tokens in a forward: the union of their top-k, by summed score, as far as slots go.
-        - Table 2's cache holds K experts, so an expert survives from one token to the next only by chance.
-          `slots_per_layer` makes the pool larger. All layers share it: a prediction that turned out wrong goes
-          first, then the least recently used expert.
+        - For several new tokens in a forward, the union of their top-k is prefetched, by summed score, as slots permit.
+        - Table 2's cache holds K experts, so an expert rarely survives from one token to the next. `slots_per_layer`
+          makes the pool larger. All layers share it: wrong predictions are evicted first, then the least recently used
+          expert.
     """
 
     needs_predictor = True
@@ -59,7 +59,7 @@ class Policy(lru.Policy):
         super().__init__(spec, options, num_slots, predictor)
         self._predicted: Sequence[int] = ()  # for the coming event
         self._thread = PredictionThread(predictor)
-        self._answers: deque[Future[np.ndarray | None]] = deque()  # of the forward, oldest first
+        self._answers: deque[Future[np.ndarray | None]] = deque()  # predictions of the forward, oldest first
         self._lag = self.prediction_lag = min(options.lag, predictor.lookahead - 1)
 
     @classmethod
@@ -80,11 +80,11 @@ class Policy(lru.Policy):
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         layer = event.layer + 1 + self._lag
         asked = None if event.forward.prefill or layer >= self.spec.num_layers else layer
-        self._answers.append(self._thread.ask(event, asked))  # of prompts too: some predictors remember them
+        self._answers.append(self._thread.ask(event, asked))  # prompts too: some predictors remember them
         for key in self._predicted:
             if key in self._order:
                 self._order.move_to_end(key, last=False)
-        return super().gate(event, hits, misses)  # brings those that are needed after all to the other end
+        return super().gate(event, hits, misses)  # moves correct predictions back to the recent end
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         layer = event.layer + 1
@@ -105,9 +105,9 @@ class Policy(lru.Policy):
 
 
 def likeliest(scores_TE: np.ndarray, top_k: int) -> list[int]:
-    """The union of the tokens' `top_k` best experts, by score summed over the tokens, highest first.
+    """Return the union of the tokens' `top_k` best experts, by score summed over the tokens, highest first.
 
-    Ties go to the expert with the lower number, so that a replay decides as the server did.
+    Ties go to the lower number, so that a replay decides as the server did.
     """
     top_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, :top_k]
     total_E = scores_TE.sum(axis=0, dtype=np.float64)

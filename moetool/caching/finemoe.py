@@ -1,4 +1,4 @@
-"""FineMoE: prefetches and evicts by the earlier iteration whose gates, or whose words, were most alike."""
+"""FineMoE: prefetches and evicts by the earlier iteration with the most similar gates or embedding."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ from moetool.learning.expert_maps import (
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 COLD_CAPACITY = 1024
-"""Maps of a store that begins empty: the paper evaluates with 1K."""
+"""Capacity of a store that starts empty, in maps: the paper evaluates with 1K."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,13 @@ class Options:
     """Options of FineMoE.
 
     Attributes:
-        distance: d: the layers 1 to d are searched by meaning, layer l > d by the gates of the layers 1 to l-d.
-        capacity: maps that are kept: a number, `2LJ` or `LJlnLJ/2`; None for the given store's, or 1024.
-        lag: events from the gate that starts a search to the one at which its result is used; at most distance - 1,
-            to which it is cut, since later it would be too late.
-        floor: the least probability that the eviction counts with.
-        meaning: search by meaning; without, nothing is prefetched for the layers 1 to d.
-        mass: prefetch as much probability as δ asks for; without, the K likeliest.
-        eviction: `maps`, by 1 / (p * freq); `lfu` or `lru`, to compare.
+        distance: d. Layers 1 to d are searched by embedding, layer l > d by the gates of layers 1 to l-d.
+        capacity: maximum number of maps: a number, `2LJ` or `LJlnLJ/2` (None: the given store's, else 1024).
+        lag: events between the gate that starts a search and the event that uses its result; at most distance - 1.
+        floor: least probability p in the eviction priority.
+        meaning: whether to search by embedding; without it, nothing is prefetched for layers 1 to d.
+        mass: whether to prefetch the probability mass δ; without it, the K likeliest experts.
+        eviction: `maps`, by 1 / (p * freq); or `lfu` or `lru`, for comparison.
     """
 
     distance: int = 3
@@ -59,32 +58,30 @@ class Options:
 
 
 class Policy(policy.Policy):
-    """Searches a store of expert maps, prefetches by the map that it finds, and gives up by 1 / (p * freq).
+    """Searches a store of expert maps, prefetches by the found map, and evicts by 1 / (p * freq).
 
-    Prefetched for a layer are the experts that hold δ = clip(1 - score) of the found map's probability, and at
-    least K, in the order of p / (l - l_now); they are asked for again at each event until their layer comes. Every
-    iteration's own map joins the store when its forward ends, where it replaces what it makes redundant. The store
-    is that of the predictor `expert_map`, if one is given; else it begins empty, and so do prefetches.
+    For each layer it prefetches the fewest experts that hold δ = clip(1 - score) of the found map's probability, at
+    least K, in the order of p / (l - l_now). It asks for them again at each event until their layer comes. At the end
+    of a forward, each iteration's map joins the store, and a full store drops the most redundant map for it. The store
+    is that of the predictor `expert_map`, if given; else it starts empty, and there are no prefetches at first.
 
     Source: FineMoE (Yu et al., EuroSys 2026), section 4. Readings and deviations:
-        - Publishing and subscribing: a thread of its own runs the search that the gate of layer l publishes, and its
-          result is used `lag` events later, so that replay decides as serve did; it is then that much less than
-          `distance` layers ahead. Where it is not there by then, the model's thread waits for it: that is what a search
-          costs. The search by meaning is used at once, on the model's thread: it starts when the embedding has spoken,
-          before anything of the forward has run, and later it would miss the first layer.
-        - "A miss pauses all prefetches": a prefetch is placed only when every miss of the event has its slot.
-        - 1 / (p * freq) is infinite for an expert that was never used or is not in the map: freq + 1, and a floor
-          on p. freq counts events that needed the expert, resident or not. Of equal ones the least recently used
-          goes.
-        - p of layers still to come is that of the latest map found for them; of layers that have passed, that of the
-          iteration that followed the found one in its request, or of the found one where none is known to have.
-        - What was prefetched for a later layer is evicted only when nothing else can be.
-        - A prefetch takes the place of no expert whose p * (freq + 1) is higher than its own (section 5 of moetool's
-          design); the paper has no such rule.
-        - A prompt's map and embedding are the means over its tokens; a part of a long prompt is an iteration.
-        - With several requests in a forward each searches for itself; p is the sum over them.
-        - The round robin over several devices (section 5) is not decided here but in `moetool.caching._devices`: each
-          device has a policy, and so a store of maps, of its own, and all of them hear of the whole route.
+        - The search that the gate of layer l starts runs on a separate thread. Its result is used `lag` events later,
+          so that replay decides as serve did, and is then `distance` - `lag` layers ahead. If the result is not ready,
+          the model's thread waits: this is the cost of a search. The search by embedding runs on the model's thread and
+          is used at once: it starts after the embedding layer, and later it would miss the first layer.
+        - The paper pauses all prefetches at a miss. Here a prefetch gets a slot only after every miss of the event.
+        - 1 / (p * freq) is infinite for an expert that was never used or is not in the map. Here freq + 1 replaces
+          freq, and p has a floor. freq counts the events that needed the expert, resident or not. Among equal
+          priorities, the least recently used expert is evicted.
+        - For coming layers, p is that of the latest map found for them. For passed layers, it is that of the next
+          iteration after the found one, if known, else that of the found one.
+        - Experts prefetched for a later layer are evicted last.
+        - A prefetch never evicts an expert with a higher p * (freq + 1). The paper has no such rule.
+        - A prompt's map and embedding are means over its tokens. A chunk of a long prompt counts as an iteration.
+        - In a forward of several requests, each has its own search; p is the sum over them.
+        - `moetool.caching._devices` distributes experts over several devices (section 5). Each device has its own
+          policy and store, and all of them see the whole route.
     """
 
     needs = frozenset({"experts", "logits", "embeddings"})
@@ -96,15 +93,15 @@ class Policy(policy.Policy):
         self._lag = min(options.lag, options.distance - 1)
         self.store = self._first_store(getattr(predictor, "maps", None))
         self._searcher = ThreadPoolExecutor(1, "finemoe-search")  # its thread ends with the policy
-        self._requests: dict[int, _Request] = {}  # those of the forward
-        self._last: dict[int, int] = {}  # of running requests: the row of the previous iteration
+        self._requests: dict[int, _Request] = {}  # requests of the forward
+        self._last: dict[int, int] = {}  # row of the previous iteration, by running request
         self.chance_LE = np.zeros((layers, experts), np.float32)  # p, over all requests of the forward
         self._wanted: list[list[int]] = [[] for _ in range(layers)]  # experts to prefetch for a layer
-        self._found: deque[tuple[int, int]] = deque()  # searches under way: (event that may use it, target layer)
+        self._found: deque[tuple[int, int]] = deque()  # running searches: (event that uses it, target layer)
         self._ahead: set[int] = set()  # prefetched for later layers of this forward
-        # By key, so that one line of NumPy weighs all residents.
+        # Arrays by key, so that NumPy weighs all residents at once.
         self._uses_X = np.zeros(layers * experts, np.int64)
-        self._used_X = np.zeros(layers * experts, np.int64)  # when last
+        self._used_X = np.zeros(layers * experts, np.int64)  # time of the last use
         self._resident_X = np.zeros(layers * experts, bool)
         self._worth_X = np.zeros(layers * experts)
         self._stale = True
@@ -122,12 +119,14 @@ class Policy(policy.Policy):
             return MapStore(*shape, capacity_of(sizing, *shape), spec.hidden_size, options.distance)
         if given.embedding_CD.shape[1] != spec.hidden_size:
             raise MismatchError(
-                "policy finemoe searches whole gate distributions and embeddings, and this predictor's maps hold the "
-                "chosen experts only; make them with 'moetool plan maps' from a trace with topk,logits,embeddings"
+                "policy finemoe needs maps with whole gate distributions and embeddings, but this predictor's maps "
+                "hold chosen experts only; make them with 'moetool plan maps' from a trace with topk,logits,embeddings"
             )
         capacity = given.capacity if options.capacity is None else capacity_of(options.capacity, *shape)
         if capacity < given.size:
-            raise UsageError(f"policy finemoe: capacity is {capacity}, and the given store has {given.size} maps")
+            raise UsageError(
+                f"policy finemoe: capacity is {capacity}, expected at least the {given.size} maps of the given store"
+            )
         store = given.copy()
         store.capacity, store.distance = capacity, min(options.distance, spec.num_layers)
         return store
@@ -162,7 +161,7 @@ class Policy(policy.Policy):
         chance_TE = distribution(event.scores_TE)
         rows_T = np.asarray(event.forward.request_T)
         for request, running in self._requests.items():
-            if len(self._requests) == len(rows_T):  # a token each
+            if len(self._requests) == len(rows_T):  # one token each
                 chance_E = chance_TE[int(np.argmax(rows_T == request))]
             else:
                 chance_E = chance_TE[rows_T == request].mean(axis=0, dtype=np.float32)
@@ -202,13 +201,13 @@ class Policy(policy.Policy):
         if found is None:
             return None
         if self.options.eviction == "lru":
-            return found  # what is prefetched was always used longer ago
+            return found  # the prefetched expert was always used longer ago
         return None if self._worth_X[found] > self._weigh(np.array([key]))[0] else found
 
     def end_forward(self, info: ForwardInfo) -> None:
         for running in self._requests.values():
             for search in running.pending:
-                search.result()  # the store must not change before
+                search.result()  # the store must not change during a search
         done = {request: running.search for request, running in self._requests.items() if running.search.complete}
         self._requests = {}
         if not done:
@@ -234,7 +233,7 @@ class Policy(policy.Policy):
             raise ValueError(f"arrays of shapes {shapes}")
         for name in ("uses_X", "used_X"):
             if state[name].dtype.kind != "i" or (state[name] < 0).any():
-                raise ValueError(f"{name} has other numbers than whole ones of 0 or more")
+                raise ValueError(f"{name} is not whole numbers of 0 or more")
         self.store = MapStore.of(
             maps_LCE.copy(),
             embedding_CD.copy(),
@@ -246,8 +245,12 @@ class Policy(policy.Policy):
         self._time = int(self._used_X.max(initial=0))
 
     def _use(self, layer: int, targets: range, *, first: int = 0) -> None:
-        """Take over the requests' newest matches: p of the layers from `first` on and up to `layer`, and what to
-        prefetch for the layers `targets`.
+        """Use the requests' newest matches: update p and select the experts to prefetch.
+
+        Args:
+            layer: current layer; up to it, p comes from the match's next iteration.
+            targets: layers to select experts for.
+            first: first layer whose p comes from the match.
         """
         selected: dict[int, set[int]] = {target: set() for target in targets}
         self._stale = True
@@ -257,7 +260,7 @@ class Policy(policy.Policy):
                 continue
             row, score = running.match
             after = int(store.next_C[row])
-            fresh = not running.chance_LE.any()  # no match was in use before
+            fresh = not running.chance_LE.any()  # the first match of the forward
             running.chance_LE[0 if fresh else first :] = store.maps_LCE[0 if fresh else first :, row]
             running.chance_LE[: layer + 1] = store.maps_LCE[: layer + 1, row if after < 0 else after]
             for target in targets:
@@ -272,7 +275,7 @@ class Policy(policy.Policy):
             self._wanted[target] = sorted(experts)
 
     def _ask(self, layer: int) -> list[int]:
-        """Experts to prefetch after the gate of `layer`, by PRI = p / (l - l_now)."""
+        """Return the experts to prefetch after the gate of `layer`, by PRI^prefetch = p / (l - l_now)."""
         last = min(layer + self.options.distance, self.spec.num_layers - 1)
         wanted: list[tuple[float, int]] = []
         for ahead in range(layer + 1, last + 1):
@@ -282,7 +285,7 @@ class Policy(policy.Policy):
         return [key for _, key in sorted(wanted)]
 
     def _weigh(self, index: Any) -> np.ndarray:
-        """Retention value of the experts at `index`: the reciprocal of PRI^evict."""
+        """Return the retention value of the experts at `index`: the reciprocal of PRI^evict."""
         if self.options.eviction == "lru":
             return self._used_X[index].astype(np.float64)
         uses = self._uses_X[index] + 1.0
@@ -292,7 +295,7 @@ class Policy(policy.Policy):
         return worth
 
     def _least(self, kept: Collection[int]) -> int | None:
-        """The resident outside `kept` that is worth least; of several the least recently used one."""
+        """Return the resident outside `kept` with the lowest value; ties go to the least recently used."""
         if self._stale:
             self._worth_X = np.where(self._resident_X, self._weigh(slice(None)), np.inf)
             self._stale = False
@@ -308,17 +311,19 @@ class Policy(policy.Policy):
 
 
 def _search_on(search: MapSearch, chance_E: np.ndarray) -> tuple[int, float] | None:
-    """Take in one more layer, and search."""
+    """Observe one more layer, and search."""
     search.observe(chance_E)
     return search.by_path()
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of the running forward: its search, p as its matches have it, and what was found.
+    """A request of the running forward.
 
     Attributes:
-        match: the newest (row, score) in use.
+        search: its search.
+        chance_LE: p, by its matches.
+        match: row and score of the match in use.
         pending: searches whose results are not yet in use, oldest first.
     """
 

@@ -1,4 +1,4 @@
-"""HybriMoE: prefetches where it shortens a coming layer most, shares misses between host and link, keeps by score."""
+"""HybriMoE: prefetches by simulated gain, splits misses between host and link, and evicts by score."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Options(HostCosts):
     """Options of HybriMoE.
 
     Attributes:
-        distance: how many layers ahead it prefetches.
-        alpha: share of the last event's scores in an expert's running score S; the rest is what it was before.
+        distance: number of layers ahead to prefetch.
+        alpha: weight of the last event's scores in an expert's running score S.
     """
 
     distance: int = 3
@@ -28,34 +28,33 @@ class Options(HostCosts):
         super().__post_init__()
         if self.distance < 1 or not 0 < self.alpha <= 1:
             raise UsageError(
-                f"policy hybrimoe: distance is {self.distance} and alpha {self.alpha}, expected 1 or more and "
-                f"above 0 to 1"
+                f"policy hybrimoe: distance is {self.distance} and alpha {self.alpha}, expected a distance of 1 or "
+                f"more, and an alpha above 0 and at most 1"
             )
 
 
 class Policy(policy.Policy):
-    """Asks the next layers' routers about this layer's hidden states, and weighs host against link within a layer.
+    """Applies the next layers' routers to this layer's hidden states, and splits misses between host and link.
 
     Source: HybriMoE (Zhong et al., 2025, arXiv 2504.05897) and its public code (github.com/PKU-SEC-Lab/HybriMoE). The
-    lowest "Minus Recent Score" is evicted: S <- alpha TopP(s) + (1 - alpha) S, where TopP keeps the scores s of the P
-    highest experts and is 0 for the others; alpha = 0.5 and P = 2k are those of the code. Experts of the next three
-    layers are prefetched by simulated gain. Readings and deviations:
-        - With several tokens in an event, TopP is averaged over them; the code looks at the first alone.
-        - All layers share the pool unless slots are given out by layer; the code has a cache for each layer.
-        - The experts that the event needs, and those prefetched for layers still to come in this forward, go last.
-        - The code prefetches the next layer's experts of the highest S. Here, as in the paper, the coming layers'
-          routers are asked, and the gain is simulated.
-        - A coming layer needs the union of its tokens' predicted top-k. The gain of prefetching one of its missing
-          experts is what that takes off the layer's longer side, with host and link shared out as in `on_host`; then
-          the next, and so on. Prefetched are those with a gain, the largest first, of several the nearer layer's, the
-          higher score first. Without costs every miss has the same gain.
-        - A prefetch takes the place of no expert whose S is at least as high as the predicted score, from which alpha
-          and TopP take nothing.
-        - Within a layer the host gets the misses that the fewest tokens use, of several those of lower score; the link
-          the others, each to the side that is done with it first. The code's schedule also counts the GPU's computing
-          and may give the host what is resident. Costs are options, or with `live` averages of late; without them the
-          host computes nothing.
-        - Kernels, quantisation and the order of the experts on the GPU are kTransformers' and left out.
+    expert with the lowest "Minus Recent Score" is evicted: S <- alpha TopP(s) + (1 - alpha) S, where TopP keeps the
+    scores s of the P highest experts and is 0 for the others. alpha = 0.5 and P = 2k come from the code. Experts of the
+    next three layers are prefetched by simulated gain. Readings and deviations:
+        - For several tokens in an event, TopP is averaged over them; the code uses the first token only.
+        - All layers share the pool unless layers have their own slots; the code has a cache per layer.
+        - The event's experts, and those prefetched for later layers of this forward, are evicted last.
+        - The code prefetches the next layer's experts with the highest S. Here, as in the paper, the coming layers'
+          routers give scores, and the gain is simulated.
+        - A coming layer needs the union of its tokens' predicted top-k. The gain of prefetching a missing expert is the
+          time that it takes off the layer's longer side, with misses split as in `on_host`; further experts follow in
+          turn. Experts with a gain are prefetched, the largest gain first, then the nearer layer, then the higher
+          score. Without costs every miss has the same gain.
+        - A prefetch never evicts an expert whose S is at least the predicted score, to which alpha and TopP are not
+          applied.
+        - Within a layer, experts with fewer tokens, then lower scores, go to the host first; each expert goes to the
+          side that finishes it first. The code's schedule also counts GPU compute and may move residents to the host.
+          Costs are options, or recent averages with `live`; without them the host computes nothing.
+        - Kernels, quantization and the order of experts on the GPU belong to KTransformers and are left out.
     """
 
     needs = frozenset({"experts", "logits", "ahead"})
@@ -66,12 +65,12 @@ class Policy(policy.Policy):
         self.computes_on_host = options.splits
         self.live_costs = options.splits and options.live
         self._costs: HostCosts = options.at_first()
-        size = spec.num_layers * spec.num_experts  # one place for each key
+        size = spec.num_layers * spec.num_experts  # arrays by key
         self._score_E = np.zeros(size)
         self._resident_E = np.zeros(size, bool)
-        self._shield: set[int] = set()  # what the current event needs
+        self._shield: set[int] = set()  # experts of the current event
         self._ahead: set[int] = set()  # prefetched for later layers of this forward
-        self._wanted: dict[int, float] = {}  # for prefetching, with the predicted score
+        self._wanted: dict[int, float] = {}  # experts to prefetch, with their predicted scores
 
     def begin_forward(self, info: Any) -> Sequence[int]:
         self._ahead.clear()
@@ -135,10 +134,11 @@ class Policy(policy.Policy):
         return None if lowest is None or self._score_E[lowest] >= self._wanted[key] else lowest
 
     def _gains(self, layer: int, scores_TE: np.ndarray) -> list[tuple[float, int, int, int, float]]:
-        """(-gain, layer, place, key, score) of the missing experts that a coming layer seems to need.
+        """Return (-gain, layer, rank, key, score) of the missing experts that a coming layer is predicted to need.
 
-        The gain of one is what it and the next few save together, a load, if the earlier ones are prefetched too: one
-        alone often saves nothing, since the host takes as long as the link. Where nothing is saved, none is named.
+        A single prefetch often saves nothing, since host and link take equally long. The gain of an expert is therefore
+        the saving per load of it and the next ones, given that earlier ones are prefetched. Experts without a gain are
+        left out.
         """
         order_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, : self.spec.top_k_L[layer]]
         base = self.spec.expert_key(layer, 0)
@@ -149,7 +149,7 @@ class Policy(policy.Policy):
         seconds = [self._costs.seconds(int(tokens_E[e])) for e in missing]
         spans = [self._span(seconds[first:]) for first in range(len(missing) + 1)]
         gains = []
-        least = float("inf")  # of those before: a later one is worth nothing without them
+        least = float("inf")  # gain of the earlier ones, without which a later one gains nothing
         for i, e in enumerate(missing):
             least = min(least, max((spans[i] - spans[end]) / (end - i) for end in range(i + 1, len(spans))))
             if least <= 0:
@@ -158,7 +158,7 @@ class Policy(policy.Policy):
         return gains
 
     def _span(self, host_s: list[float]) -> float:
-        """Seconds until both link and host have finished a layer's misses."""
+        """Return the seconds until link and host have finished a layer's misses."""
         if not self.options.splits:
             return float(len(host_s))
         loaded = two_pointers(host_s, self._costs.load_s, finish=True)

@@ -1,4 +1,4 @@
-"""Layer by layer, as DeepSpeed-Inference offloads: a layer is there as a whole or not at all."""
+"""Layerwise: loads whole layers on demand, as DeepSpeed-Inference does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Loading layer by layer has nothing to choose."""
+    """No options."""
 
 
 class Policy(lru.Policy):
-    """Loads all experts of a layer when the layer begins, needed or not; the layer used longest ago goes first.
+    """Loads all experts of a layer when the layer begins, needed or not; evicts the least recently used layer.
 
-    It predicts nothing and computes nothing before the whole layer is there. What the pool holds beyond one layer
-    caches earlier layers. They come round in a ring and the one that goes is the next to be needed, so up to
-    (L-1)*E slots nothing hits.
+    It predicts nothing, and computes only when the whole layer is resident. Slots beyond one layer cache earlier
+    layers. Layers are used in a cycle, and the evicted layer is always the next one needed. With up to (L-1)*E slots
+    the hit rate is therefore 0.
 
-    Source: DeepSpeed-Inference (Aminabadi et al., SC22), as FineMoE describes its baseline: "expert-agnostic
-    layer-wise parameter offloading, which uses pure on-demand loading and does not support prefetching", with an
-    expert cache added. Readings and deviations:
-        - The print doesn't say how that cache evicts. Here: whole layers, least recently used first, expert by
-          expert as slots are needed, never of the current layer.
-        - FineMoE says that it has no misses, because all experts are there when the router has chosen. Here a hit
-          is what was there when the event began; the layer's other experts count as loaded ahead, and as wasted
-          when they go unused.
-        - The layer is loaded when its router has chosen and not when its attention begins: that decides nothing,
-          and an on-demand loader overlaps nothing either way.
+    Source: DeepSpeed-Inference (Aminabadi et al., SC22), as FineMoE § 6.1 describes its baseline: "expert-agnostic
+    layer-wise parameter offloading approach, which uses pure on-demand loading and does not support prefetching", with
+    an expert cache added. Readings and deviations:
+        - The paper does not say how that cache evicts. Here it evicts the least recently used layer, expert by expert
+          as slots are needed, and never the current layer.
+        - FineMoE § 6.2 counts no misses, since all experts are resident after the router has chosen. Here a hit is an
+          expert that was resident when the event began. The layer's other experts count as loaded ahead, and as wasted
+          if unused.
+        - The layer is loaded after its router has chosen, not before its attention. This changes no decision, and an
+          on-demand loader overlaps nothing either way.
     """
 
     @classmethod
@@ -47,5 +47,5 @@ class Policy(lru.Policy):
 
 
 def layer_keys(spec: ModelSpec, layer: int) -> list[int]:
-    """The keys of all experts of a layer."""
+    """Return the keys of all experts of a layer."""
     return [spec.expert_key(layer, expert) for expert in range(spec.num_experts_L[layer])]

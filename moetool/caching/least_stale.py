@@ -1,4 +1,4 @@
-"""Least-Stale: experts that the running forward has not used go first, in the order in which they were loaded."""
+"""Least-Stale: evicts experts that the running forward has not used, first in, first out."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,16 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Least-Stale has no options."""
+    """No options."""
 
 
 class Policy(policy.Policy):
-    """Evicts stale experts first (last used by an earlier forward), first in, first out; then the forward's own.
+    """Evicts stale experts first (last used by an earlier forward), then experts of the running forward.
 
-    A forward visits the layers in order, so an expert that it has used is not needed before the next forward, and
-    among those the ones of its first layers are needed again soonest.
+    A forward visits the layers in order, so an expert that it has used is not needed before the next forward.
 
     Source: SpecMD (Hoang et al., arXiv 2602.03921, 2026), the eviction policy Least-Stale, without its prefetching.
-        Readings:
-        - First in, first out in both groups: stale experts in the order in which they became resident or were used
-          last, those of the running forward in the order of their use.
+    Reading: both groups are first in, first out, by the time at which an expert became resident or was last used.
     """
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""LFRU: the expert with the fewest uses for the time since its last use goes first."""
+"""LFRU: evicts the expert with the fewest uses per time since its last use."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """LFRU has no options."""
+    """No options."""
 
 
 class Policy(policy.Policy):
@@ -20,14 +20,14 @@ class Policy(policy.Policy):
 
     Time is counted in uses. An expert's uses start from zero when it returns.
 
-    Source: the expert cache of vLLM pull request 37190 (open as of 2026), which gives every layer its own slots:
-        `--pool layer`. Deviation: one clock for all layers, so that one pool can use the policy as well.
+    Source: the expert cache of vLLM pull request 37190 (open as of 2026), which gives every layer its own slots, as
+    `--pool layer` does here. Deviation: one clock for all layers, so that one pool can use the policy too.
     """
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         size = spec.num_layers * spec.num_experts
-        self._uses_A = np.zeros(size, np.int64)  # of residents; 0: not resident
+        self._uses_A = np.zeros(size, np.int64)  # 0: not resident
         self._last_A = np.zeros(size, np.int64)
         self._clock = 0
 

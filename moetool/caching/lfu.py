@@ -1,4 +1,4 @@
-"""LFU: the least often used expert goes first."""
+"""LFU: evicts the least frequently used expert."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ class Options:
     """Options of LFU.
 
     Attributes:
-        forget: count from zero when an expert returns; otherwise counts survive evictions.
+        forget: whether an eviction resets an expert's count.
     """
 
     forget: bool = False
 
 
 class Policy(policy.Policy):
-    """Evicts the expert with the fewest uses, of several the least recently used one; loads on demand.
+    """Evicts the expert with the fewest uses (ties: least recently used); loads on demand.
 
-    A use is an event that needs the expert, however many of its tokens do.
+    A use is an event that needs the expert, with any number of tokens.
     """
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         self._uses: dict[int, tuple[int, int]] = {}  # key -> (uses, time of the last one)
         self._resident: set[int] = set()
-        # An entry may be older than its key's uses. Uses only grow, so it is then too near the top, never too
-        # far: it is put right when it gets there, and a use costs no heap operation.
-        self._heap: list[tuple[int, int, int]] = []  # (uses, time, key), an entry at least for each resident
+        # Entries may be stale. Uses only grow, so a stale entry is too near the top and is corrected when it gets
+        # there; a use needs no heap operation.
+        self._heap: list[tuple[int, int, int]] = []  # (uses, time, key), at least one entry per resident
         self._time = 0
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:

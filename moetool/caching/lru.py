@@ -1,4 +1,4 @@
-"""LRU: the least recently used expert goes first."""
+"""LRU: evicts the least recently used expert."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -11,14 +11,14 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """LRU has nothing to choose."""
+    """No options."""
 
 
 class Policy(policy.Policy):
-    """Evicts the expert whose last use is longest ago; loads on demand.
+    """Evicts the least recently used expert; loads on demand.
 
-    In one pool for all layers, at batch 1 with at most (L-1)*K slots, it hits nothing: before an expert comes round
-    again, the other layers have used that many others.
+    With one pool for all layers and at most (L-1)*K slots, the hit rate at batch 1 is 0: the other layers use that many
+    experts before a layer comes again.
     """
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:

@@ -13,10 +13,10 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Division of the pool.
+    """Options of Mixtral-Offloading.
 
     Attributes:
-        slots_per_layer: residents that a layer keeps; None for an equal share of the pool, K slots less.
+        slots_per_layer: experts that a layer's cache keeps (None: an equal share of the pool less K slots).
     """
 
     slots_per_layer: int | None = None
@@ -29,19 +29,18 @@ class Options:
 
 
 class Policy(policy.Policy):
-    """Gives each layer its own LRU cache, and also loads the experts speculated for the next layer.
+    """Gives each layer an LRU cache, and prefetches experts speculatively for the next layer.
 
-    Source: Eliseev and Mazur, 2023, and FineMoE's words on it (§ 6.1: "layer-wise speculative expert prefetching and a
+    Source: Eliseev and Mazur, 2023, and FineMoE's description (§ 6.1: "layer-wise speculative expert prefetching and a
     LRU-based expert cache"; § 6.2: synchronous, one layer ahead). Readings and deviations:
-        - Speculated are the top-k of the next layer's gate on the hidden states of this layer's router. Of several
-          tokens: the union of their top-k, by summed score, as far as slots go; a prompt's forward is treated alike.
-        - A speculated expert joins its layer's cache when it is used, in place of that layer's least recently used
-          one; until then it takes none's place there. A wrong guess is the first to go.
-        - There is one pool for all layers here: a layer that keeps fewer than its share, and the slots beside the
-          shares, serve the others; a layer above its share gives back first. Shares that come to more than the pool
-          are cut to it.
-        - "Synchronous" says when its loads are waited for, which is no decision: a server starts them after the
-          event's own misses and computes on.
+        - The speculated experts are the top-k of the next layer's gate on the hidden states of this layer's router. For
+          several tokens it is the union of their top-k, by summed score, as slots permit; prompts are treated alike.
+        - A speculated expert joins its layer's cache when it is used, in place of that layer's least recently used one;
+          until then it displaces none of them. Wrong speculations are evicted first.
+        - All layers share one pool. Unused shares, and slots beyond all shares, serve any layer, and layers above their
+          share evict first. Shares that exceed the pool are reduced to it.
+        - "Synchronous" concerns waiting for loads, which is no cache decision: a server starts these loads after the
+          event's misses and continues to compute.
     """
 
     needs = frozenset({"experts", "ahead"})
@@ -51,12 +50,12 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         equal = max(0, num_slots - max(spec.top_k_L)) // spec.num_layers
         self.share = equal if options.slots_per_layer is None else min(options.slots_per_layer, equal)
-        # The residents of each layer that were used, least recently used first, each with the time of that use.
+        # Used residents of each layer, least recently used first, with the time of their last use.
         self._kept: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(spec.num_layers)]
-        self.guessed: dict[int, None] = {}  # and those that were not, speculated for the layer to come
-        self._wrong: dict[int, None] = {}  # and for one that has chosen without them, oldest first
+        self.guessed: dict[int, None] = {}  # unused residents, speculated for the coming layer
+        self._wrong: dict[int, None] = {}  # unused residents whose layer has passed, oldest first
         self._time = 0
-        self._layer = 0  # of the current event
+        self._layer = 0  # layer of the current event
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         self._layer = event.layer
@@ -72,11 +71,11 @@ class Policy(policy.Policy):
         layer = event.layer + 1
         if layer == self.spec.num_layers:
             return ()
-        assert event.ahead_ATE is not None, "ahead was asked for and not given"
+        assert event.ahead_ATE is not None, "the policy needs the column ahead"
         scores_TE = event.ahead_ATE[0, :, : self.spec.num_experts_L[layer]]
         wanted = [self.spec.expert_key(layer, expert) for expert in likeliest(scores_TE, self.spec.top_k_L[layer])]
         for key in wanted:
-            if key in self._wrong:  # it may have been early
+            if key in self._wrong:  # speculated again, for the next forward
                 del self._wrong[key]
                 self.guessed[key] = None
         return wanted
@@ -115,7 +114,7 @@ class Policy(policy.Policy):
         return next((key for key in self._wrong if key not in locked), None)
 
     def _coldest(self, locked: Collection[int], share: int) -> int | None:
-        """The least recently used expert of all layers that keep more than `share`."""
+        """Return the least recently used expert of all layers that keep more than `share`."""
         candidates: Iterable[tuple[int, int]] = (
             next(((time, key) for key, time in kept.items() if key not in locked), (self._time + 1, -1))
             for kept in self._kept

@@ -1,4 +1,4 @@
-"""MoE-Infinity: prefetches by the earlier request that used experts most alike; the least often used goes first."""
+"""MoE-Infinity: prefetches by the earlier request with the most similar expert use; evicts by LFU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Options(_lfu_ahead.AheadOptions):
     """Options of MoE-Infinity.
 
     Attributes:
-        history: earlier requests whose activation matrices are kept.
-        distance: how many layers ahead it prefetches.
+        history: number of kept activation matrices of earlier requests.
+        distance: number of layers ahead to prefetch.
     """
 
     history: int = 128
@@ -27,32 +27,32 @@ class Options(_lfu_ahead.AheadOptions):
     def __post_init__(self) -> None:
         if self.history < 1 or self.distance < 1:
             raise UsageError(
-                f"policy moe_infinity: history {self.history} and distance {self.distance} must both be at least 1"
+                f"policy moe_infinity: history is {self.history} and distance {self.distance}, expected at least 1"
             )
 
 
 class Policy(_lfu_ahead.LfuAhead):
-    """Matches the running request's activation matrix with those of earlier ones and prefetches what they used.
+    """Matches the running request's activation matrix with those of earlier requests, and prefetches their experts.
 
-    An activation matrix counts, for each layer and expert, the tokens of one request that used it. After every
-    event, the earlier request with the most similar matrix (cosine of each layer's counts, averaged over the
-    layers) gives the probability p of each expert in the coming layers, and its likeliest experts are prefetched by
-    p * (1 - (l - l_now) / (L + 1)). It learns while it runs and begins with no history.
+    An activation matrix counts the tokens of a request that used each expert of each layer. After every event, the
+    earlier request with the most similar matrix (cosine of each layer's counts, averaged over layers) gives the
+    probability p of each expert in the coming layers. The likeliest experts are prefetched in the order of
+    p * (1 - (l - l_now) / (L + 1)). The policy learns online and starts without history.
 
-    Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's words on it (sections 2.3, 4.2, 4.5:
+    Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's description (§§ 2.4, 4.2, 4.5:
     request-level matrices, popular experts for the first layers, LFU). Readings and deviations:
-        - Its code enqueues every expert of all coming layers and lets the link's speed cut the queue. Decisions must
-          not depend on time here: per coming layer as many experts as the event at hand needed are prefetched,
-          `distance` layers ahead (three is what FineMoE's authors profiled for the systems of this kind).
-        - The first MoE layer, before any gate of the forward, gets its most used experts of all time.
-        - Its code masks the layers up to the current one in the stored matrices and compares the others. Here the
-          running request's matrix so far, of all its tokens, is compared wherever it has counts.
-        - Evicted is the expert with the fewest uses, of several the least recently used one; what was prefetched
-          for a layer still to come in this forward goes last. The topological weights of the code's other
-          (encoder-decoder) eviction score are left out.
-        - With several requests in a forward, their matches' probabilities are added, weighted by their tokens.
-        - A full history forgets the request that matched least often, as the code does, of several the oldest slot.
-          An ended request joins it when the next forward begins, in the order of their numbers.
+        - The code enqueues every expert of all coming layers, and the link's speed limits the queue. Here decisions
+          must not depend on time: for each coming layer, up to `distance` layers ahead, it prefetches as many experts
+          as the current event needed. FineMoE's authors profiled a distance of three for such systems.
+        - Before the first gate of a forward, the first MoE layer gets its most used experts of all time.
+        - The code masks the stored matrices up to the current layer and compares the later layers. Here the running
+          request's matrix so far is compared wherever it has counts.
+        - The expert with the fewest uses is evicted (ties: least recently used). Experts prefetched for later layers of
+          this forward are evicted last. The topological weights in the code's eviction score for encoder-decoders are
+          left out.
+        - In a forward of several requests, their matches' probabilities are added, weighted by their tokens.
+        - A full history drops the request that matched least often, as the code does (ties: the oldest slot). Ended
+          requests join it when the next forward begins, in the order of their numbers.
     """
 
     prefetch_distance = 3
@@ -100,7 +100,7 @@ class Policy(_lfu_ahead.LfuAhead):
         return [key for _, key in sorted(wanted)]
 
     def state(self) -> dict[str, np.ndarray]:
-        """The earlier requests' matrices, float32, and how often each matched, besides the uses."""
+        """Return the uses, the earlier requests' matrices (float32), and their numbers of matches."""
         return {**super().state(), **self.matrices.state()}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""MoESys: a ring of two layers in memory; one computes while the whole next one is fetched."""
+"""MoESys: a ring of two layers in memory; the whole next layer is fetched while one computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +13,24 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """MoESys has nothing to choose."""
+    """No options."""
 
 
 class Policy(lru.Policy):
-    """Prefetches all experts of the next layer while a layer computes, and gives up the layer that is done.
+    """Prefetches all experts of the next layer while a layer computes, and evicts each layer after its last expert.
 
-    It never misses and moves every expert of the model in every forward, however few of them are used. More memory
-    than two layers is of no use to it.
+    It never misses, and moves every expert of the model in every forward. It uses two layers of memory at most.
 
-    Source: MoESys (Yu et al., 2024), its inference with ring memory, as DuoServe-MoE describes its baseline: all
-    expert weights of a layer are deployed, and fetching them outlasts computing. Readings and deviations:
-        - The first MoE layer is fetched when the forward begins; the print's ring fetches it while the previous
-          forward ends, which moves the same bytes.
-        - The fetch of the next layer begins once this layer's first expert is computed, not before: here a
-          prefetch waits for the event's misses.
-        - When served, an expert is computed as soon as it is there itself, and a fetch that has not begun when its
-          slot is needed again is dropped: the server then reads less than is counted here, and a layer waits for
-          less than its whole. Both favour this baseline.
-        - The levels above host memory (SSD, parameter server) are not modelled: there is one below the pool.
+    Source: MoESys (Yu et al., 2024), its inference with ring memory, as DuoServe-MoE §§ 6.1 and 6.3 describe its
+    baseline: all expert weights of a layer are fetched to the GPU. Readings and deviations:
+        - The first MoE layer is fetched when the forward begins. The paper's ring fetches it during the end of the
+          previous forward, which moves the same bytes.
+        - The fetch of the next layer begins after this layer's first expert is computed, since a prefetch waits for the
+          event's misses.
+        - A server computes each expert as soon as it is resident, and drops a fetch that has not begun when its slot is
+          reused. It then reads less than is counted here and waits for less than the whole layer. Both favour this
+          baseline.
+        - Only one level below the pool is modelled, without SSD and parameter server.
     """
 
     prefetch_distance = 1

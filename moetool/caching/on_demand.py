@@ -10,17 +10,18 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Loading on demand has nothing to choose."""
+    """No options."""
 
 
 class Policy(lru.Policy):
-    """Loads each expert when it is called and gives up all of a layer's experts when the layer is done.
+    """Loads each expert when it is called, and evicts all experts of a layer at its end.
 
-    It hits nothing, by construction: no expert stays for the next event. Loads and computations alternate.
+    The hit rate is 0: no expert stays for the next event. Loads and computations alternate.
 
-    Source: Accelerate's `AlignDevicesHook`, which moves a module's weights in before its forward and drops them
-    after it. Deviations: the pool is the K slots that DuoServe's Table 2 gives its baselines (two at least), and
-    a slot is freed at the end of its layer and not of its expert. Neither changes what is loaded or when.
+    Source: Accelerate's `AlignDevicesHook`, which loads a module's weights before its forward and drops them after it.
+    Deviations, neither of which changes the loads or their order:
+        - The pool has K slots (at least two), as in DuoServe-MoE § 6.3 and Table 2.
+        - A slot is freed at the end of its layer, not of its expert.
     """
 
     in_order = True

@@ -1,4 +1,4 @@
-"""ProMoE: prefetches a learned predictor's top-k a fixed stride of layers ahead; the least often used goes first."""
+"""ProMoE: prefetches a learned predictor's top-k at a fixed stride of layers; evicts by LFU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ class Options(_lfu_ahead.AheadOptions):
     """Options of ProMoE.
 
     Attributes:
-        distance: its stride: how many layers ahead it prefetches. Never farther than its predictor sees.
+        distance: the stride, in layers; at most the predictor's lookahead.
     """
 
     distance: int = 3
 
     def __post_init__(self) -> None:
         if self.distance < 1:
-            raise UsageError(f"policy promoe: distance {self.distance} must be at least 1")
+            raise UsageError(f"policy promoe: distance is {self.distance}, expected at least 1")
 
 
 class Policy(_lfu_ahead.LfuAhead):
     """Predicts each layer once, `distance` layers before it runs, and prefetches its top-k.
 
-    Source: ProMoE (Song et al., 2024), as FineMoE describes it (§§ 1, 6.1, Figure 14: stride-based speculative
-    prefetching by a trained predictor, made again "on top of MoE-Infinity"). Readings and deviations:
-        - Its predictor is `promoe`, from hidden states; any other that sees as far ahead may take its place.
-        - The layers before the stride are predicted together, nearest first, once the first layer's router has chosen.
-        - Of several tokens: the union of their top-k, by summed score, as far as slots go. A prompt's forward is
+    Source: ProMoE (Song et al., 2024), as FineMoE describes it (§§ 6.1, 6.6: stride-based speculative prefetching by
+    trained predictors, reproduced "on top of MoE-Infinity"). Readings and deviations:
+        - The predictor is `promoe`, from hidden states; any predictor with this lookahead works.
+        - Layers before the stride are predicted together, nearest first, after the first layer's router has chosen.
+        - For several tokens, the union of their top-k is prefetched, by summed score, as slots permit. Prompts are
           treated alike.
-        - Evicted is the expert with the fewest uses, as in MoE-Infinity; what was prefetched for a layer still to come
-          goes last.
-        - A demand load goes before every prefetch, and of an event the residents are computed first; how far a
-          prefetch in flight is cut short is for whatever moves the bytes.
+        - The expert with the fewest uses is evicted, as in MoE-Infinity. Experts prefetched for later layers are
+          evicted last.
+        - On-demand loads precede prefetches, and an event's residents are computed first. The expert store decides
+          whether a running prefetch is interrupted.
     """
 
     needs_predictor = True

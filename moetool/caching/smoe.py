@@ -1,4 +1,4 @@
-"""SMoE: experts of low score give way to resident ones of nearly the same score; the lowest mean score goes first."""
+"""SMoE: substitutes resident experts for missing ones of similar low score; evicts the lowest mean score."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,14 @@ class Options(HostCosts):
     """Options of SMoE.
 
     Attributes:
-        alpha: how far from the (k+1)-th highest score, as a share of it, an expert may lie to be replaced or to replace
-            another; 0 leaves the router's choice as it is.
-        window: earlier iterations whose scores count, besides the last one's.
-        prefetch: whether the experts that the next layer's router seems to give a high score are loaded ahead.
-        look: whether that is what the next router says of the hidden states that this layer's router got (`ahead`), or
-            after a forward through resident and shared experts and the next attention (`resident`), as the paper has
-            it.
-        split: by which sum a miss goes to the link or to the host: the `sums` so far, as printed, or what they
-            `finish` with the expert at hand.
+        alpha: largest distance from the (k+1)-th highest score, as a share of it, of experts that are replaced or
+            replace others; 0 keeps the router's choice.
+        window: number of iterations before the last one in mean scores (n of Eq. 3).
+        prefetch: whether to prefetch experts with high predicted scores in the next layer.
+        look: input of the next router for that prediction: `ahead`, the hidden states at this layer's router; or
+            `resident`, those after resident and shared experts and the next attention, as in the paper.
+        split: side of each miss in Algorithm 2: `sums`, the side that is free first, as printed; or `finish`, the side
+            that would finish the expert first.
     """
 
     alpha: float = 0.3
@@ -38,7 +37,8 @@ class Options(HostCosts):
         super().__post_init__()
         if not 0 <= self.alpha <= 1 or self.window < 0:
             raise UsageError(
-                f"policy smoe: alpha is {self.alpha} and window {self.window}, expected 0 to 1 and 0 or more"
+                f"policy smoe: alpha is {self.alpha} and window {self.window}, expected an alpha from 0 to 1 and a "
+                f"window of 0 or more"
             )
 
 
@@ -47,34 +47,34 @@ class Policy(policy.Policy):
 
     Source: SMoE (Zhu et al., "Enabling MoE on the Edge via Importance-Driven Expert Scheduling"), Algorithms 1 and 2,
     Eq. 3, sections IV and V. Readings and deviations:
-        - Algorithm 1 uses one variable under two names and its bands overlap. Here, with S the (k+1)-th highest score
-          of a token: top-score experts C, s >= (1+alpha)S; low-score experts B, S < s < (1+alpha)S; candidates A,
-          (1-alpha)S < s <= S and resident, or in C of any token of the batch, which takes a first pass over all
-          tokens. Low-score experts that are resident or in C stay. As many of the others as there are candidates are
-          replaced, those of the lowest score, by the candidates of the highest; the rest are loaded or computed on
-          the host. A token always has k experts, and its substitutes carry their own scores, by the family's rule.
-        - B and C are made of the experts that the router chose, never of a top-k computed again. It may have chosen
-          one with s <= S, by a tie, a bias or its groups: within alpha of S such an expert counts as low-score, below
-          it stays. The scores are those before any bias that the router adds to rank by. Where it ranks groups
-          first, only experts of the groups that the token uses are candidates, and S is among them.
-        - Eq. 3 averages n+1 terms: the last iteration's and n before. n is not printed; the default is the three
-          iterations of Figure 6. An iteration is a forward; its score of an expert is the mean over its new tokens,
-          or over its prompt tokens where there are no others. One pool serves all layers, so the lowest of all
-          layers goes first.
-        - "Elevates the eviction priority" means that it protects: the event's experts, until its last is computed.
-          What was prefetched is protected until its layer's router has chosen. Only where nothing else can go do they.
-        - The paper predicts the next layer's scores by a forward through the resident and shared experts, the next
-          attention and the next gate. With `look` = `resident` a server runs that forward while a layer's misses are
-          on their way, through the experts that are resident after substitution (`moetool.runtime.resident_look`), and
-          its log holds what was said. A trace captured with `--keep resident` holds what is said with residents of a
-          cache of its own (`moetool.runtime.resident_gates`). Unless told otherwise, the next router is asked about the
-          hidden states that this layer's router got (the column `ahead`), which takes less and may say worse. Band C
-          of the prediction is prefetched, the highest scores first.
-        - A prefetch takes the place of no expert whose mean score is at least as high as the predicted one.
-        - Algorithm 2 takes its costs from past timings, as `live` does; a server logs which were in force, so that a
-          replay decides the same. Otherwise they are options, and without them the host computes nothing. Its order is
-          that of the scores, averaged over the event's tokens. A cost for further tokens is an addition, since prompts
-          use an expert with many; averages have none.
+        - Algorithm 1 uses one variable under two names, and its bands overlap. Here S is the (k+1)-th highest score of
+          a token, and an expert of score s is: top-score (C) if s >= (1+alpha)S; low-score (B) if S < s < (1+alpha)S; a
+          candidate (A) if (1-alpha)S < s <= S and it is resident, or in C of any token of the batch. C therefore takes
+          a first pass over all tokens. Low-score experts that are resident or in C stay. The others are replaced while
+          candidates last, the lowest scores first, by the candidates with the highest scores. The rest are loaded or
+          computed on the host. A token always has k experts. Substitutes carry their own scores, by the family's rule.
+        - B and C consist of the router's choice, never of a recomputed top-k. A tie, a bias or groups may give a chosen
+          expert s <= S. It then counts as low-score within alpha of S, and stays if below. Scores are those before a
+          bias for ranking. If the router ranks groups first, candidates and S come from the groups that the token uses.
+        - Eq. 3 averages n+1 terms, the last iteration's and n before. The paper does not give n; the default is the
+          three iterations of Figure 6. An iteration is a forward. Its score of an expert is the mean over its new
+          tokens, or over its prompt tokens if it has no new ones. The lowest score over all layers is evicted, since
+          one pool serves all layers.
+        - "Elevates the eviction priority" means protection. The event's experts are protected until its last expert is
+          computed, and prefetched experts until their layer's router has chosen. They are evicted only if nothing else
+          can be.
+        - The paper predicts the next layer's scores by a forward through resident and shared experts, the next
+          attention and the next gate. With `look` = `resident`, a server runs that forward while a layer's misses load,
+          through the experts that are resident after substitution (`moetool.runtime.resident_look`), and logs the
+          scores. A trace captured with `--keep resident` holds scores from the residents of its own cache
+          (`moetool.runtime.resident_gates`). By default the next router gets the hidden states at this layer's router
+          (the column `ahead`), which is cheaper and may predict worse. Band C of the prediction is prefetched, the
+          highest scores first.
+        - A prefetch never evicts an expert whose mean score is at least the predicted one.
+        - Algorithm 2 takes its costs from past timings, as `live` does. A server logs the costs it used, so that a
+          replay decides alike. Otherwise costs are options, and without them the host computes nothing. Experts are
+          ordered by their scores, averaged over the event's tokens. The cost of further tokens is an addition for
+          prompts; measured averages have none.
     """
 
     needs = frozenset({"experts", "logits"})
@@ -87,8 +87,8 @@ class Policy(policy.Policy):
         self.live_costs = options.splits and options.live
         self._costs: HostCosts = options.at_first()
         self._scores = ScoreWindow(spec, options.window)
-        self._shield: set[int] = set()  # what the current event needs
-        self._ahead: dict[int, float] = {}  # prefetched, or about to be, for the next layer, with the predicted score
+        self._shield: set[int] = set()  # experts of the current event
+        self._ahead: dict[int, float] = {}  # experts to prefetch for the next layer, with their predicted scores
 
     @property
     def columns(self) -> frozenset[str]:
@@ -124,7 +124,7 @@ class Policy(policy.Policy):
             scores_TE = event.resident_TE
         else:
             scores_TE = None if event.ahead_ATE is None else event.ahead_ATE[0]
-        assert scores_TE is not None, "a policy that looks ahead needs the column"
+        assert scores_TE is not None, f"the policy needs the column {self.options.look}"
         self._ahead = top_score(self.spec, event.layer + 1, scores_TE, self.options.alpha)
         return list(self._ahead)
 
@@ -151,22 +151,22 @@ class Policy(policy.Policy):
 
 
 class ScoreWindow:
-    """The mean score of every expert over the last iterations, and the resident with the lowest.
+    """Mean scores of experts over the last iterations, and the resident with the lowest.
 
     Args:
-        window: iterations before the last one that count (n of Eq. 3).
+        window: number of iterations before the last one (n of Eq. 3).
     """
 
     def __init__(self, spec: ModelSpec, window: int) -> None:
         self._spec = spec
         self._recent_LWE = np.zeros((spec.num_layers, window + 1, spec.num_experts))
         self._seen_L = [0] * spec.num_layers
-        size = spec.num_layers * spec.num_experts  # one place for each key
+        size = spec.num_layers * spec.num_experts  # arrays by key
         self._mean_E = np.zeros(size)
-        self._standing_E = np.full(size, np.inf)  # the mean of residents
+        self._standing_E = np.full(size, np.inf)  # mean scores of residents; infinite for others
 
     def see(self, event: GateEvent) -> None:
-        """Take in the scores of an event."""
+        """Add the scores of an event."""
         scores_TE = _scores(event)
         decoded = [i for i, phase in enumerate(event.forward.phase_T) if phase == Phase.DECODE]
         mean_E = (scores_TE[decoded] if decoded else scores_TE).mean(axis=0, dtype=np.float64)
@@ -180,19 +180,19 @@ class ScoreWindow:
         standing_E[...] = np.where(np.isfinite(standing_E), self._mean_E[span], np.inf)
 
     def admit(self, key: int) -> None:
-        """`key` is resident."""
+        """Note that `key` is resident."""
         self._standing_E[key] = self._mean_E[key]
 
     def removed(self, key: int) -> None:
-        """`key` is resident no more."""
+        """Note that `key` is no longer resident."""
         self._standing_E[key] = np.inf
 
     def mean(self, key: int) -> float:
-        """The mean score of `key`; 0 before its layer's first event."""
+        """Return the mean score of `key`; 0 before its layer's first event."""
         return float(self._mean_E[key])
 
     def lowest(self, kept: Iterable[int]) -> int | None:
-        """The resident with the lowest mean score that is not one of `kept`, of several the lowest key; or None."""
+        """Return the resident outside `kept` with the lowest mean score (ties: lowest key); None without one."""
         standing_E = self._standing_E.copy()
         standing_E[list(kept)] = np.inf
         key = int(standing_E.argmin())
@@ -200,10 +200,10 @@ class ScoreWindow:
 
 
 def cache_router(spec: ModelSpec, event: GateEvent, here_E: np.ndarray, alpha: float) -> list[list[int]] | None:
-    """The experts of each token after substitution (Algorithm 1, as `Policy` reads it); None where none changes.
+    """Return the experts of each token after substitution, by Algorithm 1 as in `Policy`; None if none changes.
 
     Args:
-        here_E: which experts of the layer are resident.
+        here_E: whether each expert of the layer is resident.
     """
     experts_TK = np.asarray(event.experts_TK)
     scores_TE = _scores(event)
@@ -231,13 +231,13 @@ def cache_router(spec: ModelSpec, event: GateEvent, here_E: np.ndarray, alpha: f
         best = sorted(np.flatnonzero(candidate_TE[token]).tolist(), key=lambda e: (-score_E[e], e))
         worst = sorted(np.flatnonzero(missing_TE[token]).tolist(), key=lambda e: (score_E[e], -e))
         count = min(len(best), len(worst))
-        stands_for = dict(zip(reversed(worst[:count]), best, strict=False))  # the best for the highest of them
+        stands_for = dict(zip(reversed(worst[:count]), best, strict=False))  # best candidate for the highest score
         routed[token] = [stands_for.get(expert, expert) for expert in routed[token]]
     return routed
 
 
 def top_score(spec: ModelSpec, layer: int, scores_TE: np.ndarray, alpha: float) -> dict[int, float]:
-    """Keys of a layer's experts in band C of any token by predicted scores, the highest mean score first, with it."""
+    """Return the keys of band C of any token by predicted scores, with their mean scores, highest first."""
     scores_TE = scores_TE[:, : spec.num_experts_L[layer]]
     num_experts, top_k = scores_TE.shape[1], spec.top_k_L[layer]
     order_TE = np.argsort(-scores_TE, axis=1, kind="stable")
@@ -253,35 +253,35 @@ def top_score(spec: ModelSpec, layer: int, scores_TE: np.ndarray, alpha: float) 
 
 
 def choose_alpha(alphas: Sequence[float], tpot_s: Sequence[float], limit_s: float, degree: int = 2) -> float:
-    """The smallest alpha whose time per token, by a polynomial through measured ones, is within a limit.
-
-    Source: SMoE, Eq. 5 and section V-C. It is a rule and not the optimum that Eq. 5 names: that takes the loss to grow
-        with alpha, which the paper's Table IV does not show.
+    """Return the smallest alpha whose time per token, by a polynomial fit, is within a limit.
 
     Args:
-        alphas: where the time was measured, two or more.
-        tpot_s: seconds per token there.
-        limit_s: the longest that a token may take.
-        degree: of the polynomial, or one less than the number of different alphas where that is smaller.
+        alphas: measured alphas, two or more.
+        tpot_s: seconds per token at each.
+        limit_s: limit of the seconds per token.
+        degree: degree of the polynomial; at most the number of different alphas less one.
 
     Raises:
         UsageError: no alpha between the measured ones is fast enough, or too few were measured.
+
+    Source: SMoE, Eq. 5 and section V-C. This is a rule, not the optimum of Eq. 5, which would require a loss that grows
+    with alpha; Table IV does not show one.
     """
     if len(set(alphas)) < 2 or len(alphas) != len(tpot_s):
         raise UsageError(
-            f"{len(alphas)} alphas and {len(tpot_s)} times are too few for a curve, expected two of each or more"
+            f"{len(alphas)} alphas and {len(tpot_s)} times are too few for a curve, expected at least two of each"
         )
     made = np.polynomial.Polynomial.fit(alphas, tpot_s, min(degree, len(set(alphas)) - 1))
     tried = np.linspace(min(alphas), max(alphas), 1001)
     fast = np.flatnonzero(made(tried) <= limit_s)
     if not len(fast):
         raise UsageError(
-            f"no alpha from {min(alphas)} to {max(alphas)} brings a token to {limit_s:.4g} s; the fastest is "
+            f"no alpha from {min(alphas)} to {max(alphas)} reaches {limit_s:.4g} s per token; the fastest is "
             f"{float(made(tried).min()):.4g} s: allow that, or give more memory"
         )
     return float(tried[fast[0]])
 
 
 def _scores(event: GateEvent) -> np.ndarray:
-    assert event.scores_TE is not None, "a policy that looks at scores needs the logits"
+    assert event.scores_TE is not None, "the policy needs the column logits"
     return event.scores_TE

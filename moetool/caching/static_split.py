@@ -1,4 +1,4 @@
-"""A fixed split of the layers, as llama.cpp makes it: some are on the device for good, the host computes the rest."""
+"""Static split, as in llama.cpp: some layers stay on the device, and the host computes the others."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The split follows from the memory."""
+    """No options: the split follows from the memory."""
 
 
 class Policy(policy.Policy):
-    """Keeps all experts of as many first layers as fit, for good; those of the other layers are computed on the host.
+    """Keeps all experts of as many first layers as fit on the device; the host computes those of the others.
 
-    The resident layers are loaded when the first forward begins. Nothing else is ever loaded, and slots that hold no
-    whole layer are not used.
+    The resident layers are loaded when the first forward begins, and nothing else is loaded. Slots that hold no whole
+    layer stay empty.
 
-    Source: llama.cpp (`--n-gpu-layers`, `--n-cpu-moe`), the baseline of SMoE. What differs:
-        - llama.cpp holds the other layers in host memory. Here they do where `--host-memory` has room for them;
-          otherwise what the host computes is read from disk first, as llama.cpp's mmap does on a machine that is too
-          small. Replay counts it as computed on the host, not as loaded.
-        - It is the first layers that stay, as moetool's table of systems has it; llama.cpp keeps the last ones on
-          the device. All layers of a model use the same number of experts per token, so the share is the same.
-        - The least pool is two slots; without one whole layer in it, everything is computed on the host.
+    Source: llama.cpp (`--n-gpu-layers`, `--n-cpu-moe`), the baseline of SMoE. Deviations:
+        - llama.cpp holds the other layers in host memory. Here they are there if `--host-memory` has room. Otherwise
+          the host reads them from disk first, as llama.cpp's mmap does on a small machine. Replay counts these experts
+          as computed on the host, not as loaded.
+        - The first layers stay on the device; llama.cpp keeps the last ones. The share is the same, since all layers
+          use the same number of experts per token.
+        - The smallest pool is two slots. If it holds no whole layer, the host computes all experts.
     """
 
     computes_on_host = True
@@ -52,9 +52,9 @@ class Policy(policy.Policy):
         return misses
 
     def evict(self, locked: Collection[int]) -> int:
-        raise AssertionError("nothing is loaded beside what fits")
+        raise AssertionError("only layers that fit are loaded")
 
 
 def _resident_layers(spec: ModelSpec, num_slots: int) -> int:
-    """Number of first layers that fit completely."""
+    """Return the number of first layers that fit completely."""
     return sum(total <= num_slots for total in accumulate(spec.num_experts_L))

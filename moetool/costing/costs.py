@@ -29,8 +29,8 @@ class Curve:
         x: the knots' amounts, rising.
         y: their seconds.
         residual: largest distance of the curve from a fitted median, as a share of that median.
-        noise: half of the timings lie within this share of their median.
-        samples: least number of timings of any measured amount.
+        noise: median distance of a timing from its amount's median, as a share of that median.
+        samples: number of timings per measured amount (the least).
 
     Raises:
         ValueError: there are no knots, the amounts do not rise, or a value is negative or not finite.
@@ -46,11 +46,11 @@ class Curve:
         if not self.x or len(self.x) != len(self.y):
             raise ValueError(f"a curve needs as many values as knots, at least one; found {len(self.x)}, {len(self.y)}")
         if any(b <= a for a, b in zip(self.x, self.x[1:], strict=False)):
-            raise ValueError("the knots of a curve have to rise")
+            raise ValueError("the knots of a curve must rise")
         if not all(math.isfinite(value) and value >= 0 for value in (*self.x, *self.y)):
-            raise ValueError("the knots and values of a curve have to be finite and not negative")
+            raise ValueError("the knots and values of a curve must be finite and 0 or more")
         if not all(math.isfinite(value) and value >= 0 for value in (self.residual, self.noise)) or self.samples < 1:
-            raise ValueError("residual and noise of a curve have to be finite and not negative, its samples 1 or more")
+            raise ValueError("residual and noise of a curve must be finite and 0 or more, and its samples 1 or more")
 
     def __call__(self, amount: float) -> float:
         """Return the seconds for `amount`."""
@@ -64,11 +64,11 @@ class Curve:
 
     @classmethod
     def fit(cls, timings: Mapping[float, Sequence[float]], tolerance: float = 0.02) -> "Curve":
-        """Fit the curve with the fewest knots (greedy search) that is near the median of every amount's timings.
+        """Fit a curve of few knots, by greedy search, to the median timing of every amount.
 
         Args:
-            timings: seconds measured for each amount.
-            tolerance: how far from a median the curve may be, as a share of it.
+            timings: measured seconds for each amount.
+            tolerance: maximum distance of the curve from a median, as a share of the median.
         """
         amounts = sorted(timings)
         medians = {amount: statistics.median(timings[amount]) for amount in amounts}
@@ -97,19 +97,19 @@ def _relative(value: float, expected: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeCosts:
-    """Seconds of arithmetic on one device in one data type. One layer each, batch and context in tokens.
+    """Seconds of compute on one device in one data type, per layer; batch and context in tokens.
 
     Attributes:
         device: `cpu` or `cuda`.
-        dtype: data type of the activations and of all weights but the routed experts.
+        dtype: data type of activations and of all weights except the routed experts.
         threads: compute threads on the CPU.
         slot_bytes: bytes of an expert in a slot of the device; 0 where unknown.
         expert: one routed expert in the checkpoint's data type, against its tokens.
-        attention: everything of a decoder layer but its MLP or MoE block, for one new token, against the context.
+        attention: a decoder layer without its MLP or MoE block, for one new token, against the context.
         prompt_attention: the same for a whole prompt, against its tokens.
         gate: the router, against tokens.
         shared: the MoE block without router and routed experts (the shared experts, if any), against tokens.
-        dense: the MLP of a layer without experts, against tokens; None where every layer has experts.
+        dense: the MLP of a layer without experts, against tokens; None if every layer has experts.
         head: embedding, final norm and output projection, against the tokens whose logits are taken.
     """
 
@@ -128,10 +128,10 @@ class ComputeCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCosts:
-    """Seconds from the start of one load to that of the next, against its bytes, all threads kept busy.
+    """Seconds between the starts of successive loads, against the bytes of a load, with all threads busy.
 
-    With one thread this is the time of a load. With more, a single load takes longer than the curve says. Bytes divided
-    by the curve's seconds is the rate of the tier.
+    With one thread this is the time of a load; with more, a single load takes longer. Bytes divided by these seconds
+    are the rate of the tier.
 
     Attributes:
         tier: `disk` (to host memory), `pinned` or `pageable` (host memory to the GPU).
@@ -152,15 +152,15 @@ class CostProfile(Artefact):
     Attributes:
         spec: the model, or its shape.
         config_only: whether the profile was made from the config, without the weights.
-        num_hidden_layers: decoder layers, with and without experts.
-        machine: where it was measured.
+        num_hidden_layers: number of decoder layers, with and without experts.
+        machine: the measured machine.
         load_average: load average at the start: near 0 on an idle machine.
-        measured_s: how long measuring took.
-        compute: one for each device and data type.
-        loads: one for each tier and number of threads.
-        predictor: seconds of one prediction against the tokens of the forward, where a predictor was given.
-        peer: address of the peer that `link` was measured to.
-        link: seconds until bytes sent to the peer were received and acknowledged, against bytes.
+        measured_s: seconds of measuring.
+        compute: costs of each device and data type.
+        loads: costs of each tier and number of threads.
+        predictor: seconds of one prediction against the tokens of the forward, if a predictor was given.
+        peer: address of the peer of `link`.
+        link: seconds until bytes sent to the peer are received and acknowledged, against bytes.
     """
 
     KIND: ClassVar[str] = "cost_profile"
@@ -201,7 +201,7 @@ class CostProfile(Artefact):
         return min(found, key=lambda costs: costs.expert(1))
 
     def tier(self, tier: str = "disk", threads: int = 1) -> LoadCosts:
-        """Return the costs of a tier with this many threads, or with the nearest measured number.
+        """Return the costs of a tier with the nearest measured number of threads.
 
         Raises:
             MismatchError: the tier was not measured.
@@ -215,7 +215,7 @@ class CostProfile(Artefact):
         return min(found, key=lambda costs: (abs(costs.threads - threads), costs.threads))
 
     def decode_s(self, context: int, device: str = "cpu", dtype: str | None = None) -> float:
-        """Seconds of decoding one token with every expert resident: the bound that no cache policy beats."""
+        """Return the seconds of decoding one token with every expert resident: the bound of every cache policy."""
         costs, spec = self.on(device, dtype), self.spec
         dense_layers = self.num_hidden_layers - spec.num_layers
         layers = self.num_hidden_layers * costs.attention(context) + costs.head(1)
@@ -223,13 +223,13 @@ class CostProfile(Artefact):
         return layers + (dense_layers * costs.dense(1) if costs.dense is not None else 0.0)
 
     def load_all_s(self, tier: str = "disk", threads: int = 1) -> float:
-        """Seconds of loading every expert that one token uses: what decoding adds when none is resident."""
+        """Return the seconds of loading every expert that one token uses: the addition if none is resident."""
         seconds = self.tier(tier, threads).seconds
         pairs = zip(self.spec.top_k_L, self.spec.expert_bytes_L, strict=True)
         return sum(top_k * seconds(num_bytes) for top_k, num_bytes in pairs)
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuse a profile of other layers than the model's. Weights and the number of layers do not matter here.
+        """Check that the profile covers the model's layer shapes; weights and the number of layers may differ.
 
         Raises:
             MismatchError: the shapes differ.

@@ -13,21 +13,21 @@ from moetool.costing.costs import ComputeCosts, CostProfile
 from moetool.errors import MismatchError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
-_SEVERAL = 8  # an expert's price in a decode step is taken at 1 and at this many tokens
+_SEVERAL = 8  # host costs of an expert are fitted at 1 and at this many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineOptions:
-    """Settings of `--set timeline.NAME=VALUE`: the machine, among those of the profile.
+    """Settings of `--set timeline.NAME=VALUE`: the measured machine.
 
     Attributes:
         device: `cpu` or `cuda`.
-        dtype: data type of everything but the experts (default: the one that computes an expert fastest).
+        dtype: data type of everything except the experts (default: the one that computes an expert fastest).
         io_threads: threads that read experts; rounded to the nearest measured number.
         tier: location of experts that are not on the device: `disk`, or `pinned` or `pageable` host memory.
         prediction_ms: milliseconds of one prediction (default: the profile's curve).
-        synchronous: the experts of a layer wait for all earlier prefetches, needed or not, as in systems that fetch
-            synchronously. `moetool serve` does not.
+        synchronous: whether the experts of a layer wait for all earlier prefetches, as in systems that prefetch
+            synchronously. `moetool serve` does not wait.
     """
 
     device: str = "cpu"
@@ -44,8 +44,10 @@ class TimelineOptions:
 class ForwardCosts(NamedTuple):
     """Nanoseconds of a forward without its routed experts.
 
-    `before_L` is what comes before the experts of each MoE layer (dense layers, attention, gate), `after` what comes
-    after them (shared experts), `rest` what comes after the last MoE layer (dense layers, head).
+    Attributes:
+        before_L: parts before the experts of each MoE layer: dense layers, attention, gate.
+        after: part after the experts of a layer: shared experts.
+        rest: parts after the last MoE layer: dense layers, head.
     """
 
     before_L: tuple[int, ...]
@@ -54,7 +56,7 @@ class ForwardCosts(NamedTuple):
 
 
 class _Nanoseconds(dict[int, int]):
-    """A curve as a table that fills itself."""
+    """A curve as a table that is filled on use."""
 
     def __init__(self, seconds: Callable[[float], float]) -> None:
         self._seconds = seconds
@@ -67,10 +69,11 @@ class _Nanoseconds(dict[int, int]):
 class Prices:
     """The costs of one model on one machine.
 
-    The profile measures single requests. Requests of one forward attend one after the other, as in the server. Their
-    shared projections are not counted, so large batches look slower than they are. A later chunk of a long prompt costs
-    what it adds to the prompt before it. A disk read for a GPU and the copy that follows it run in sequence. An expert
-    that the host computes lies in host memory. Experts of every layer cost as much as those of the first.
+    The profile measures single requests. Requests of one forward attend one after the other, as in the server. The
+    saving of their shared projections is not counted, so large batches look slower than they are. A later chunk of a
+    long prompt costs the difference of the prompt with and without it. A disk read for a GPU and the following copy run
+    in sequence. An expert that the host computes is in host memory. Experts of all layers cost as much as those of the
+    first.
 
     Raises:
         MismatchError: the profile is of another model, or lacks the device, data type or tier.
@@ -103,7 +106,11 @@ class Prices:
         self._tokens: dict[int, int] = {}
 
     def load_ns(self, tier: str, layer: int) -> int:
-        """One load of a layer's expert from a tier. Raises: MismatchError for a tier without costs."""
+        """Return the nanoseconds of loading a layer's expert from a tier.
+
+        Raises:
+            MismatchError: the tier was not measured.
+        """
         if tier not in self._loads:
             curves = [self._profile.tier(tier, self.options.io_threads).seconds]
             if tier == "disk" and not self.host_is_device:
@@ -113,17 +120,21 @@ class Prices:
         return self._loads[tier][layer]
 
     def prediction_ns(self, tokens: int) -> int:
-        """One prediction for a forward of `tokens` tokens. Raises: MismatchError if no prediction time is known."""
+        """Return the nanoseconds of one prediction for a forward of `tokens` tokens.
+
+        Raises:
+            MismatchError: no prediction time is known.
+        """
         return self._prediction[tokens]
 
     def forward(self, info: ForwardInfo) -> ForwardCosts:
-        """Nanoseconds of a forward without its routed experts."""
+        """Return the nanoseconds of a forward without its routed experts."""
         if info is not self._info:
             self._info, self._forward = info, self._price(info)
         return self._forward
 
     def experts(self, event: GateEvent) -> dict[int, int]:
-        """Nanoseconds of each expert of an event on the device, by key, from its number of tokens."""
+        """Return the nanoseconds of each expert of an event on the device, by key."""
         if event is not self._event:
             self._event = event
             base = event.layer * self.spec.num_experts
@@ -136,7 +147,11 @@ class Prices:
         return self._experts
 
     def host_expert_ns(self, event: GateEvent, key: int) -> int:
-        """Nanoseconds of an expert on the host. Raises: MismatchError if not measured."""
+        """Return the nanoseconds of an expert on the host.
+
+        Raises:
+            MismatchError: experts were not measured on the host.
+        """
         if self._host_expert is None:
             raise MismatchError(
                 "the profile has no costs of experts on the cpu, where the policy computes some; measure them with: "
@@ -146,7 +161,7 @@ class Prices:
         return self._host_expert[self._tokens[key]]
 
     def host_costs(self) -> dict[str, float]:
-        """Options of `moetool.caching._host_split.HostCosts`; empty where the host does not compute experts."""
+        """Return options of `moetool.caching._host_split.HostCosts`; empty if the host computes no experts."""
         if self.host_is_device or self._host_expert is None:
             return {}
         one, many = self._host_expert[1], self._host_expert[_SEVERAL]
@@ -172,7 +187,7 @@ class Prices:
         )
 
     def _attend(self, info: ForwardInfo) -> int:
-        """One layer's attention where some request has several tokens."""
+        """Return the attention of one layer, if a request has several tokens."""
         places: dict[int, list[int]] = {}
         for request, position in zip(info.request_T, info.position_T, strict=True):
             places.setdefault(request, []).append(position)
@@ -190,7 +205,7 @@ class Prices:
 def with_host_costs(
     policies: Iterable[str], options: Mapping[str, Mapping[str, Any]], prices: Prices | None
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the policies' options, with prices of link and host for policies that use them and have none."""
+    """Return the policies' options, with costs of link and host for policies that use them and lack them."""
     made = dict(options)
     costs = {} if prices is None else prices.host_costs()
     for name in policies if costs else ():
@@ -202,7 +217,7 @@ def with_host_costs(
 
 
 def _host_costs(profile: CostProfile, dtype: str | None) -> ComputeCosts | None:
-    """CPU costs on a machine with a GPU, in the GPU's data type where that was measured."""
+    """Return the CPU costs on a machine with a GPU, in the GPU's data type if measured."""
     found = [costs for costs in profile.compute if costs.device == "cpu"]
     return min(found, key=lambda costs: (costs.dtype != dtype, costs.expert(1)), default=None)
 

@@ -1,13 +1,13 @@
-"""Programs with a clock: the time of a run of `moetool.caching._residency` on the machine of a `CostProfile`.
+"""Simulated clock of a replay: the time of a run of `moetool.caching._residency` on the machine of a `CostProfile`.
 
-One stream computes, and each tier of memory moves experts on a stream of its own. Time is integer nanoseconds. The
-program runs as in `moetool.runtime.expert_store`: loads are asynchronous, and the compute stream waits for an expert
-just before computing it. A running transfer is never interrupted. On-demand loads go ahead of every prefetch that has
-not begun. A transfer that the compute stream waits for goes ahead of all that have not begun. A prefetch that has not
-begun when its slot is reused is dropped.
+One stream computes, and each memory tier moves experts on its own stream. Time is integer nanoseconds. Programs run as
+in `moetool.runtime.expert_store`: loads are asynchronous, and the compute stream waits for an expert just before
+computing it. A running transfer is never interrupted. On-demand loads precede all prefetches that have not begun, and a
+transfer that the compute stream waits for precedes all others that have not begun. A prefetch that has not begun when
+its slot is reused is dropped.
 
-Not modelled: Python's own time, sampling, and contention of reading and computing on one processor. Of predicting, only
-calls to a predictor's `scores` cost time: a policy's own search or network and look-ahead at later gates are free.
+Not modelled: Python's own time, sampling, and contention between reading and computing on one processor. Only calls to
+a predictor's `scores` cost time; a policy's own search or network, and look-ahead at later gates, are free.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class MeteredPredictor:
         return self._predictor.scores(layer)
 
     def take(self) -> int:
-        """Predictions since the last call."""
+        """Return the number of predictions since the last call."""
         asked, self._asked = self._asked, 0
         return asked
 
@@ -44,7 +44,7 @@ class MeteredPredictor:
 
 
 class _Job:
-    """One load of an expert into a slot. `done` is when it is or will be over, `_QUEUED` while it has not begun."""
+    """One load of an expert into a slot. `done` is the time of its end, or `_QUEUED` before it begins."""
 
     __slots__ = ("done", "dropped", "earliest", "key", "ns", "num_bytes", "prefetch", "stream")
 
@@ -60,7 +60,7 @@ class _Job:
 
 
 class _Stream:
-    """The transfers of one tier, one at a time, demand first, each kind in the order in which it was asked for."""
+    """The transfers of one tier, one at a time: on-demand loads first, each kind first come, first served."""
 
     __slots__ = ("busy", "demand", "free_at", "prefetches", "read_bytes")
 
@@ -72,7 +72,7 @@ class _Stream:
         self.read_bytes = 0
 
     def advance(self, now: int) -> None:
-        """Begin the transfers that start before `now`, but none at `now` itself: something more urgent may come."""
+        """Begin the transfers that start before `now`; at `now` itself a more urgent one may still come."""
         while queue := self.demand or self.prefetches:
             job = queue[0]
             if job.dropped or job.done != _QUEUED:
@@ -90,7 +90,7 @@ class _Stream:
         self.read_bytes += job.num_bytes
 
     def busy_until(self, now: int) -> int:
-        """Busy time up to `now`."""
+        """Return the busy time up to `now`."""
         self.advance(now)
         return self.busy - max(0, self.free_at - now)
 
@@ -124,16 +124,16 @@ class _Tally:
 class Timeline:
     """Executes the programs of one run in simulated time.
 
-    A request's time to first token runs from the start of the forward with its first prompt token to the end of the one
-    with its last. Arrival times are not modelled. A forward without prompt tokens is one time per output token.
+    A request's time to first token runs from the start of the forward with its first prompt token to the end of the
+    forward with its last one. Arrival times are not modelled. The time per output token is that of a forward without
+    prompt tokens.
 
     Args:
-        prices: costs; concurrent runs share them.
-        predictor: the policy's predictor, if any. Each prediction takes the compute stream's time where the program is
-            made.
-        prediction_lag: as of `Policy`. Where it is not None, predictions run on a stream of their own, and the compute
+        prices: costs, shared by concurrent runs.
+        predictor: the policy's predictor, if any. Without a lag, predictions take time on the compute stream.
+        prediction_lag: as `Policy.prediction_lag`. If not None, predictions run on their own stream, and the compute
             stream waits for each before the first expert of the event that uses it.
-        tier_of: the tier that an expert's key is loaded from (default: that of the prices' options).
+        tier_of: tier of an expert by key (default: that of the prices' options).
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class Timeline:
         self._ahead.clear()
         answer = self._predict(event.forward)
         expert_ns = self._prices.experts(event)
-        beside: list[int] = []  # loaded on demand though this event does not need them: the rest of a whole layer
+        beside: list[int] = []  # slots loaded on demand without need: the rest of a whole layer
         computed = hosted = 0
         on_host = [key for kind, key, _, _ in steps if kind is _HOST] if self._prices.host_is_device else []
         for kind, key, slot, _ in steps:
             if kind is _COMPUTE:
                 answer = self._wait_for(answer)
-                while on_host:  # now that the event's loads are under way
+                while on_host:  # after the event's loads have started
                     ns = self._prices.host_expert_ns(event, on_host.pop())
                     computed += ns
                     self.now += ns
@@ -266,7 +266,7 @@ class Timeline:
         )
 
     def _predict(self, info: ForwardInfo) -> int:
-        """Begin the predictions that were asked for; the time of the answer that this event waits for."""
+        """Begin the requested predictions; return the end of the one that this event waits for."""
         asked = 0 if self._predictor is None else self._predictor.take()
         ready = self.now + (asked * self._prices.prediction_ns(len(info.request_T)) if asked else 0)
         if self._prediction_lag is None:
@@ -277,14 +277,14 @@ class Timeline:
         return self._answers.popleft() if len(self._answers) > self._prediction_lag else 0
 
     def _wait_for(self, answer: int) -> int:
-        """Have the compute stream wait for an answer; returns 0, as none is left to wait for."""
+        """Let the compute stream wait for a prediction; return 0, the time of no prediction."""
         waited = max(0, answer - self.now)
         self._tally.prediction += waited
         self.now += waited
         return 0
 
     def _load(self, key: int, slot: int, prefetch: bool) -> None:
-        """Ask for a transfer. Drops an earlier one to the same slot that has not begun."""
+        """Queue a transfer; drop an earlier one to the same slot that has not begun."""
         tier = self._prices.options.tier if self._tier_of is None else self._tier_of(key)
         stream = self._default or self._stream(tier)
         earliest, before = self.now, self._jobs.get(slot)
@@ -305,7 +305,7 @@ class Timeline:
             self._ahead.append(job)
 
     def _wait(self, job: _Job) -> None:
-        """Let the compute stream wait for the job, which goes ahead of all that have not begun."""
+        """Let the compute stream wait for a job, which precedes all others that have not begun."""
         stream, tally = job.stream, self._tally
         if job.done == _QUEUED:
             stream.advance(self.now)

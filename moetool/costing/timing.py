@@ -17,12 +17,12 @@ class Spent:
         prediction_s: predictions.
         stall_s: waits of the compute stream for experts.
         host_s: experts computed on the host.
-        host_wait_s: waits of the device for those.
-        io_s: by tier, its busy time until the end of the last forward.
+        host_wait_s: waits of the device for the host.
+        io_s: busy time of each tier until the end of the last forward.
         read_bytes: bytes of the transfers that began.
-        late: prefetched experts that were waited for.
-        promoted: late prefetches that had not begun and then went ahead of everything.
-        dropped: prefetches never begun, since their slot was reused first.
+        late: prefetched experts that the compute stream waited for.
+        promoted: late prefetches that had not begun and were started at once.
+        dropped: prefetches that never began, since their slot was reused.
     """
 
     seconds: float
@@ -39,17 +39,17 @@ class Spent:
 
     @property
     def stall_share(self) -> float:
-        """Share of the time in which the compute stream waits for experts (0 for no time)."""
+        """Return the share of time in which the compute stream waits for experts (0 for no time)."""
         return self.stall_s / self.seconds if self.seconds else 0.0
 
     @property
     def overlap_bound_s(self) -> float:
-        """Lower bound for the same work and bytes: the longest of compute, the host's share and each tier."""
+        """Return the lower bound for the same work and bytes: the longest of compute, host and each tier."""
         return max(self.compute_s, self.host_s, *self.io_s.values(), 0.0)
 
     @property
     def serial_bound_s(self) -> float:
-        """Compute and all transfers in sequence: the bound without prefetching."""
+        """Return the time of compute and all transfers in sequence: the bound without prefetching."""
         return self.compute_s + sum(self.io_s.values())
 
     def __add__(self, other: "Spent") -> "Spent":
@@ -95,12 +95,12 @@ class Timing:
 
     @property
     def total(self) -> Spent:
-        """Prefill and decode together."""
+        """Return the sum of prefill and decode."""
         return self.prefill + self.decode
 
     @property
     def tpot_mean_s(self) -> float | None:
-        """Mean time per output token."""
+        """Return the mean time per output token."""
         return self.decode.seconds / self.decode_forwards if self.decode_forwards else None
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The files of other programs, one format a file; the file's name is the format's.
+"""The files of other programs, one format per file with the format's name.
 
-Formats of plans have `write_plan`; `moetool.formats._routes` lists the functions of formats of routes and counts.
+Formats of plans have `write_plan` or `write_cache_plan`; `moetool.formats._routes` lists the functions of formats of
+routes and counts.
 """

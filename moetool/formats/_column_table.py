@@ -52,7 +52,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "task": ("task", "dataset", "domain", "category", "label"),
     "count": ("count", "counts", "hits", "activations", "frequency", "freq", "num_tokens"),
 }
-"""Meanings of columns, and their known names (in any case)."""
+"""Meanings of columns, and their known names (case-insensitive)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,6 @@ class MappedColumns:
 
     Attributes:
         names: column of each field that has one.
-        used: the mapping in words, for the provenance.
     """
 
     table: "pa.Table"
@@ -69,7 +68,7 @@ class MappedColumns:
 
     @property
     def used(self) -> str:
-        """Return the mapping in the form of --map."""
+        """Return the mapping in the form of --map, for the provenance."""
         return ",".join(f"{field}={name}" for field, name in self.names.items())
 
 
@@ -134,7 +133,7 @@ def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
 
 
 def column_names(sample: FileSample) -> list[str]:
-    """Return the columns of a file, from its beginning if possible; none where it is not a table."""
+    """Return the columns of a file, from its beginning if possible; none if it is not a table."""
     if sample.parquet is not None:
         return list(sample.parquet.names)
     if sample.first_object:
@@ -179,7 +178,7 @@ def _json_lines(path: Path) -> "pa.Table":
         whole = json.loads(path.read_bytes())
     except ValueError:
         return pj.read_json(path)
-    # one object: its columns as lists, or a single row
+    # One object: its columns as lists, or a single row.
     if isinstance(whole, dict) and whole and all(isinstance(values, list) for values in whole.values()):
         return pa.table(whole)
     return pa.Table.from_pylist(_objects(path, [whole]))
@@ -206,7 +205,11 @@ def _delimited(path: Path, first: str) -> "pa.Table":
 
 
 def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """Return a column of whole numbers from 0 as int64. Raises: MismatchError: it has other values or empty cells."""
+    """Return a column of whole numbers from 0 as int64.
+
+    Raises:
+        MismatchError: it has other values or empty cells.
+    """
     import pyarrow as pa
 
     if column.null_count:
@@ -222,7 +225,11 @@ def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarra
 
 
 def numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """Return a column of numbers as float32. Raises: MismatchError: it has other values or empty cells."""
+    """Return a column of numbers as float32.
+
+    Raises:
+        MismatchError: it has other values or empty cells.
+    """
     import pyarrow as pa
 
     try:
@@ -246,12 +253,12 @@ def labels(column: "pa.ChunkedArray") -> tuple[np.ndarray, list[str]]:
 
 
 def lists(path: Path, name: str, column: "pa.ChunkedArray") -> tuple[np.ndarray, "pa.ChunkedArray"] | None:
-    """Elements per row, and all elements, of a column of lists or of text such as `[3, 5]` or `3 5`.
+    """Return elements per row, and all elements, of a column of lists or of text such as `[3, 5]` or `3 5`.
 
     None for a column of single numbers.
 
     Raises:
-        MismatchError: a cell of text is neither of these.
+        MismatchError: a cell of text is not a list of numbers.
     """
     import pyarrow as pa
 

@@ -20,7 +20,7 @@ class Exported:
 
     Attributes:
         out: the file, or the folder of files.
-        notes: facts that the format cannot hold, and values in the file that the trace lacks.
+        notes: data that the format cannot hold, and values in the file that the trace lacks.
     """
 
     out: Path
@@ -28,18 +28,18 @@ class Exported:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """Return a JSON object."""
         return {**asdict(self), "out": str(self.out)}
 
 
 def export_trace(
     path: Path, format: str, out: Path, *, num_hidden_layers: int | None = None, overwrite: bool = False
 ) -> Exported:
-    """Write a trace or counts in a foreign format. A format of counts counts a trace, forward by forward.
+    """Write a trace or counts in a foreign format. In a format of counts, a trace is counted forward by forward.
 
     Args:
         format: one of `formats_with("write_routes", "write_counts")`, or the dotted name of such a module.
-        num_hidden_layers: the model's layers with and without experts, if the last has none.
+        num_hidden_layers: number of layers with and without experts; required if the last layer has no experts.
 
     Effects: writes `out` whole or not at all.
 
@@ -56,9 +56,7 @@ def export_trace(
         durable.require_writable(out)
     source = open_workload(path)
     if isinstance(source, ExpertCounts) and not hasattr(writer, "write_counts"):
-        raise UsageError(
-            f"{path} holds counts and no routes; export to one of {', '.join(formats_with('write_counts'))}"
-        )
+        raise UsageError(f"{path} holds counts, not routes; export to one of {', '.join(formats_with('write_counts'))}")
     counts = isinstance(source, ExpertCounts) or not hasattr(writer, "write_routes")
     write = writer.write_counts if counts else writer.write_routes
     given = _counted(source) if counts else source

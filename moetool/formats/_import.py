@@ -39,7 +39,7 @@ class Imported:
         bytes: size of the folder.
         format: the format that was read.
         guessed: reason for the detected format; empty where it was given.
-        notes: missing data, and values that differ from the files.
+        notes: missing data, and values that differ from those in the files.
     """
 
     out: Path
@@ -55,7 +55,7 @@ class Imported:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """Return a JSON object."""
         return {**asdict(self), "out": str(self.out)}
 
 
@@ -90,9 +90,9 @@ def import_trace(
         mapping: column of each field, for formats with `TAKES_MAP`.
 
     Raises:
-        UsageError: a file does not exist, the format is unknown or cannot be detected, two files have one task, `out`
-            exists, a number of the model is neither in the file nor given, or `tokens_as` is given for files with
-            marked prompts.
+        UsageError: a file does not exist, the format is unknown or cannot be detected, a sequence of a task occurs
+            twice, `out` exists, a fact about the model is neither in the file nor given, or `tokens_as` is given for
+            files with marked prompts.
         MismatchError: a file is damaged or of another format, or the files are of different models.
     """
     durable.require_absent(out, overwrite, MANIFEST)
@@ -113,11 +113,11 @@ def import_trace(
     for file in files:
         if not (file.is_dir() if folders else file.is_file()):
             if file.is_dir():
-                raise UsageError(f"{file} is a directory, and {format} needs files: give them, as in {file}/*")
+                raise UsageError(f"{file} is a directory, but {format} needs files: give them, as in {file}/*")
             raise UsageError(f"no {'directory' if folders else 'file'} at {file}; give the path of a {format} file")
     takes_map = getattr(reader, "TAKES_MAP", False)
     if mapping and not takes_map:
-        raise UsageError(f"{format} has columns of its own; leave out --map, or use --format columns")
+        raise UsageError(f"{format} has fixed columns; leave out --map, or use --format columns")
     more = {"mapping": mapping} if takes_map else {}
     provenance = {
         "imported": {
@@ -129,7 +129,7 @@ def import_trace(
     }
     if hasattr(reader, "read_counts"):
         if tokens_as or said.task:
-            raise UsageError(f"{format} counts and has no tokens; leave out --as and --set task")
+            raise UsageError(f"{format} holds counts without tokens; leave out --as and --set task")
         return _write_counts(reader.read_counts(files, said.facts(), **more), files, out, provenance, overwrite)
     facts = said.facts()
     sources = [(file, _sha256(file), reader.read_routes(file, facts, **more)) for file in files]
@@ -168,20 +168,20 @@ def _check_sources(sources: Sequence[_Source], task: str | None, tokens_as: str 
         if not other.sequences:
             raise MismatchError(f"{file} has no request with a prompt, expected some; record again from the beginning")
         if tokens_as and any(sequence.prompt_tokens is not None for sequence in other.sequences):
-            raise UsageError(f"{file} tells the prompt from new tokens itself; leave out --as")
+            raise UsageError(f"{file} marks prompts and new tokens itself; leave out --as")
         for sequence in other.sequences:
             key = (sequence.task or task or other.task, sequence.name)
             if key in names:
                 twin = sources[names[key]][0]
                 raise UsageError(
-                    f"{file} and {twin} are both of the task {key[0]!r} and have the sequence {key[1]!r}; give each "
-                    f"file once, and import those of one task one by one"
+                    f"{file} and {twin} both have the sequence {key[1]!r} of the task {key[0]!r}; give each file once, "
+                    f"and import files of one task one by one"
                 )
             names[key] = i
 
 
 def _twins(sources: Sequence[_Source]) -> list[str]:
-    """Warn of files with equal content, such as those of the ranks of one tensor-parallel group."""
+    """Return warnings of files with equal routes, such as those of the ranks of one tensor-parallel group."""
     seen: dict[bytes, Path] = {}
     found = []
     for file, _, routes in sources:
@@ -322,7 +322,7 @@ def _rows(sequence: RouteSequence, request: int, first_forward: int, prompt_toke
 
 
 def _by_forward(batches: Sequence[TokenBatch]) -> Iterator[TokenBatch]:
-    """Return the rows of sequences in the order of their forwards."""
+    """Yield the rows of sequences in the order of their forwards."""
     starts = [int(batch.forward_T[0]) for batch in batches]
     ends = [int(batch.forward_T[-1]) for batch in batches]
     if all(end < start for end, start in zip(ends, starts[1:], strict=False)):

@@ -27,7 +27,7 @@ class Settings(SaidFacts):
             the trace then belongs to that model.
         task: task of files that do not name it.
         moe_layers: the layers with experts, such as 1..26 or 1,3,5.
-        drop_tokens: leave out token ids, from which text can be read.
+        drop_tokens: leave out token ids, which reveal the text.
 
     Raises:
         UsageError: a number is out of range, or two settings give the same fact.
@@ -60,7 +60,11 @@ class Settings(SaidFacts):
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Parse layers such as `1..26` or `1,3,5`. Raises: UsageError: it is neither."""
+    """Parse layers such as `1..26` or `1,3,5`.
+
+    Raises:
+        UsageError: the text has neither form.
+    """
     if match := re.fullmatch(r"(\d{1,6})\s*\.\.\s*(\d{1,6})", text.strip()):
         layers = tuple(range(int(match[1]), int(match[2]) + 1))
     elif re.fullmatch(r"\d{1,6}(\s*,\s*\d{1,6})*", text.strip()):

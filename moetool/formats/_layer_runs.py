@@ -1,12 +1,12 @@
 """Routes in the order of the model's layers, without token numbers: recovery of forwards and requests.
 
 An engine that hooks its router writes, for each forward, the tokens of the first MoE layer, then those of the next.
-A forward therefore ends where the layer number falls. Such files leave out two things:
+A forward therefore ends where the layer number falls. Such files lack two things:
 
-- Requests: a forward of several tokens is a prompt (or a chunk of one), a forward of one token a new token. A request
-  begins with the first prompt chunk after a new token.
-- Prompt tokens in the last layer: engines that need logits for the last token only skip the others there. The missing
-  tokens repeat the experts of the next token that has some, so that the union is as recorded.
+- Requests. A forward of several tokens counts as a prompt (or a chunk of one), a forward of one token as a new token. A
+  request begins with the first prompt chunk after a new token.
+- Prompt tokens in the last layer. Engines that need logits for the last token only skip the other tokens there. These
+  repeat the experts of the next token that has some, so that the union is as recorded.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class LayerRows:
     Attributes:
         layer_R: absolute layer.
         experts_RK: experts of the token.
-        weights_RK: weights of the experts, where the file has them.
-        decode_R: whether the row is a new token, where the file marks it.
-        most_drafts: most tokens in a forward of new tokens (above 1: drafts that are verified together).
+        weights_RK: weights of the experts, if the file has them.
+        decode_R: whether the row is a new token, if the file marks it.
+        most_drafts: maximum tokens in a forward of new tokens (above 1: drafts that are verified together).
     """
 
     layer_R: np.ndarray
@@ -48,8 +48,8 @@ class TokenRows:
         experts_TLK, weights_TLK: as in the file.
         forward_T: running number of the forward.
         starts: first token of each request.
-        prompt_tokens: of each request; None where it begins with new tokens.
-        filled: prompt tokens that had no row in the last layer.
+        prompt_tokens: number of prompt tokens of each request; None if it begins with new tokens.
+        filled: number of prompt tokens that had no row in the last layer.
     """
 
     layers: list[int]
@@ -64,7 +64,7 @@ class TokenRows:
         """Return the checked routes of the file, each request a sequence.
 
         Args:
-            notes: notes of the file; extended where tokens had no row in the last layer.
+            notes: notes on the file, extended if tokens had no row in the last layer.
             with_forwards: keep the forward that each token ran in.
 
         Raises:
@@ -128,7 +128,7 @@ def by_token(path: Path, rows: LayerRows) -> TokenRows:
     row_TL = start_FL[forward_T] + offset_T[:, None]
     absent_T = np.zeros(num_tokens, bool)
     if num_layers > 1:
-        # the last layer has rows of the forward's last tokens only
+        # The last layer may have rows of the forward's last tokens only.
         short_F = tokens_F - tokens_FL[:, -1]
         absent_T = offset_T < short_F[forward_T]
         row_TL[:, -1] -= short_F[forward_T]

@@ -26,9 +26,9 @@ class SaidFacts:
 
     Attributes:
         name: display name of the model.
-        num_hidden_layers: its layers with and without experts.
-        first_k_dense: how many layers without experts come first; all later ones have experts.
-        num_experts: experts of each MoE layer.
+        num_hidden_layers: number of layers with and without experts.
+        first_k_dense: number of first layers without experts; all later layers have experts.
+        num_experts: number of experts in each MoE layer.
         top_k: experts per token and layer.
         expert_bytes: bytes of one expert.
         hidden_size: width of the residual stream.
@@ -49,7 +49,7 @@ class ModelFacts(SaidFacts):
 
     Attributes:
         spec: spec of a local model or trace; it must agree with the files and replaces theirs.
-        moe_layers: the layers with experts, where these are not simply the last ones.
+        moe_layers: the layers with experts, if not all layers after `first_k_dense`.
     """
 
     spec: ModelSpec | None = None
@@ -76,7 +76,7 @@ class ModelFacts(SaidFacts):
         return layers
 
     def said(self, path: object, what: str) -> int:
-        """Return a given number that the file lacks (`what`: an attribute's name).
+        """Return a given fact that the file lacks (`what`: an attribute's name).
 
         Raises:
             UsageError: it is not given.
@@ -86,7 +86,7 @@ class ModelFacts(SaidFacts):
         raise UsageError(f"{path} lacks {what} of its model; add --set model=PATH or --set {what}=NUMBER")
 
     def known(self, what: str) -> int | None:
-        """Return a number if it is given (`what`: an attribute's name)."""
+        """Return a fact if it is given (`what`: an attribute's name)."""
         if (value := getattr(self, what)) is not None:
             return int(value)
         if self.spec is not None and what in ("num_experts", "top_k", "expert_bytes"):
@@ -208,7 +208,7 @@ def hidden_layers(spec: ModelSpec, asked: int | None) -> int:
     """Return the number of the model's layers (default: up to the last with experts).
 
     Raises:
-        UsageError: the given number is too small.
+        UsageError: `asked` is too small.
     """
     least = max(spec.layer_ids_L) + 1
     if asked is not None and asked < least:
@@ -217,11 +217,11 @@ def hidden_layers(spec: ModelSpec, asked: int | None) -> int:
 
 
 def require_even(spec: ModelSpec, format: str) -> None:
-    """Raises: MismatchError where layers have different numbers of experts, or tokens use different numbers of them."""
+    """Raise MismatchError if layers differ in their number of experts or in top-k."""
     for name in ("num_experts_L", "top_k_L"):
         if len(set(getattr(spec, name))) > 1:
             raise MismatchError(
-                f"{format} knows one {name.removesuffix('_L')} for all layers, but {spec.name} has "
+                f"{format} has one {name.removesuffix('_L')} for all layers, but {spec.name} has "
                 f"{_span(getattr(spec, name))}; export to policylang or moe_cache_lab"
             )
 
@@ -229,6 +229,6 @@ def require_even(spec: ModelSpec, format: str) -> None:
 def revision_of(model: str, header: dict[str, Any]) -> str:
     """Return a revision for a model known by its routes only: equal for equal names and headers.
 
-    It never equals that of a checkpoint (`moetool.models.spec.revision`): nothing shows that the weights are the same.
+    It never equals a checkpoint's (`moetool.models.spec.revision`), since the weights are unknown.
     """
     return hashlib.sha256(json.dumps(["routes", model, header], sort_keys=True).encode()).hexdigest()

@@ -24,11 +24,11 @@ def load(path: Path) -> dict[str, Any]:
 
     try:
         pack = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged archive fails in a dozen ways, some of them in the zip reader
+    except Exception as error:  # a damaged archive raises many types, some of them in the zip reader
         if isinstance(error, pickle.UnpicklingError) and (asked := re.search(r"GLOBAL (\S+)", str(error))):
             raise MismatchError(
-                f"{path} asks for {asked[1]}, expected tensors, lists and numbers alone; moetool does not run the code "
-                f"of a file: record again with SGLang"
+                f"{path} needs {asked[1]}, expected only tensors, lists and numbers, since moetool runs no code of "
+                f"a file; record again with SGLang"
             ) from None
         reason = "not made by torch.save" if isinstance(error, pickle.UnpicklingError) else first_line(error)[:200]
         raise MismatchError(f"{path} is not a complete .pt file ({reason}); record again") from None
@@ -47,7 +47,7 @@ def array(where: object, holder: dict[str, Any], key: str, dimensions: int) -> n
 
     value = holder.get(key)
     if not isinstance(value, torch.Tensor):
-        raise MismatchError(f"{where} has no tensor {key!r}, expected one; it is of another mode of the recorder")
+        raise MismatchError(f"{where} has no tensor {key!r}, expected one; is it of another mode of the recorder?")
     if value.dim() != dimensions or value.is_floating_point() or value.is_complex() or value.is_sparse:
         raise MismatchError(
             f"{where} has {key} of {value.dtype} {list(value.shape)}, expected whole numbers in {dimensions} dimensions"
@@ -66,7 +66,11 @@ def records_of(pack: dict[str, Any]) -> str | None:
 
 
 def records(path: Path, pack: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the records of the modes per_pass and per_token. Raises: MismatchError: there are none."""
+    """Return the records of the modes per_pass and per_token.
+
+    Raises:
+        MismatchError: there are none.
+    """
     found = pack.get("records")
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
         raise MismatchError(f"{path} has no records, expected those of per_pass or per_token; use sglang_stat for stat")
@@ -78,7 +82,7 @@ def records(path: Path, pack: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def logical_map(path: Path, pack: dict[str, Any]) -> np.ndarray:
-    """logical_HP int64: the expert in each physical slot of each layer.
+    """Return logical_HP int64: the expert in each physical slot of each layer.
 
     Raises:
         MismatchError: it is missing, or an expert has no slot in a layer.
@@ -93,8 +97,8 @@ def logical_map(path: Path, pack: dict[str, Any]) -> np.ndarray:
     for layer, slots in enumerate(logical_HP):
         if slots.min(initial=0) < 0 or not np.array_equal(np.unique(slots), np.arange(num_experts)):
             raise MismatchError(
-                f"{path}: the slots of layer {layer} do not hold the experts 0 to {num_experts - 1}, each at least "
-                f"once, expected a last_physical_to_logical_map of SGLang"
+                f"{path}: the slots of layer {layer} do not hold each of the experts 0 to {num_experts - 1}; is "
+                f"last_physical_to_logical_map SGLang's?"
             )
     if not num_experts:
         raise MismatchError(f"{path} has an empty last_physical_to_logical_map; record again")
@@ -106,7 +110,7 @@ def map_notes(logical_HP: np.ndarray) -> list[str]:
     num_experts = int(logical_HP.max()) + 1
     if np.array_equal(logical_HP, np.tile(np.arange(logical_HP.shape[1]) % num_experts, (len(logical_HP), 1))):
         return []
-    return ["slots became experts by the last mapping of the run; if it was rebalanced while recording, some are wrong"]
+    return ["slots became experts by the last mapping of the run; some are wrong if it was rebalanced while recording"]
 
 
 def trivial_map(num_hidden_layers: int, num_experts: int) -> Any:
@@ -117,7 +121,7 @@ def trivial_map(num_hidden_layers: int, num_experts: int) -> Any:
 
 
 def counts_with_dense(counts_WLE: np.ndarray, layers: tuple[int, ...], num_hidden_layers: int) -> np.ndarray:
-    """counts_WHE int32 (int64 where they are too large), zero in the layers without experts."""
+    """Return counts_WHE int32 (int64 if too large), zero in the layers without experts."""
     dtype = np.int32 if counts_WLE.max(initial=0) < 2**31 else np.int64
     counts_WHE = np.zeros((len(counts_WLE), num_hidden_layers, counts_WLE.shape[2]), dtype)
     counts_WHE[:, list(layers)] = counts_WLE

@@ -1,6 +1,6 @@
 """Common parts of SGLang's and vLLM's routed experts: files of responses, with rows for every layer.
 
-A file is one response, a JSON list of them, or one per line.
+A file holds one response, a JSON list of responses, or one response per line.
 """
 
 import base64
@@ -27,7 +27,7 @@ NOTES = [
 
 
 def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Yield every response of a file with its place.
+    """Return every response of a file, with its place for messages.
 
     Raises:
         MismatchError: the file is not text, or not JSON; the error names the line.
@@ -71,7 +71,11 @@ def field(where: str, holder: Any, name: str, kind: type) -> Any:
 
 
 def decoded(where: str, text: str) -> bytes:
-    """Return the bytes of a base64 text. Raises: MismatchError: it is not base64."""
+    """Return the bytes of a base64 text.
+
+    Raises:
+        MismatchError: it is not base64.
+    """
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -90,12 +94,12 @@ def sequence(
 ) -> tuple[RouteSequence, ModelSpec, int]:
     """Return the routes of one answer, its model, and the position of the first row.
 
-    There is one row less than tokens, since the last token is never forwarded. Other missing rows are at the beginning
-    and were not requested.
+    There is one row less than tokens, since the last token is never forwarded. Further missing rows are those at the
+    beginning that the client did not request.
 
     Args:
         prompt_tokens: the engine's count of prompt tokens.
-        new_tokens: new tokens of this answer; None: unknown, and the rows begin with the prompt.
+        new_tokens: number of new tokens in this answer; if None, the rows must begin with the prompt.
         token_ids: token ids of prompt and answer.
 
     Raises:
@@ -108,8 +112,8 @@ def sequence(
     if prompt_tokens is not None:
         start = prompt_tokens + new_tokens - 1 - num_rows if new_tokens is not None else 0
         if start < 0 or num_rows < prompt_tokens - start:
-            tokens = f"{prompt_tokens} tokens of prompt" + (f" and {new_tokens} new ones" if new_tokens else "")
-            raise MismatchError(f"{where} has {num_rows} rows for {tokens}, expected one less than tokens; ask again")
+            tokens = f"{prompt_tokens} prompt tokens" + (f" and {new_tokens} new ones" if new_tokens else "")
+            raise MismatchError(f"{where} has {num_rows} rows for {tokens}, expected one less; request it again")
         if start >= prompt_tokens:
             raise MismatchError(
                 f"{where} has no row of its prompt of {prompt_tokens} tokens; ask for the routes from its beginning"
@@ -134,13 +138,13 @@ def sequence(
 
 
 def routes(path: Path, found: list[tuple[RouteSequence, ModelSpec, int]]) -> Routes:
-    """Return all answers of a file; token ids are kept where all have them."""
+    """Return all answers of a file."""
     sequences, spec = [one for one, _, _ in found], found[0][1]
     notes = list(NOTES)
     if any(start for _, _, start in found):
-        notes.append("some prompts were recorded from a later position on: their tokens before it are missing")
+        notes.append("some prompts were recorded from a later position: their earlier tokens are missing")
     if any(one.prompt_tokens is None for one in sequences):
-        notes.append("responses without a usage do not mark where new tokens begin")
+        notes.append("responses without a usage do not mark the first new token")
     return Routes(spec=spec, task=path.stem, sequences=sequences, notes=notes)
 
 
@@ -163,8 +167,8 @@ def write_responses(
             file.write(json.dumps(response, ensure_ascii=False) + "\n")
     return [
         f"{format} has no weights, logits, embeddings or tasks, and does not record which requests ran together",
-        f"{num_layers} layers, zeros in those without experts; every answer has one token more than rows after the "
-        f"prompt, as an engine counts",
+        f"{num_layers} layers, zeros in those without experts; an answer's number of new tokens includes the last one, "
+        f"which has no row",
     ]
 
 

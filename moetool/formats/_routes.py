@@ -1,8 +1,8 @@
 """Routes between a foreign file and a trace: the experts of each token.
 
-A module of `moetool.formats` may have any of these; `moetool.formats._import` and `moetool.formats._export` call them:
+A module of `moetool.formats` may have these functions, for `moetool.formats._import` and `moetool.formats._export`:
 
-    recognize(sample) -> reason | None                      whether a file is of the format (`_sample`, `_guess`)
+    recognize(sample) -> reason | None                      whether a file has the format (`_sample`, `_guess`)
     read_routes(path, facts) -> Routes                      a file as sequences of tokens
     read_counts(paths, facts) -> Counted                    files that only count (`moetool.trace.expert_counts`)
     write_routes(trace, out, num_hidden_layers) -> notes    a trace as a file (a folder where the module says so)
@@ -36,13 +36,13 @@ class RouteSequence:
         prompt_tokens: number of prompt rows; None where the file does not mark them (teacher-forced).
         new_tokens: number of generated tokens (default: the rows after the prompt). An engine counts one more, which it
             samples and never forwards.
-        task: task of this sequence, where a file has several.
+        task: task of this sequence, if a file has several.
 
     Shapes:
         experts_TS uint16; weights_TS float16 or None, with S = sum of top_k_L, layer-major, the experts in the file's
         order; logits_TF float16 or None, with F = sum of num_experts_L; token_id_T int32 or None; position_T int32 or
-        None (from 0 on); forward_T int32, the forward that each token ran in, or None: one sequence after the other,
-        its prompt at once.
+        None (from 0 on); forward_T int32, the forward that each token ran in, or None (one sequence after the other,
+        each prompt in one forward).
     """
 
     name: str
@@ -75,11 +75,15 @@ class Routes:
 
 
 def one_task(trace: "Trace", format: str) -> str:
-    """Return the only task of a trace. Raises: MismatchError: it has several."""
+    """Return the only task of a trace.
+
+    Raises:
+        MismatchError: it has several.
+    """
     tasks = sorted(set(trace.requests["task"].to_pylist()))
     if len(tasks) != 1:
         raise MismatchError(
-            f"{format} has one task a file, but {trace.path} has {len(tasks)}; part it with: moetool trace split "
+            f"{format} has one task per file, but {trace.path} has {len(tasks)}; split it with: moetool trace split "
             f"{trace.path} --by task --out DIR"
         )
     return str(tasks[0])
@@ -93,7 +97,7 @@ def whole_requests(trace: "Trace", columns: Sequence[str] = ()) -> "Iterator[tup
 
 
 def prompt_rows(rows: "TokenBatch") -> int:
-    """Number of prompt rows of a request."""
+    """Return the number of prompt rows of a request."""
     return int(np.count_nonzero(rows.phase_T == Phase.PREFILL))
 
 
@@ -113,10 +117,10 @@ def renormalized(spec: ModelSpec, facts: ModelFacts, weights_TS: np.ndarray | No
 
 
 def check(path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.ndarray | None) -> None:
-    """Refuse invalid rows. Weights may be zero, but not for every token of a layer.
+    """Check the rows. Weights may be zero, but not for every token of a layer.
 
     Raises:
-        MismatchError: the first invalid layer, with the values found and expected.
+        MismatchError: a layer is invalid.
     """
     if not len(experts_TS):
         raise MismatchError(f"{path} has no tokens, expected some; record again")
@@ -128,8 +132,8 @@ def check(path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.
         start += top_k
         if not experts.any() and (weights is None or not weights.any()):
             raise MismatchError(
-                f"{name} is all zero, expected its experts: a layer without experts is recorded so, and any layer "
-                f"where the recorder was off; name the layers with experts with {SAY_LAYERS}, or record again"
+                f"{name} is all zero, expected its experts: it has none, or the recorder was off; name the layers with "
+                f"experts with {SAY_LAYERS}, or record again"
             )
         if experts.min() < 0 or experts.max() >= num_experts:
             wrong = experts[(experts < 0) | (experts >= num_experts)][0]

@@ -1,7 +1,4 @@
-"""The beginning of a file, read once for the detection by every format; and the reader of numeric CSV files.
-
-A module of `moetool.formats` may have `recognize(sample) -> str | None`: the reason if the file has that format.
-"""
+"""The beginning of a file, read once for detection by every format; and the reader of numeric CSV files."""
 
 import json
 from dataclasses import dataclass
@@ -26,7 +23,7 @@ class FileSample:
 
     @cached_property
     def head(self) -> bytes:
-        """Return its first bytes; none for a folder."""
+        """Return the first bytes; none for a folder."""
         if not self.path.is_file():
             return b""
         with self.path.open("rb") as file:
@@ -34,7 +31,7 @@ class FileSample:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Return its first whole nonblank lines; none where it is not text."""
+        """Return the first complete nonblank lines; none if the file is not text."""
         try:
             text = self.head.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -49,7 +46,7 @@ class FileSample:
 
     @cached_property
     def first_object(self) -> dict[str, Any]:
-        """Return the first JSON object of JSON lines, a JSON list or the file; empty where there is none."""
+        """Return the first JSON object of JSON lines, of a JSON list or of the file; empty without one."""
         found: Any = None
         try:
             found = json.loads(self.lines[0]) if self.lines else None

@@ -11,10 +11,10 @@ from moetool.placement._placement_plan import PlacementPlan
 
 
 def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
-    """Return the experts of a plan as [L, G, S], with equal counts on each GPU; GPUs are ranks in their order.
+    """Return the experts of a plan as [L, G, S], with S slots of each layer on every GPU; GPUs are ranks in order.
 
     Raises:
-        MismatchError: the plan has unequal counts, or layers of different width, which the format cannot hold.
+        MismatchError: the plan has unequal slots, or layers of different width, which the format cannot hold.
     """
     plan.validate()
     if len(set(plan.spec.num_experts_L)) > 1:

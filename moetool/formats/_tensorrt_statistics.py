@@ -21,7 +21,7 @@ _KEY = re.compile(r"(\d{1,9})_(\d{1,6})")
 
 
 def recognized(path: Path, raw: bool) -> str | None:
-    """Return the reason if a folder holds such statistics, or their raw kind."""
+    """Return the reason if a folder holds such statistics (`raw`: those of tokens)."""
     if not (path / META).is_file():
         return None
     files = [file.name for file in path.glob("rank*.safetensors") if file.stem.endswith("_raw") == raw]
@@ -29,14 +29,14 @@ def recognized(path: Path, raw: bool) -> str | None:
 
 
 def read_meta(folder: Path) -> tuple[int, int]:
-    """num_experts and num_experts_per_token.
+    """Return num_experts and num_experts_per_token.
 
     Raises:
         UsageError: the path is not a folder.
         MismatchError: meta_info.json is missing or invalid.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a directory, expected the one that EXPERT_STATISTIC_PATH named")
+        raise UsageError(f"{folder} is not a directory, expected that of EXPERT_STATISTIC_PATH")
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         values = [meta["num_experts"], meta["num_experts_per_token"]]
@@ -92,7 +92,7 @@ def write_meta(folder: Path, num_experts: int, top_k: int) -> None:
 
 
 def write_counts(folder: Path, counts_WLE: np.ndarray, layers: tuple[int, ...]) -> None:
-    """Write rank0.safetensors; iterations count from 0."""
+    """Write counts to rank0.safetensors, with iterations from 0."""
     from safetensors.numpy import save_file
 
     arrays = {

@@ -1,4 +1,4 @@
-"""colibri's `ROUTE_TRACE`: a line for each call of a MoE layer and row of its batch.
+"""colibri's `ROUTE_TRACE`: a line for each row of each call of a MoE layer.
 
     <call> <row> <layer> <expert>:<weight> <expert>:<weight> …
 
@@ -62,7 +62,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
 
 def _rows(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """call, row, layer int64 [R, 3]; experts int64 and weights float32 [R, K]."""
+    """Return call, row and layer int64 [R, 3], experts int64 [R, K] and weights float32 [R, K]."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except UnicodeDecodeError:
@@ -71,7 +71,7 @@ def _rows(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ) from None
     lines = [line for line in lines if line.strip()]
     if not lines:
-        raise MismatchError(f"{path} has no lines; an engine that opens ROUTE_TRACE and writes nothing leaves it so")
+        raise MismatchError(f"{path} has no lines, expected those of a run with ROUTE_TRACE; run the engine again")
     wide = 3 + 2 * lines[0].count(":")
     for at, line in enumerate(lines, 1):
         if not _LINE.fullmatch(line.strip()) or 3 + 2 * line.count(":") != wide:
@@ -86,7 +86,7 @@ def _rows(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _check_calls(path: Path, heads_R3: np.ndarray) -> None:
-    """Raises: MismatchError where calls go back, or a call's rows are not 0, 1, 2, …: lines are missing."""
+    """Raise MismatchError if calls go back, or a call's rows are not 0, 1, 2, …"""
     call_R, row_R, layer_R = heads_R3.T
     new_R = np.diff(call_R, prepend=call_R[0] - 1) != 0
     start_R = np.maximum.accumulate(np.where(new_R, np.arange(len(call_R)), 0))

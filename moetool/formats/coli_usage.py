@@ -1,11 +1,11 @@
-"""colibri's `.coli_usage`: how often each expert was selected, over the life of the file.
+"""colibri's `.coli_usage`: selections of each expert, over the life of the file.
 
-    -1 <layers> <experts>          the model's layers (those with experts are numbered up to this, a draft head's too)
+    -1 <layers> <experts>          the model's layers; MoE layers and that of a draft head are numbered up to this
     -2 <version> <engine>          version 1; the engine's name as a 32-bit FNV-1a hash
-    <layer> <expert> <count>       where the count is not 0
+    <layer> <expert> <count>       for counts above 0
 
-Older files have the triples without header lines. The binary layout of its engine inkling: "IKU1",
-uint32 layers and experts, then uint32 counts [layers, experts]. Counts may have decayed (`COLI_USAGE_DECAY`).
+Older files have no header lines. The engine inkling has a binary layout: "IKU1", uint32 layers and experts, then uint32
+counts [layers, experts]. Counts may have decayed (`COLI_USAGE_DECAY`).
 
 Source: github.com/JustVugg/colibri, c/route_trace.h.
 """
@@ -56,7 +56,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
     rows = np.concatenate([triples for _, triples in found])
     limit = facts.num_hidden_layers
     if limit is not None and (rows[:, 0] >= limit).any():
-        notes.append(f"layers from {limit} on are of a draft head and left out")
+        notes.append(f"layers from {limit} on belong to a draft head and are left out")
     layers = np.unique(rows[:, 0] if limit is None else rows[rows[:, 0] < limit, 0])
     if (high := rows[:, 1].max()) >= num_experts:
         raise MismatchError(f"{paths[0]} counts expert {high}, expected 0 to {num_experts - 1}; is it of this model?")
@@ -68,8 +68,8 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
     sums_L = counts_WLE.sum(axis=(0, 2))
     if (sums_L != sums_L[0]).any():
         notes.append(
-            f"layers were counted for {sums_L.min():,} to {sums_L.max():,} selections: counts that decay round "
-            f"differently, and a draft head runs less often"
+            f"layers have {sums_L.min():,} to {sums_L.max():,} selections: decayed counts are rounded, and draft heads "
+            f"run less often"
         )
     return Counted(spec=spec, counts_WLE=counts_WLE, notes=notes)
 
@@ -99,7 +99,7 @@ def _read(path: Path, notes: list[str]) -> tuple[tuple[int, int] | None, np.ndar
             notes.append(f"{path.name} was written by {name}")
     counts = triples[triples[:, 0] >= 0]
     if shape is None:
-        notes.append(f"{path.name} has no header: its shape is the given one, and its engine unknown")
+        notes.append(f"{path.name} has no header: its shape is as given, and its engine is unknown")
     elif not 0 < shape[0] <= _MOST_LAYERS or shape[1] < 1 or (counts[:, 0] > shape[0]).any():
         raise MismatchError(
             f"{path} says {shape} (layers, experts) and counts layer {counts[:, 0].max()}; it is damaged"
@@ -139,4 +139,4 @@ def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = No
         for place, layer in enumerate(counted.spec.layer_ids_L):
             for expert in np.flatnonzero(counts_LE[place]).tolist():
                 file.write(f"{layer} {expert} {min(int(counts_LE[place, expert]), 2**32 - 1)}\n")
-    return ["all passes are added up; there is no header, so colibri cannot check the model: start it with PIN=FILE"]
+    return ["all passes are summed; without a header colibri cannot check the model: start it with PIN=FILE"]

@@ -1,6 +1,6 @@
 """Any table of counts: a row for each layer and expert with a number of tokens.
 
-Names of columns or `--map` give their meaning (`moetool.formats._column_table`).
+Columns are identified by name or `--map` (`moetool.formats._column_table`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
     """Return the counts of each file as a pass; an expert without a row has 0.
 
     Raises:
-        MismatchError: a file is damaged, or has an expert twice.
+        MismatchError: a file is damaged, or has an expert of a layer twice.
         UsageError: a column is unknown, or the number of experts, top-k or the bytes of an expert are not given.
     """
     found, notes = [], []
@@ -46,7 +46,9 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
             axis=1,
         )
         if len(np.unique(rows_R3[:, :2], axis=0)) < len(rows_R3):
-            raise MismatchError(f"{path} has an expert of a layer twice, expected one row for each; is there a token?")
+            raise MismatchError(
+                f"{path} has an expert of a layer twice, expected one row for each; is it a table of tokens?"
+            )
         found.append(rows_R3)
         notes.append(f"{path.name}: columns were read as {mapped.used}")
     rows = np.concatenate(found)

@@ -1,8 +1,8 @@
-"""Any table of routes: a row for each token and layer with a list of experts, or one for each expert that it uses.
+"""Any table of routes: a row per token and layer with a list of experts, or a row per expert that a token uses.
 
-Names of columns or `--map` give their meaning (`moetool.formats._column_table`). `token` is the position in its
-request; without it, rows are in the order of the model's layers (`moetool.formats._layer_runs`). Without `request` the
-file is one request. `phase` (prefill or prompt, decode or generated; 0 or 1) marks the prompt.
+Columns are identified by name or `--map` (`moetool.formats._column_table`). `token` is the position in its request;
+without it, rows are in the order of the model's layers (`moetool.formats._layer_runs`). Without `request` the file is
+one request. `phase` (prefill or prompt, decode or generated; 0 or 1) marks the prompt.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def read_routes(path: Path, facts: ModelFacts, mapping: Mapping[str, str] | None
 
 
 class _Rows:
-    """The file as a row for each expert that a token uses in a layer."""
+    """The file with a row for each expert that a token uses in a layer."""
 
     def __init__(self, path: Path, mapped: MappedColumns) -> None:
         self.path, self.mapped = path, mapped

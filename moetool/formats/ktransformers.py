@@ -22,12 +22,12 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     """Write the counts behind a plan; return notes on them.
 
     Raises:
-        MismatchError: a trace of the plan has changed, the plan names none or does not say which requests it was made
-            from, or its layers differ in width.
-        UsageError: a trace is gone, or `num_hidden_layers` is too small.
+        MismatchError: a trace of the plan has changed, the plan names no trace, its requests are unknown, or its layers
+            differ in width.
+        UsageError: a trace is missing, or `num_hidden_layers` is too small.
     """
     if not plan.traces:
-        raise MismatchError("KTransformers takes counts, and this plan names no trace to count; plan from a trace")
+        raise MismatchError("KTransformers takes counts, but this plan names no trace to count; plan from a trace")
     if len(set(plan.spec.num_experts_L)) > 1:
         raise MismatchError(f"KTransformers needs one width for all layers, but {plan.spec.name} has several")
     count_LE = np.zeros((hidden_layers(plan.spec, num_hidden_layers), plan.spec.num_experts))

@@ -1,10 +1,10 @@
 """llama.cpp's importance matrix, which counts the tokens of each expert during calibration.
 
-GGUF: for each tensor `blk.N.ffn_gate_exps.weight` (and `up`, `down`, or `gate_up`) of an MoE layer, `.counts` [E, 1]
-float32 beside `.in_sum2`; for the dense tensors of a layer one count, that of all tokens, from which top-k follows.
+GGUF: each tensor `blk.N.ffn_gate_exps.weight` (and `up`, `down`, or `gate_up`) of a MoE layer has `.counts` [E, 1]
+float32 next to `.in_sum2`. The dense tensors of a layer have one count, that of all tokens, from which top-k follows.
 
-The older `.dat` layout has, for each tensor, its name, a number of calls and mean squares, but no counts of experts. It
-is refused, and so is its conversion to GGUF by llama-imatrix, which has one count for all experts.
+The older `.dat` layout has the name, a number of calls and mean squares of each tensor, but no counts of experts. It is
+refused, as is its conversion to GGUF by llama-imatrix, which has one count for all experts.
 
 Source: github.com/ggml-org/llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
 """
@@ -37,7 +37,7 @@ def recognize(sample: FileSample) -> str | None:
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
-    """The counts of each file, as a pass.
+    """Return the counts of each file as a pass.
 
     Raises:
         MismatchError: a file is damaged, of the layout without counts, or the files are of different models.
@@ -73,7 +73,7 @@ class _Matrix:
             raise MismatchError(f"{path} has no counts of experts (ffn_*_exps), expected some; is the model an MoE?")
         self.layers = sorted(experts)
         self.counts_LE = np.stack([self._of_layer(path, layer, experts[layer], notes) for layer in self.layers])
-        # the last layer may have been computed for the last tokens only
+        # The last layer may have been computed for the last tokens only.
         shares = {
             float(self.counts_LE[place].sum()) / dense[layer]
             for place, layer in enumerate(self.layers[:-1] or self.layers)

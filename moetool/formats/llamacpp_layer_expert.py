@@ -41,8 +41,8 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     """Read and check the whole file.
 
     Raises:
-        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
-        UsageError: the model's experts or their bytes are not said.
+        MismatchError: it is damaged, not such a file, or of another model than the given one.
+        UsageError: the number of experts or their bytes are not given.
     """
     rows_R2 = read_numbers(path, 2, "layer,expert")
     layer_R, expert_R = rows_R2.T
@@ -63,14 +63,14 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         notes.append(f"top_k {top_k} is the length of the shortest run of rows of one layer")
     if dropped:
         notes.append(
-            f"{dropped} prompt tokens are left out: the file lists the ranking of another token in their place, as "
-            f"moe-trace did before it read strided tensors"
+            f"{dropped} prompt tokens are left out: the file has the ranking of another token in their place, by an "
+            f"error of early versions of moe-trace"
         )
     return tokens.routes(path, facts, notes)
 
 
 def _whole(tokens: TokenRows) -> tuple[TokenRows, int]:
-    """Return the tokens without prompt tokens that were read from a strided view, and the number of those."""
+    """Return the tokens except wrong prompt tokens of early moe-trace versions, and the number of those."""
     size_F = np.bincount(tokens.forward_T)
     end_F = np.cumsum(size_F)
     spans = [slice(int(end_F[f] - size_F[f]), int(end_F[f])) for f in np.flatnonzero(size_F > 1).tolist()]

@@ -41,8 +41,8 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     """Read and check the whole file.
 
     Raises:
-        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
-        UsageError: the model's experts or their bytes are not said.
+        MismatchError: it is damaged, not such a file, or of another model than the given one.
+        UsageError: the number of experts or their bytes are not given.
     """
     first = FileSample(path).lines[:1]
     width = len(first[0].split(",")) if first else 0
@@ -73,14 +73,14 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
                 file.write(f"{token - prompt},{spec.layer_ids_L[place]},{ids}\n")
     notes = ["llamacpp_moe_profile has experts only, and no names of requests"]
     if not decodes:
-        notes.append("the trace has no new tokens, the only ones that --moe-cache-profile counts: it will find nothing")
+        notes.append("the trace has no new tokens, and --moe-cache-profile counts only those: the profile is empty")
     return notes
 
 
 def write_counts(counted: "Counted", out: Path, num_hidden_layers: int | None = None) -> list[str]:
     """Write counts as ranks: the most used expert of a layer of E is written E times, the next E - 1 times.
 
-    A fork orders a layer's experts by how often they occur, and needs no more than that.
+    A fork only orders a layer's experts by their number of occurrences.
 
     Raises:
         MismatchError: the layers differ in shape.
@@ -96,7 +96,7 @@ def write_counts(counted: "Counted", out: Path, num_hidden_layers: int | None = 
             left = {expert: len(ranked) - rank for rank, expert in enumerate(ranked)}
             pos = 0
             while left:
-                # rows of different experts, those with the most occurrences left first
+                # Each row has different experts, those with the most remaining occurrences first.
                 row = sorted(left, key=lambda expert: -left[expert])[:top_k]
                 file.write(f"{pos},{layer},{','.join(map(str, row))}\n")
                 left = {e: n - (e in row) for e, n in left.items() if n - (e in row)}

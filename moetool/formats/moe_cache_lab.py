@@ -4,8 +4,8 @@
     {"record_type": "routing_selection", "phase": "prompt"|"generated", "token_position", "layer", "selected_experts",
      "selected_probabilities": [...] | [], "token_id"}
 
-A file is one sequence: the prompt layer by layer, generated tokens one by one. Deviation: every token needs every
-layer, which the format does not require. Version 2, of encoders and decoders, is refused.
+A file is one sequence: the prompt layer by layer, then generated tokens one by one. Deviation: every token must have
+every layer, which the format does not require. Version 2, for encoders and decoders, is refused.
 
 Source: github.com/birkansit/moe-cache-lab, TRACE_FORMAT.md. The output follows its profile of reproducible bytes (keys
 sorted, no spaces); `created_at` is left out.
@@ -41,7 +41,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
     Raises:
         MismatchError: it is damaged, not such a file, or lacks a token in some layer.
-        UsageError: the model's experts or their bytes are not said.
+        UsageError: the number of experts or their bytes are not given.
     """
     metadata, events = _events(path)
     layers = sorted({event["layer"] for event in events})

@@ -3,11 +3,11 @@
     prompt_id, token_idx, layer_idx int32; selected_experts list<int32>; router_scores, router_softmax, router_logits
     list<float32>; token_id int32; phase, language_tag, domain_tag string; token_loss; kv_shard_id
 
-The file does not describe the model. Interpretation: `layer_idx` is the layer of the model, and the layers that occur
-have experts. `phase` is prefill or prompt, then decode, generated or generation. `domain_tag` is the task. Scores as
-wide as `selected_experts` belong to these, wider ones to all experts. Weights come from `router_scores`, else from
-`router_softmax`; logits from `router_logits` over all experts. `token_loss`, `language_tag` and `kv_shard_id` are left
-out.
+The file does not describe the model. Reading: `layer_idx` is the layer of the model, and the layers that occur are
+those with experts. `phase` is prefill or prompt, then decode, generated or generation. `domain_tag` is the task. Scores
+as wide as `selected_experts` are those of these experts; wider ones are those of all experts. Weights come from
+`router_scores`, else from `router_softmax`; logits come from `router_logits` over all experts. `token_loss`,
+`language_tag` and `kv_shard_id` are left out.
 """
 
 from pathlib import Path
@@ -61,7 +61,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
     Raises:
         MismatchError: it is damaged, not such a file, or lacks a token in some layer.
-        UsageError: the model's experts or their bytes are not said.
+        UsageError: the number of experts or their bytes are not given.
     """
     table = _table(path)
     key = [table[name].to_numpy() for name in ("prompt_id", "token_idx", "layer_idx")]

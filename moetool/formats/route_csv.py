@@ -10,8 +10,7 @@ prompt. `residency` and the column `expert_bytes` (0 for a hit) describe that ru
 The bytes of an expert are those of the header, which differ by layer in mixed quantizations.
 
 That runtime computes a prompt's last layer for the last token only, so the other prompt tokens have no experts there.
-In the trace they repeat the experts of a later prompt token with weight 0, so the union, and the layer's event, stay as
-recorded.
+In the trace they repeat the experts of a later prompt token with weight 0, so that the layer's event is as recorded.
 """
 
 import re
@@ -47,7 +46,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     """Read and check the whole file; each turn of the conversation is a sequence.
 
     Raises:
-        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
+        MismatchError: it is damaged, not such a file, or of another model than the given one.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
-"""SGLang's `--init-expert-location`: JSON with `physical_to_logical_map` [num_hidden_layers][P] and nothing else.
+"""SGLang's `--init-expert-location`: JSON with `physical_to_logical_map` [num_hidden_layers][P] and no other key.
 
-SGLang 0.5.23 passes every key on, so another key is a TypeError there: other facts go to a sidecar. Its layers are all
-hidden layers, those without experts included. Every row must have every logical id: rows of layers without experts hold
-the trivial map. Rank r owns the slots r * P/ep to (r + 1) * P/ep; P = E + `--ep-num-redundant-experts`.
+SGLang 0.5.23 raises TypeError for any other key, so the provenance goes to a sidecar. Rows are all hidden layers, those
+without experts included. Every row must have every logical id, so rows of layers without experts hold the trivial map.
+Rank r owns the slots from r * P/ep up to (r + 1) * P/ep; P = E + `--ep-num-redundant-experts`.
 """
 
 import json

@@ -3,9 +3,9 @@
     {"records": [{"forward_pass_id", "rank", "gatherer_key", "global_physical_count": int [H, P]}, ...],
      "last_physical_to_logical_map": int [H, P]}
 
-The files of all ranks belong together: the counts of a pass are summed, as in SGLang's own reader. (Ranks that share
-the attention of the same tokens count each of them, so the sum is a multiple of the true counts, equal for all
-experts.) The mapping converts slots to experts.
+The files of all ranks belong together: the counts of a pass are summed, as in SGLang's own reader. Ranks that share the
+attention of tokens each count them, so the sum is a multiple of the true counts, equal for all experts. The mapping
+converts slots to experts.
 """
 
 from collections.abc import Sequence

@@ -9,10 +9,10 @@
 padding tokens, which are left out. The mapping converts slots to experts.
 
 The records do not name requests. `extend_seq_lens` separates the chunks of prompts in a forward. A decoded token
-belongs to the sequence with its position as the next one; among several, to the first in the order of the batch, which
+belongs to the sequence whose next position is its own; among several, to the first in the order of the batch, which
 SGLang keeps. A sequence that is missing from a decode pass has ended. A chunk of a prompt continues a sequence that
-still reads its prompt and has this next position. Otherwise it begins a new sequence, above position 0 if the engine
-had the prefix in its cache. Tokens of sequences that began before the recording are left out. The notes count ambiguous
+has no decoded token yet and this next position. Otherwise it begins a new sequence, above position 0 if the engine had
+the prefix in its cache. Tokens of sequences that began before the recording are left out. The notes count ambiguous
 tokens.
 
 The ranks of one tensor-parallel group record the same tokens: import one file of each.
@@ -88,7 +88,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     for at, layer in np.argwhere((experts_TS[kept_T].reshape(-1, len(layers), top_k) == -1).any(axis=2))[:1]:
         raise MismatchError(
             f"{path}: token {at} has no experts in layer {layers[layer]}, expected {top_k}; if that layer has none, "
-            f"say so with --set model=PATH, first_k_dense=N or moe_layers=1..26"
+            f"give --set model=PATH, first_k_dense=N or moe_layers=1..26"
         )
     num_experts = int(logical_HP.max()) + 1
     spec = facts.spec_of(path, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
@@ -120,7 +120,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         sequences=made,
         notes=[
             "top-k only: no weights, no scores over all experts, no embeddings",
-            "which tokens belong to one request was found from their positions",
+            "tokens were assigned to requests by their positions",
             *notes,
             *_recorder.map_notes(logical_HP),
         ],

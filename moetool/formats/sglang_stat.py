@@ -1,9 +1,9 @@
 """SGLang's expert distribution recorder, mode stat or stat_approx: a `.pt` file of `logical_count` [T, H, E].
 
-One entry per forward pass, experts logical, summed over all ranks. The ring buffer of T entries (1,000 by default) is
-padded with zeros, so the order of passes is unknown. H is every layer of the model; those without experts are zero. It
-is also what SGLang's `--init-expert-location` and KTransformers read. The file holds `rank` and
-`average_utilization_rate_over_window` too, which are not read.
+There is one entry per forward pass, with logical experts, summed over all ranks. The ring buffer of T entries (1,000 by
+default) is padded with zeros, so the order of passes is unknown. H counts every layer of the model; those without
+experts are zero. SGLang's `--init-expert-location` and KTransformers read this file too. Its `rank` and
+`average_utilization_rate_over_window` are not read.
 """
 
 from collections.abc import Sequence

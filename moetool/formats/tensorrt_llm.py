@@ -1,7 +1,7 @@
 """TensorRT-LLM's `moe_config.load_balancer`: YAML with the experts of every slot by absolute layer index.
 
-Only layers with experts are named. Rank r owns num_slots / ep_size consecutive slots. `layer_updates_per_iter: 0`
-keeps the placement as it is.
+Only layers with experts are named. Rank r owns num_slots / ep_size consecutive slots. `layer_updates_per_iter: 0` keeps
+the placement fixed.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     """Write a plan; return how to start TensorRT-LLM with it. Layers are absolute: `num_hidden_layers` is not needed.
 
     Raises:
-        MismatchError: the plan cannot be said in this format.
+        MismatchError: the plan does not fit this format.
     """
     slots_LGS = equal_slots(plan, "TensorRT-LLM")
     lines = ["initial_global_assignments:"]

@@ -23,7 +23,7 @@ from moetool.types import ModelSpec
 
 _KEYS = ("model", "moe_layers", "num_experts", "top_k", "layout")
 _MODELS: dict[str, dict[str, int]] = {
-    # config.json: hidden_size 2048, moe_intermediate_size 1408, n_shared_experts 2; three bfloat16 matrices an expert
+    # config.json: hidden_size 2048, moe_intermediate_size 1408, n_shared_experts 2; three bfloat16 matrices per expert
     "deepseek-ai/DeepSeek-V2-Lite": {
         "hidden_size": 2048,
         "num_shared_experts": 2,
@@ -42,7 +42,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     """Read and check the whole file.
 
     Raises:
-        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
+        MismatchError: it is damaged, not such a file, or of another model than the given one.
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)
@@ -147,11 +147,11 @@ def _spec(path: Path, header: dict[str, str]) -> ModelSpec:
         raise MismatchError(f"{path} has the moe_layers {header['moe_layers']!r}, expected such as '1..26'")
     num_experts, top_k = (_number(path, header, key) for key in ("num_experts", "top_k"))
     if top_k > num_experts:
-        raise MismatchError(f"{path} has top_k {top_k} of num_experts {num_experts}, expected at most all of them")
+        raise MismatchError(f"{path} has top_k {top_k} of num_experts {num_experts}, expected at most {num_experts}")
     if "expert_bytes" not in header and not known:
         raise MismatchError(
             f"{path} is of {model!r}, whose expert size is unknown (known: {', '.join(sorted(_MODELS))}), and "
-            f"has no expert_bytes in its schema metadata; write that there"
+            f"has no expert_bytes in its schema metadata; add it there"
         )
     expert_bytes = _number(path, header, "expert_bytes") if "expert_bytes" in header else known["expert_bytes"]
     layers = tuple(range(first, last + 1))
@@ -205,7 +205,7 @@ def _columns(path: Path, table: pa.Table, width: int) -> dict[str, np.ndarray]:
 
 
 def _same_list(found: pa.DataType, expected: pa.DataType) -> bool:
-    """Whether two list types differ only in the name of their elements."""
+    """Return whether two list types differ only in the name of their elements."""
     return (
         pa.types.is_fixed_size_list(found)
         and pa.types.is_fixed_size_list(expected)

@@ -1,6 +1,6 @@
 """vLLM's placement: refused, since no release reads one.
 
-vLLM 0.33 starts from the identity map and lets its EPLB rearrange; it loads neither a placement nor counts.
+vLLM 0.33 starts from the identity map, which its EPLB rearranges; it loads neither a placement nor counts.
 """
 
 from pathlib import Path

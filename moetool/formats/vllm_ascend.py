@@ -1,7 +1,7 @@
 """vllm-ascend's `expert_map_path`: JSON with a list of layers, each a list of devices with their experts.
 
-Layers are counted among those with experts, from 0. Every device must have equally many experts, none of them twice
-(vllm-ascend issue 9151).
+Layers with experts are numbered from 0. Every device must have equally many experts, none of them twice (vllm-ascend
+issue 9151).
 """
 
 import json
@@ -16,7 +16,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     """Write a plan; return how to start vllm-ascend with it. Its layers are those with experts only.
 
     Raises:
-        MismatchError: the plan cannot be said in this format.
+        MismatchError: the plan does not fit this format.
     """
     slots_LGS = equal_slots(plan, "vllm-ascend")
     layers = [

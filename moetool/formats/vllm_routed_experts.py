@@ -1,10 +1,10 @@
 """vLLM's routed experts as returned with each choice: base64 of a `.npy` file, with rows for every layer of the model.
 
 From a server with `--enable-return-routed-experts` (vLLM 0.21 or newer): `choices[].routed_experts`, of the shape
-(tokens - 1 - prompt_start, num_hidden_layers, top_k), uint8 where a layer has at most 256 experts and uint16 beyond.
-Where the response has `prompt_routed_experts` too, the rows of its choices follow those. Expert ids are logical. Layers
-without experts hold zeros, which look like expert 0: the model's layers must be given, and a layer with experts that is
-all zero is refused (vLLM issue 54730).
+(tokens - 1 - prompt_start, num_hidden_layers, top_k), uint8 for at most 256 experts per layer, else uint16. If the
+response has `prompt_routed_experts` too, the rows of its choices follow those. Expert ids are logical. Layers without
+experts hold zeros, which look like expert 0. The model's layers must therefore be given, and a layer with experts that
+is all zero is refused (vLLM issue 54730).
 
 With several choices the usage lacks the length of each. Without `token_ids` the rows then count from the prompt's first
 token.
@@ -40,7 +40,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 
     Raises:
         MismatchError: one is damaged or has no routed experts, or the model is another one.
-        UsageError: the model's experts or their bytes are not said.
+        UsageError: the number of experts or their bytes are not given.
     """
     found = []
     for i, (where, response) in enumerate(read_responses(path)):

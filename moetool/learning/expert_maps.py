@@ -1,4 +1,4 @@
-"""Expert maps: gate distributions of earlier iterations, searched for the running iteration.
+"""Expert maps: gate distributions of earlier iterations, and the search for those most similar to the running one.
 
 An iteration is one request in one forward: its prompt, or one new token. Its *map* holds a distribution over the
 experts for each MoE layer, with the iteration's *embedding*, the mean output of the embedding layer. Two searches find
@@ -7,8 +7,7 @@ by the observed gates (`MapSearch.by_path`).
 
 Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1 to 4.4; each function names its equation.
 
-`einsum` sums in one order with any number of threads, so a replay finds the server's map; of equal scores the lower row
-wins.
+`einsum` sums in one order with any number of threads, so a replay finds the server's map. Ties go to the lower row.
 """
 
 import math
@@ -165,15 +164,14 @@ class MapStore:
     def add(self, searches: Sequence["MapSearch"], after: Sequence[int]) -> list[int]:
         """Store the maps of complete iterations of one forward.
 
-        Below the capacity each gets a new row. Beyond it each takes the row of the most redundant map, by RDY with the
-        maps stored before this forward, excluding rows taken by another iteration of the forward. New iterations
-        therefore replace old ones one to one.
+        Below the capacity, each gets a new row. At the capacity, each replaces the most redundant map, by RDY with the
+        maps stored before this forward. No two iterations of a forward replace the same map.
 
         Args:
             searches: completely observed iterations, in this store.
             after: row of the same request's previous iteration for each, or -1.
 
-        Effects: replaces maps; links to a replaced map are cut.
+        Effects: replaces maps, and cuts links to replaced maps.
 
         Returns:
             The rows; -1 for an iteration that found no room because a forward holds more than `capacity`.
@@ -218,11 +216,11 @@ class MapStore:
         self.next_C[row] = self._last_C[row] = -1
 
     def _grow(self) -> None:
-        """Grow the arrays by doubling for one more row."""
-        places = self.maps_LCE.shape[1]
-        if self.size < places:
+        """Make room for one more row, by doubling the arrays."""
+        rows = self.maps_LCE.shape[1]
+        if self.size < rows:
             return
-        more = min(self.capacity, max(64, 2 * places)) - places
+        more = min(self.capacity, max(64, 2 * rows)) - rows
         self.maps_LCE = np.pad(self.maps_LCE, ((0, 0), (0, more), (0, 0)))
         self.embedding_CD = np.pad(self.embedding_CD, ((0, more), (0, 0)))
         self._squares_LC = np.pad(self._squares_LC, ((0, 0), (0, more)))
@@ -233,12 +231,12 @@ class MapStore:
 class MapSearch:
     """Incremental comparison of a running iteration with every map of a store.
 
-    Each layer adds to running dot products and norms; earlier layers are not compared again. The store must not change
-    meanwhile.
+    Each layer adds to dot products and norms, so earlier layers are not compared again. The store must not change
+    during a search.
 
     Args:
         embedding_D: embedding of the iteration, float32; None if unknown.
-        compare: whether to compare; without, the map is only collected.
+        compare: whether to compare; otherwise the map is only collected.
 
     Attributes:
         num_observed: number of observed layers.
@@ -264,7 +262,7 @@ class MapSearch:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer was observed."""
+        """Return whether every layer was observed."""
         return self.num_observed == len(self.map_LE)
 
     def observe(self, chance_E: np.ndarray) -> None:
@@ -304,6 +302,6 @@ def _best(score_C: np.ndarray) -> tuple[int, float]:
 
 
 def check_state(state: Mapping[str, np.ndarray], names: Sequence[str]) -> None:
-    """Raises: ValueError unless the arrays are those of `names`."""
+    """Raise ValueError unless the arrays are those of `names`."""
     if set(state) != set(names):
         raise ValueError(f"arrays {', '.join(sorted(state))}, expected {', '.join(sorted(names))}")

@@ -37,8 +37,8 @@ class FitOptions:
         max_tokens: maximum number of training tokens for the fit, drawn at random; counts use all tokens.
         patience: epochs without a better validation loss before stopping. The best weights are kept.
         held_out: share of the requests for validation, which decides when to stop, and again for test, which training
-            never sees: 0.15 trains on 70 %. In a trace of one or two requests, the same shares of each one's last
-            tokens.
+            never sees: 0.15 trains on 70 %. A trace of one or two requests holds out the same shares of each request's
+            last tokens.
     """
 
     max_epochs: int = 20

@@ -85,7 +85,7 @@ def fit(
         "epochs": len(best.losses),
         "best_epoch": best.epoch + 1,
         "max_epochs": options.max_epochs,
-        "stopped_by": "validation" if stopping.stopped_epoch else "max_epochs",  # 0: never; it cannot stop at the first
+        "stopped_by": "validation" if stopping.stopped_epoch else "max_epochs",  # epoch 0 means never
         "batch_size": data.batch_size,
         "learning_rate": options.learning_rate,
         "patience": options.patience,
@@ -207,7 +207,7 @@ class _Pairs(pl.LightningDataModule):
 
 
 class _Fit(pl.LightningModule):
-    """Fits a predictor by its own loss: AdamW with the rate's factors `share_of_rate` and `slower`.
+    """Fits a predictor by its own loss with AdamW. The learning rate is scaled by `share_of_rate` and `slower`.
 
     Attributes:
         slower: factor of the learning rate, lowered when the validation loss stops falling.
@@ -239,8 +239,8 @@ class _Fit(pl.LightningModule):
 def share_of_rate(step: int, steps: int, total_steps: int) -> float:
     """Return the share of the full learning rate at a step: one epoch of warm-up, constant, then a cosine decay.
 
-    The decay takes the last two thirds of up to 30 epochs, and the last 20 of more, where validation mostly ends the
-    run earlier.
+    The decay takes the last two thirds of up to 30 epochs, and the last 20 epochs of longer runs, which validation
+    mostly stops earlier.
     """
     warm_up = max(1, min(steps, total_steps // 5))
     descent = max(1, min(total_steps * 2 // 3, 20 * steps))
@@ -308,7 +308,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let signals end the process as usual: Lightning exits on Ctrl-C and returns success on SIGTERM."""
+    """Let signals end the process as usual. Lightning exits on Ctrl-C and returns success on SIGTERM."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield

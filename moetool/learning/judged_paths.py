@@ -1,7 +1,7 @@
 """Signals of the tokens that fit the trust, computed once for all epochs.
 
-`moetool.learning.path_signals` replays the judged requests. The answers of its tables and memories for each layer from
-each distance are stored, so that fitting the trust (`predictors/fused.py`) need not replay them again.
+`moetool.learning.path_signals` replays the requests that fit the trust (judged requests). The values of its tables and
+memories are stored for each layer and distance, so that fitting (`predictors/fused.py`) does not replay again.
 """
 
 import numpy as np
@@ -22,11 +22,11 @@ class JudgedPaths:
 
     Args:
         signals: signals without networks, from all counts.
-        source_C: request of each path in their memory: a judged request does not see its own paths.
+        source_C: request of each path in the signals' memory; a judged request does not see its own paths.
         ordered: tokens without hidden states.
         judged: requests that fit the trust.
         learns: whether networks may learn from the other requests.
-        hidden: hidden states of the tokens in another order, possibly in a file, and the row of each token there.
+        hidden: hidden states, possibly in a file and in another order, and the row of each token in them.
 
     Shapes: before_N int64, the request's previous token with a known path, or -1; judged_N int64, the row J of a judged
     token, or -1; said_JLDES and sure_JLDG float16, for layer L from D layers before.

@@ -58,17 +58,18 @@ class Predictor(nn.Module):
         unless `prepare` numbered their tokens, and prediction uses `observe` and `scores` only.
         incremental: whether it computes as layers arrive. Evaluation then uses `observe` and `scores`, since
         `layer_scores` would start over for each layer.
-        one_layer: whether `loss` covers one drawn layer per token, so that a pass shows every token once per layer.
+        one_layer: whether `loss` covers one random layer per token, so that a pass takes every token once per layer.
         Others learn all layers of a token at once.
-        made_of: `trace`, or `model`: then its module has a `make` that writes card and weights, and `open` reads them.
+        made_of: `trace` or `model`. For `model`, its module has a `make` that writes card and weights, and `open` reads
+        them.
         predicts_prompts: whether `predict_prompt` predicts a request's experts from its prompt, before it runs.
         scores_are: `shares` of a token's choices by expert, or `logits` of an expert being chosen; see `probabilities`.
 
     Attributes:
         lookahead: maximum number of layers ahead of the last observed one.
         num_layers, num_experts, top_k: L, E and K, the same in every MoE layer.
-        name, card, sha256: plugin name, card, and sha256 of the card's file (which holds that of the weights). Empty
-            for a predictor that was not loaded.
+        name, card, sha256: plugin name, card, and sha256 of the card's file, which holds the sha256 of the weights.
+            Empty for a predictor that was not loaded.
 
     Raises:
         UsageError: the model has fewer than two MoE layers, or layers of different widths.
@@ -116,7 +117,7 @@ class Predictor(nn.Module):
         return min(self.lookahead, ahead) if "ahead" in self.needs else self.lookahead
 
     def validate(self) -> None:
-        """Raises: ValueError for invalid loaded values, such as weights that are not finite."""
+        """Raise ValueError for invalid loaded values, such as weights that are not finite."""
         for name, tensor in self.state_dict().items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} has values that are not finite")
@@ -133,7 +134,7 @@ class Predictor(nn.Module):
 
     def open(self, folder: Path) -> None:
         """Load weights in a predictor's own format; only for predictors made from a model."""
-        raise TypeError(f"{type(self).__module__} has its weights in its state")
+        raise TypeError(f"{type(self).__module__} has no weight files of its own format")
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         """Score the experts of MoE layer `layer`.
@@ -145,23 +146,23 @@ class Predictor(nn.Module):
         Returns:
             float32 [T, E]; higher is likelier; comparable within a row.
         """
-        raise TypeError(f"{type(self).__module__} predicts from what it has observed")
+        raise TypeError(f"{type(self).__module__} predicts by observe and scores only")
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Prepare the tokens of a part, in the order of forwards, for `loss`; called once (default: unchanged)."""
         return tokens
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Mean training loss; learned only.
+        """Return the mean training loss; only for `learned` predictors.
 
         Args:
             tokens: a batch of N tokens with all layers.
             layer_N: layer 1..L-1 of each token, int64, for predictors that learn one layer per token.
         """
-        raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")
+        raise TypeError(f"{type(self).__module__} is not trained by gradient descent")
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """Return the probability that each expert is among a token's K, by these scores."""
+        """Return the probability of each expert to be among a token's K, by its scores."""
         if self.scores_are == "logits":
             return scores_TE.sigmoid()
         share_TE = scores_TE.clamp(min=0)
@@ -316,8 +317,7 @@ def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | 
 
     Raises:
         UsageError: there is no such folder.
-        MismatchError: it is not a predictor of this schema version, it is damaged, or this installation lacks its
-            plugin.
+        MismatchError: it is not a predictor of this schema version, is damaged, or its plugin is not installed.
     """
     path = Path(path)
     again = f"train again: moetool train PREDICTOR --trace DIR --out {path} --overwrite"

@@ -19,7 +19,7 @@ from moetool.types import ModelSpec
 SCHEMA_VERSION = 1
 CARD = "card.json"
 _OBJECTS = ("options", "spec", "weights", "trace", "requests", "tokens", "fit")
-"""Fields of a card that are objects, where present."""
+"""Fields of a card that are objects if present."""
 _REQUIRED = ("predictor", "options", "spec", "weights", "trace", "requests", "seen_prompts")
 _SPARE_ELEMENTS = 2**16  # allowance for buffers outside the state dict
 
@@ -65,7 +65,7 @@ def read_card(path: Path, again: str) -> dict[str, Any]:
 
 
 def validate_card(card: Mapping[str, Any]) -> None:
-    """Raises: MismatchError where a required field has another type, or its spec is invalid."""
+    """Raise MismatchError if a required field has another type, or the spec is invalid."""
     ModelSpec.from_json(card["spec"])
     check.require(isinstance(card["predictor"], str), "predictor", card["predictor"], "a name")
     check.require_plain("options", card["options"])

@@ -13,7 +13,8 @@ from moetool.types import GateEvent
 class RunningRequest:
     """A running request.
 
-    Shapes: counts_LE, tokens that used each expert; likeness_HL, cosine with each earlier request in each layer.
+    Shapes: counts_LE, number of its tokens that used each expert; likeness_HL, cosine with each earlier request in each
+    layer.
     """
 
     __slots__ = ("counts_LE", "likeness_HL")
@@ -27,7 +28,7 @@ class ActivationMatrices:
     """Matrices of earlier and running requests.
 
     Args:
-        past_HLE: room for H earlier requests; rows of length one in each layer (`unit_rows`).
+        past_HLE: array for H earlier requests, with rows of unit length in each layer (`unit_rows`).
         num_past: number of filled rows.
 
     Attributes:
@@ -58,7 +59,7 @@ class ActivationMatrices:
     def match(self, request: int) -> int:
         """Return the earlier request with the most similar matrix: cosine of each layer's counts, averaged over layers.
 
-        The oldest wins a tie. Requires a kept request.
+        Ties go to the lowest row. At least one earlier request must be kept.
         """
         return int(self.running[request].likeness_HL[: self.num_past].sum(axis=1).argmax())
 
@@ -69,7 +70,7 @@ class ActivationMatrices:
         return shares
 
     def chances(self, request_T: Sequence[int], layers: slice) -> np.ndarray:
-        """Return chance_LE float64: use by the matches of a forward's requests, weighted by tokens, not normalized.
+        """Return chance_LE float64: expert shares of the requests' matches, weighted by tokens, not normalized.
 
         Effects: counts each match, for `remember`.
         """
@@ -81,7 +82,7 @@ class ActivationMatrices:
         return total_LE
 
     def remember(self, request: int) -> None:
-        """End a request and keep its matrix, in place of the one that matched least often."""
+        """End a request and keep its matrix; a full history drops the one that matched least often."""
         counts_LE = self.running.pop(request).counts_LE
         place = self.num_past
         if place < len(self._matches):
@@ -99,7 +100,7 @@ class ActivationMatrices:
         return {"past_HLE": self.past_HLE[:count].copy(), "matches_H": np.array(self._matches[:count], np.int64)}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore earlier requests; with less room, those that matched most often.
+        """Restore earlier requests; if not all fit, those that matched most often.
 
         Raises:
             ValueError: the arrays do not come from `state`.

@@ -17,7 +17,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.types import ModelSpec
 
 Part = Collection[int] | Mapping[int, range]
-"""Some requests of a trace: whole, or a range of each one's tokens, counted in the order of its forwards."""
+"""Some requests of a trace: whole, or with the range of their tokens, counted in the order of their forwards."""
 
 FIELDS = {
     "weights": "weights_TPK",
@@ -44,13 +44,12 @@ class Tokens:
             p + 1 + a; 0 beyond the last layer.
         resident_TPE: scores of the next layer's router if only resident and shared experts were computed; 0 at the last
             layer.
-        embedding_TD: for each token the mean output of the embedding layer over its request's tokens of the
-            iteration.
+        embedding_TD: mean output of the embedding layer over the tokens of the request in this iteration.
         token_id_T: token ids.
         request_T: request of each token, if whole requests are given: its tokens are in the order of its forwards.
         iteration_T, phase_T: 0 for prompt tokens, then one number per new token; and their `Phase`. Known if
             `request_T` is.
-        example_T: number of each token from `Predictor.prepare`, if any.
+        example_T: number of each token, if given by `Predictor.prepare`.
 
     Shapes: int64 and float32 from `take`. Training data is stored smaller (experts int16, other fields float16), with
     wide fields possibly in a file.
@@ -209,7 +208,7 @@ def read(trace: Trace, needs: Collection[str], part: Part, scratch: Path) -> Tok
     return Tokens(**held)
 
 
-IN_MEMORY = 1 << 12  # limit of bytes per token of a field in memory
+IN_MEMORY = 1 << 12  # bytes per token above which a field is stored in a file
 
 
 def _space(count: int, like: Tensor, scratch: Path) -> Tensor:
@@ -224,7 +223,7 @@ def _space(count: int, like: Tensor, scratch: Path) -> Tensor:
 
 
 def require_finite(columns: Mapping[str, Tensor | np.ndarray | None], trace: Trace) -> None:
-    """Raises: MismatchError: a number in these columns of a trace is not finite."""
+    """Raise MismatchError if a number in these columns of a trace is not finite."""
     for name, values in columns.items():
         if values is not None and not bool(torch.as_tensor(values).isfinite().all()):
             raise MismatchError(

@@ -25,7 +25,7 @@ from moetool.learning.tokens import Part, num_tokens, read
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import prompt_digests
 
-_FEWEST = 3  # requests; fewer are split in time
+_FEWEST = 3  # traces with fewer requests are split in time
 FIT = FitOptions()
 _STOPPED = {"validation": "validation stopped improving", "max_epochs": "the maximum number of epochs"}
 
@@ -35,8 +35,8 @@ class Split:
     """Tokens for training, validation and test.
 
     Attributes:
-        train, validation, test: ids of requests. Split in time, the first has all and the others are empty, so that no
-            request counts as unseen.
+        train, validation, test: ids of requests. After a split in time, `train` has all of them, so that no request
+            counts as unseen.
         in_time: for a split in time, the ranges of each request's tokens in the three parts, in the order of its
             forwards.
     """
@@ -234,10 +234,9 @@ def _readme(card: Mapping[str, Any]) -> str:
     fitted = (
         f"Fitted on {fit['tokens']:,} tokens for {fit['epochs']} epochs (passes over every layer of every token), "
         f"until {_STOPPED[fit['stopped_by']]}; the best, epoch {fit['best_epoch']}, has a validation loss of "
-        f"{fit['validation_loss'][fit['best_epoch'] - 1]:.4f}.\n"
+        f"{fit['validation_loss'][fit['best_epoch'] - 1]:.4f}."
         if fit
-        else "Counted, without training.\
-"
+        else "Counted, without training."
     )
     return f"""# {card["predictor"]} for {spec["name"]}
 
@@ -246,7 +245,7 @@ MoE layers. Works for this model only (revision `{spec["revision"][:12]}`).
 
 - Made by moetool {card["moetool_version"]} from the trace `{card["trace"]["sha256"][:12]}`, seed {card["seed"]}.
 - Requests: {requests}. Counted on {card["tokens"]["train"]:,} tokens.
-- {fitted.strip()}
+- {fitted}
 - {card["parameters"]:,} parameters, {card["weights"]["bytes"]:,} bytes.
 
 Score it on held-out requests:

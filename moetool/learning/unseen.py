@@ -44,8 +44,8 @@ def held_out(card: Card, trace: Trace) -> frozenset[int]:
             f"requests that it has not seen; capture other prompts"
         )
     rows = [row["request"] for row in trace.requests.to_pylist() if row["tokens"]]
-    of_it = card["trace"]["sha256"] == trace.sha256
-    unseen = (frozenset(card["requests"]["test"]) if of_it else frozenset(rows)) - repeated(trace, card["seen_prompts"])
+    own = card["trace"]["sha256"] == trace.sha256
+    unseen = (frozenset(card["requests"]["test"]) if own else frozenset(rows)) - repeated(trace, card["seen_prompts"])
     if not unseen:
         raise UsageError(
             f"{card['predictor']} was trained on all of {trace.path} ({numbered(len(rows), 'prompt')}), expected some "
@@ -63,7 +63,11 @@ def in_time(card: Card, trace: Trace) -> dict[str, dict[int, range]] | None:
 
 
 def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
-    """Return the part of a trace that no predictor has seen. Raises: UsageError: there is none."""
+    """Return the part of a trace that no predictor has seen.
+
+    Raises:
+        UsageError: there is none.
+    """
     tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
     left = {request: range(count) for request, count in tokens.items()}
     ended = False
@@ -82,13 +86,13 @@ def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
     if not left:
         counts = ", ".join(f"{name} {count}" for name, count in found.items())
         raise UsageError(
-            f"none of the {len(tokens)} requests of {trace.path} is unseen by all of them (each by itself: {counts}); "
+            f"none of the {len(tokens)} requests of {trace.path} is unseen by all predictors (by each: {counts}); "
             f"train them on the same trace with the same --seed, evaluate them one by one, or capture other prompts"
         )
-    of_it = any(card["trace"]["sha256"] == trace.sha256 for card in cards)
+    own = any(card["trace"]["sha256"] == trace.sha256 for card in cards)
     return Unseen(
         part=left if ended else frozenset(left),
-        requests="end" if ended else "test" if of_it else "all",
+        requests="end" if ended else "test" if own else "all",
         num_skipped=len(tokens) - len(left),
     )
 

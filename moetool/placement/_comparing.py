@@ -36,7 +36,7 @@ class Setting:
         sides: sides of Eq. 4, `both` or `send` (`moetool.placement._latency.Latency`).
         routing: choice of the copy for a token when plans are scored (`moetool.placement._latency.ROUTINGS`).
         value_bytes: bytes of one number of a hidden state in transit.
-        engine: engine of a plan, with equal slots of each layer on every GPU (`_engine_slots.ENGINES`).
+        engine: engine that a plan is for (`_engine_slots.ENGINES`): every GPU gets equal slots of each layer.
 
     Raises:
         UsageError: the seed is below 0, or value_bytes is not above 0.
@@ -72,7 +72,7 @@ class PlannerRow:
     planning_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """Return a JSON object."""
         return {
             "planner": self.planner,
             "requests": self.requests,
@@ -116,30 +116,30 @@ def plan_placement(
     split: float = 1.0,
     setting: Setting | None = None,
 ) -> tuple[PlacementPlan, list[PlannerRow]]:
-    """Plan on a share of the requests; return the plan and its scores on those and on the rest.
+    """Plan on a share of the requests; return the plan, and its scores on those requests and on the rest.
 
     Raises:
-        UsageError: an unknown planner, option or server, or no token to plan from.
+        UsageError: the planner, an option or a server is unknown, or there is no token to plan from.
         MismatchError: traces or profile are of different models, or the planner cannot place for `setting.engine`.
-        CapacityError: the experts do not fit.
+        CapacityError: the experts do not fit, or the engine's equal slots do not hold them.
     """
     setting = setting or Setting()
     spec = one_model(traces, cluster)
+    module = planner.find(name)
+    chosen = config.parse(module.Options, options, f"planner {name}")
+    c_max = int(getattr(chosen, "c_max", 0))
     slots = 0
     if setting.engine is not None:
-        cluster, slots = equal_slots(cluster, spec, setting.engine)
+        cluster, slots = equal_slots(cluster, spec, setting.engine, c_max or int(getattr(chosen, "slots_per_gpu", 0)))
     planner.require_room(spec, cluster)
     known = CostProfile.load(profile) if profile is not None else None
     latency = latency_of(cluster, spec, known, setting)
     uses = planned_share(split)
     demands = _split_demands(traces, cluster, uses, split, setting)
     problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
-    module = planner.find(name)
-    chosen = config.parse(module.Options, options, f"planner {name}")
     placed_GLE, seconds = timed(name, problem, chosen)
     if setting.engine is not None:
         placed_GLE = filled(problem, placed_GLE, slots, name)
-    c_max = int(getattr(chosen, "c_max", 0))
     rows = [
         PlannerRow(
             planner=name,
@@ -244,8 +244,8 @@ def compare(
         unseen: trace of an unseen task, whose requests come to all servers equally.
 
     Raises:
-        UsageError: `unseen` is a trace that is planned on, or there is no planner.
-        As `plan_placement`.
+        UsageError: `unseen` is one of `traces`, or there is no planner; else as `plan_placement`.
+        MismatchError, CapacityError: as `plan_placement`.
     """
     setting = setting or Setting()
     if not names:

@@ -30,12 +30,12 @@ SEES: Mapping[str, str] = {
     "proactive": "queue",
     "predicted": "prediction",
 }
-"""DIRECTOR's modes (§ III, § VIII-B), and the requests that each plans for: none, the last served, the waiting ones,
-or predictions for these. vanilla begins uniform, the others from the history."""
+"""DIRECTOR's modes (§ III, § VIII-B), and the requests that each plans for: none, the last served ones, the waiting
+ones, or predictions for the waiting ones. vanilla starts uniform, the others from the history."""
 _VALUE_BYTES = 2
 """Bytes of one number of a hidden state in transit, if the remote call was not measured."""
 _SPARES = (0, 1)
-"""Slots per GPU that the planner leaves free: none, or one if moves otherwise have no room."""
+"""Slots per GPU that the planner leaves free, in the order of tries: one only if moves otherwise have no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class ReplacementCosts:
         move_bytes_s: rate of experts to each GPU when all receive at once.
         added_byte_s: recently measured slowdown of serving per byte of moved experts.
         free_s: seconds of compute phases before the new placement is needed, in which moves are free.
-        plan_s: expected seconds of these for prediction and planning.
+        plan_s: expected seconds of `free_s` that prediction and planning take.
     """
 
     latency: Latency
@@ -114,8 +114,8 @@ class Decision:
     Attributes:
         placed_GLE: the proposed placement.
         migration: ordered moves to it (none if it is the current one), and both sides of Prism's Eq. 4.
-        gain_s: the gain of moving, and
-        cost_s: its cost (`Replanner.weighs`).
+        gain_s: gain of moving (`Replanner.weighs`).
+        cost_s: cost of moving.
         made: whether to migrate.
         reason: explanation for users.
         saw: description of the requests.
@@ -134,7 +134,7 @@ class Decision:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """In order."""
+        """Return the moves in order."""
         return self.migration.moves
 
     @property

@@ -1,4 +1,4 @@
-"""Production engines' constraint on a placement: equal slots of each layer on every GPU."""
+"""Production engines' constraint on a placement: the same number of slots of every layer on every GPU."""
 
 from dataclasses import replace
 
@@ -11,8 +11,11 @@ from moetool.types import Cluster, Gpu, ModelSpec
 ENGINES = ("sglang", "vllm", "tensorrt_llm", "vllm_ascend")
 
 
-def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str) -> tuple[Cluster, int]:
+def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str, limit: int = 0) -> tuple[Cluster, int]:
     """Return the cluster with the engine's usable memory, and the slots of each layer on every GPU.
+
+    Args:
+        limit: maximum slots of a layer on a GPU, by the planner's options (0: as memory allows).
 
     Raises:
         UsageError: an unknown engine.
@@ -26,13 +29,18 @@ def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str) -> tuple[Cluster
             f"{engine} needs one number of experts for all layers, but the layers of {spec.name} differ"
         )
     slots_G = cluster.slots_G(spec.slot_bytes)
-    slots = min(min(slots_G) // spec.num_layers, spec.num_experts)
+    fitting = min(min(slots_G) // spec.num_layers, spec.num_experts)
+    slots = min(fitting, limit) if limit else fitting
     if slots * len(slots_G) < spec.num_experts:
-        least = -(-spec.num_experts // len(slots_G)) * spec.num_layers
+        per_layer = -(-spec.num_experts // len(slots_G))
+        least = per_layer * spec.num_layers
+        cause = f"the smallest GPU holds {min(slots_G):,} experts"
+        advice = f"give every GPU room for {least:,} ({least * spec.slot_bytes:,} bytes)"
+        if slots < fitting:
+            cause, advice = f"the planner's limit is {limit} per layer", f"set it to {per_layer} or more"
         raise CapacityError(
-            f"{engine} has equal slots of each layer on every GPU, and the smallest GPU holds {min(slots_G):,} "
-            f"experts, which is {slots} of each of {spec.num_layers} layers: {slots * len(slots_G)} slots for "
-            f"{spec.num_experts} experts; give every GPU room for {least:,} ({least * spec.slot_bytes:,} bytes)"
+            f"{engine} has equal slots of each layer on every GPU, and {cause}, which is {slots} of each of "
+            f"{spec.num_layers} layers: {slots * len(slots_G)} slots for {spec.num_experts} experts; {advice}"
         )
     used = slots * spec.num_layers * spec.slot_bytes
 
@@ -44,10 +52,10 @@ def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str) -> tuple[Cluster
 
 
 def filled(problem: Problem, placed_GLE: np.ndarray, slots: int, planner: str) -> np.ndarray:
-    """Fill every slot: free ones get the experts with the most load per copy that the GPU lacks.
+    """Fill each free slot with the expert that the GPU lacks and that has the most load per copy.
 
     Raises:
-        MismatchError: the planner gave a layer more slots on a GPU than there are.
+        MismatchError: the planner put more experts of a layer on a GPU than it has slots for it.
     """
     held_GL = placed_GLE.sum(axis=2)
     if (held_GL > slots).any():

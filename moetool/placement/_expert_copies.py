@@ -5,15 +5,14 @@ import numpy as np
 from moetool.placement._latency import along, expert_flow, flows
 from moetool.placement._planner import Problem
 
-_EXPERTS = 4
-_GPUS = 32
-"""Limit of tried GPUs: those with the least work."""
+_EXPERTS, _GPUS = 4, 32
+"""Limits of tried experts, and of tried GPUs (those with the least work), per copy."""
 
 
 class CopySearch:
     """A layer's placement, improved by copies.
 
-    A copy changes only the traffic to the GPUs that hold the expert, so a trial computes these.
+    A copy changes only the traffic to the GPUs that hold the expert, so a trial computes only these GPUs.
 
     Args:
         placed_GE: changed in place.
@@ -36,8 +35,8 @@ class CopySearch:
         it has another copy.
 
         Args:
-            most: limits of copies, and per copy of tried experts and tried GPUs with the least work (0: as many as
-                help, four experts, and all GPUs or 32).
+            most: limit of copies, and of tried experts and of tried GPUs per copy (0: as many copies as help, 4
+                experts and 32 GPUs).
         """
         made = 0
         while self._add_best(most or _EXPERTS, most or _GPUS):
@@ -67,7 +66,7 @@ class CopySearch:
         return True
 
     def _try(self, with_GE: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return T_comp + T_comm with other copies, and the GPUs with changed tokens."""
+        """Return T_comp + T_comm with these copies, the GPUs with changed tokens, and the tokens [G, H] to those."""
         changed = np.flatnonzero((with_GE != self.placed_GE).any(axis=0))
         to_H = np.flatnonzero((with_GE[:, changed] | self.placed_GE[:, changed]).any(axis=1))
         flow_GH = self._flow_GG[:, to_H]

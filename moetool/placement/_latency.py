@@ -51,23 +51,23 @@ class Latency:
 
     @cached_property
     def linear(self) -> bool:
-        """Whether every curve is a straight line through 0."""
+        """Return whether every curve is a straight line through 0."""
         return all(_slope(curve) is not None for curve in (self.comp, *self.links))
 
     @cached_property
     def comp_slope_G(self) -> np.ndarray:
-        """Time per token on each GPU, if the curves are `linear`."""
+        """Return the time per token on each GPU, if the curves are `linear`."""
         return (_slope(self.comp) or 0.0) / np.array(self.speed_G)
 
     @cached_property
     def link_slope_GG(self) -> np.ndarray:
-        """Time per token from GPU to GPU, if the curves are `linear`."""
+        """Return the time per token from GPU to GPU, if the curves are `linear`."""
         slopes = np.array([*(_slope(curve) or 0.0 for curve in self.links), 0.0])
         return slopes[self.link_GG] * self.token_bytes
 
     @property
     def ways(self) -> float:
-        """Number of all-to-all exchanges per layer."""
+        """Return the number of all-to-all exchanges per layer."""
         return 2.0 if self.sides == "both" else 1.0
 
     def comp_s(self, tokens_XG: np.ndarray) -> np.ndarray:
@@ -234,7 +234,7 @@ def expert_flow(server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray,
 
     Args:
         server_G: the server of each GPU, from 0.
-        hosts_G: bool, the GPUs that hold it; without any (beyond a layer's experts), no tokens.
+        hosts_G: bool, the GPUs that hold the expert; none beyond a layer's experts, which have no tokens.
         to_H: the target GPUs.
     """
     hosts_H = hosts_G[to_H]

@@ -12,9 +12,9 @@ _POTENTIAL = 1e-7
 _SENDERS = 2
 """Number of slowest senders whose time bounds a swap from below, before the full score."""
 _CHUNK = 64
-"""Swaps scored at once, and"""
+"""Number of swaps scored at once."""
 _MOST = 2048
-"""at most per step, by lowest bound: many swaps leave the straggler unchanged."""
+"""Maximum number of scored swaps per step, lowest bound first: many swaps leave the straggler unchanged."""
 _REFRESH = 64
 """Swaps after which sums are recomputed, so that rounding errors do not accumulate."""
 
@@ -42,7 +42,7 @@ class Layer:
         return flow_GG
 
     def cost(self, gpu_E: np.ndarray) -> float:
-        """T_comp + T_comm."""
+        """Return T_comp + T_comm."""
         return sum(self.latency.layer(self.flow(gpu_E)))
 
 
@@ -100,7 +100,7 @@ class Descent:
         return cost + _POTENTIAL * potential / np.maximum(cost, 1e-30)
 
     def run(self, steps: int = 0) -> float:
-        """Step until no swap helps, or at most this often (0: no limit); return the cost."""
+        """Step until no swap helps, or for at most `steps` (0: no limit); return the cost."""
         taken = 0
         while self._step():
             taken += 1

@@ -31,12 +31,12 @@ def windows(seconds: Sequence[float], window_s: float) -> int:
 def order_moves(
     spec: ModelSpec, cluster: Cluster, old_GLE: np.ndarray, new_GLE: np.ndarray, *, buffered: bool = False
 ) -> list[Move]:
-    """Order moves so that after each one every expert has a place and every GPU fits.
+    """Order moves so that after each one every expert is held somewhere and every GPU fits.
 
-    GPUs take turns: copy experts that fit, first those that another GPU drops; else drop unneeded experts that have
-    another copy. If no GPU can proceed, an expert is staged: on a GPU with room that waits for nothing, or else in host
-    memory, where the host computes it until it arrives. If hosts have no room either, a GPU drops a needed copy that
-    another GPU holds, and gets it back later. If even that fails, unneeded copies are dropped first.
+    GPUs take turns. Each copies experts that fit, first those that another GPU drops; else it drops unneeded experts
+    that have another copy. If no GPU can proceed, an expert is staged: on a GPU with room that waits for nothing, or
+    else in host memory, where the host computes it until it arrives. If hosts have no room either, a GPU drops a needed
+    copy that another GPU holds, and gets it back later. If even that fails, unneeded copies are dropped first.
 
     Args:
         buffered: GPUs have room for new experts next to the old ones: all copies come first.
@@ -79,7 +79,7 @@ class _Mover:
         ]
         self.host_free = [server.host_memory_bytes for server in cluster.servers]
         self.staged: dict[Place, int] = {}  # staged experts, and the server whose memory holds each
-        self.given_up: set[tuple[int, Place]] = set()  # each copy at most once, to guarantee termination
+        self.given_up: set[tuple[int, Place]] = set()  # temporarily dropped copies: each once, to guarantee termination
         self.moves: list[Move] = []
 
     def run(self) -> list[Move]:

@@ -48,8 +48,8 @@ class PlacementPlan(Artefact):
         value: the objective on the requests that the plan was made from.
         lower_bound: lower bound of the objective, None if unknown. For T_comp + T_comm: perfect balance without
             traffic. For remote calls: the least in these slots (`moetool.placement._scoring.PlacementScore`).
-        traces: traces that it was made from.
-        profile_sha256: profile that it was made from, if any.
+        traces: traces that the plan was made from.
+        profile_sha256: sha256 of the profile that the plan was made from, if any.
         planning_s: seconds of planning.
         split: share of each trace's requests to plan on (`moetool.placement._demand.planned_share`).
     """
@@ -82,7 +82,7 @@ class PlacementPlan(Artefact):
         return placed_GLE
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises: MismatchError if the plan is of another model than `spec`; otherwise as of `validate`."""
+        """Raise MismatchError if the plan is of another model than `spec`; else as `validate`."""
         spec.require_same(self.spec, "the model", "the plan")
         self.validate()
 
@@ -133,8 +133,7 @@ class PlacementPlan(Artefact):
         for g, (held, gpu) in enumerate(zip(held_G, self.cluster.gpus, strict=True)):
             if held > gpu.expert_bytes:
                 raise CapacityError(
-                    f"experts_LG: found {held:,} bytes of experts on GPU {g}, expected at most the "
-                    f"{gpu.expert_bytes:,} that it has for them"
+                    f"experts_LG: found {held:,} bytes of experts on GPU {g}, expected at most {gpu.expert_bytes:,}"
                 )
 
 
@@ -192,7 +191,7 @@ class Move:
 
     @property
     def place(self) -> Place:
-        """The expert."""
+        """Return the layer and the expert."""
         return self.layer, self.expert
 
 
@@ -234,7 +233,7 @@ class MigrationPlan(Artefact):
     window_s: float | None = None
 
     def validate(self) -> None:
-        """Raises: MismatchError where a move's expert or GPU does not exist, or the sums are wrong."""
+        """Raise MismatchError if a move's expert or GPU does not exist, or the sums are wrong."""
         self.spec.validate()
         self.cluster.validate()
         num_gpus = len(self.cluster.gpus)

@@ -4,8 +4,8 @@ A planner is a module of `moetool.placement` (or any other, by dotted name) with
 
     place(problem: Problem, options: Options) -> np.ndarray     # placed_GLE, bool
 
-which gives the experts of each layer on each GPU. It decides over arrays alone: no I/O, no clock, and randomness only
-from `problem.seed`.
+which returns the experts of each layer on each GPU. It uses arrays only: no I/O, no clock, and randomness only from
+`problem.seed`.
 """
 
 from collections.abc import Iterable
@@ -44,12 +44,12 @@ class Problem:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model."""
+        """Return the model."""
         return self.demand.spec
 
     @property
     def cluster(self) -> Cluster:
-        """The machines."""
+        """Return the machines."""
         return self.demand.cluster
 
     @property
@@ -59,12 +59,12 @@ class Problem:
 
     @property
     def exists_LE(self) -> np.ndarray:
-        """False beyond a layer's experts."""
+        """Return whether each expert exists: false beyond a layer's experts."""
         return np.arange(self.spec.num_experts) < np.array(self.spec.num_experts_L)[:, None]
 
 
 def require_room(spec: ModelSpec, cluster: Cluster) -> None:
-    """Raises: CapacityError with the shortfall where the cluster cannot hold every expert once."""
+    """Raise CapacityError with the shortfall if the cluster cannot hold every expert once."""
     slots = sum(min(slots, spec.total_experts) for slots in cluster.slots_G(spec.slot_bytes))
     if slots < spec.total_experts:
         short = spec.total_experts - slots
@@ -76,7 +76,7 @@ def require_room(spec: ModelSpec, cluster: Cluster) -> None:
 
 
 def leaving_free(cluster: Cluster, num_bytes: int) -> Cluster:
-    """Return the cluster with this many bytes of each GPU reserved."""
+    """Return the cluster with `num_bytes` more of each GPU reserved."""
 
     def leave(gpu: Gpu) -> Gpu:
         return replace(gpu, reserved_bytes=min(gpu.memory_bytes, gpu.reserved_bytes + num_bytes))
@@ -128,7 +128,7 @@ def place(name: str, problem: Problem, options: Any = None) -> np.ndarray:
 
 
 def check_placed(problem: Problem, placed_GLE: np.ndarray, name: str) -> None:
-    """Raises: AssertionError if a planner broke its contract."""
+    """Raise AssertionError if a planner breaks its contract."""
     assert placed_GLE.shape == problem.demand.tokens_GLE.shape and placed_GLE.dtype == bool, name
     assert not placed_GLE[:, ~problem.exists_LE].any(), f"{name} placed experts outside the model"
     assert (placed_GLE.any(axis=0) == problem.exists_LE).all(), f"{name} left experts unplaced"
@@ -138,12 +138,12 @@ def check_placed(problem: Problem, placed_GLE: np.ndarray, name: str) -> None:
 def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.ndarray:
     """Return slots [G, L] of each GPU for each layer, with every layer covered.
 
-    The layers' totals are apportioned first, by largest remainder, then each GPU's: floors, and its remaining slots to
-    the layers that lack most.
+    The layers' totals are apportioned by largest remainder. Then each GPU gives every layer the floor of its share, and
+    its remaining slots to the layers farthest below their totals.
 
     Args:
         c_max: maximum experts of a layer on a GPU (0: as memory allows).
-        option: the planner's name for it, for messages.
+        option: the planner's name of this option, for messages.
 
     Raises:
         CapacityError: a layer is not covered, under `c_max` or because a GPU can hold an expert only once.

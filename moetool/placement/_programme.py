@@ -30,10 +30,10 @@ def minimise(
     lower: np.ndarray,
     upper: np.ndarray,
 ) -> Solution | None:
-    """Return the optimum by the simplex, which ends in a vertex; None if infeasible.
+    """Return the optimum by the simplex method, which ends in a vertex; None if infeasible.
 
-    Near the least feasible budget the dual simplex may fail; the primal one is tried next. A programme without costs,
-    which asks for feasibility alone, counts as infeasible where both fail.
+    Near the least feasible budget the dual simplex may fail, and the primal one is tried next. A programme without
+    costs only tests feasibility; it counts as infeasible if both fail.
 
     Raises:
         AssertionError: HiGHS fails with every strategy of `STRATEGIES`, and there are costs.

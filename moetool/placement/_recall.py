@@ -9,16 +9,18 @@ from moetool.placement._demand import Batch, Demand
 from moetool.types import ModelSpec
 
 _BESIDE = {1: 0.5, -1: 0.25, 2: 0.25}
+"""Weights of the token before, the one after, and the one before the previous, relative to the token itself."""
 _REQUEST = 1.0
+"""Weight of the request's mean."""
 
 
 class Recall:
     """Predicts a coming batch from its first MoE layer's experts, by the most similar served tokens.
 
-    The similarity of two tokens compares the first layer's experts of the tokens, of their neighbours (one and two
-    before, one after, at a half and a quarter of the weight), and of their requests on average. The `neighbours` of
-    each token vote on every later layer, with weights exp(sharpness * similarity). The first layer counts as known, as
-    in `moetool.placement._modes.calibrated`. Unlike a linear rule, recall keeps which experts occur together.
+    The similarity of two tokens compares the first layer's experts of the tokens, of the adjacent tokens (`_BESIDE`),
+    and of their requests on average. The `neighbours` most similar tokens vote on every later layer, with weights
+    exp(sharpness * similarity). The first layer counts as known, as in `moetool.placement._modes.calibrated`. Unlike a
+    linear rule, recall keeps which experts occur together.
 
     Args:
         history: initially known batches.
@@ -40,7 +42,7 @@ class Recall:
     def learn(self, batch: Batch) -> None:
         """Add a served batch to the memory."""
         spec = self._spec
-        # Each slot of a row names an expert of its layer: one number for both.
+        # One number for both the layer and the expert.
         first_S = np.repeat(np.arange(spec.num_layers), spec.top_k_L) * spec.num_experts
         for _, rows_TS in batch[1]:
             self._known.append(self._features(rows_TS))

@@ -30,17 +30,17 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
     """Solve Eq. 6 for one layer; None if infeasible within `budget`.
 
     Args:
-        budget: find a solution within this T_comp + T_comm, as the printed programme does; without it, the least.
+        budget: find a solution within this T_comp + T_comm, as the printed programme does (None: minimize it).
 
     Source: DIRECTOR § VI-C, Eqs. 6a to 6g. Deviations:
         - Each constraint except 6b concerns one layer and the objective is a sum, so each layer is minimised by itself.
         - Convex under-estimates of f_comp and f_comm, so that the value is a bound (`moetool.placement._latency.hull`).
         - Sum of x = 1 (6e has >= 1, under which a copy would double an expert's work).
-        - tau_comp >= the time of the hottest expert together with the coldest of those that must be with it on its GPU:
-          at least E less the room of the other GPUs. Without it the relaxation splits the hottest expert.
-        - Times in seconds are solved as multiples of a GPU's mean time: HiGHS takes differences below 1e-7 as none.
-        - With `sides="both"` receiving binds tau_comm too, and tau_comm counts twice. There tau_comm >= what the GPU of
-          an expert receives for it and its coldest company, wherever the expert is put: the same repair for Eq. 6d.
+        - tau_comp >= the time of the hottest expert with the coldest experts that do not fit on other GPUs. Without
+          this row the relaxation splits the hottest expert.
+        - Times in seconds are solved as multiples of a GPU's mean time, since HiGHS ignores differences below 1e-7.
+        - With `sides="both"`, receiving bounds tau_comm too, and tau_comm counts twice. The same repair for Eq. 6d then
+          holds: tau_comm >= the receive time of any expert with its coldest company, on its best GPU.
     """
     latency, tokens_GE, room_G = layer.latency, layer.tokens_GE, layer.room_G
     num_gpus, num_experts = tokens_GE.shape
@@ -135,7 +135,7 @@ def _unit(layer: Layer, whole: float) -> float:
 
 
 def _in_units(row: Row, first_time: int, unit: float) -> Row:
-    """Return a row whose times, in columns from `first_time` on, count in units; rows without times stay."""
+    """Return a row with its times, in columns from `first_time` on, in units; other rows are unchanged."""
     columns, values, low, high = row
     if columns.max() < first_time:
         return row
@@ -143,9 +143,9 @@ def _in_units(row: Row, first_time: int, unit: float) -> Row:
 
 
 def hottest(layer: Layer) -> float:
-    """Return the least time of the GPU with the hottest expert and the coldest that other GPUs have no room for.
+    """Return the least time of a GPU with the hottest expert and the coldest experts that do not fit on other GPUs.
 
-    A GPU may have more tokens than these, and take less time for them where the curve falls.
+    If the curve falls, more tokens than these may take less time.
     """
     total_E, room_G, latency = np.sort(layer.tokens_GE.sum(axis=0)), layer.room_G, layer.latency
     knots_X = knots(latency.comp, float(total_E.sum()))

@@ -15,22 +15,22 @@ class ReplacementRecord(JsonRecord):
         planner: name of the planner.
         local_before: local compute share of the current placement on the observed requests.
         local_after: the same under the new placement.
-        calls_before: remote calls over the horizon under the current placement, and
-        calls_after: under the new one (`moetool.placement._decide.Observed`).
+        calls_before: remote calls over the horizon under the current placement (`moetool.placement._decide.Observed`).
+        calls_after: the same under the new placement.
         horizon_tokens: expected tokens until the next change.
         call_s: seconds of a remote call.
         measured: whether `call_s` was measured, or comes from the plan's links.
         saved_s: one side of Eq. 4: (calls_before - calls_after) * call_s.
         eq3_s: Eq. 3, additions only.
-        moves_s: all moves in sequence.
+        moves_s: seconds of all moves in sequence.
         foreseen_s: expected seconds of the migration, with pauses that leave links to users.
-        cost_s: the other side of Eq. 4: the larger of the two.
+        cost_s: the other side of Eq. 4: the larger of eq3_s and moves_s.
         worth_it: saved_s > cost_s.
         made: whether experts moved.
         copies: number of copied experts.
         bytes: moved bytes.
-        plan_s: seconds of planning, if charged, and
-        waited_s: wait of a round of requests for the plan and, if it waits for them, the moves.
+        plan_s: seconds of planning, if charged.
+        waited_s: seconds that a round of requests waited for the plan and, if it waits for them, for the moves.
         done_s: time of the last move's end.
         skipped: moves that failed or became unnecessary or harmful.
         outcome: description for users.

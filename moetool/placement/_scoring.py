@@ -57,7 +57,7 @@ class PlacementScore:
 
     @property
     def latency(self) -> float:
-        """T_comp + T_comm."""
+        """Return T_comp + T_comm."""
         return self.comp + self.comm
 
     @property
@@ -74,7 +74,7 @@ class PlacementScore:
         return 0.0 if calls is None else (self.remote_calls - self.remote_bound) / calls
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """Return a JSON object."""
         return {
             **asdict(self),
             "latency": self.latency,

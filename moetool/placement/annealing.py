@@ -31,8 +31,8 @@ class Options:
 def place(problem: Problem, options: Options) -> np.ndarray:
     """Anneal each layer from the uniform placement; return the best placement found.
 
-    A proposal exchanges two random experts, or moves one into a free slot. A worse one is taken with the chance
-    exp(-worsening / temperature); the temperature falls geometrically.
+    A proposal swaps two random experts, or moves one into a free slot. A worse placement is accepted with probability
+    exp(-increase / temperature); the temperature falls geometrically.
 
     Shapes: placed_GLE bool.
 

@@ -22,9 +22,9 @@ _WIDE = 16384
 """Experts times GPUs beyond which a step tries only swaps of the slowest GPUs, with fewer kicks."""
 _QUICK_KICKS, _QUICK_RELAXATION = 1, 256
 _LARGE = 4096
-"""Experts times GPUs from which `quick` starts only from the current placement, and"""
+"""Experts times GPUs from which `quick` starts from the current placement only."""
 _LARGE_STEPS, _LARGE_COPIES = 12, 2
-"""its limits per layer: steps, copies, and per copy tried experts and GPUs."""
+"""Limits of that search per layer: steps; and copies, which also limits the experts and GPUs tried per copy."""
 QUICK = {"quick": True}
 """Options for re-placement while serving."""
 
@@ -44,9 +44,9 @@ class Options:
             layers of more than 16,384 variables.
         replicas: use free slots for copies of experts while they help.
         processes: number of processes that share the layers, without effect on the placement.
-        quick: placement before a batch: at most one kick, and a relaxation of at most 256 variables. From 4,096
-            variables on, and with a current placement, the search starts from that placement, with at most 12 steps and
-            two copies per layer (`tests/bench/test_placement_reach.py`).
+        quick: limit the work, for placement before each batch: at most one kick, and a relaxation of at most 256
+            variables. From 4,096 variables on, the search starts from the current placement, if any, with at most 12
+            steps and two copies per layer (`tests/bench/test_placement_reach.py`).
     """
 
     c_max: int = 0
@@ -69,7 +69,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         - The relaxation's repairs are in `moetool.placement._relaxation.relax`, those of the rounding in
           `moetool.placement._rounding.round_layer`.
         - Local search over swaps and moves follows, then over copies; the paper has none.
-        - C_max as memory allows is a GPU's slots shared among the layers, and may differ between GPUs and layers.
+        - Without `c_max`, C_max is a GPU's slots shared among the layers, and may differ between GPUs and layers.
         - A token whose expert has copies goes to the nearest (`moetool.placement._latency.flows`).
 
     Raises:
@@ -101,9 +101,9 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def _start(problem: Problem, layer: int, tokens_GE: np.ndarray, room_G: np.ndarray) -> np.ndarray | None:
-    """Return the GPU of each expert in the current placement (of several, that with the most tokens for it).
+    """Return the GPU of each expert in the current placement; of its copies, that with the most tokens for it.
 
-    None without a current placement, or if it does not fit now.
+    None without a current placement, or if it no longer fits.
     """
     if problem.start_GLE is None:
         return None
@@ -114,6 +114,7 @@ def _start(problem: Problem, layer: int, tokens_GE: np.ndarray, room_G: np.ndarr
 
 
 def place_layer(options: Options, seed: int, task: tuple[Layer, int, np.ndarray | None]) -> np.ndarray:
+    """Return the GPU of each expert of a layer, without copies; `task` is the layer, its number and its start."""
     layer, number, start_E = task
     rng = np.random.default_rng([seed, number])
     if options.quick and start_E is not None and layer.tokens_GE.size >= _LARGE:

@@ -1,4 +1,4 @@
-"""EPLB: DeepSeek's load balancer: copies for the busiest experts, packed so that GPUs are equally busy."""
+"""EPLB, DeepSeek's load balancer: copies for the busiest experts, packed so that GPUs are equally busy."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,9 @@ class Options:
 
     Attributes:
         num_groups: groups of experts that stay together on a server (0: the model's).
-        slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows). The published algorithm needs
-            equal numbers.
-        form: `published` (equal GPUs only), `heterogeneous` (Prism's re-implementation), or `auto`: the published one
-            if the cluster allows it and equal slots on every GPU hold all experts.
+        slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows); a maximum on unequal GPUs.
+        form: `published` (equal GPUs only), `heterogeneous` (Prism's re-implementation), or `auto`: `published` if the
+            cluster allows it and equal slots on every GPU hold all experts.
     """
 
     num_groups: int = 0
@@ -30,16 +29,16 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
     Shapes: placed_GLE bool.
 
-    Source: github.com/deepseek-ai/EPLB, `rebalance_experts`; for unequal GPUs, Prism § IV-A's re-implementation, of
-        which the paper gives no details. Deviations: - The published packing may put two copies of an expert on one
-        GPU. One is dropped, and the slot goes to the
-          expert with the most load per copy that the GPU lacks.
+    Source: github.com/deepseek-ai/EPLB, `rebalance_experts`. For unequal GPUs, Prism § IV-A names a re-implementation
+    without details. Deviations:
+        - The published packing may put two copies of an expert on one GPU. One is dropped. Its slot goes to the expert
+          that the GPU lacks and that has the most load per copy.
         - The heterogeneous form replicates over all slots, no expert more often than there are GPUs. It packs the
-          heaviest copy first, onto the GPU with room and without that expert that finishes first.
+          heaviest copy first. Of the GPUs with room and without that expert, it takes the one that finishes first.
 
     Raises:
         UsageError: the form is unknown, or the published one does not fit the cluster.
-        CapacityError: `slots_per_gpu` is more than memory holds, or too few for every expert.
+        CapacityError: a GPU of equal ones holds fewer than `slots_per_gpu`, or the slots do not hold every expert.
     """
     if options.form not in ("auto", "published", "heterogeneous"):
         raise UsageError(f"unknown form {options.form!r} of eplb, expected auto, published or heterogeneous")
@@ -47,6 +46,11 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     unequal = _unequal(problem, options)
     if options.form == "published" and unequal:
         raise UsageError(f"the published eplb needs {unequal}; use --set form=heterogeneous")
+    if options.form != "heterogeneous" and not unequal and options.slots_per_gpu > slots_GL.min():
+        raise CapacityError(
+            f"slots_per_gpu is {options.slots_per_gpu}, but a GPU holds {slots_GL.min()} experts of each layer; lower "
+            f"slots_per_gpu or give the GPUs more memory"
+        )
     enough = int(slots_GL.min()) * len(slots_GL) >= problem.spec.num_experts
     if options.form == "published" or (options.form == "auto" and not unequal and enough):
         return _published(problem, options, int(slots_GL.min()))

@@ -29,7 +29,7 @@ class Options:
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """Return the best of all placements; of equal ones the first.
+    """Return the best of all placements (ties: the first).
 
     Shapes: placed_GLE bool.
 

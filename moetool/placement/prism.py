@@ -24,7 +24,7 @@ class Options:
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """Algorithms 1 and 2, then each server's experts packed onto its GPUs.
+    """Run Algorithms 1 and 2, then pack each server's experts onto its GPUs.
 
     Shapes: placed_GLE bool.
 

@@ -17,7 +17,7 @@ class Options:
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """The optimum of Eq. 2, then each server's experts packed onto its GPUs.
+    """Find the optimum of Eq. 2, then pack each server's experts onto its GPUs.
 
     Shapes: placed_GLE bool.
 

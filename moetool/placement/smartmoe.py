@@ -14,13 +14,13 @@ class Options:
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
-    """Place one copy each: experts by falling load go to the least loaded GPU with room.
+    """Place one copy of each expert, in the order of falling load, on the least loaded GPU with room.
 
     Shapes: placed_GLE bool.
 
-    Source: the placement of SmartMoE (ATC '23), as Prism § IV-A uses it: it balances the work while every GPU holds
+    Source: the placement of SmartMoE (ATC '23), as Prism § IV-A uses it: it balances the load while every GPU holds
     the same number of experts. Its search among parallel strategies and its online swaps belong to training and are
-    left out. On GPUs of unequal speed the work is time.
+    left out. On GPUs of unequal speed it balances time.
     """
     room_GL = layer_slots(problem)
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
@@ -34,7 +34,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def balance(tokens_E: np.ndarray, room_G: np.ndarray, speed_G: np.ndarray) -> np.ndarray:
-    """Return the GPU of each expert: longest processing time first, within the room; ties go to the lower number."""
+    """Return the GPU of each expert: longest processing time first, within the room (ties: the lower number)."""
     load_G, room_G = np.zeros(len(room_G)), room_G.copy()
     gpu_E = np.zeros(len(tokens_E), np.int64)
     for expert in np.argsort(-tokens_E, kind="stable").tolist():

@@ -21,7 +21,8 @@ class Options:
 def place(problem: Problem, options: Options) -> np.ndarray:
     """Place E/G experts of each layer on each GPU, one copy each.
 
-    If E is not divisible by G, the first GPUs hold one more. The others share evenly what a GPU has no memory for.
+    If E is not divisible by G, the first GPUs hold one more. Experts that do not fit on a GPU are shared evenly among
+    the others.
 
     Shapes: placed_GLE bool.
 

@@ -1,11 +1,11 @@
 """Recipe of a public data set: location, prompt templates, answer lengths.
 
-    recipes/datasets/NAME.toml    one data set a file; the file's name is its name
+    recipes/datasets/NAME.toml    one file per data set, named by it
 
-Templates are text with fields in braces, `{{` and `}}` for the braces themselves. A field is a path in the row:
-`{question}`, `{answers.text.0}` (a key, then the first of a list), `{conversation.role=user.content}` (of a list, the
-first element whose `role` is `user`). A style may follow a colon: `{options:letters}` gives a line
-`A. …` for each, `{answer:commas}` one line of all, `{label:yes_no}` yes or no.
+Templates are text with fields in braces, and `{{` and `}}` for literal braces. A field is a path in the row:
+`{question}`, `{answers.text.0}` (a key, then the first element of a list), `{conversation.role=user.content}` (the
+first element of a list whose `role` is `user`). A style may follow a colon: `{options:letters}` gives a line `A. …` for
+each element, `{answer:commas}` one line of all, `{label:yes_no}` yes or no.
 """
 
 import string
@@ -34,14 +34,14 @@ class DatasetRecipe:
         tasks: configs that are separate tasks, instead of `config`; the default where no task is named.
         files: pattern of files in the hub's repository, optionally with {split}, to read instead of a config.
         prompt: template of the prompt.
-        answer: template of the reference answer; None where there is none.
+        answer: template of the reference answer; None without one.
         task: template of the task (default: the config's name with `tasks`, else the data set's).
         id: template of the row's id; None takes a checksum of the prompt.
         output: tokens to decode: `answer` (length of the reference answer), a number, or None (the caller decides).
-            Deviation: an end of text ends the answer earlier, where FineMoE forces the length.
-        input_tokens: maximum length of a prompt in tokens; None leaves prompts whole. Deviation: shorter prompts stay
-            as they are, where FineMoE has all of one length, without saying how.
-        min_chars: least length of a prompt; shorter ones, such as headings, are left out.
+            Deviation: an end of text ends the answer earlier, while FineMoE forces the length.
+        input_tokens: maximum length of a prompt in tokens; None leaves prompts whole. Deviation: shorter prompts are
+            not extended, while FineMoE's prompts have one length, by an unstated method.
+        min_chars: minimum length of a prompt; shorter ones, such as headings, are left out.
         licence: licence of the data, as its publisher names it.
         gated: whether the hub requires accepting its terms.
         source: paper that uses it, with the place of the lengths.
@@ -204,7 +204,7 @@ def _write(value: Any, part: _Part, where: str) -> str:
     if part.style == "yes_no":
         known = {"true": "yes", "t": "yes", "1": "yes", "yes": "yes", "false": "no", "f": "no", "0": "no", "no": "no"}
         if (found := known.get(str(value).lower())) is None:
-            raise Incomplete  # -1 stands for a label that is kept secret
+            raise Incomplete  # -1 is a secret label
         return found
     if isinstance(value, Mapping | list | tuple):
         raise MismatchError(

@@ -1,8 +1,8 @@
 """Rows of a data set, streamed from the Hugging Face hub or from a copy on disk.
 
-A copy is a folder as the hub has it (`main/test-00000-of-00001.parquet`), one that `datasets` saved, or files that are
-named by their split or task (`test.jsonl`, `arithmetic.jsonl`). Formats are Parquet, JSON, JSON lines, CSV and
-Arrow, as `datasets.load_dataset` reads them. The only importer of `datasets`.
+A copy is a folder as on the hub (`main/test-00000-of-00001.parquet`), one saved by `datasets`, or files named by their
+split or task (`test.jsonl`, `arithmetic.jsonl`). Formats are Parquet, JSON, JSON lines, CSV and Arrow, as
+`datasets.load_dataset` reads them. Only this module imports `datasets`.
 """
 
 import glob
@@ -41,9 +41,7 @@ class RowOptions:
 
     def __post_init__(self) -> None:
         if self.buffer < 1:
-            raise UsageError(
-                f"data.buffer is {self.buffer} rows, expected at least 1, which leaves them in their order"
-            )
+            raise UsageError(f"data.buffer is {self.buffer} rows, expected at least 1 (1 keeps the order)")
 
 
 def rows(name: str, recipe: DatasetRecipe, config: str | None, options: RowOptions) -> Iterator[dict[str, Any]]:
@@ -62,7 +60,7 @@ def rows(name: str, recipe: DatasetRecipe, config: str | None, options: RowOptio
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors say the same
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors repeat the exception
     where = recipe.hub if options.folder is None else str(options.folder)
     try:
         if options.folder is None:
@@ -146,7 +144,7 @@ def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) ->
         found = listed
     if config is not None:
         named = [file for file in found if config.lower() in _labels(file.relative_to(root))]
-        # Without a match by name, files outside folders of other names are taken for a copy of this config alone.
+        # Without a match by name, files outside named folders count as a copy of this config alone.
         alone = [file for file in found if {*file.relative_to(root).parts[:-1]} <= {"data", *_SPLITS}]
         if not named and root.name != config and (config != recipe.config or recipe.tasks or not alone):
             known = {file.stem for file in alone} or {file.relative_to(root).parts[0] for file in found}
@@ -170,7 +168,7 @@ def _labels(path: Path) -> set[str]:
 
 
 def _words(path: Path) -> set[str]:
-    """Return the names of the folders and of the file, and the file's name up to numbers and signs."""
+    """Return the names of a path's folders and file, and the parts of the file's name."""
     *folders, _ = path.parts
     stem = path.name[: -len(path.suffix)].lower()
     return {*(folder.lower() for folder in folders), stem, *re.split(r"[^a-z]+", stem), re.sub(r"[-_.]\d.*$", "", stem)}
@@ -185,7 +183,7 @@ def _no_split(root: Path, found: list[str], split: str) -> UsageError:
 def _refusal(
     name: str, recipe: DatasetRecipe, config: str | None, options: RowOptions, where: str, error: Exception
 ) -> MoetoolError:
-    """Return the error to raise for one of the hub or of a file reader."""
+    """Return the error to raise for an exception of the hub or of a file reader."""
     if isinstance(error, MoetoolError):
         return error
     reason = first_line(error)

@@ -112,7 +112,7 @@ READERS: dict[str, Callable[[Path], Iterator[PromptRow]]] = {
     ".parquet": _read_parquet,
     ".txt": _read_text,
 }
-"""Readers of files, by suffix. Every reader raises MismatchError with the place for invalid content, and OSError."""
+"""Readers of files, by suffix. They raise MismatchError with the place of invalid content, and OSError."""
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -125,7 +125,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _has_line(file: BinaryIO, wanted: bytes) -> bool:
-    """Whether such a line occurs near the beginning. Effects: rewinds the file."""
+    """Return whether a line occurs near the beginning. Effects: rewinds the file."""
     found = any(line.rstrip() == wanted for line in file.read(_SNIFF_BYTES).split(b"\n"))
     file.seek(0)
     return found
@@ -139,7 +139,7 @@ def _decode(line: bytes, file: Path, offset: int) -> str:
 
 
 def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
-    """Convert a row of a file: `prompt` or `messages`, and optionally others of `_FIELDS`.
+    """Convert a row of a file, with `prompt` or `messages`, and optionally other `_FIELDS`.
 
     Raises:
         MismatchError: the row has no prompt, or one that is not text.
@@ -200,7 +200,7 @@ def _message(message: Any, where: str) -> tuple[str, str]:
 
 
 def require_text(text: str, where: str) -> None:
-    """Raises: MismatchError for half of a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
+    """Raise MismatchError for half of a surrogate pair, which JSON can escape but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,11 +1,11 @@
 """Prompts to capture: the embedded sets, public data sets, or a user's JSONL, CSV, Parquet or text file.
 
-    data/prompts/*.jsonl      one object a line: id, prompt, answer (string or null), task; the file's name is its set's
+    data/prompts/*.jsonl      one object per line: id, prompt, answer (string or null), task; the set has its name
     recipes/datasets/*.toml   public data sets, see `moetool.prompts.dataset_recipe`
 
-A reader stops at the requested number of prompts, so a large file costs no more than its beginning. Prompts that repeat
-an earlier one, exactly or nearly, are dropped here, before a split can put one copy into the training part and the
-other into the held-out part.
+A reader stops at the requested number of prompts, so only the beginning of a large file is read. Prompts that repeat an
+earlier one, exactly or nearly, are dropped here, so that no split has copies in both the training and the held-out
+part.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class Prompt:
         task: kind of text (default: the data set's name).
         prompt_id: the source's id, or the number of its line, row or document, counted from 1. For a public data set:
             split, task, and the row's id or a checksum of the text.
-        text: the model's input; never blank. Of a chat, the contents of its messages.
+        text: the model's input, never blank; for a chat, the contents of its messages.
         messages: (role, content) of a chat, the input of the model's chat template.
         answer: the reference answer, if any.
         label: label of the row; empty where the file has none.
@@ -87,7 +87,7 @@ class DataOptions:
         folder: copy of the public data sets; None reads from the hub.
         task: config of a public data set, as in `NAME:TASK`.
         split: split of the public data sets (default: their recipes').
-        seed: seed of the choice among a public data set's rows, where not all are used.
+        seed: seed of the choice among a public data set's rows, if not all are used.
         buffer: rows in the shuffle buffer; 1 takes the first rows.
         duplicates: `drop` prompts that repeat an earlier one of any source, or `keep` them.
         similarity: least Jaccard similarity of near duplicates; see `moetool.prompts.near_duplicates`.
@@ -107,8 +107,8 @@ class Gathered:
     """Prompts and their origins.
 
     Attributes:
-        origins: for a trace's manifest, one object per source (each task of a public data set is one): numbers of
-            prompts and of exact and near duplicates, and the facts that reproduce them.
+        origins: entries for a trace's manifest, one per source (each task of a public data set is a source): numbers of
+            prompts and of exact and near duplicates, and the settings that reproduce them.
     """
 
     prompts: list[Prompt]
@@ -140,12 +140,12 @@ def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: D
     """Collect the prompts of the sources, in their order; a source named twice counts once.
 
     Args:
-        sources: names of embedded sets (`all` is every one of them); names of public data sets, as `NAME` or
-            `NAME:TASK`, or the path of a recipe that ends in `.toml`; paths of files: `.jsonl` with `prompt` and
-            perhaps `answer`, `task` and `id`; `.parquet` with the same columns; `.txt` with documents that end at a
-            line `<|endoftext|>` or, where its first 16 MiB have no such line, at blank lines. A set's name goes before
-            a file's: write `./code` for the file.
-        max_prompts: limit per source (per set with `all`; per task of a public data set with tasks): the first ones, or
+        sources: names of embedded sets (`all` for all of them); names of public data sets, as `NAME` or `NAME:TASK`, or
+            paths of recipes that end in `.toml`; paths of files: `.jsonl` with `prompt` and optionally `answer`, `task`
+            and `id`; `.parquet` with the same columns; `.txt` with documents that end at a line `<|endoftext|>` or, if
+            the first 16 MiB have no such line, at blank lines. A set's name takes precedence over a file's: write
+            `./code` for the file.
+        max_prompts: maximum prompts per source (per set with `all`, per task of a public data set): the first ones, or
             a choice by `options.seed` from a public data set. None takes all in order.
 
     Effects: public data sets are read from the hub unless `options.folder` is given.
@@ -160,7 +160,7 @@ def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: D
     if not sources:
         raise UsageError(f"no data was named, expected a prompt set or a file; try --data {ALL}")
     if max_prompts is not None and max_prompts < 1:
-        raise UsageError(f"{max_prompts} prompts make no capture, expected at least 1; leave --max-prompts out for all")
+        raise UsageError(f"--max-prompts is {max_prompts}, expected at least 1; leave it out for all prompts")
     embedded, public = names(), dataset_recipe.names()
     expanded = dict.fromkeys(name for source in sources for name in (embedded if source == ALL else [source]))
     seen = NearDuplicates(options.similarity) if options.duplicates == "drop" else None
@@ -207,8 +207,8 @@ class _Source:
     """A source of prompts.
 
     Attributes:
-        prompts: each with the text that duplicates are compared by: all of it, or a template's values.
-        origin: description for the manifest; its counts grow as prompts are read.
+        prompts: prompts, each with the text for the comparison of duplicates: its own, or the values of its template.
+        origin: entry for the manifest; its counts grow as prompts are read.
         name: name for messages.
     """
 
@@ -339,7 +339,11 @@ def _of_file(file: Path) -> _Source:
 
 
 def _file(source: str, known: Sequence[str]) -> Path:
-    """Return the file of a source. Raises: UsageError if it cannot be one."""
+    """Return the file of a source.
+
+    Raises:
+        UsageError: there is no such file, or its format is unknown.
+    """
     file = Path(source).expanduser()
     if not file.exists():
         if file.suffix or file.name != source:

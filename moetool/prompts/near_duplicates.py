@@ -1,16 +1,16 @@
 """Detection of texts that repeat an earlier one, exactly or nearly: MinHash finds candidates, shingles decide.
 
-Two texts are equal if they are equal after Unicode's compatibility folding, in lower case, with runs of white space as
-one space. They are nearly equal if their sets of shingles (three tokens in a row) have at least a given Jaccard
-similarity |a ∩ b| / |a ∪ b|. A token is a word, one Chinese, Japanese or Korean character, or the characters between
-two words of a line, so that drawings in ASCII differ where their lines do.
+Texts are exact duplicates if they are equal after Unicode's compatibility folding, in lower case, with runs of white
+space as one space. They are near duplicates if their sets of shingles (three successive tokens) have at least a given
+Jaccard similarity |a ∩ b| / |a ∪ b|. A token is a word, one Chinese, Japanese or Korean character, or the characters
+between two words of a line, so that ASCII drawings differ if their lines do.
 
 Source: Broder, "On the resemblance and containment of documents" (1997), with bands as in Leskovec et al., "Mining of
-Massive Datasets", § 3.4. 20 bands of 6 rows see a pair of similarity s with probability 1 - (1 - s^6)^20: 99.8 % at
-0.8, 62 % at 0.6. Candidates are then compared shingle by shingle, so a false duplicate needs equal checksums, with
+Massive Datasets", § 3.4. 20 bands of 6 rows find a pair of similarity s with probability 1 - (1 - s^6)^20: 99.8 % at
+0.8, 62 % at 0.6. Candidates are then compared by all shingles, so a false duplicate needs equal checksums, with
 probability about 2^-32 for each pair of shingles. Deviation: a band keeps its first 64 texts, and only the 32
-candidates with the most similar signatures are compared. Some duplicates may stay among thousands of texts that share
-most of their words.
+candidates with the most similar signatures are compared. Some duplicates may therefore remain among thousands of texts
+that share most of their words.
 """
 
 import hashlib
@@ -29,8 +29,7 @@ _SHINGLE_TOKENS = 3
 _CHUNK = 1 << 14
 # Candidates whose signatures agree by this much less than required are skipped: 3 standard deviations of 120 hashes.
 _SLACK = 0.12
-# Thousands of prompts may share one long instruction. These two bounds keep the time per prompt constant; a band shared
-# by that many texts tells nothing about any two of them.
+# Thousands of prompts may share one long instruction. These two limits keep the time per prompt constant.
 _ALIKE = 64
 _COMPARED = 32
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -38,14 +37,14 @@ _TOKEN = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s](?:[^\w\n]*[^\w\s])?")
 
 
 class NearDuplicates:
-    """Remembers texts and says which later ones repeat them; the first of its kind stays.
+    """Stores texts and detects later ones that repeat them.
 
     A stored text takes 4 bytes per shingle and about 3 kB more.
 
     Attributes:
-        similarity: least Jaccard similarity of near duplicates, above 0; 1 requires the same set of shingles.
-        num_exact: texts that repeated one exactly.
-        num_near: texts that repeated one nearly.
+        similarity: minimum Jaccard similarity of near duplicates, above 0; 1 requires the same set of shingles.
+        num_exact: number of exact duplicates.
+        num_near: number of near duplicates.
 
     Raises:
         UsageError: the similarity is not in (0, 1].
@@ -68,7 +67,7 @@ class NearDuplicates:
         )
 
     def repeats(self, text: str) -> bool:
-        """Whether the text repeats an earlier one. Effects: counts it if it does, remembers it if not."""
+        """Return whether a text repeats an earlier one. Effects: counts a duplicate, and stores any other text."""
         folded = unicodedata.normalize("NFKC", text).casefold()
         digest = hashlib.blake2b(" ".join(folded.split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if digest in self._digests:
@@ -113,7 +112,7 @@ class NearDuplicates:
 
 
 def _shingles(text: str) -> np.ndarray:
-    """Checksums of the text's shingles, each once, in rising order; a short text is one shingle."""
+    """Return the distinct checksums of a text's shingles, ascending; a short text is one shingle."""
     tokens = [token.encode("utf-8", "surrogatepass") for token in _TOKEN.findall(text)]
     count = max(1, len(tokens) - _SHINGLE_TOKENS + 1)
     checksums = (zlib.crc32(b"\0".join(tokens[i : i + _SHINGLE_TOKENS])) for i in range(count))

@@ -12,7 +12,7 @@ from moetool.quantize.folding import is_rounded
 
 
 def round_tokens(x_TI: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round each token's values to 2^bits - 1 levels, evenly spaced up to its largest."""
+    """Round each token's values to 2^bits - 1 evenly spaced levels, scaled by its largest value."""
     steps = 2 ** (bits - 1) - 1
     step_T1 = (x_TI.abs().amax(-1, keepdim=True) / steps).clamp(min=torch.finfo(x_TI.dtype).tiny)
     return (x_TI / step_T1).round() * step_T1

@@ -12,7 +12,7 @@ from moetool.prompts.gather import Prompt
 from moetool.trace.same_prompts import digest_of_tokens
 
 LEAST_BLOCKS = 8
-_JUDGED = 5  # one in this many prompts is held out for scoring
+_JUDGED = 5  # one prompt in five is held out for scoring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
         max_tokens: maximum calibration tokens; a quarter of it for scoring.
 
     Raises:
-        UsageError: the text is too short, or `max_tokens` is below the minimum number of blocks.
+        UsageError: the text or `max_tokens` is too short for `LEAST_BLOCKS` blocks.
     """
     if max_tokens < LEAST_BLOCKS * length:
         raise UsageError(
@@ -54,7 +54,7 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
     if len(ids_NS) < LEAST_BLOCKS or not len(judged_NS):
         raise UsageError(
             f"the calibration text has {sum(_count(mine, tokenizer)):,} tokens in {len(mine)} prompts and "
-            f"{sum(_count(judged, tokenizer)):,} in {len(judged)} to judge by, expected at least "
+            f"{sum(_count(judged, tokenizer)):,} in {len(judged)} prompts for scoring, expected at least "
             f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or set a shorter length"
         )
     return Calibration(
@@ -66,7 +66,7 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
 
 
 def _known_by(prompt: Prompt, tokenizer: Any) -> set[str]:
-    """Return the digests of a prompt, whole and as cut by a capture."""
+    """Return the digests of a prompt, whole and cut to its length in a capture."""
     ids = prompt.token_ids(tokenizer)
     return {digest_of_tokens(ids), digest_of_tokens(ids[: prompt.input_tokens])}
 

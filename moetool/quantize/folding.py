@@ -1,8 +1,8 @@
-"""Folding of scales: the producers of each weight's inputs, and the move of a scale between the two.
+"""Folding of scales into a weight's columns and into the parameters that produce its inputs.
 
-The columns of a weight are multiplied by a scale and the producer of its inputs is divided by it. The model computes
-the same, while important columns are rounded more finely. Other readers of the same inputs are multiplied too, so the
-router and a shared expert's gate, which are not rounded, keep their logits.
+The columns of a weight are multiplied by a scale, and the producer of its inputs is divided by it. The model computes
+the same, while important columns are rounded more finely. Other readers of the same inputs are multiplied too, so that
+the router and a shared expert's gate, which are not rounded, keep their logits.
 
 Shapes:
     C  scaled channels        I  inputs of a weight        O  its outputs
@@ -17,7 +17,7 @@ import torch
 from moetool.errors import UsageError
 from moetool.models.spec import MoeLayer
 
-_ROWS = 128  # rows scaled at a time, since torch widens a product with a wider scale
+_ROWS = 128  # rows scaled at a time, since torch widens the whole product to a wider scale's type
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 
 
@@ -31,9 +31,9 @@ class Fold:
             slice is changed in place.
         readers: weights [..., O, I] that read them and are rounded.
         plain: weights that read them and are not rounded.
-        channel_I: channel of each input; None if they are equal.
-        inspect: module whose output error scores a scale: one within the layer, or `experts` for each routed expert,
-            with scales [E, C].
+        channel_I: channel of each input; None if each input is a channel.
+        inspect: module of the layer whose output error scores a scale; or `experts`: each routed expert by itself, with
+            scales [E, C].
     """
 
     name: str
@@ -85,15 +85,16 @@ def _matrices(tensor: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch
 
 
 def require_family(config: Any) -> None:
-    """Raises: UsageError for a family with unknown layers."""
+    """Raise UsageError for a family with unknown layers."""
     family = config.model_type
     if family == "gpt_oss":
         raise UsageError(
-            "no replica of gpt_oss models: their experts are stacked and transposed, gate and up interleaved, with "
-            f"biases, and pack-quantized holds single linear weights; families that work: {', '.join(FAMILIES)}"
+            "gpt_oss models cannot have a replica: pack-quantized holds single linear weights, but their experts are "
+            "stacked and transposed, with gate and up interleaved and with biases; supported families: "
+            f"{', '.join(FAMILIES)}"
         )
     if family not in FAMILIES:
-        raise UsageError(f"no replica of {family} models: supported families: {', '.join(FAMILIES)}")
+        raise UsageError(f"{family} models cannot have a replica; supported families: {', '.join(FAMILIES)}")
 
 
 def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
@@ -196,7 +197,7 @@ def _down(names: Mapping[str, Any], module: str) -> Fold:
 
 
 def is_rounded(path: str, module: Any, moe: MoeLayer | None) -> bool:
-    """Whether a module's weight is rounded: linear modules except gates (some families' routers are linear modules)."""
+    """Return whether a module's weight is rounded: linear modules except gates (some routers are linear modules)."""
     gate = path.endswith("shared_expert_gate") or (moe is not None and module is moe.router)
     return isinstance(module, torch.nn.Linear) and not gate
 

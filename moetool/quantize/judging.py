@@ -21,7 +21,7 @@ class Judgement:
         tokens: number of compared tokens.
         kl: mean over tokens of the Kullback-Leibler divergence of the replica's next token from the model's, in nats.
         top1: share of the tokens with the same likeliest next token.
-        match: mean share of a token's experts chosen by the replica's gates too.
+        match: mean share of a token's experts that the replica's gates choose too.
         match_L: the same for each MoE layer.
         logits: logits of the replica on the first block, [S, V].
     """
@@ -48,13 +48,13 @@ def judge(
 ) -> Judgement:
     """Compare two checkpoints of one shape on blocks of tokens.
 
-    Memory holds the dense weights of both, and the experts of one layer of one of them.
+    Memory holds the dense weights of both checkpoints, and the experts of one layer of one of them.
 
     Args:
         on_layer: called with the number of finished layers.
 
     Raises:
-        MismatchError: the files of one do not fit the model.
+        MismatchError: the files of a checkpoint do not fit its model.
     """
     with contextlib.ExitStack() as stack:
         pair = []

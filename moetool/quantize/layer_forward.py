@@ -1,4 +1,4 @@
-"""Running a model one decoder layer at a time over stored hidden states, with one layer's experts in memory."""
+"""Forward of a model one decoder layer at a time over stored hidden states, with one layer's experts in memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class Layerwise:
         self.layers: list[Any] = list(loaded.model.get_decoder().layers)
         self.moe: dict[int, MoeLayer] = {layer.layer_id: layer for layer in loaded.layers}
         if loaded.layers[0].form.call.name == "INTERFACE":
-            loaded.model.set_experts_implementation("eager")  # each expert's product by itself, in one fixed order
+            loaded.model.set_experts_implementation("eager")  # computes expert by expert, in one fixed order
         self._calls: dict[int, Call] = {}
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Building of a low-bit replica of a model, layer by layer, with a reload and a score.
+"""Building of a low-bit replica of a model, layer by layer, and its check by reload and score.
 
-Finished layers lie in `OUT.resume` next to the result (`moetool.quantize.replica_layers`).
+Finished layers are kept in `OUT.resume` next to the result (`moetool.quantize.replica_layers`).
 """
 
 import json
@@ -127,7 +127,7 @@ def make_replica(
 
 
 def require_replicable(checkpoint: Checkpoint, options: ReplicaOptions) -> None:
-    """Refuse an impossible replica, by config and headers alone, without reading weights.
+    """Check that a replica is possible, by config and headers only.
 
     Raises:
         UsageError: the family is unknown, pack-quantized cannot hold its layout, weights are packed, the group does not
@@ -163,7 +163,7 @@ def require_replicable(checkpoint: Checkpoint, options: ReplicaOptions) -> None:
 
 
 def _require_layout(path: Path, name: str, made_of: Mapping[str, TensorSource]) -> None:
-    """Raises: UsageError for a computed weight, or experts stored as one tensor."""
+    """Raise UsageError for a computed weight, or for experts stored as one tensor."""
     if (source := made_of.get(name)) is None:
         raise MismatchError(f"{path} lacks {name}, or has another name for it; download the model again")
     stored = [stored for names in source.names.values() for stored in names]
@@ -176,9 +176,9 @@ def _require_layout(path: Path, name: str, made_of: Mapping[str, TensorSource]) 
 
 
 def _check(made: Checkpoint, ids_1S: torch.Tensor, logits_SV: torch.Tensor | None) -> str:
-    """Load the result by plain transformers, if it fits into memory unpacked; return the loading libraries.
+    """Load the result by plain transformers, if it fits into memory unpacked; return the library that loaded it.
 
-    Both compute in float32, since coarser rounding decides near ties of routers at random.
+    transformers and moetool compute in float32, since coarser rounding resolves near ties of routers at random.
 
     Args:
         logits_SV: logits of moetool, if known.

@@ -1,8 +1,8 @@
 """The layers of a replica, built one by one in a folder from which a killed run resumes.
 
-made_from.json        inputs and options of the replica; a folder of other inputs is refused
+made_from.json        inputs and options of the replica; a folder with other inputs is refused
 model-*.safetensors   the finished layers in their final form
-layer-*.json          the chosen exponents of each
+layer-*.json          the chosen exponents of each layer
 hidden.safetensors    the next layer's number, and its input on the calibration tokens
 """
 
@@ -41,9 +41,9 @@ class ReplicaOptions:
     Attributes:
         bits: bits of each rounded weight.
         group: number of inputs that share a scale.
-        symmetric: whether the zero points of routed experts are 0. Others are refused (`require_replicable`), since
-            transformers does not read them.
-        dense_symmetric: the same for attention, dense layers and shared experts, where other zero points are allowed.
+        symmetric: whether the zero points of routed experts are 0; required (`require_replicable`), since transformers
+            does not read others.
+        dense_symmetric: whether the zero points of attention, dense layers and shared experts are 0.
         dtype: compute data type of the layers; float32 takes twice the memory of bfloat16.
         grid, clip, min_tokens: as in `SearchOptions`; grid=0 and clip=false round to nearest.
         length: tokens of a calibration block, at most the model's context.
@@ -110,10 +110,10 @@ class Maker:
         self._loaded.close()
 
     def layers(self, report: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Build and write every missing layer; yield the choices for each.
+        """Build and write every missing layer; return the notes of each layer.
 
-        Effects: writes nothing before all weights, and the first layer's activations, are found finite. A later layer
-        with activations that are not removes the written layers.
+        Effects: writes nothing before all weights and the first layer's activations are found finite. Activations of a
+        later layer that are not finite remove the written layers.
         """
         first, hidden = self._resume()
         report(first)
@@ -139,7 +139,7 @@ class Maker:
         ]
 
     def finish(self, staged: Path) -> None:
-        """Write the layers and everything else into the result's folder."""
+        """Write the layers and all other files into the result's folder."""
         rest: dict[str, torch.Tensor] = {}
         for name, source in self._made_of.items():
             if not name.startswith(self._prefix):
@@ -167,7 +167,7 @@ class Maker:
                 shutil.copyfile(file, staged / file.name)
 
     def _require_own_folder(self) -> None:
-        """Raises: UsageError where the folder holds anything but this run's layers."""
+        """Raise UsageError if the folder holds anything except this run's layers."""
         record = self.folder / _RECORD
         if record.is_file() and record.read_text(encoding="utf-8") == self._made_from:
             return

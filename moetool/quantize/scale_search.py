@@ -1,13 +1,13 @@
 """Search of scales that minimize rounding errors where activations are large, on calibration tokens.
 
-Source: AWQ (Lin et al., 2024) § 3.2, Eqs. 4 and 5: the columns of a weight are multiplied by s = mean|x|^alpha before
-it is rounded and its inputs divided by s, with alpha from a grid over [0, 1] that gives the smallest error of the
-block's output; and the clipping of outliers in its published code. Deviations:
+Source: AWQ (Lin et al., 2024) § 3.2, Eqs. 4 and 5, and the clipping of outliers in its published code. The columns of a
+weight are multiplied by s = mean|x|^alpha before rounding, and its inputs are divided by s. A grid over [0, 1] gives
+alpha, by the smallest error of the block's output. Deviations:
 
 - The routed experts of a layer read one hidden state, so they and the shared expert have one scale; each expert's down
-  projection has its own. The routers read that hidden state too: see `moetool.quantize.folding`.
-- Query heads that share a value head share a scale, from the mean over them; AWQ leaves those out.
-- Ranges are clipped by the error of the weights, weighted by the mean square of their inputs, instead of products.
+  projection has its own. Routers read that hidden state too: see `moetool.quantize.folding`.
+- Query heads that share a value head share a scale, from their mean; AWQ leaves such heads out.
+- Ranges are clipped by the error of the weights, weighted by the mean square of their inputs, not by output errors.
 - An expert with few calibration tokens keeps its columns unscaled, and its ranges use the tokens that it has.
 """
 
@@ -34,8 +34,8 @@ class SearchOptions:
     Attributes:
         grid: number of exponents to try in addition to 0; 0 rounds to nearest.
         clip: whether to clip ranges where it lowers the error.
-        min_tokens: calibration tokens below which an expert's down projection gets no scale.
-        max_tokens: first calibration tokens, on which errors are measured; means use all tokens.
+        min_tokens: number of calibration tokens below which an expert's down projection gets no scale.
+        max_tokens: number of first calibration tokens for errors; means use all tokens.
     """
 
     grid: int = 20
@@ -146,7 +146,7 @@ class _Experts:
                 self._found.middle[expert] = middle if kept is None else torch.cat([kept, middle])
 
     def finish(self) -> None:
-        """Return the means. An expert's begin with some tokens of the average expert."""
+        """Store the means; those of an expert start from `_PRIOR_TOKENS` tokens of the average expert."""
         self._found.tokens_E = torch.tensor([mean.count for mean in self._up])
         for name, means in (("up", self._up), ("down", self._down)):
             width = next(len(mean.sums[1]) for mean in means if mean.sums is not None)
@@ -179,13 +179,13 @@ def search(
     scale_dtype: torch.dtype,
     options: SearchOptions,
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return the scale of a fold with the smallest error, and its exponent (one per expert for `experts`).
+    """Find the scale of a fold with the smallest error.
 
     Args:
         schemes: scheme of each rounded weight, by its name within the layer.
 
     Returns:
-        scale [C] and [alpha], or for `experts` [E, C] and E of them. The smallest alpha wins a tie.
+        The scale [C] and [alpha]; for `experts`, scales [E, C] and E alphas. Ties go to the smallest alpha.
     """
     parameters = dict(layer.named_parameters())
     alphas = [i / options.grid for i in range(1, options.grid)] + [1.0] * (options.grid > 0)
@@ -274,7 +274,7 @@ def _search_experts(
 def round_clipped(
     weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, square_I: torch.Tensor | None
 ) -> Rounded:
-    """Round a weight [O, I], with its groups' ranges clipped where it lowers the error.
+    """Round a weight [O, I]; clip its groups' ranges where this lowers the error.
 
     Args:
         square_I: mean square of each input; None rounds to nearest.

@@ -21,7 +21,7 @@ def require_finite_weights(shards: Shards, path: Path) -> None:
         if tensor.dtype not in DTYPES:
             continue  # integers
         weight = shards.load(name)
-        # One sum shows that all values are finite; an overflowed sum is checked again.
+        # A finite sum shows that all values are finite; an infinite one may be an overflow.
         if weight.sum(dtype=torch.float32).isfinite():
             continue
         if bad := int((~weight.isfinite()).sum()):
@@ -32,7 +32,7 @@ def require_finite_weights(shards: Shards, path: Path) -> None:
 
 
 def require_finite(hidden: Iterable[torch.Tensor], where: str) -> None:
-    """Raises: MoetoolError where a hidden state is NaN or infinite."""
+    """Raise MoetoolError if a hidden state is NaN or infinite."""
     states = list(hidden)
     bad = sum(int((~state.isfinite()).any(dim=-1).sum()) for state in states)
     if bad:

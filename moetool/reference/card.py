@@ -102,7 +102,7 @@ def measure(
 
 
 def divergences(use_DHLE: np.ndarray) -> tuple[list[float], list[float]]:
-    """Divergence of expert use by layer: between domains, and between the halves of one.
+    """Return the divergence of expert use by layer: between domains, and between the halves of each domain.
 
     Args:
         use_DHLE: number of uses of each expert of each layer by each domain's halves.
@@ -127,7 +127,7 @@ def divergences(use_DHLE: np.ndarray) -> tuple[list[float], list[float]]:
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergence of distributions along the last axis, in bits."""
+    """Return the Jensen-Shannon divergence of distributions along the last axis, in bits."""
     middle = (p + q) / 2
     return (_kullback_leibler(p, middle) + _kullback_leibler(q, middle)) / 2
 
@@ -189,7 +189,7 @@ mean load |
 {table}
 
 The cross-entropy is in nats per token, on documents that were held out by their hash, at most \
-{max(held_out["tokens"].values()):,} tokens a domain in sequences of {fit["sequence_length"]}, in float32.\
+{max(held_out["tokens"].values()):,} tokens per domain in sequences of {fit["sequence_length"]}, in float32.\
 {_caveat(facts) if start else ""}
 """
 

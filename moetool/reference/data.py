@@ -1,8 +1,8 @@
-"""Text for training: a folder with one file a domain, its documents separated by `<|endoftext|>`.
+"""Text for training: a folder with one file per domain, its documents separated by `<|endoftext|>`.
 
 Documents, not lines, are held out, chosen by their hash: a document and all its copies are on the same side in every
-run. A file so small that no hash falls below the share still holds out one document, whose copies elsewhere are trained
-on. The tokens of a step depend on the seed and the step alone, so a killed run can resume exactly.
+run. A file in which no hash falls below the share still holds out one document, whose copies in other files are trained
+on. The tokens of a step depend only on the seed and the step, so a killed run can resume exactly.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ class Domain:
         name: the file's name without its ending.
         sha256: digest of the file.
         num_bytes: size of the file.
-        num_documents: documents, held-out ones included, copies counted once.
-        num_held_out: documents held out.
+        num_documents: number of documents, held-out ones included, copies counted once.
+        num_held_out: number of held-out documents.
         train_N: token ids of the training documents, each ended by the separator's.
         held_out_N: token ids of the held-out documents.
     """
@@ -89,23 +89,35 @@ def read_domains(
 
 
 def training_documents(folder: Path, held_out: float) -> Iterator[str]:
-    """Return the training documents of every domain. Raises: UsageError: as `read_domains`."""
+    """Yield the training documents of every domain.
+
+    Raises:
+        UsageError: as `read_domains`.
+    """
     for file in text_files(folder):
         yield from hold_out(split_documents(file.read_bytes(), file), held_out)[1]
 
 
 def text_files(folder: Path) -> list[Path]:
-    """Return the text files of a folder, by name. Raises: UsageError: there are none."""
+    """Return the text files of a folder, by name.
+
+    Raises:
+        UsageError: there are none.
+    """
     if not folder.is_dir():
-        raise UsageError(f"no directory {folder}; --data takes a directory of .txt files, one a domain")
+        raise UsageError(f"no directory {folder}; --data takes a directory of .txt files, one per domain")
     files = sorted(file for file in folder.glob("*.txt") if file.is_file())
     if not files:
-        raise UsageError(f"{folder} holds no .txt file; --data takes a directory of them, one a domain")
+        raise UsageError(f"{folder} holds no .txt file; --data takes a directory of them, one per domain")
     return files
 
 
 def separator_id(tokenizer: Any) -> int:
-    """Return the separator's token id. Raises: UsageError where the tokenizer has none."""
+    """Return the separator's token id.
+
+    Raises:
+        UsageError: the tokenizer has none.
+    """
     found = tokenizer.convert_tokens_to_ids(SEPARATOR)
     if found is None or tokenizer.convert_ids_to_tokens(found) != SEPARATOR:
         raise UsageError(f"the tokenizer has no token {SEPARATOR}; start --from a checkpoint that has it")
@@ -152,9 +164,9 @@ def _encode(documents: list[str], tokenizer: Any, end: int) -> np.ndarray:
 
 
 class TextBatches:
-    """Batches of rows of `length` tokens and the one after them, drawn from the domains.
+    """Batches of rows of `length` + 1 tokens, drawn from the domains.
 
-    A domain's rows go through all of its windows in a random order before any comes twice.
+    A domain's rows use each of its windows once, in a random order, before any is used again.
 
     Attributes:
         share_D: each domain's share of the rows.
@@ -164,7 +176,11 @@ class TextBatches:
     def __init__(
         self, domains: Sequence[Domain], *, length: int, batch_size: int, steps: int, mixing: float, seed: int
     ) -> None:
-        """Assign the rows of all steps. Raises: UsageError: a domain does not fill one row."""
+        """Assign the rows of all steps.
+
+        Raises:
+            UsageError: a domain does not fill one row.
+        """
         for domain in domains:
             if not domain.windows(length):
                 raise UsageError(
@@ -185,16 +201,16 @@ class TextBatches:
             self.window_N[of_domain] = np.concatenate([*windows, np.empty(0, np.int64)])[: len(of_domain)]
 
     def rows(self, step: int) -> np.ndarray:
-        """Return the rows of a step, counted from 0. Shape: B, length + 1; int64."""
+        """Return the rows of a step, counted from 0: int64 [B, length + 1]."""
         chosen = range(step * self.batch_size, (step + 1) * self.batch_size)
         starts = [(self.domains[self.domain_N[i]].train_N, self.window_N[i] * self.length) for i in chosen]
         return np.stack([tokens_N[at : at + self.length + 1] for tokens_N, at in starts]).astype(np.int64)
 
 
 def held_out_rows(domain: Domain, length: int, max_tokens: int) -> np.ndarray:
-    """Rows of a domain's held-out text, evenly spaced over it, scored as `length` predictions each.
+    """Return rows of a domain's held-out text, evenly spaced, each for `length` predictions.
 
-    Shapes: R, length + 1, or one shorter row where the text does not fill one; int64.
+    Shapes: int64 [R, length + 1], or one shorter row if the text does not fill one.
     """
     tokens_N = domain.held_out_N
     if len(tokens_N) <= length:

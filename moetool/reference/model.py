@@ -20,12 +20,12 @@ FAMILY = "qwen3_moe"
 EXPERTS = "moetool_sorted"
 """Name of `sorted_experts` among transformers' implementations of experts."""
 
-_TOKENS = 256  # tokens whose scores over the vocabulary are in memory together
-_ROUND = 64  # rows of an expert are a multiple of this
+_TOKENS = 256  # number of tokens whose scores over the vocabulary are in memory at once
+_ROUND = 64  # an expert's number of rows is padded to a multiple of this
 
 
 class _Spread(torch.autograd.Function):
-    """Gather the experts' rows from the tokens; autograd by itself would add up their gradients row by row."""
+    """Gather the experts' rows from the tokens. Plain autograd would add their gradients row by row."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, token_S: Tensor, slot_TK: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _Spread(torch.autograd.Function):
 class _Experts(torch.autograd.Function):
     """Every expert on its rows: `down(silu(gate(x)) * up(x))`.
 
-    Autograd by itself would allocate a gradient as large as all experts for each indexed expert.
+    Plain autograd would allocate a gradient as large as all experts for each indexed expert.
     """
 
     @staticmethod
@@ -108,8 +108,8 @@ class _Gather(torch.autograd.Function):
 def sorted_experts(self: nn.Module, hidden_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
     """Compute every expert on its own tokens, sorted by expert; no token is dropped.
 
-    Each expert's rows are padded to a multiple of 64, so that the products have few shapes: a CPU library generates
-    code for each. One batched product, padded to the busiest expert, would compute far more rows.
+    Each expert's rows are padded to a multiple of 64, so that the products have few shapes, since a CPU library
+    generates code for each shape. One batched product, padded to the busiest expert, would compute far more rows.
     """
     weights: list[Tensor] = [self.gate_up_proj, self.down_proj]  # type: ignore[list-item]
     num_experts, num_tokens, top_k = len(weights[0]), *top_k_index_TK.shape
@@ -239,7 +239,7 @@ def open_checkpoint(path: Path) -> Any:
 
 
 def ready(model: Any) -> Any:
-    """Set how a model computes its experts while it trains.
+    """Prepare a model for training: its experts and attention by fast implementations.
 
     Effects: registers `sorted_experts` with transformers.
     """

@@ -15,7 +15,11 @@ _ALPHABET = 256  # every byte is a token, so that no text is unknown
 
 
 def tokenizer_of(folder: Path) -> tuple[Any, dict[str, bytes]]:
-    """Return the tokenizer of a model, and its files by name. Raises: UsageError: it has none."""
+    """Return the tokenizer of a model, and its files by name.
+
+    Raises:
+        UsageError: it has none.
+    """
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     return read_tokenizer(folder), files
 
@@ -61,6 +65,6 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, like: Path) -> tu
 
 
 def special_tokens(folder: Path) -> list[str]:
-    """The special tokens of a model's tokenizer, by their ids."""
+    """Return the special tokens of a model's tokenizer, in the order of their ids."""
     content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     return [token["content"] for token in sorted(content["added_tokens"], key=lambda t: t["id"]) if token["special"]]

@@ -24,7 +24,7 @@ from moetool.reference.training_state import Progress, State, require_room
 
 MARKER = "training.json"
 STATE = ".training"
-"""Suffix of the folder, next to the result, with the state of an unfinished run."""
+"""Suffix of the folder with the state of an unfinished run, next to the result."""
 
 _ARCHITECTURE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -46,7 +46,7 @@ def train(
     """Train a model and write it, with its card, to `out`.
 
     Args:
-        data: a folder of text files, one a domain.
+        data: a folder of text files, one per domain.
         start: name or folder of the checkpoint to continue from; None begins with new weights.
         resume: continue from the state of a killed run. The losses are those of an uninterrupted run.
         overwrite: replace `out` and an existing state.
@@ -116,7 +116,7 @@ def train(
             facts["continues"] = _history(start, source)
         with durable.staged_directory(out, overwrite, MARKER) as staged:
             _write(staged, out.name, model, tokenizer_files, facts)
-    except (OSError, SafetensorError) as error:  # safetensors raises the second on a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         rest = f"continue from {folder} with --resume" if folder.exists() else "choose another --out"
         raise MoetoolError(f"cannot write {out}: {error}; free space; {rest}") from error
     state.remove()
@@ -157,11 +157,11 @@ def _write(folder: Path, name: str, model: Any, tokenizer_files: Mapping[str, by
 
 
 def require_same_architecture(source: Path, found: Any, expected: Any) -> None:
-    """Raises: MismatchError where a checkpoint is not what the recipe describes."""
+    """Raise MismatchError if a checkpoint is not of the recipe's architecture."""
     for name in _ARCHITECTURE:
         if getattr(found, name) != getattr(expected, name):
             raise MismatchError(
-                f"{source} has {name} {getattr(found, name)}, the recipe's model {getattr(expected, name)}; continue "
+                f"{source} has {name} {getattr(found, name)}, but the recipe has {getattr(expected, name)}; continue "
                 "with the recipe that it was made with, or change [model]"
             )
 
@@ -209,7 +209,7 @@ def _facts(
     measured: DomainMeasures,
     threads: int,
 ) -> dict[str, Any]:
-    """The content of training.json."""
+    """Return the content of training.json."""
     fit = recipe.fit
     tokens = fit.max_steps * fit.batch_size * fit.sequence_length
     return {
@@ -239,7 +239,7 @@ def _facts(
 
 
 def _curve(losses: Sequence[float], points: int = 100) -> list[float]:
-    """Return the losses as at most `points` means over equal runs of steps."""
+    """Return at most `points` means of the losses, over equal numbers of steps."""
     size = max(1, -(-len(losses) // points))
     parts = [losses[at : at + size] for at in range(0, len(losses), size)]
     return [round(sum(part) / len(part), 4) for part in parts]

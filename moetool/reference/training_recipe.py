@@ -18,10 +18,10 @@ class TextOptions:
 
     Attributes:
         held_out: share of each domain's documents to hold out, chosen by their hash.
-        held_out_tokens: most held-out tokens to score per domain, evenly spaced.
+        held_out_tokens: maximum number of held-out tokens to score per domain, evenly spaced.
         tokenizer: tokenizer of new weights: that of the embedded reference model, or a new one learned from the
             training documents.
-        vocabulary: tokens of a new tokenizer.
+        vocabulary: number of tokens of a new tokenizer.
         mixing: a domain's share of the batches is its tokens to this power: 1 weighs all text equally, 0 all domains.
     """
 
@@ -120,7 +120,7 @@ def read_recipe(path: Path, settings: Mapping[str, Any]) -> Recipe:
         else:
             values[name] = value
     sections = {"data": TextOptions, "model": ModelOptions, "fit": GradientOptions}
-    for name, kind in sections.items():  # section by section, so that a wrong key is answered with the nearest
+    for name, kind in sections.items():  # by section, so that the error for a wrong key names the nearest one
         if name in values:
             parse(kind, values[name], name)
     recipe = parse(Recipe, values, "recipe")
@@ -129,7 +129,7 @@ def read_recipe(path: Path, settings: Mapping[str, Any]) -> Recipe:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raises: UsageError where a value is invalid."""
+    """Raise UsageError if a value is invalid."""
     data, model, fit = recipe.data, recipe.model, recipe.fit
     one, finite = Span(1), Span(0, below=True)
     widths = {name: one for name in asdict(model) if name not in ("balance", "head_dim")}
@@ -152,9 +152,9 @@ def _check(recipe: Recipe) -> None:
 
 
 def same_so_far(one: GradientOptions, other: GradientOptions, steps: int) -> bool:
-    """Whether two runs that differ in their number of steps alone have the same first steps.
+    """Return whether two runs have the same first steps, though their numbers of steps may differ.
 
-    With the schedule `wsd` a run can be made longer or shorter until its rate begins to fall.
+    With the schedule `wsd`, the number of steps can change until the learning rate begins to fall.
     """
     schedule = {"max_steps", "learning_rate", "schedule", "warm_up", "decay", "save_every"}
     rest = [{n: v for n, v in asdict(fit).items() if n not in schedule} for fit in (one, other)]

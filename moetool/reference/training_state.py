@@ -33,7 +33,7 @@ class Progress:
     Attributes:
         step: number of completed steps.
         losses: cross-entropy of each step's batch.
-        seconds: their time, over all processes of the run.
+        seconds: seconds of these steps, over all processes of the run.
         start: scores of the starting checkpoint on the held-out text; None without one.
     """
 
@@ -43,7 +43,7 @@ class Progress:
     start: dict[str, Any] | None = None
 
     def validate(self) -> None:
-        """Raises: MismatchError where the numbers cannot be of a run."""
+        """Raise MismatchError if the numbers cannot come from a run."""
         require_whole("progress.step", self.step, 0)
         require(len(self.losses) == self.step, "progress.losses", len(self.losses), f"one of each of {self.step} steps")
         require_plain("progress", asdict(self))
@@ -54,8 +54,8 @@ class State:
     """The state of one run, in a folder of its own.
 
     Attributes:
-        identity: the run's inputs, its recipe included. Only a run with the same inputs, or one that differs in later
-            steps alone, can resume.
+        identity: the run's inputs, its recipe included. Only a run with the same inputs, or with differences in later
+            steps only, can resume.
         moments: AdamW's moments, by kind and parameter.
     """
 
@@ -96,7 +96,7 @@ class State:
         return progress
 
     def _differences(self, saved: dict[str, Any], steps: int) -> list[str]:
-        """Describe the differences between a saved run and this one, without those that a run may change."""
+        """Describe the differences between a saved run and this one, except those that may change on resume."""
         one, other = ({**given, "recipe": dict(given["recipe"])} for given in (saved, self.identity))
         fits = [parse(GradientOptions, given["recipe"].pop("fit"), "fit") for given in (one, other)]
         for given in (one, other):
@@ -107,7 +107,7 @@ class State:
         return found
 
     def fill(self, optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], step: int) -> None:
-        """Give AdamW the moments that were loaded."""
+        """Give the loaded moments to AdamW."""
         if not self.moments:
             return
         for group in optimizer.param_groups:
@@ -144,7 +144,7 @@ def require_room(folder: Path, model: torch.nn.Module) -> None:
     """Check that the disk has room for two states (the last and the next) and the result.
 
     Raises:
-        CapacityError: it has not.
+        CapacityError: it has too little.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     need = parameters * (2 * 3 * 4 + 2)

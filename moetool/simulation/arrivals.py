@@ -23,8 +23,8 @@ class Arrival:
     Attributes:
         at_s: seconds since the simulation's start.
         server: number of its server.
-        prompt_tokens: prompt tokens by the file; None without a file.
-        new_tokens: the same for new tokens.
+        prompt_tokens: number of prompt tokens in the file; None without a file.
+        new_tokens: number of new tokens in the file; None without a file.
     """
 
     at_s: float
@@ -37,9 +37,9 @@ def read_arrivals(text: str, busy: list[int], count: int, rng: np.random.Generat
     """Read or draw arrivals in the order of time, the first at or after 0.
 
     Args:
-        text: `poisson:10s` (that mean gap at each busy server), `every:10s` (one at every busy server together, each 10
-            s), or a file with Azure's (CSV) or Mooncake's (JSON lines) columns, whose requests go to busy servers at
-            random.
+        text: `poisson:10s` (a Poisson process with this mean gap at each busy server), `every:10s` (a request at all
+            busy servers every 10 s), or a file with Azure's (CSV) or Mooncake's (JSON lines) columns, whose requests go
+            to random busy servers.
         busy: numbers of the servers with requests.
         count: number of arrivals; a file may have fewer.
         pace: gaps are divided by this.
@@ -53,7 +53,7 @@ def read_arrivals(text: str, busy: list[int], count: int, rng: np.random.Generat
         gap_s = parse_seconds(gap) / pace
         if kind == "every":
             return [Arrival(at_s=i // len(busy) * gap_s, server=busy[i % len(busy)]) for i in range(count)]
-        # Together the servers form one Poisson process whose points fall on a random server.
+        # The servers together are one Poisson process whose arrivals go to a random server.
         times = np.cumsum(rng.exponential(gap_s / len(busy), count)).tolist()
         servers = rng.integers(len(busy), size=count).tolist()
         return [Arrival(at_s=at_s, server=busy[n]) for at_s, n in zip(times, servers, strict=True)]

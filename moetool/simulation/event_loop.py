@@ -4,15 +4,15 @@ Events of a request at a MoE layer:
 
     READY   its tokens are complete on its own GPU and join its queue for the dense part of the layer
     SEND    the dense part is done: tokens leave for the GPUs that hold their experts, each message in its link's queue;
-            tokens for the own GPU's experts join that GPU's queue
+            tokens for experts on the own GPU join its queue
     WORK    a message has arrived and joins the queue of its GPU
     BACK    its experts are computed, and the result joins the queue of the link back
 
-When the last result is back, the next layer is READY. Queues are first-come-first-served, so a queue is just the time
-at which it is next free. Every queue is joined at the time of an event, and events run in the order of time, with one
-exception. At WORK a result that leaves later joins the link back at once if no other message can join that link before
-it. This holds if all messages at the server's GPUs are on their way back, none of its own requests is in the dense part
-of a layer, no later message can finish earlier, and no expert moves.
+When the last result is back, the next layer is READY. Queues are first-come-first-served, so a queue is represented by
+the time at which it is next free. Every queue is joined at the time of an event, and events run in the order of time,
+with one exception: at WORK, a result that leaves later joins the link back at once if no other message can join that
+link before it. This holds if all messages at the server's GPUs are on their way back, none of its own requests is in
+the dense part of a layer, no later message can finish earlier, and no expert moves.
 """
 
 from collections import deque
@@ -171,7 +171,7 @@ class EventLoop:
         return sum(sum(self.tokens_GG[g][h] for h in self._mates_G[g]) for g in range(len(self.tokens_GG)))
 
     def _expect_next(self) -> None:
-        """Push the next arrival, the only one in the heap, which stays small; it precedes other events of its time."""
+        """Push the next arrival, the only one in the heap, before other events of its time."""
         request = next(self._coming, None)
         if request is not None:
             heappush(self._heap, (request.arrived_s, -1.0, -1.0, 0, ARRIVE, request, 0, 0.0, 0))
@@ -215,7 +215,7 @@ class EventLoop:
         return min(soonest, first + min(*dense_s[1:], *self.computing.expert[1:]) / fastest)
 
     def _loop(self) -> None:
-        # The names are local because a run has tens of millions of events.
+        # Local names, since a run has tens of millions of events.
         heap, near, tokens_GG = self._heap, self.routing.near, self.tokens_GG
         free_G, busy_G, ahead_G = self.free_G, self.busy_G, self.ahead_G()
         link_GG = [[self.link_Q[queue] for queue in row] for row in self.network.queue_GG]

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Moving:
     """The moves of one migration, each started after its dependencies.
 
-    A move depends on the previous one on the same GPU, for memory, and on the previous one of the same expert, so that
-    the expert always has a place. Others run concurrently. Between servers a copy passes the queue of its link in
-    pieces, interleaved with messages of requests. A GPU uses an expert when it is complete. Copies within a server use
-    the link between GPUs in the same way, or the rate from host memory without a queue.
+    A move depends on the previous move on the same GPU, for memory, and on the previous move of the same expert, so
+    that some GPU or host always holds the expert. Other moves run concurrently. A copy between servers passes its
+    link's queue in pieces, interleaved with messages of requests. A GPU uses an expert once it is complete. Copies
+    within a server use the link between GPUs in the same way, or host memory at its rate without a queue.
 
     Args:
         options: `piece_bytes` per entry in a link's queue, use of windows (`migrate`), and use of links within a server

@@ -49,10 +49,13 @@ modes of one planner."""
 
 
 def find_mode(name: str) -> PlacementMode:
-    """Return a mode by name. Raises: UsageError.
+    """Return a mode by name.
 
-    A planner's name re-places as Prism does; PLANNER-offline, -reactive or -proactive is DIRECTOR's mode with that
-    planner.
+    Args:
+        name: a planner, which re-places as Prism does; or PLANNER-offline, -reactive or -proactive, DIRECTOR's modes.
+
+    Raises:
+        UsageError: there is no such mode or planner.
     """
     if name in MODES:
         return MODES[name]

@@ -1,4 +1,4 @@
-"""Choice of the copy of an expert for a token: own GPU, own server, nearest; of several the idlest."""
+"""Choice of an expert's copy for a token: on its own GPU, its own server, or the nearest one (ties: least loaded)."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from moetool.simulation.simulated_costs import Network
 from moetool.types import Cluster
 
 Target = int | tuple[int, ...]
-"""A GPU, or several of which the least loaded is chosen when the token leaves."""
+"""A GPU, or several, of which the least loaded is chosen when the token leaves."""
 
 
 class Routing:

@@ -105,7 +105,7 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
     planner.require_room(spec, cluster)
     uses = planned_share(options.split)
     drawn = held_out(uses) if options.split < 1 else uses
-    # Copies of a server share a trace, which is read once, and so is its demand per number of GPUs.
+    # Copies of a server share a trace: it is read once, and its demand is counted once per number of GPUs.
     known: dict[tuple[int, bool], RequestSource] = {}
     counted: dict[tuple[int, int], np.ndarray] = {}
     sources: dict[int, RequestSource] = {}
@@ -126,7 +126,7 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
                 into[n] = known[id(trace), past]
             like = (id(trace), len(server.gpus))
             if like not in counted:
-                # With cut prompts, placements are made from requests as served, not from whole ones.
+                # Placements are made from requests as served, with cut prompts.
                 counted[like] = (
                     _served(spec, len(server.gpus), history_sources[n])
                     if options.prompt_tokens
@@ -144,12 +144,12 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
 
 
 def sized(spec: ModelSpec, options: SimulationOptions) -> ModelSpec:
-    """Return the model whose experts the options size (`expert_bytes`), or the traces' own."""
+    """Return the model with experts of `expert_bytes`, if the options set it."""
     return replace(spec, expert_bytes_L=(options.expert_bytes,) * spec.num_layers) if options.expert_bytes else spec
 
 
 def _served(spec: ModelSpec, num_gpus: int, source: RequestSource) -> np.ndarray:
-    """Return the tokens [G, L, E] of a source's requests, on the GPUs in turn."""
+    """Return the tokens [G, L, E] of a source's requests, assigned to the GPUs in turn."""
     tokens_GLE = np.zeros((num_gpus, spec.num_layers, spec.num_experts))
     for number, parts in enumerate(zip(source.prompts, source.replies, strict=True)):
         tokens_GLE[number % num_gpus] += count_experts(spec, np.concatenate(parts))
@@ -161,7 +161,7 @@ class ModeInputs:
     """Inputs of a mode.
 
     Attributes:
-        options: planner options by name; under a planner's name those for it alone.
+        options: planner options by name; a planner's name holds options for that planner only.
         plan: initial placement (default: by the mode's planner from the history).
         predictor: predictor for `lookahead` = `predicted` (default: recall of the history).
     """

@@ -88,19 +88,23 @@ def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: i
 
 
 def token_bytes(spec: ModelSpec, value_bytes: int, given: int = 0) -> int:
-    """Return the bytes of a token's hidden state. Raises: MismatchError if neither given nor known."""
+    """Return the bytes of a token's hidden state.
+
+    Raises:
+        MismatchError: they are neither given nor known.
+    """
     if given > 0:
         return given
     if spec.hidden_size <= 0:
         raise MismatchError(
-            f"the hidden size of {spec.name} is unknown, and so are bytes per token; give --set token_bytes=4096"
+            f"the hidden size of {spec.name} is unknown, and with it the bytes per token; give --set token_bytes=4096"
         )
     return spec.hidden_size * value_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Links as queues, numbered.
+    """Links as numbered queues.
 
     Attributes:
         names: display name of each queue.
@@ -175,7 +179,7 @@ def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") ->
 
 
 def mean_call_s(computing: Computing, requests: Sequence[SimulatedRequest]) -> float:
-    """Return the mean seconds of an expert call, where tokens of a prompt share calls.
+    """Return the mean seconds of an expert call per token; tokens of a prompt share calls.
 
     Source: DIRECTOR § VI-A, whose f_comp is profiled.
     """
@@ -187,8 +191,9 @@ def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: in
     """Return the simulated machine's costs for planners: straight lines through 0.
 
     Args:
-        call_s: seconds of an expert call (0: that of a single token, as in decoding). A link costs its bytes, without
-            latency.
+        call_s: seconds of an expert call (0: that of a single token, as in decoding).
+
+    Links cost their bytes, without latency.
     """
     rate_GG = [[cluster.link(a, b)[0] for b in cluster.server_G] for a in cluster.server_G]
     byte_s_GG = 1.0 / np.array(rate_GG)

@@ -41,14 +41,14 @@ class SimulationOptions:
         plan_s: seconds of one planning (0: the processor time measured here).
         predict_share: share of a round's seconds for the prediction of the next, in addition to planning.
         piece_bytes: bytes of a moving expert per entry in a link's queue.
-        lookahead: knowledge of the queue in modes that see it: `true` routing, of decoded tokens too, or `predicted`
-            from each prompt's tokens (cascade, replica) or, by other predictors, from what its first MoE layer chose;
-            new tokens then count like the prompt's.
+        lookahead: routing of the queue in modes that see it. `true`: the real one, decoded tokens included;
+            `predicted`: from each prompt's tokens (cascade, replica), or by other predictors from the experts of its
+            first MoE layer. New tokens then count like the prompt's.
         links: `pair` or `server` (`moetool.simulation.simulated_costs.make_network`).
         window_s: seconds per window of the local compute share over time.
         value_bytes: bytes of one number of a hidden state.
         token_bytes: bytes of a hidden state, if the trace lacks the hidden size.
-        expert_bytes: bytes of an expert that moves, for a larger model than the trace's (0: the trace's).
+        expert_bytes: bytes of a moved expert, to simulate larger experts than the trace's (0: the trace's).
 
     Raises:
         UsageError: a value is invalid.

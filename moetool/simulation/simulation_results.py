@@ -15,21 +15,10 @@ PERCENTILES = (50, 90, 95, 99)
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
 _MIGRATION = (
-    *(
-        "at_s",
-        "calls_before",
-        "calls_after",
-        "saved_s",
-        "cost_s",
-        "worth_it",
-        "made",
-        "copies",
-        "bytes",
-        "plan_s",
-        "waited_s",
-    ),
-    "done_s",
+    *("at_s", "calls_before", "calls_after", "saved_s", "cost_s", "worth_it", "made", "copies", "bytes"),
+    *("plan_s", "waited_s", "done_s"),
 )
+"""Fields of `ReplacementRecord` in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +86,7 @@ class Simulated:
 
     @property
     def mean_s(self) -> float:
-        """Mean latency."""
+        """Return the mean latency."""
         return sum(one.latency_s for one in self.served) / len(self.served)
 
     @property
@@ -117,7 +106,7 @@ class Simulated:
 
     @property
     def latencies_s(self) -> list[float]:
-        """Latencies, ascending."""
+        """Return the latencies, ascending."""
         return sorted(one.latency_s for one in self.served)
 
     @property

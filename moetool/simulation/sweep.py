@@ -24,7 +24,6 @@ def parse_sweeps(given: Sequence[str]) -> dict[str, list[str]]:
     Examples: `gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `planner=uniform,prism`, `seed=0,1`,
     `lookahead=true,predicted`, `migrate=free,overlap`.
 
-
     Raises:
         UsageError: a sweep has an unknown name or no values.
     """
@@ -60,7 +59,7 @@ def sweep(
         more: arguments of `simulate`.
 
     Raises:
-        UsageError: a value is invalid; as `simulate`.
+        UsageError: a value is invalid; else as `simulate`.
     """
     options = options or SimulationOptions()
     names, runs = list(swept), []

@@ -26,7 +26,7 @@ class Route:
         new_tokens: number of later forwards.
         calls_LE: expert calls of all tokens.
         prompt_TS: routes of the prompt, as in a trace.
-        token_id_T: prompt tokens, the only known data of a waiting request; None for synthetic routes.
+        token_id_T: prompt tokens, the only known data of a waiting request; empty for synthetic routes.
     """
 
     steps: list[Step]
@@ -87,8 +87,8 @@ def read_source(
 ) -> RequestSource:
     """Read a trace's requests.
 
-    A request with a prompt only (routes of a teacher-forced run) is split: its first `prompt_tokens` tokens, or all but
-    the last `decode_tokens`, are the prompt; the rest counts as decoded.
+    A request with a prompt only (teacher-forced routes) is split. Its first `prompt_tokens` tokens, or all but the last
+    `decode_tokens`, are the prompt; the others count as decoded.
 
     Args:
         uses: whether to use a request, by its index in the trace.
@@ -138,7 +138,7 @@ def draw_requests(
 ) -> list[SimulatedRequest]:
     """Draw a request for each arrival, with replacement from its server's source; its GPUs take turns.
 
-    If an arrival has lengths, the drawn request's rows are repeated or cut to these.
+    If an arrival has lengths, the drawn request's rows are repeated or cut to these lengths.
 
     Args:
         sources: sources by server number.

@@ -19,7 +19,7 @@ _WIDTHS = {
 
 
 def require_layers(spec: ModelSpec, column: str) -> None:
-    """Raises: MismatchError where a column is not per layer, or the layers differ in width."""
+    """Raise MismatchError if a column is not per layer, or the layers differ in width."""
     if column not in _WIDTHS:
         raise MismatchError(f"{column} is not a per-layer column, expected one of {', '.join(_WIDTHS)}")
     widths = set(getattr(spec, _WIDTHS[column]))
@@ -47,10 +47,9 @@ def long_table(spec: ModelSpec, requests: "pa.Table", batches: Iterable[TokenBat
     """Return a row for each expert that a token uses in a layer.
 
     Columns: request, dataset, task, phase, iteration, position, token_id, layer (absolute), rank, expert, and weight
-    where it was recorded.
+    if recorded.
 
-
-    The same in DuckDB, without moetool, for a trace whose layers are alike (L layers, top-k K):
+    The same in DuckDB, without moetool, for a trace with equal layers (L layers, top-k K):
 
         SELECT request, position, (i - 1) // K AS layer_index, (i - 1) % K AS rank, experts[i] AS expert
         FROM 'TRACE/tokens/*.parquet', range(1, L * K + 1) AS places(i)

@@ -13,7 +13,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "request": ("int32", "the request that the token belongs to, a row of requests.parquet"),
     "forward": ("int32", "number of the forward pass; tokens with the same number ran together"),
     "phase": ("uint8", "0 prefill (a token of the prompt), 1 decode (a new token)"),
-    "iteration": ("int32", "forwards of the request counted: 0 is its prompt"),
+    "iteration": ("int32", "number of the forward within its request: 0 is the prompt"),
     "position": ("int32", "position in the sequence, from 0"),
     "token_id": ("int32", "token id; -1 where withheld"),
     "experts": ("uint16[{S}]", "the k experts of each MoE layer, layer after layer, as the model's router chose them"),
@@ -21,7 +21,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "logits": ("float16[{F}]", "router logits over all experts, before softmax or sigmoid"),
     "hidden": ("float16[{H}]", "hidden state at each router's input"),
     "ahead": ("float16[{R}]", "logits of the next {ahead} layers' routers on the same hidden state"),
-    "resident": ("float16[{W}]", "logits of the next layer's router if only resident experts had been computed"),
+    "resident": ("float16[{W}]", "logits of the next layer's router if only resident experts were computed"),
     "scores": ("float16[{F}]", "the router's ranking scores of all experts, correction bias included"),
     "logits32": ("float32[{F}]", "router logits in float32"),
     "norms": ("float16[{S}]", "Euclidean norm of each chosen expert's output, before its weight"),
@@ -93,7 +93,7 @@ tokens (rows).
 
 {layout} An engine samples one token more than it forwards: the last new token of an answer has no row.
 
-Token ids spell what people wrote: remove them (`--drop-tokens`) before sharing traces of private text.
+Token ids reveal the text: remove them (`--drop-tokens`) before sharing traces of private text.
 
 ```python
 import moetool

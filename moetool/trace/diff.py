@@ -21,7 +21,7 @@ class LayerDiff:
         flip_rate: share of the experts chosen in the first trace that the second one did not choose.
         changed: share of the tokens with any such expert (a flip).
         margin: median gap between the scores of the k-th and the next expert in the first trace; None without logits.
-        flipped_margin: the same over the tokens that changed; small gaps say that near ties flipped.
+        flipped_margin: the same over the tokens that changed; small gaps mean that near ties flipped.
         use_bits: Jensen-Shannon divergence of expert use, in bits.
         score_bits: mean over tokens of the divergence of the routers' distributions, in bits; None without logits.
     """
@@ -62,8 +62,8 @@ class TraceDiff(JsonRecord):
 def diff(a: Trace, b: Trace) -> TraceDiff:
     """Compare two traces token by token.
 
-    Requests are matched by their pair id, or by dataset, task and prompt without one. Tokens are compared while their
-    ids agree. Where ids are withheld, the tokens of the prompt are compared.
+    Requests are matched by their pair id, else by dataset, task and prompt. Tokens are compared up to the first id that
+    differs. If ids are withheld, prompt tokens are compared.
 
     Raises:
         MismatchError: the models' shapes differ, or no request is in both.
@@ -119,7 +119,7 @@ def _pairs(a: Trace, b: Trace) -> tuple[dict[int, int], int, int]:
 
 
 def _shared(rows: TokenBatch, other: TokenBatch) -> int:
-    """Length of two requests' common token prefix."""
+    """Return the length of two requests' common token prefix."""
     num = min(len(rows), len(other))
     same_T = (rows.token_id_T[:num] == other.token_id_T[:num]) & (rows.position_T[:num] == other.position_T[:num])
     withheld_T = (rows.token_id_T[:num] < 0) | (other.token_id_T[:num] < 0)
@@ -189,7 +189,7 @@ def _median(parts: list[np.ndarray]) -> float | None:
 
 
 def divergence(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergence along the last axis, in bits: 0 for the same shares, 1 for nothing in common."""
+    """Return the Jensen-Shannon divergence along the last axis, in bits: 0 for equal shares, 1 for disjoint ones."""
     a, b = (x / np.maximum(x.sum(axis=-1, keepdims=True), 1e-30) for x in (a, b))
     bits: np.ndarray = _bits((a + b) / 2) - (_bits(a) + _bits(b)) / 2
     return np.maximum(bits, 0.0)

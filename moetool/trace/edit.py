@@ -28,8 +28,8 @@ def head(
 ) -> Trace:
     """Write the first MoE layers or requests of a trace as a new trace. Requests keep their numbers.
 
-    A trace of fewer layers belongs to another, truncated model, and so does everything trained on it. The columns
-    `ahead` and `resident` are left out, since they refer to removed layers.
+    A trace of fewer layers belongs to a truncated model, as does everything trained on it. The columns `ahead` and
+    `resident` are then left out, since they refer to removed layers.
 
     Args:
         layers: number of MoE layers (default: all).
@@ -89,9 +89,9 @@ def split(
     """Write the parts of a trace, each a trace in a folder of `out`, requests in their order and renumbered.
 
     Args:
-        by: `task` or `label`: one part for each, with its name. `request`: parts `0`, `1`, ... of the given shares; the
-            last gets the remainder. Each request goes to the part that is furthest behind its share, so that parts are
-            evenly spread.
+        by: `task` or `label`: one part for each, with its name. `request`: parts `0`, `1`, ... of the given shares, the
+            last of the remainder. Each request goes to the part furthest below its share, so that parts are evenly
+            spread over the trace.
         shares: with `request` only; above 0, together at most 1.
 
     Effects: writes `out`, whole or not at all; its `split.json` describes the parts.

@@ -55,7 +55,7 @@ def to_events(
 
 
 def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
-    """Scores of a router from its logits: float32 [T, E], by `ModelSpec.score_function`."""
+    """Return a router's scores from its logits, by `ModelSpec.score_function`: float32 [T, E]."""
     if score_function == "sigmoid":
         return 1.0 / (1.0 + np.exp(-logits_TE))
     if score_function == "sqrtsoftplus":
@@ -65,7 +65,7 @@ def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
 
 
 def ahead_scores(spec: ModelSpec, layer: int, logits_ATE: np.ndarray) -> np.ndarray:
-    """Scores [A, T, E] float32 of the routers after `layer` from their logits; layers beyond the last are left out."""
+    """Return the scores of the routers after `layer` from their logits: float32 [A, T, E], without layers beyond L."""
     following = spec.num_layers - 1 - layer
     scores_ATE = np.zeros((min(len(logits_ATE), following), *logits_ATE.shape[1:]), np.float32)
     for a in range(len(scores_ATE)):
@@ -76,6 +76,6 @@ def ahead_scores(spec: ModelSpec, layer: int, logits_ATE: np.ndarray) -> np.ndar
 
 
 def next_scores(spec: ModelSpec, layer: int, logits_TE: np.ndarray) -> np.ndarray:
-    """Scores [T, E] float32 of the router after `layer` from its logits; 0 after the last layer."""
+    """Return the scores of the router after `layer` from its logits: float32 [T, E]; 0 after the last layer."""
     ahead_ATE = ahead_scores(spec, layer, logits_TE[None])
     return ahead_ATE[0] if len(ahead_ATE) else np.zeros(logits_TE.shape, np.float32)

@@ -1,11 +1,11 @@
 """Counts of tokens per expert, as a folder: the records of engines that keep no routes.
 
     manifest.json     kind `counts`, schema version, ModelSpec, provenance, sha256 of the other file
-    counts.parquet    one row per pass (one or more forwards, counted together by the engine): `pass`, and `tokens`:
-                    tokens that used each expert, as a list of L * E, layer-major
+    counts.parquet    one row per pass (one or more forwards, counted together by the engine): `pass`; and `tokens`, the
+                      number of tokens that used each expert, as a list of L * E, layer-major
 
-They are enough to plan and score a placement, with a pass in place of a request. Replay, cache plans and predictors
-need the experts of each token in order and refuse them.
+Counts suffice to plan and score a placement, with a pass in place of a request. Replay, cache plans and predictors
+refuse them, since they need the experts of each token in order.
 """
 
 import io
@@ -58,9 +58,9 @@ class Counted:
             raise MismatchError("no pass has any tokens: the recorder was off; record again")
         if len(idle := np.flatnonzero(~counts_WLE.any(axis=(0, 2)))):
             raise MismatchError(
-                f"layer {self.spec.layer_ids_L[idle[0]]} is all zero, expected tokens: a layer without experts is "
-                f"recorded so, and any layer where the recorder was off; name the layers with experts with --set "
-                f"model=PATH, first_k_dense=N or moe_layers=1..26, or record again"
+                f"layer {self.spec.layer_ids_L[idle[0]]} is all zero, expected tokens: it has no experts, or the "
+                f"recorder was off; name the layers with experts with --set model=PATH, first_k_dense=N or "
+                f"moe_layers=1..26, or record again"
             )
 
 
@@ -120,7 +120,7 @@ class ExpertCounts:
 
     @property
     def sha256(self) -> str:
-        """Identifies the content: sha256 of the manifest, which holds that of the counts."""
+        """Return the identity of the content: the sha256 of the manifest, which holds that of the counts."""
         return durable.sha256_file(self.path / MANIFEST)
 
     @property
@@ -133,7 +133,7 @@ class ExpertCounts:
         return float(self.counts_WLE.sum() / sum(self.spec.top_k_L))
 
     def describe(self) -> dict[str, Any]:
-        """Summary of the directory, as a JSON object."""
+        """Return a summary of the folder, as a JSON object."""
         return {
             "path": str(self.path),
             "sha256": self.sha256,
@@ -173,7 +173,7 @@ def write_counts(folder: Path, counted: Counted, provenance: dict[str, Any]) -> 
 
 
 def holds_counts(path: Path) -> bool:
-    """Whether a folder holds counts instead of a trace, by its manifest."""
+    """Return whether a folder holds counts instead of a trace, by its manifest."""
     return path.is_dir() and (path / MANIFEST).is_file() and _manifest(path).get("kind") == KIND
 
 

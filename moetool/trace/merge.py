@@ -1,4 +1,4 @@
-"""Merging of several traces into one."""
+"""Merging of traces."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,9 +13,9 @@ from moetool.trace.reader import MANIFEST, Trace
 
 
 def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tuple[Trace, list[str]]:
-    """Write several traces of one model as one: requests in the order of the traces, renumbered.
+    """Write several traces of one model as one, requests in the order of the traces and renumbered.
 
-    Columns that some of them lack are left out. The provenance keeps how each was made.
+    Columns that a trace lacks are left out. The provenance includes that of each trace.
 
     Returns:
         The trace, and one sentence for each omission or caveat.
@@ -37,7 +37,7 @@ def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tup
         seen[trace.sha256] = trace.path
     columns, notes = _common_columns(traces)
     if again := _prompts_again(traces):
-        notes.append(f"{numbered(again, 'prompt')} in more than one of them; a split by request may part copies")
+        notes.append(f"{numbered(again, 'prompt')} in more than one of them; a split by request may separate copies")
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
         writer = part_writer(stack, folder, first.spec, columns, first)

@@ -1,19 +1,19 @@
 """The trace: a model's routing, token by token, as a folder of Parquet files.
 
-    manifest.json           schema version, ModelSpec, how batches were composed, provenance, sha256 of each file, and
-                            whether the trace is closed; the log of a running server is not
-    requests.parquet        one row a request
-    tokens/*.parquet        one row a forwarded token, in the order of the forwards
-    iterations/*.parquet    one row an iteration of a request: the mean output of the embedding layer; in the log of a
-                            server one row for each forward that an iteration took
+    manifest.json           schema version, ModelSpec, batch composition, provenance, sha256 of each file, and whether
+                            the trace is closed; the log of a running server is open
+    requests.parquet        one row per request
+    tokens/*.parquet        one row per forwarded token, in the order of the forwards
+    iterations/*.parquet    one row per iteration of a request: the mean output of the embedding layer; in the log of a
+                            server, one row per forward of the iteration
 
-Per-layer columns are fixed-size lists, layer-major: `experts` and `weights` hold the K of layer 0, then those of
-layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw; `ahead` the logits of the next A
-MoE layers' routers on those D, A times E of the widest layer (0 beyond a layer's experts and beyond the last layer);
-`resident` the next router's logits if only resident and shared experts had been computed, E of the widest layer (0
-likewise). The offsets are in the schema metadata. Readers stream and name the columns that they need. `weights` is
-missing in a trace from the records of an engine that keeps only the experts. Traces of an older minor version are read,
-those of a newer version refused (`moetool.trace.version`).
+Per-layer columns are fixed-size lists, layer-major. `experts` and `weights` hold K numbers for each layer, `logits` E,
+and `hidden` the D of each router's input. `ahead` holds the logits of the next A MoE layers' routers on that input: A
+times E of the widest layer, 0 beyond a layer's experts and beyond the last layer. `resident` holds the next router's
+logits if only resident and shared experts were computed: E of the widest layer, 0 likewise. The offsets are in the
+schema metadata. Readers stream and name the columns that they need. `weights` is missing if the recording engine keeps
+only the experts. Traces of an older minor version are read; those of a newer version are refused
+(`moetool.trace.version`).
 """
 
 import hashlib
@@ -58,7 +58,7 @@ COMPOSITIONS = ("sequential", "batch", "log", "mixed")
 _REQUESTS = "requests.parquet"
 _VOCABULARY = "vocabulary.parquet"
 _ROWS_A_BYTE = 64
-"""Limit of rows per byte of Parquet: more are made to exhaust memory."""
+"""Maximum rows per byte of Parquet: files with more are made to exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class _Manifest:
         return max((name for name in self.files if name.startswith("requests-")), default=_REQUESTS)
 
     def validate(self) -> None:
-        """Raises: MismatchError, naming the field."""
+        """Raise MismatchError with the first invalid field."""
         for name, file in self.files.items():
             known = re.fullmatch(r"(requests|requests-\d+|vocabulary|(tokens|iterations)/[\w-]+)\.parquet", name)
             check.require(bool(known), "files", name, f"{_REQUESTS}, tokens/… or iterations/…")
@@ -121,7 +121,7 @@ class Trace:
         resident: share of a layer's experts that the column `resident` takes to be resident; 0 without it.
         num_tokens: rows of tokens/.
         requests: requests.parquet, in the order of the requests.
-        closed: whether the trace is complete. The log of a running or killed server is open: it is read up to its end
+        closed: whether the trace is complete. The log of a running or killed server is open, and is read up to its end
             at the time of opening.
         running: requests still running after the last row.
         sha256: identity of the content: digest of the manifest, which holds the digest of every file.
@@ -186,7 +186,7 @@ class Trace:
         self._validate_requests(facts.requests)
 
     def _validate_requests(self, expected: int) -> None:
-        """Raises: MismatchError where requests.parquet contradicts itself or the manifest."""
+        """Raise MismatchError if requests.parquet contradicts itself or the manifest."""
         file = self.path / self._requests_file
         found = {name: self.requests[name].to_numpy() for name in ("request", "prompt_tokens", "new_tokens", "tokens")}
         for name, values_R in found.items():
@@ -202,7 +202,7 @@ class Trace:
             )
 
     def require(self, columns: Iterable[str], user: str) -> None:
-        """Raises: MismatchError if a column that `user` needs was not recorded."""
+        """Raise MismatchError if a column that `user` needs was not recorded."""
         if missing := sorted(set(columns) - self.columns):
             flags = ",".join(["topk", *(c for c in missing if c in KEEP)])
             raise MismatchError(
@@ -211,7 +211,7 @@ class Trace:
             )
 
     def require_ahead(self, distance: int, user: str) -> None:
-        """Raises: MismatchError if the column `ahead` looks less far than `user` does."""
+        """Raise MismatchError if the column `ahead` covers fewer layers than `user` needs."""
         if self.ahead < distance:
             raise MismatchError(
                 f"{user} looks {distance} layers ahead, and {self.path} holds {self.ahead}; capture with --keep "
@@ -219,7 +219,7 @@ class Trace:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Summary of the trace, as a JSON object."""
+        """Return a summary of the trace, as a JSON object."""
         totals: dict[tuple[str, str], list[int]] = {}
         for row in self.requests.to_pylist():
             total = totals.setdefault((row["dataset"], row["task"]), [0, 0, 0])
@@ -245,7 +245,7 @@ class Trace:
         }
 
     def verify(self) -> None:
-        """Raises: MismatchError if any file's sha256 is not the manifest's."""
+        """Raise MismatchError if any file's sha256 is not the manifest's."""
         for name in self._files:
             self._verify(name)
 
@@ -396,10 +396,9 @@ class Trace:
             yield held
 
     def whole_requests(self, columns: Iterable[str] = ()) -> Iterator[TokenBatch]:
-        """Yield the rows of each request that has any, in the order of `requests`; arguments and errors as in
-        `batches`.
+        """Yield the rows of each request that has tokens, in the order of `requests`.
 
-        Concurrent requests are buffered until their turn.
+        Arguments and errors as in `batches`. Concurrent requests are buffered until their turn.
         """
         order = self.requests["request"].to_pylist()
         total = dict(zip(order, self.requests["tokens"].to_pylist(), strict=True))
@@ -435,7 +434,7 @@ class Trace:
         return [name for name in sorted(self._files) if name.startswith(prefix)]
 
     def _read(self, name: str, schema: pa.Schema, empty: Sequence[str] = ()) -> pa.Table:
-        """Read a small file. `empty`: text columns that are empty where missing."""
+        """Read a small file. `empty`: text columns that are filled with empty texts if missing."""
         file, whole = self._verify(name), schema
         try:
             with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
@@ -464,13 +463,13 @@ def _require_schema(file: Path, expected: pa.Schema, found: pa.Schema) -> None:
 
 
 class _Embeddings:
-    """The embeddings of a trace, looked up by the rows of a forward; both are read in nearly the same order."""
+    """The embeddings of a trace, looked up by the rows of a forward. Both are in nearly the same order."""
 
     def __init__(self, trace: Trace, requests: frozenset[int] | None = None) -> None:
         self._rows = (row for row in trace.embeddings() if requests is None or row[0] in requests)
-        self._log = trace.manifest["composition"]["kind"] == "log"  # one row a forward instead of one an iteration
+        self._log = trace.manifest["composition"]["kind"] == "log"  # one row per forward, not per iteration
         self._read: dict[tuple[int, int], list[np.ndarray]] = {}
-        self._last: dict[int, tuple[int, np.ndarray]] = {}  # by request: its iteration, and the mean over it
+        self._last: dict[int, tuple[int, np.ndarray]] = {}  # by request: iteration, and its mean
         self._path = trace.path
 
     def of(self, rows: TokenBatch) -> np.ndarray:
@@ -490,7 +489,7 @@ class _Embeddings:
         """Return the mean over some forwards of one iteration, weighted by their tokens."""
         last = self._last.get(request)
         if last is not None and last[0] == iteration and not self._log:
-            return last[1]  # an iteration that came in several forwards
+            return last[1]  # an iteration of several forwards
         if self._log and len(tokens) > 1:
             parts = np.stack([self._next(request, iteration).astype(np.float32) for _ in tokens])
             mean: np.ndarray = (parts * tokens[:, None]).sum(axis=0) / tokens.sum()

@@ -1,7 +1,7 @@
 """Checks of a trace's rows beyond their types, during reading.
 
-Every check is a few passes of NumPy over a batch that is in the CPU cache. tests/bench/test_row_checks.py measures
-their share of the reading time.
+Each check is a few NumPy passes over a batch in the CPU cache. tests/bench/test_row_checks.py measures their share of
+the reading time.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from moetool.errors import MismatchError
 from moetool.trace.rows import COLUMNS, SIGNALS, TokenBatch
 from moetool.types import ModelSpec, Phase
 
-_INF_16 = 0x7C00  # float16: positive numbers are below it as integers, infinity is it, NaN above
+_INF_16 = 0x7C00  # float16 infinity as an integer: positive finite numbers are below it, NaN above
 _MINUS_INF_16 = 0xFC00
 _MINUS_ZERO_16 = 0x8000
 _NUMBERS = {name: column for name, column in COLUMNS.items() if name in ("weights", *SIGNALS)}
@@ -45,7 +45,7 @@ class RowChecks:
         self._equal = len(set(spec.num_experts_L)) == 1
 
     def check(self, rows: TokenBatch) -> None:
-        """Raises: MismatchError at the first invalid row."""
+        """Raise MismatchError for the first invalid row."""
         if not len(rows):
             return
         index_T = self._index(rows.request_T)
@@ -60,7 +60,7 @@ class RowChecks:
                 self._check_numbers(rows, name, values)
 
     def finish(self) -> None:
-        """Raises: MismatchError where a request has more or fewer rows than requests.parquet says."""
+        """Raise MismatchError if a request has more or fewer rows than requests.parquet says."""
         if (wrong_R := self._seen_R != self._tokens_R).any():
             at = int(wrong_R.argmax())
             raise MismatchError(
@@ -72,7 +72,7 @@ class RowChecks:
         """Return the index of each row's request."""
         requests_R = self._requests_R
         if not len(requests_R):
-            raise MismatchError(f"{self._path} has rows and no requests, expected a request for each; capture again")
+            raise MismatchError(f"{self._path} has rows but no requests, expected a request for each; capture again")
         index_T = request_T - requests_R[0] if self._dense else np.searchsorted(requests_R, request_T)
         if int(index_T.min()) < 0 or int(index_T.max()) >= len(requests_R):
             known_T = (index_T >= 0) & (index_T < len(requests_R))
@@ -132,7 +132,7 @@ class RowChecks:
         )
 
     def _check_numbers(self, rows: TokenBatch, name: str, values: np.ndarray) -> None:
-        """Check numbers. Compares float16 as integers, since NumPy has no vector code for float16."""
+        """Check numbers; float16 is compared as integers, since NumPy has no vector code for it."""
         if values.dtype != np.float16:
             wrong = np.isnan(values) | (values == np.inf)
             if wrong.any():
@@ -172,7 +172,7 @@ class RowChecks:
 
 
 def check_whole(spec: ModelSpec, rows: TokenBatch, path: Path) -> None:
-    """Expensive check: no token uses an expert twice in a layer. Raises: MismatchError: one does."""
+    """Raise MismatchError if a token uses an expert twice in a layer; expensive."""
     start = 0
     for layer, top_k in enumerate(spec.top_k_L):
         ranked_TK = np.sort(rows.experts_TS[:, start : start + top_k], axis=1)

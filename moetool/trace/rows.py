@@ -26,13 +26,13 @@ REQUESTS = pa.schema(
         ("prompt_id", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("new_tokens", pa.int32()),
-        ("label", pa.string()),  # from the prompt file; empty where it has none
-        ("pair", pa.string()),  # shared by requests that belong together; empty where there is none
+        ("label", pa.string()),  # from the prompt file; empty without one
+        ("pair", pa.string()),  # shared by requests that are compared with each other; empty without one
         ("tokens", pa.int32()),  # rows of this request in tokens/
     ]
 )
 SINCE_1_4 = ("label", "pair")
-"""Columns of requests that older traces lack; there they are empty."""
+"""Columns of requests that are empty in older traces."""
 VOCABULARY = pa.schema([("token_id", pa.int32()), ("text", pa.string())])
 
 
@@ -139,7 +139,11 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
 
 
 def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
-    """Convert Arrow rows of tokens/, sharing their memory. Raises: pa.ArrowInvalid where a value is missing."""
+    """Convert Arrow rows of tokens/, sharing their memory.
+
+    Raises:
+        pa.ArrowInvalid: a value is missing.
+    """
     columns: dict[str, Any] = {}
     for name in record.schema.names:
         values = record[name]
@@ -152,7 +156,7 @@ def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
 
 
 def require_values(name: str, *arrays: Any) -> None:
-    """Raises: pa.ArrowInvalid where a column or its lists have nulls."""
+    """Raise pa.ArrowInvalid if a column or its lists have nulls."""
     if any(array.null_count for array in arrays):
         raise pa.ArrowInvalid(f"column {name} lacks values")
 
@@ -172,5 +176,6 @@ def to_array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
 
 
 def embedding_schema(spec: ModelSpec) -> pa.Schema:
+    """Return the schema of iterations/."""
     vector = pa.list_(pa.float16(), spec.hidden_size)
     return pa.schema([("request", pa.int32()), ("iteration", pa.int32()), ("embedding", vector)])

@@ -1,4 +1,4 @@
-"""Identity of prompts by content, whatever their files and ids are called."""
+"""Identity of prompts by content, independent of file names and ids."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ def digest_of_tokens(token_ids: Sequence[int]) -> str:
 def prompt_digests(trace: Trace, requests: Collection[int] | None = None) -> dict[int, frozenset[str]]:
     """Return the identity of each request's prompt: its tokens, if recorded, and its experts.
 
-    The experts (a set per token and layer) identify a prompt where one trace withholds its tokens. That fails where a
+    The experts (a set per token and layer) identify a prompt if one of the traces withholds its tokens. This fails if a
     tie was resolved differently, for example at another batch size. A request without prompt rows is identified by all
     its rows.
 
@@ -68,7 +68,7 @@ def repeated(trace: Trace, seen_prompts: Collection[str]) -> frozenset[int]:
 
 
 def _sorted_experts(spec: ModelSpec, rows: TokenBatch) -> np.ndarray:
-    """experts_TS of the rows, ascending within each layer."""
+    """Return experts_TS of the rows, ascending within each layer."""
     ends = np.cumsum(spec.top_k_L)[:-1]
     return np.concatenate([np.sort(layer_TK, axis=1) for layer_TK in np.split(rows.experts_TS, ends, axis=1)], axis=1)
 

@@ -1,4 +1,4 @@
-"""Writer of a trace that can be read while it grows and after a kill: closed segments, and a manifest of them."""
+"""Writer of a trace that can be read while it grows and after a kill: closed segments, and their manifest."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ class SegmentLimits:
     Attributes:
         rows, bytes, seconds: limits of a segment: its rows, bytes in memory, and seconds since its first row. A failed
             write is retried after `seconds`.
-        waiting_bytes: limit of rows in memory. When more wait and the disk takes none, the trace ends.
+        waiting_bytes: limit of rows in memory. The trace ends if more wait and no write succeeds.
     """
 
     rows: int = ROW_GROUP_TOKENS
@@ -84,14 +84,14 @@ class _Segment:
 
 
 class SegmentWriter:
-    """Writes the log of a server into a folder that is a whole trace at any time.
+    """Writes the log of a server into a folder that is a complete trace at any time.
 
-    The manifest names closed segments only and is replaced last. Readers, and a kill, therefore see a prefix of the
-    rows up to the newest closed segment, with the provenance of its last forward. A failed write leaves the folder
-    unchanged and is retried; rows wait in memory meanwhile. When too many wait, the trace ends: it never has a gap.
-    `close` joins small segments.
+    The manifest names closed segments only and is replaced last. Readers therefore see all rows up to the newest closed
+    segment, also after a kill, with the provenance of its last forward. A failed write leaves the folder unchanged and
+    is retried, while rows wait in memory. If too many wait, the trace ends, so that it never has a gap. `close` joins
+    small segments.
 
-    Call the methods from one thread; `status` from any.
+    Call the methods from one thread, and `status` from any.
 
     Args:
         folder: an empty folder.
@@ -145,7 +145,7 @@ class SegmentWriter:
         self._thread.start()
 
     def add_request(self, request: int, prompt_tokens: int) -> None:
-        """A request begins."""
+        """Record the begin of a request."""
         self._post(lambda: self._running.update({request: _Counts(prompt_tokens)}))
 
     def append(
@@ -180,7 +180,7 @@ class SegmentWriter:
             self._changed.notify_all()
 
     def end_request(self, request: int) -> None:
-        """Record the end of a request, of which the policy learns before the next forward."""
+        """Record the end of a request."""
         self._post(lambda: self._end(request))
 
     def status(self) -> SegmentStatus:
@@ -221,7 +221,7 @@ class SegmentWriter:
                 self._changed.notify_all()
 
     def _await_room(self, size: int) -> None:
-        """Wait while too many rows wait for a working disk; end the trace if the disk fails. Holds the lock."""
+        """Wait while too many rows are in memory; end the trace if writing fails. The caller holds the lock."""
 
         def full() -> bool:
             return bool(self._waiting_bytes) and self._waiting_bytes + size > self._limits.waiting_bytes
@@ -269,7 +269,7 @@ class SegmentWriter:
                 self._try()
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until a segment must be closed; None where no row waits."""
+        """Return the seconds until a segment must be closed; None if no row waits."""
         if self._first_s is None:
             return None
         return max(0.0, max(self._first_s + self._limits.seconds, self._again_s) - time.monotonic())
@@ -304,7 +304,7 @@ class SegmentWriter:
                 if kind.pending:
                     kind.segments.append(kind.write(self._folder, self._number))
             self._commit(closed=False)
-        except Exception as error:  # Arrow's errors are not all OSErrors; serving must continue in any case
+        except Exception as error:  # not all of Arrow's errors are OSErrors; serving must continue
             self._restore(before)
             self._failed(_reason(error))
             return False
@@ -312,7 +312,7 @@ class SegmentWriter:
         return True
 
     def _restore(self, segments: list[list[_Segment]]) -> None:
-        """Restore these segments of each kind, and remove later ones."""
+        """Reset the segments of each kind to these, and remove later files."""
         for kind, those in zip(self._kinds, segments, strict=True):
             for segment in kind.segments:
                 if segment not in those:
@@ -345,7 +345,7 @@ class SegmentWriter:
             _LOG.warning("writing of the gate log %s works again; no row is missing", self._folder)
 
     def _commit(self, *, closed: bool) -> None:
-        """Replace the requests and the manifest, so that the trace has all segments."""
+        """Replace the requests and the manifest, so that the trace includes all segments."""
         ended = _request_table(self._ended)
         past = pa.concat_tables([self._past, ended]).combine_chunks() if self._ended else self._past
         table = pa.concat_tables([past, _request_table(list(self._running.items()))]).sort_by("request")
@@ -380,7 +380,7 @@ class SegmentWriter:
         self._past, self._ended, self._requests_file = past, [], name
 
     def _finish(self) -> None:
-        """Close the trace, with small segments joined if the disk has room."""
+        """Close the trace; join small segments if the disk has room."""
         before = [list(kind.segments) for kind in self._kinds]
         old: list[_Segment] = []
         try:
@@ -416,7 +416,7 @@ class _Kind:
         self.pending, self.rows, self.bytes = [], 0, 0
 
     def write(self, folder: Path, number: int) -> _Segment:
-        """Write the waiting rows as a segment, and keep them."""
+        """Write the waiting rows as a segment, and keep them in memory."""
         return self._write(folder, f"part-{number:08d}", to_table(self.pending, self.schema), self.bytes)
 
     def join(self, folder: Path, limits: SegmentLimits) -> list[_Segment]:
@@ -450,7 +450,7 @@ class _Kind:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a file could not be written, without its path."""
+    """Return the reason of a failed write, without the path."""
     number = getattr(error, "errno", None)
     return os.strerror(number) if number else first_line(error)
 

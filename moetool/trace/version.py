@@ -4,17 +4,17 @@ A version is `major.minor`. A manifest with a major number alone has minor versi
 
 - The minor version rises with an addition that has a default for older traces. Their manifest is upgraded in memory
   (`_ADDED`); the files on disk and the trace's sha256 stay unchanged.
-- The major version rises when the rows change their meaning or layout. Such a trace is refused.
+- The major version rises when the rows change their meaning or layout. Traces of another major version are refused.
 - A newer version than this program's, minor or major, is refused: its additions may matter.
 
-    1.0  the first
+    1.0  the first version
     1.1  `ahead` is always in the manifest; `weights` may be missing from `columns` (routes of engines that record only
          the experts)
-    1.2  the column `resident`, and in the manifest always the share of the experts that it is for
-    1.3  the manifest says whether the trace is closed, and which requests had not ended after its last row; of a log
-         that is not closed the requests are in `requests-N.parquet`
+    1.2  the column `resident`; its share of resident experts is always in the manifest
+    1.3  the manifest says whether the trace is closed, and which requests were running after its last row; an open log
+         has its requests in `requests-N.parquet`
     1.4  the columns `scores`, `logits32` and `norms`; requests have `label` and `pair`, empty in older traces;
-         `vocabulary.parquet`, where `text` is kept
+         `vocabulary.parquet`, if `text` is kept
 """
 
 import re
@@ -26,7 +26,7 @@ from moetool.errors import MismatchError
 MAJOR, MINOR = 1, 4
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 _ADDED: tuple[dict[str, Any], ...] = ({"ahead": 0}, {"resident": 0.0}, {"closed": True, "running": []}, {})
-"""Additions of each minor version from 1 on to the manifest, with the value of older traces."""
+"""Manifest entries added by each minor version from 1 on, with their values for older traces."""
 
 
 def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writing a trace."""
+"""Writer of a trace."""
 
 import json
 import queue
@@ -59,8 +59,8 @@ def speller(tokenizer: Any) -> Callable[[int], str]:
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
-    """Writer options of a trace's files, for `pyarrow.parquet`."""
-    # Dictionaries and statistics of floating-point lists cost most of the time and save no bytes.
+    """Return the options of `pyarrow.parquet` for a trace's files."""
+    # Dictionaries and statistics of floating-point lists take most of the time and save no bytes.
     plain = [field.name for field in schema if not pa.types.is_fixed_size_list(field.type)]
     return {
         "compression": "zstd",
@@ -113,10 +113,10 @@ class TraceWriter:
 
     Args:
         folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
-        keep: names of `KEEP` and `EXTRA` to record; `topk` always is.
-        ahead: number of layers that the column `ahead` looks ahead, where it is kept.
+        keep: names of `KEEP` and `EXTRA` to record; `topk` is always recorded.
+        ahead: number of layers that the column `ahead` looks ahead, if kept.
         weights: whether the weights of the experts are known.
-        resident: share of a layer's experts that the column `resident` takes to be resident, where it is kept.
+        resident: share of a layer's experts that the column `resident` assumes to be resident, if kept.
 
     Effects: starts one thread; `finish` or `abort` ends it.
     """
@@ -139,8 +139,8 @@ class TraceWriter:
         self._spec = spec
         self._tokens_parts = _Parts(folder / "tokens", token_schema(spec, self.columns, self.ahead))
         self._iterations = _Parts(folder / "iterations", embedding_schema(spec)) if "embeddings" in self.keep else None
-        self._token_ids: set[int] = set()  # where their text is kept
-        self._requests: list[tuple[int, str, str, str, int, int, str, str]] = []  # grows with the requests
+        self._token_ids: set[int] = set()  # only if `text` is kept
+        self._requests: list[tuple[int, str, str, str, int, int, str, str]] = []
         self._rows_of: dict[int, int] = {}
         self._tokens = 0
         self._queue: queue.Queue[tuple[_Parts, dict[str, np.ndarray]] | None] = queue.Queue(maxsize=64)
@@ -180,7 +180,11 @@ class TraceWriter:
         self._queue.put((self._iterations, columns))
 
     def append(self, batch: TokenBatch) -> None:
-        """Queue the rows of one forward. Raises: MoetoolError: the writer thread failed, for example on a full disk."""
+        """Queue the rows of one forward.
+
+        Raises:
+            MoetoolError: the writer thread failed, for example on a full disk.
+        """
         self._check()
         for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
             self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)
@@ -200,10 +204,10 @@ class TraceWriter:
         """Write the queued rows, the requests and the manifest.
 
         Args:
-            composition: how batches were composed: `{"kind": "sequential"}`, `{"kind": "batch", "size": 8}`
-                (batches by prompt index) or `{"kind": "log"}` (as clients came).
+            composition: composition of batches: `{"kind": "sequential"}`, `{"kind": "batch", "size": 8}` (batches by
+                prompt index) or `{"kind": "log"}` (as requests came).
             provenance: model, data, versions and options, for people and for checks.
-            spell: function from a token to its text; required where `text` is kept.
+            spell: function from a token to its text; required if `text` is kept.
 
         Raises:
             MoetoolError: a write failed.
@@ -283,7 +287,7 @@ class TraceWriter:
             for parts in folders:
                 try:
                     parts.close()
-                except Exception as error:  # Arrow's errors are not all OSErrors
+                except Exception as error:  # not all of Arrow's errors are OSErrors
                     self._error = self._error or error
 
 

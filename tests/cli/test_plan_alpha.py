@@ -50,7 +50,7 @@ def test_host_memory_and_the_partial_forward_are_measured_too(tmp_path: Path, mo
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     assert _run(monkeypatch, out, **{"target-tpot": "1us"}) == 2
-    assert "no alpha from 0.0 to 0.8 brings a token to 1e-06 s; the fastest is" in capsys.readouterr().err
+    assert "no alpha from 0.0 to 0.8 reaches 1e-06 s per token; the fastest is" in capsys.readouterr().err
     assert _run(monkeypatch, out, "--set", "tokens=4000") == 2
     assert "texts has 4000 tokens" in capsys.readouterr().err
     assert _run(monkeypatch, out, **{"device-memory": "1MB"}) == 4

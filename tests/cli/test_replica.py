@@ -127,7 +127,11 @@ def _unreadable(*args: object) -> memoryview:
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        ("--data {few} --set length=32", 2, "the calibration text has 3 tokens in 1 prompts and 3 in 1 to judge by"),
+        (
+            "--data {few} --set length=32",
+            2,
+            "the calibration text has 3 tokens in 1 prompts and 3 in 1 prompts for scoring",
+        ),
         ("--data chat --asymmetric", 2, "--asymmetric: transformers unpacks stacked experts without zero points"),
         ("--data chat", 2, "--group 64 does not divide the widths 16, 32 of the weights, expected one that does: 16"),
         ("--data chat --group 0", 2, "group is 0, expected at least 1"),

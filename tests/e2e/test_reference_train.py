@@ -191,7 +191,7 @@ def test_a_run_continues_from_a_checkpoint_and_compares_with_it(
     assert facts["loss"][0] < first["loss"][0]
     assert facts["continues"]["tokens"] == first["tokens"]
     assert f"| continues | model, {first['tokens']:,} tokens old" in (tmp_path / "model" / "README.md").read_text()
-    with pytest.raises(MismatchError, match=r"hidden_size 192, the recipe's model 16"):
+    with pytest.raises(MismatchError, match=r"hidden_size 192, but the recipe has 16"):
         train(recipe(), text, tmp_path / "other", start="reference")
 
 

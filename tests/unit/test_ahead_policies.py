@@ -124,7 +124,7 @@ def test_promoe_gives_up_what_it_prefetched_for_coming_layers_last_and_looks_som
     assert policy.evict_for_prefetch(17, set()) is None
     policy.gate(events[1], [], [])  # now layer 1 has its experts
     assert policy.evict_for_prefetch(17, set()) == 9
-    with pytest.raises(UsageError, match="distance 0 must be at least 1"):
+    with pytest.raises(UsageError, match="distance is 0, expected at least 1"):
         _promoe(SPEC, distance=0)
 
 

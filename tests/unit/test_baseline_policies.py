@@ -227,5 +227,5 @@ def test_moe_infinity_matches_are_cosines_of_the_matrices_so_far() -> None:
 
 
 def test_moe_infinity_refuses_to_remember_nothing() -> None:
-    with pytest.raises(UsageError, match="moe_infinity: history 0 and distance 3 must both be at least 1"):
+    with pytest.raises(UsageError, match="moe_infinity: history is 0 and distance 3, expected at least 1"):
         moe_infinity(history=0)

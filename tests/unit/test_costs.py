@@ -169,7 +169,7 @@ def test_foreign_and_damaged_profiles_are_refused_in_one_line(tmp_path: Path) ->
     refused(json.dumps({**values, "kind": "cache_plan"}), "holds cache_plan")
     refused(json.dumps({**values, "schema_version": 9}), "of schema version 9, expected")
     refused(json.dumps({**values, "colour": 1}), "'colour'")
-    refused(json.dumps({**values, "link": {"x": [2, 1], "y": [1, 2]}}), "link: .*have to rise")
+    refused(json.dumps({**values, "link": {"x": [2, 1], "y": [1, 2]}}), "link: .*must rise")
     refused(json.dumps({**values, "loads": [{"tier": "disk"}]}), r"loads\.0\.threads")
     with pytest.raises(UsageError, match="no profile at"):
         CostProfile.load(tmp_path / "absent.json")

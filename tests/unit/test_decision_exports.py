@@ -107,6 +107,17 @@ def test_what_an_engine_cannot_take_is_refused_while_planning(trace: Trace) -> N
         filled(problem, placed_GLE, 7, "uniform")
 
 
+@pytest.mark.parametrize(("planner", "option"), [("eplb", "slots_per_gpu"), ("director", "c_max")])
+def test_an_engine_gets_as_many_slots_as_the_planner_is_told(trace: Trace, planner: str, option: str) -> None:
+    machines = cluster(*[4 * 8 * trace.spec.slot_bytes] * 3)  # room for 8 slots of each layer
+    plan, _ = plan_placement({"s0": trace}, machines, planner, {option: 6}, setting=Setting(engine="sglang"))
+    assert {len(set(experts)) for gpus in plan.experts_LG for experts in gpus} == {6}
+    with pytest.raises(CapacityError, match=r"limit is 5 per layer, .* 15 slots for 16 experts; set it to 6 or more"):
+        plan_placement({"s0": trace}, machines, planner, {option: 5}, setting=Setting(engine="sglang"))
+    with pytest.raises(CapacityError, match="slots_per_gpu is 9, but a GPU holds 8 experts of each layer"):
+        plan_placement({"s0": trace}, machines, "eplb", {"slots_per_gpu": 9}, setting=Setting(engine="sglang"))
+
+
 def test_vllm_is_refused_with_the_reason(trace: Trace, tmp_path: Path) -> None:
     plan, _ = plan_placement(
         {"s0": trace}, cluster(*[32 * trace.spec.slot_bytes] * 2), "eplb", {}, setting=Setting(engine="vllm")

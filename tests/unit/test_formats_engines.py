@@ -139,7 +139,7 @@ def without_layer(name: str, layer: int) -> np.ndarray:
         (repeated("a"), "layer 3 gives row 2 .* expected 2 different ones"),
         (without_layer("a", 1), "layer 1 is all zero.*recorder was off.*first_k_dense"),
         (foreign.hidden_rows("a")[:, :3], "expected a multiple of 32: int32 for 4 layers"),
-        (np.concatenate([foreign.hidden_rows("a")] * 2), "14 rows for 4 tokens of prompt and 4 new ones"),
+        (np.concatenate([foreign.hidden_rows("a")] * 2), "14 rows for 4 prompt tokens and 4 new ones"),
     ],
 )
 def test_wrong_routed_experts_of_sglang_are_refused(tmp_path: Path, rows: np.ndarray, message: str) -> None:
@@ -345,8 +345,8 @@ def _set(key: str, value: Any) -> Callable[[Pack], None]:
         (lambda pack: pack.__setitem__("records", []), "recorder was off"),
         (lambda pack: pack.pop("records"), "use sglang_stat"),
         (lambda pack: pack.pop("last_physical_to_logical_map"), "no tensor 'last_physical_to_logical_map'"),
-        (lambda pack: pack["last_physical_to_logical_map"].fill_(1), "do not hold the experts 0 to 1"),
-        (lambda pack: pack["last_physical_to_logical_map"].sub_(1), "do not hold the experts"),
+        (lambda pack: pack["last_physical_to_logical_map"].fill_(1), "do not hold each of the experts 0 to 1"),
+        (lambda pack: pack["last_physical_to_logical_map"].sub_(1), "do not hold each of the experts"),
         (_set("topk_ids_of_layer", torch.zeros(4, 4)), "expected whole numbers in 3 dimensions"),
         (_set("topk_ids_of_layer", torch.zeros(3, 4, 8, dtype=torch.int32)), "expected 4 layers"),
         (_set("positions", [0, 1]), "2 positions"),
@@ -383,7 +383,7 @@ def test_a_pt_file_is_never_run_and_a_damaged_one_is_refused(tmp_path: Path) -> 
         file.write_bytes(part)
         refused("not a complete .pt file", file, "sglang_per_token", said)
     foreign.save(file, {"records": [_Code(tmp_path / "ran")]})
-    refused("asks for .*does not run the code", file, "sglang_per_token", said)
+    refused("needs .*runs no code", file, "sglang_per_token", said)
     assert not (tmp_path / "ran").exists()
     foreign.save(file, [1, 2])
     refused("holds a list", file, "sglang_stat", {**SHAPE, "top_k": 2})

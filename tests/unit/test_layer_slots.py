@@ -22,7 +22,7 @@ def test_slots_are_dealt_evenly_and_no_layer_has_more_than_experts() -> None:
     assert equal_slots(SPEC, 10) == (4, 3, 3)
     assert equal_slots(SPEC, 24) == (8, 8, 8)
     assert equal_slots(SPEC, 10, 0.5) == (2, 2, 1)
-    with pytest.raises(CapacityError, match="2 expert slots are too few for the 3 layers"):
+    with pytest.raises(CapacityError, match="2 expert slots are too few for 3 layers"):
         equal_slots(SPEC, 2)
 
 

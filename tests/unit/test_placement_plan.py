@@ -219,7 +219,7 @@ def test_damaged_plans_are_refused_in_one_line(cluster: Cluster, traces: dict[st
     refused(MismatchError, "expected different ones of 0 to 7", experts_LG=[[[1, 1], [2], [3]], *experts[1:]])
     small = json.loads(json.dumps(values["cluster"]))
     small["servers"][1]["gpus"][0]["memory_bytes"] = 1000
-    refused(CapacityError, "bytes of experts on GPU 2, expected at most the 1,000", cluster=small)
+    refused(CapacityError, "bytes of experts on GPU 2, expected at most 1,000", cluster=small)
     refused(MismatchError, "seed", seed="x")
     spec = {**values["spec"], "expert_bytes_L": [1000, 1000]}
     refused(MismatchError, "spec.expert_bytes_L: found 2 values, expected 3", spec=spec)

@@ -242,7 +242,7 @@ def test_misses_of_the_highest_scores_are_loaded_and_the_others_computed_on_the_
 def test_costs_that_are_none_are_refused() -> None:
     assert HostCosts(load_s=1, host_s=2, host_token_s=3).seconds(4) == 11
     for wrong in ({"load_s": 1.0}, {"host_s": 1.0}, {"load_s": -1.0, "host_s": 1.0}):
-        with pytest.raises(UsageError, match="given together"):
+        with pytest.raises(UsageError, match="give load_s and host_s together"):
             HostCosts(**wrong)
     with pytest.raises(UsageError, match="alpha"):
         smoe.Options(alpha=1.5)

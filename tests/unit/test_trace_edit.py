@@ -157,7 +157,7 @@ def test_a_merge_says_what_it_leaves_out(tmp_path: Path) -> None:
     made, notes = merge([one, two], tmp_path / "m")
     assert made.columns == {"weights", "ahead", *made.columns} - {"logits", "hidden", "resident", "embeddings"}
     assert "left out logits: not in all of them" in notes
-    assert "1 prompt in more than one of them; a split by request may part copies" in notes
+    assert "1 prompt in more than one of them; a split by request may separate copies" in notes
     other = traces.write(tmp_path / "e", traces.alone(lengths), lengths, resident=0.25)
     made, notes = merge([one, other], tmp_path / "p")
     assert "resident" not in made.columns and "left out resident: different shares of the experts" in notes

@@ -131,7 +131,7 @@ def test_counts_of_a_trace_are_read_back_and_written_again(trace: Trace, tmp_pat
     export_trace(tmp_path / "c", format, tmp_path / "y", num_hidden_layers=5)
     again = back(tmp_path / "y", format, tmp_path / "d", **_five(format, trace))
     assert isinstance(again, ExpertCounts) and (again.counts_WLE == counts.counts_WLE).all()
-    with pytest.raises(UsageError, match=r"holds counts and no routes; export to one of coli_usage, .*sglang_per_pass"):
+    with pytest.raises(UsageError, match=r"holds counts, not routes; export to one of coli_usage, .*sglang_per_pass"):
         export_trace(tmp_path / "c", "policylang", tmp_path / "z")
 
 
@@ -161,7 +161,7 @@ def test_layers_of_different_shape_go_where_they_can_be_said(uneven: Trace, tmp_
         assert np.array_equal(before.experts_TS, after.experts_TS)
         assert np.array_equal(before.weights_TS, after.weights_TS)
     for format in ("vllm_routed_experts", "sglang_per_token", "route_csv", "topk_parquet", "tensorrt_llm_raw"):
-        with pytest.raises(MismatchError, match=r"knows one num_experts for all layers, .*export to policylang"):
+        with pytest.raises(MismatchError, match=r"has one num_experts for all layers, .*export to policylang"):
             export_trace(uneven.path, format, tmp_path / "x")
         assert not (tmp_path / "x").exists()
 
@@ -259,7 +259,7 @@ def test_exports_that_make_no_sense_are_refused(trace: Trace, tmp_path: Path) ->
     refused("did you mean 'policylang'", trace.path, "policy_lang", tmp_path / "x")
     refused("unknown format of routes 'vllm_ascend'", trace.path, "vllm_ascend", tmp_path / "x")
     refused("no trace at", tmp_path / "none", "policylang", tmp_path / "x")
-    refused("has one task a file, .*trace split", trace.path, "topk_parquet", tmp_path / "x")
+    refused("has one task per file, .*trace split", trace.path, "topk_parquet", tmp_path / "x")
     refused("num_hidden_layers is 2", trace.path, "sglang_stat", tmp_path / "x", num_hidden_layers=2)
     export_trace(trace.path, "policylang", tmp_path / "x")
     refused("exists already", trace.path, "policylang", tmp_path / "x")

@@ -94,8 +94,8 @@ def test_the_examples_are_valid(kind: str, tmp_path: Path) -> None:
         ("migration", "bytes", 5, "bytes: found 5, expected 1,000, the sum"),
         ("migration", "seconds", 9.0, "seconds: found 9.0, expected"),
         ("migration", "horizon_tokens", 0, "horizon_tokens: found 0.0, expected a number above 0"),
-        ("profile", "compute.0.expert.x", [1, 1], "the knots of a curve have to rise"),
-        ("profile", "compute.0.expert.y", [-1.0, 1.0], "finite and not negative"),
+        ("profile", "compute.0.expert.x", [1, 1], "the knots of a curve must rise"),
+        ("profile", "compute.0.expert.y", [-1.0, 1.0], "finite and 0 or more"),
         ("profile", "compute.0.expert.noise", -1.0, "residual and noise"),
         ("profile", "compute", [], "compute: found no costs"),
         ("profile", "compute.0.device", "tpu", "compute.0.device: found tpu"),
@@ -118,7 +118,7 @@ def test_what_cannot_be_is_refused(kind: str, path: str, value: Any, says: str, 
 def test_a_placement_that_does_not_fit_names_the_gpu(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(put(PLACEMENT_PLAN(), "cluster.servers.0.gpus.0.memory_bytes", 5)))
-    with pytest.raises(CapacityError, match=r"on GPU 0, expected at most the 5 .* moetool plan placement"):
+    with pytest.raises(CapacityError, match=r"on GPU 0, expected at most 5.* moetool plan placement"):
         PlacementPlan.load(file)
 
 
