@@ -1,7 +1,9 @@
 """The command line, run in this process."""
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,12 @@ from moetool.cli import main as cli
 
 Run = Callable[..., tuple[int, str, str]]
 """Type of the fixture `run`: from arguments to exit code, stdout and stderr."""
+
+
+def child_environment(*folders: Path, **more: str) -> dict[str, str]:
+    """The environment of a Python process that imports from these folders and this working tree."""
+    path = [*map(str, folders), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **more}
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,6 +22,7 @@ import psutil
 
 from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
+from tests.command_line import child_environment
 from tests.engines import engine, generate
 from tests.servers import PATIENCE_S, eventually, has_ended, post
 
@@ -72,8 +72,7 @@ class EdgeProcess:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--cluster", "local:3"]
-        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(self._cache)}
+        environment = child_environment(XDG_CACHE_HOME=str(self._cache))
         self.popen = subprocess.Popen([*command, *self._arguments], stderr=self._stderr, env=environment)
 
     def kill_head(self) -> None:

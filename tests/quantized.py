@@ -35,7 +35,6 @@ def quantize(dense: Path, out: Path, config: dict[str, Any], writer: Callable[[s
     Returns:
         The folder of its twin, next to it.
     """
-    twin = out.with_name(out.name + "-twin")
     made, meant = {}, {}
     for name, weight in load_file(dense / "model.safetensors").items():
         write = writer(name) if _LINEAR.search(name) and not _KEPT.search(name) and weight.dim() == 2 else None
@@ -44,6 +43,12 @@ def quantize(dense: Path, out: Path, config: dict[str, Any], writer: Callable[[s
             continue
         tensors, meant[name] = write(name, weight)
         made |= tensors
+    return _save(dense, out, made, meant, config)
+
+
+def _save(dense: Path, out: Path, made: Tensors, meant: Tensors, config: dict[str, Any]) -> Path:
+    """Write a quantized checkpoint with the other files of `dense`, and its twin; returns the twin's folder."""
+    twin = out.with_name(out.name + "-twin")
     for folder, tensors in ((out, made), (twin, meant)):
         folder.mkdir(parents=True)
         for file in dense.iterdir():
@@ -222,7 +227,6 @@ def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def mxfp4_experts(dense: Path, out: Path) -> Path:
     """A gpt_oss checkpoint whose experts are MXFP4, and its twin."""
-    twin = out.with_name(out.name + "-twin")
     made, meant = {}, {}
     for name, weight in load_file(dense / "model.safetensors").items():
         if not re.search(r"experts\.(gate_up|down)_proj$", name):
@@ -230,13 +234,5 @@ def mxfp4_experts(dense: Path, out: Path) -> Path:
             continue
         made[f"{name}_blocks"], made[f"{name}_scales"], numbers = _mxfp4(weight.transpose(1, 2))
         meant[name] = numbers.transpose(1, 2)
-    for folder, tensors in ((out, made), (twin, meant)):
-        folder.mkdir(parents=True)
-        for file in dense.iterdir():
-            if file.suffix != ".safetensors":
-                shutil.copy(file, folder)
-        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    raw = json.loads((out / "config.json").read_text())
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (out / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
-    return twin
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return _save(dense, out, made, meant, config)

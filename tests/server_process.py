@@ -1,7 +1,6 @@
 """`moetool serve` on the embedded model as a separate process, for tests that kill it or measure its memory."""
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -11,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
+
+from tests.command_line import child_environment
 
 _SERVING = re.compile(r"serving on (http://\S+?)/v1")
 
@@ -28,9 +29,8 @@ class ServerProcess:
 
     def __init__(self, arguments: list[str], stderr: IO[str], prefix: Sequence[str] = ()) -> None:
         command = [*prefix, sys.executable, "-m", "moetool.cli.main", "serve", *arguments, "--port", "0"]
-        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._stderr = stderr
-        self.popen = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": path})
+        self.popen = subprocess.Popen(command, stderr=stderr, env=child_environment())
         self.url = self._answers()
 
     @property

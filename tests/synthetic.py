@@ -1,12 +1,13 @@
 """Small synthetic models, gate streams and traces."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moetool import durable
+from moetool.caching._residency import Residency, Step
 from moetool.runtime.sizing import Footprint
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
@@ -98,6 +99,17 @@ def random_experts(spec: ModelSpec, num_tokens: int, rng: np.random.Generator) -
     chance_E = 1.0 / np.arange(1, spec.num_experts + 1)
     shape = (num_tokens, spec.num_layers, spec.num_experts)
     return np.argsort(rng.random(shape) ** (1.0 / chance_E), axis=-1)[..., ::-1][..., : spec.top_k_L[0]].copy()
+
+
+def run_forwards(residency: Residency, forwards: Iterable[tuple[ForwardInfo, list[GateEvent]]]) -> list[Step]:
+    """Put forwards and their events through a residency; returns its steps."""
+    steps: list[Step] = []
+    for info, events in forwards:
+        steps += residency.begin_forward(info)
+        for event in events:
+            steps += residency.event(event)
+        residency.end_forward(info)
+    return steps
 
 
 def random_stream(

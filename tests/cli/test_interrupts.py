@@ -1,12 +1,13 @@
 """Ctrl-C while a command starts: exit code 130 and one line, never a traceback."""
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command_line import child_environment
 
 INTERRUPTED = """
 import os, signal, sys
@@ -71,14 +72,13 @@ AT_EXIT = (-signal.SIGINT, -signal.SIGALRM)
     ],
 )
 def test_the_first_moments(command: list[str], delays_s: tuple[float, ...]) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     codes = []
     for delay_s in delays_s:
         process = subprocess.run(
             [sys.executable, "-c", INTERRUPTED, str(delay_s), *command],
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             timeout=120,
         )
         codes.append(process.returncode)
@@ -93,7 +93,7 @@ def test_the_first_moments(command: list[str], delays_s: tuple[float, ...]) -> N
 def test_nothing_else_is_imported_before_the_handler() -> None:
     """Each module is a moment in which Ctrl-C shows as a traceback."""
     command = "import os, sys; old = {*sys.modules}; import moetool.cli.interrupt; print(*{*sys.modules} - old)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = child_environment()
     environment.pop("MOETOOL_LOG", None)
     found = subprocess.run([sys.executable, "-S", "-c", command], capture_output=True, text=True, env=environment)
     ours = {"moetool", "moetool.cli", "moetool.cli.interrupt"}
@@ -104,14 +104,12 @@ def test_nothing_else_is_imported_before_the_handler() -> None:
 def test_an_import_is_finished_first(times: int, code: int, said: str, tmp_path: Path) -> None:
     """A second Ctrl-C ends it at once."""
     (tmp_path / "slow.py").write_text(SLOW.format(times=times))
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    found = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", IMPORTING]
+    found = subprocess.run(command, capture_output=True, text=True, env=child_environment(tmp_path))
     assert (found.returncode, found.stdout) == (code, said), found.stderr
     assert found.stderr == ("moetool: stopped\n" if code else "")
 
 
 def test_an_interrupt_that_a_destructor_swallows_is_raised_again() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    found = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, env=environment)
+    found = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, env=child_environment())
     assert (found.returncode, found.stdout, found.stderr) == (0, "heard\n", "")

@@ -18,7 +18,7 @@ def test_the_frontier_is_drawn(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, svg, png = (tmp_path / name for name in ("plan.json", "frontier.svg", "frontier.png"))
-    planning = ("--trace", trace, "--out", out, "--frontier", "3", "--draw")
+    planning = ("--trace", trace, "--out", out, "--frontier", "2", "--draw")
     assert _run(monkeypatch, *planning, svg) == 0
     plan = CachePlan.load(out)
     draw_frontier(png, plan)

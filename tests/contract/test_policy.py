@@ -12,7 +12,7 @@ from moetool.caching._policy import MIN_SLOTS, Policy, build_policy, policy_clas
 from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import CapacityError
 from moetool.types import ModelSpec
-from tests.synthetic import MadeUpPredictor, make_spec, random_stream
+from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards
 
 NAMES = plugins.names("policy")
 
@@ -159,11 +159,7 @@ def test_a_pool_of_all_experts_loads_each_at_most_once(name: str) -> None:
     if policy.num_slots < spec.total_experts:
         pytest.skip(f"{name} makes use of {policy.num_slots} slots only")
     residency = Residency(policy)
-    for info, events in stream:
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+    run_forwards(residency, stream)
     assert residency.counts.loads <= spec.total_experts
 
 
@@ -222,9 +218,6 @@ def test_slots_that_come_back_are_used(name: str) -> None:
     residency = Residency(build(name, spec, 16, stream), layer_slots=equal_slots(spec, 16))
     for number, (info, events) in enumerate(stream):
         residency.lend(8 if number < 30 else 0)
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+        run_forwards(residency, [(info, events)])
         assert number != 29 or len(residency.slot_of) == 8
     assert len(residency.slot_of) == 16

@@ -12,7 +12,7 @@ import pytest
 
 from moetool import assets
 from moetool.cli import demo
-from tests.command_line import exit_code
+from tests.command_line import child_environment, exit_code
 from tests.documents import blocks, cluster_of, commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def test_every_command_of_the_readme_works(
 def _serve(words: list[str], *chats: list[str]) -> None:
     """Serve as the line says, ask once and by each chat, stop by Ctrl-C."""
     command = [sys.executable, "-m", "moetool.cli.main", *words[1:], "--port", "0"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=child_environment())
     assert server.stderr is not None
     try:
         serving = next(line for line in server.stderr if "serving on" in line)
@@ -69,7 +69,11 @@ def _serve(words: list[str], *chats: list[str]) -> None:
         for chat in chats:
             asking = [sys.executable, "-m", "moetool.cli.main", "chat", url.removesuffix("/v1"), *chat[2:]]
             said = subprocess.run(
-                asking, input="What is the weather in London?\n", capture_output=True, text=True, env=_environment()
+                asking,
+                input="What is the weather in London?\n",
+                capture_output=True,
+                text=True,
+                env=child_environment(),
             )
             assert "temperature" in said.stdout and "User:" not in said.stdout, said.stderr
     finally:
@@ -97,9 +101,3 @@ def test_the_demo_serves_the_plain_models_text(
     assert "Done in" in table
     for name in ("trace/manifest.json", "predictor/card.json", "plan.json", "memory.svg"):
         assert (tmp_path / "demo" / name).is_file()
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

@@ -1,7 +1,6 @@
 """Capture larger than memory, and by several processes: the same rows as one process with the model in memory."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,10 +22,9 @@ from moetool.prompts.gather import Prompt
 from moetool.runtime.assembly import open_pooled
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
-from tests.command_line import exit_code
+from tests.command_line import child_environment, exit_code
 
 OPTIONS = CaptureOptions(max_new_tokens=4, batch_size=3, keep=("logits", "embeddings", "hidden"), threads=1)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +67,7 @@ def test_torchrun_writes_the_trace_of_one_process(tmp_path: Path, monkeypatch: p
         "--threads",
         "1",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = child_environment(OMP_NUM_THREADS="1")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     whole = [*launcher, "-m", "moetool.cli.main", *command, "--out", str(tmp_path / "two"), "--json"]
     done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)

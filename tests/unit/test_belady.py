@@ -13,7 +13,7 @@ from moetool.caching._policy import Policy, build_policy
 from moetool.caching._residency import Residency
 from moetool.errors import UsageError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
-from tests.synthetic import make_spec, random_stream
+from tests.synthetic import make_spec, random_stream, run_forwards
 
 Events = list[list[int]]
 
@@ -108,11 +108,7 @@ def test_no_policy_makes_fewer_loads_than_belady(seed: int, num_slots: int, prom
 
     def run(policy: Policy) -> int:
         residency = Residency(policy)
-        for info, events in stream:
-            residency.begin_forward(info)
-            for event in events:
-                residency.event(event)
-            residency.end_forward(info)
+        run_forwards(residency, stream)
         return residency.counts.loads
 
     fewest = run(belady(spec, future, num_slots))

@@ -25,7 +25,7 @@ from moetool.runtime.expected_reads import (
 from moetool.runtime.memory_share import lendable
 from moetool.runtime.sizing import Footprint, divide
 from moetool.runtime.warm_start import WarmStart, kept_routes
-from tests.synthetic import DEEPSEEK_V2_LITE, make_forward, make_spec
+from tests.synthetic import DEEPSEEK_V2_LITE, make_forward, make_spec, run_forwards
 
 MODEL = replace(DEEPSEEK_V2_LITE, dense_bytes=1_000_000_000)
 MEMORY = 9 * 10**9
@@ -76,11 +76,7 @@ def test_a_curve_from_kept_routes_is_that_of_a_replay() -> None:
         for token in range(400):
             if token == 100:
                 before = residency.counts
-            info, events = make_forward(spec, experts_TLK[None, token], forward_id=token)
-            residency.begin_forward(info)
-            for event in events:
-                residency.event(event)
-            residency.end_forward(info)
+            run_forwards(residency, [make_forward(spec, experts_TLK[None, token], forward_id=token)])
         counts = residency.counts - before
         assert curve.at(slots / 48) == pytest.approx(counts.loads / counts.needed, abs=0.01)
     assert miss_curve(spec, routes_NP[: LEAST_TOKENS - 1]) is None

@@ -22,6 +22,7 @@ from moetool.tuning.map_store import plan_maps
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import synthetic, synthetic_routes
+from tests.synthetic import run_forwards
 
 SPEC = synthetic.make_spec(layers=4, experts=4, top_k=1)
 MAP_LE = np.array([[0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1], [0.0, 0.1, 0.8, 0.1], [0.3, 0.3, 0.2, 0.2]], np.float32)
@@ -174,10 +175,7 @@ def test_it_learns_from_an_empty_store_and_prefetches_what_comes_again() -> None
         for i, (info, events) in enumerate(stream):
             if i == 50:
                 before = residency.counts
-            residency.begin_forward(info)
-            for event in events:
-                residency.event(event)
-            residency.end_forward(info)
+            run_forwards(residency, [(info, events)])
         late = residency.counts
         hits[name] = (late.kept + late.prefetched - before.kept - before.prefetched) / (late.needed - before.needed)
     assert hits["finemoe"] == 1.0
@@ -190,11 +188,7 @@ def test_what_it_learned_outlives_it() -> None:
     options = {"capacity": 12}
     first = build_policy("finemoe", spec, options, 10)
     residency = Residency(first)
-    for info, events in stream[:-1]:
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+    run_forwards(residency, stream[:-1])
     again = build_policy("finemoe", spec, options, 10)
     again.restore({name: array.copy() for name, array in first.state().items()})
     info, events = stream[-1]

@@ -19,7 +19,7 @@ from moetool.tuning.replay import ReplaySetup, decisions, replay
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.engines import Chaos
 from tests.profiles import make_profile
-from tests.synthetic import MadeUpPredictor, make_spec, random_stream, write_trace
+from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards, write_trace
 
 COMPUTE, LOAD, PREFETCH, HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH, StepKind.HOST
 SPEC = make_spec(layers=3, experts=8, top_k=2)
@@ -29,11 +29,7 @@ def drive(pool: Any, stream: list[Any]) -> list[tuple[int, int, Step]]:
     """Every step of a stream."""
     steps: list[tuple[int, int, Step]] = []
     pool.sink = lambda *step: steps.append(step)
-    for info, events in stream:
-        pool.begin_forward(info)
-        for event in events:
-            pool.event(event)
-        pool.end_forward(info)
+    run_forwards(pool, stream)
     return steps
 
 

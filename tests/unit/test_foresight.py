@@ -16,7 +16,7 @@ from moetool.learning.predictor import Predictor, build
 from moetool.learning.token_memory import TokenMemory, WalkBatch, compile_loops
 from moetool.learning.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, Phase
-from tests.synthetic import MadeUpPredictor, make_forward, make_spec
+from tests.synthetic import MadeUpPredictor, make_forward, make_spec, run_forwards
 
 SPEC = make_spec(layers=4, experts=16, top_k=2)
 SLOTS = 16
@@ -39,11 +39,7 @@ def forwards(routes_TLK: np.ndarray, request: int = 0) -> Iterator[tuple[Forward
 
 
 def drive(residency: Residency, routes_TLK: np.ndarray, request: int = 0) -> Counts:
-    for info, events in forwards(routes_TLK, request):
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+    run_forwards(residency, forwards(routes_TLK, request))
     return residency.counts
 
 
@@ -280,11 +276,7 @@ def test_the_order_in_which_requests_end_decides_nothing() -> None:
         for request in ends:
             residency.end_request(request)
         for token in range(40):
-            info, events = make_forward(SPEC, routes_TLK[token][None], forward_id=40 + token, request=2)
-            residency.begin_forward(info)
-            for event in events:
-                residency.event(event)
-            residency.end_forward(info)
+            run_forwards(residency, [make_forward(SPEC, routes_TLK[token][None], forward_id=40 + token, request=2)])
         kept.append(residency.counts)
     assert kept[0] == kept[1]
 

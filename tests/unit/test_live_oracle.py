@@ -18,7 +18,7 @@ from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.runtime.event_window import EventWindow
 from moetool.runtime.live_oracle import LiveOracle, OraclePolicies, spelled
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
-from tests.synthetic import make_forward, make_spec, random_stream
+from tests.synthetic import make_forward, make_spec, random_stream, run_forwards
 
 SLOTS = 9
 
@@ -62,10 +62,7 @@ def test_the_second_half_is_compared_after_the_first_has_filled_the_pool() -> No
         residency, before = Residency(build_policy(name, spec, {}, SLOTS)), Counts()
         for number, (info, events) in enumerate(stream):
             before = residency.counts if number == len(stream) // 2 else before
-            residency.begin_forward(info)
-            for event in events:
-                residency.event(event)
-            residency.end_forward(info)
+            run_forwards(residency, [(info, events)])
         by_hand[name] = (residency.counts - before).hit_rate
     assert found["lru"]["hit_rate"] == by_hand["lru"] and found["lfru"]["hit_rate"] == by_hand["lfru"]
     assert found["serving"] == {"policy": "lfu", "hit_rate": by_hand["lfu"], "loads": 1 - by_hand["lfu"]}
@@ -194,10 +191,7 @@ def test_a_policy_that_comes_back_knows_what_it_had_learned() -> None:
             assert all(np.array_equal(array, changes.state()[name]) for name, array in before.items())
             assert set(residency.slot_of) and residency.policy.num_slots == SLOTS
             assert bool(changes.learned("lfu")) == (number == 10) and not changes.learned(changes.current.policy)
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+        run_forwards(residency, [(info, events)])
     assert changes.learned("foresight") and len(changes.state()["uses_N3"])
 
 

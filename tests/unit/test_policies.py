@@ -13,19 +13,9 @@ from moetool.caching._residency import Residency, Step, StepKind
 from moetool.caching.duoserve import likeliest
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.types import GateEvent, Phase
-from tests.synthetic import MadeUpPredictor, make_forward, make_spec, random_stream
+from tests.synthetic import MadeUpPredictor, make_forward, make_spec, random_stream, run_forwards
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH
-
-
-def play(residency: Residency, stream: list) -> list[Step]:
-    steps = []
-    for info, events in stream:
-        steps += residency.begin_forward(info)
-        for event in events:
-            steps += residency.event(event)
-        residency.end_forward(info)
-    return steps
 
 
 def decode(spec, *experts_LK, forward_id: int = 0):  # type: ignore[no-untyped-def]
@@ -50,7 +40,7 @@ def test_lru_hits_nothing_at_batch_1_below_the_cliff(
         return
     stream = list(random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=8, seed=seed))
     residency = Residency(build_policy("lru", spec, {}, 2 + round(share * (most - 2))))
-    play(residency, stream)
+    run_forwards(residency, stream)
     assert residency.counts.kept == residency.counts.prefetched == 0
     assert residency.counts.needed > 0
 
@@ -60,7 +50,7 @@ def test_lru_hits_above_the_cliff() -> None:
     token = [(0, 1), (2, 3), (4, 5)]
     for num_slots, hits in ((4, 0), (5, 3), (6, 6)):
         residency = Residency(build_policy("lru", spec, {}, num_slots))
-        play(residency, [decode(spec, *token, forward_id=i) for i in range(2)])
+        run_forwards(residency, [decode(spec, *token, forward_id=i) for i in range(2)])
         assert residency.counts.kept == hits
 
 
@@ -69,7 +59,7 @@ def test_on_demand_never_hits_and_never_overlaps(layers: int, top_k: int) -> Non
     spec = make_spec(layers=layers, experts=4, top_k=top_k)
     stream = list(random_stream(spec, num_requests=2, prompt_tokens=3, new_tokens=6, seed=0))
     residency = Residency(build_policy("on_demand", spec, {}, 12))
-    steps = play(residency, stream)
+    steps = run_forwards(residency, stream)
     assert residency.num_slots == max(2, top_k)
     assert residency.counts.hit_rate == 0
     assert [step.kind for step in steps] == [LOAD, COMPUTE] * residency.counts.needed
@@ -80,7 +70,7 @@ def test_lfu_keeps_what_is_used_often_and_of_equals_what_was_used_last() -> None
 
     def run(experts: str, **options: bool) -> str:
         residency = Residency(build_policy("lfu", spec, options, 2))
-        play(residency, [decode(spec, (int(e),), forward_id=i) for i, e in enumerate(experts)])
+        run_forwards(residency, [decode(spec, (int(e),), forward_id=i) for i, e in enumerate(experts)])
         return "".join(map(str, sorted(residency.slot_of)))
 
     assert run("00012") == "02"  # 1 was used less often than 0
@@ -158,7 +148,7 @@ def test_duoserve_uses_an_answer_at_a_fixed_event_however_long_it_takes(lag: int
     for predictor in (Slow(0.0), Slow(0.003), SharedPredictor(Slow(0.0))):
         policy = build_policy("duoserve", spec, {"lag": lag, "slots_per_layer": 4}, 16, predictor=predictor)
         assert policy.prediction_lag == min(lag, 2) and policy.distance == 1 + policy.prediction_lag
-        programs.append(play(Residency(policy), stream))
+        programs.append(run_forwards(Residency(policy), stream))
     assert programs[0] == programs[1] == programs[2]
     assert {name.split("_")[0] for name in threads} == {"prediction", threading.current_thread().name}
 
@@ -188,7 +178,7 @@ def test_a_predictor_that_fails_beside_the_events_is_heard_of() -> None:
     for phase in (Phase.DECODE, Phase.PREFILL):
         residency = Residency(build_policy("duoserve", spec, {}, 16, predictor=Broken(spec)))
         with pytest.raises(RuntimeError, match="no more"):
-            play(residency, [make_forward(spec, np.array([[(0, 1), (2, 3)]]), phase=phase)])
+            run_forwards(residency, [make_forward(spec, np.array([[(0, 1), (2, 3)]]), phase=phase)])
 
 
 def test_duoserve_gives_up_wrong_predictions_first() -> None:
@@ -201,7 +191,7 @@ def test_duoserve_gives_up_wrong_predictions_first() -> None:
     policy = build_policy("duoserve", spec, {"slots_per_layer": 1}, 16, predictor=Wrong(spec))
     residency = Residency(policy)
     assert residency.num_slots == 2
-    play(residency, [decode(spec, (0,), (1,))])
+    run_forwards(residency, [decode(spec, (0,), (1,))])
     assert set(residency.slot_of) == {0, 9}  # 15 came last and went first
 
 

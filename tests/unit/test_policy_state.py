@@ -12,7 +12,7 @@ from moetool.caching._residency import Residency
 from moetool.errors import MismatchError, MoetoolError
 from moetool.runtime.policy_state import restore_state, save_state
 from moetool.types import ModelSpec
-from tests.synthetic import make_spec, random_stream
+from tests.synthetic import make_spec, random_stream, run_forwards
 
 LEARNING = ("finemoe", "lfu", "moe_infinity")
 
@@ -26,10 +26,7 @@ def run(policy: Policy, seed: int) -> Residency:
     stream = list(random_stream(policy.spec, num_requests=4, prompt_tokens=5, new_tokens=6, seed=seed))
     last = {request: i for i, (info, _) in enumerate(stream) for request in info.request_T}
     for i, (info, events) in enumerate(stream):
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+        run_forwards(residency, [(info, events)])
         for request in sorted(set(info.request_T)):
             if last[request] == i:
                 residency.end_request(request)

@@ -14,7 +14,7 @@ from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
 from tests.profiles import compute, flat, make_profile
-from tests.synthetic import MadeUpPredictor, make_spec, write_trace
+from tests.synthetic import MadeUpPredictor, make_spec, run_forwards, write_trace
 
 ALL = ["on_demand", "lru", "lfu", "duoserve", "belady"]
 
@@ -61,11 +61,7 @@ def test_replay_decides_as_a_driver_of_the_residency_does(trace: Trace, name: st
     digest = DecisionDigest()
     log: list = []
     residency = Residency(policy, lambda *step: (digest(*step), log.append(step)))
-    for info, events in trace.forwards(sequential=True):
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+    run_forwards(residency, trace.forwards(sequential=True))
     assert log == list(decisions(trace, name, 5000, ReplaySetup(predictor=MadeUpPredictor(trace.spec))))
     (row,) = replay(trace, [name], [5000], ReplaySetup(predictor=MadeUpPredictor(trace.spec)))
     assert row.digest == digest.hexdigest()

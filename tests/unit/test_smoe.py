@@ -18,7 +18,7 @@ from moetool.models.families import require_substitutable
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from tests import traces
-from tests.synthetic import make_spec, random_stream
+from tests.synthetic import make_spec, random_stream, run_forwards
 
 
 def event_of(
@@ -313,10 +313,8 @@ def test_a_host_that_is_switched_off_computes_nothing(policy: str) -> None:
     for host in (True, False):
         options = {"load_s": 4.0, "host_s": 1.0, "host": host}
         residency = Residency(build_policy(policy, spec, options, 9))
-        for info, events in random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=9, seed=3, signals=True):
-            residency.begin_forward(info)
-            for event in events:
-                residency.event(event)
-            residency.end_forward(info)
+        run_forwards(
+            residency, random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=9, seed=3, signals=True)
+        )
         hosted.append(residency.counts.hosted)
     assert hosted[0] > 0 == hosted[1]
