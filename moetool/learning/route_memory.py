@@ -1,15 +1,16 @@
-"""The paths of earlier tokens, searched by the path of a running one as its layers arrive.
+"""A memory of token paths, searched layer by layer with the path of a running token.
 
-A *path* is what a token used in each MoE layer, each expert with the root of its weight. How alike two paths are after
-layer l is the cosine of both, layer j counting by FADE ** (l - j): what was chosen lately says more of what comes.
-The most alike ones vote for the layers to come.
+A *path* holds a token's experts in each MoE layer, each with the root of its weight. The similarity of two paths after
+layer l is their cosine, where layer j counts by FADE ** (l - j), since recent layers predict better. The most similar
+paths vote for later layers.
 
-Source: the trajectory search of FineMoE (section 4.2, Eq. 5), with deviations: roots of the weights instead of whole
-distributions, fading layers, and a vote of up to `NEIGHBOURS` paths that weigh exp(SHARPNESS * cosine) instead of the
-one best map. On DeepSeek-V2-Lite routes that matches 0.04 more on a task that was not stored. What came before counts:
-`LAST` times the cosine of the request's last token with the token before the stored one.
+Source: the trajectory search of FineMoE (section 4.2, Eq. 5). Deviations:
+    - Roots of the weights instead of whole distributions, and fading layers.
+    - Up to `NEIGHBOURS` paths vote, weighted by exp(SHARPNESS * cosine), instead of the one best map. On routes of
+      DeepSeek-V2-Lite this matches 0.04 more of a task that is not stored.
+    - The previous token counts: `LAST` times its cosine with the token before the stored one.
 
-A path belongs to everyone, or to one running request that alone may find it.
+All requests find a path, unless its owner is a running request.
 
 Shapes:
     C  paths, by row     N  neighbours     T, L, K, E as everywhere
@@ -24,22 +25,22 @@ LAST = 0.2
 EVERYONE = -1
 NOBODY = -2
 """Owners of paths besides requests: found by all, and by none."""
-_NEAR = 0.25  # less alike than the best by more than this weighs below exp(-7.5)
+_NEAR = 0.25  # paths less similar than the best by more than this weigh below exp(-7.5)
 
 
 class RouteMemory:
-    """Fixed rows that were learned, then a ring of rows that come while it is asked.
+    """Fixed rows from training, then a ring of rows added at run time.
 
     Args:
-        learned: experts [C, L, K] and weights [C, L, K] of the fixed rows, and the row [C] of the token before each,
-            or -1.
-        room: rows of the ring; the oldest is overwritten. At 0 nothing is ever added.
+        learned: experts [C, L, K] and weights [C, L, K] of the fixed rows, and the row [C] of each one's previous
+            token, or -1.
+        room: rows of the ring, which overwrites the oldest; 0 adds none.
 
     Attributes:
         size: rows in use.
-        owner_C: whose each row is.
+        owner_C: owner of each row.
         experts_CLK: int16.
-        before_C: the row of the token before each in its request, or -1.
+        before_C: row of the previous token of its request, or -1.
     """
 
     def __init__(self, learned: tuple[np.ndarray, np.ndarray, np.ndarray], num_experts: int, room: int) -> None:
@@ -52,21 +53,21 @@ class RouteMemory:
         self.owner_C = np.full(rows, EVERYONE, np.int64)
         self.before_C = before_C.astype(np.int64)
         self._mark_LEC = np.zeros((num_layers, num_experts, rows), np.float32)
-        self._unlength_LC = np.zeros((num_layers, rows), np.float32)  # one over the length of a path up to a layer
+        self._unlength_LC = np.zeros((num_layers, rows), np.float32)  # 1 / length of a path up to a layer
         self._layers_L1 = np.arange(num_layers)[:, None]
-        step = 512  # rows at a time, so that their marks are no second index
+        step = 512  # rows at a time, which bounds the memory of their marks
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             self._write(np.arange(rows)[part], experts_CLK[part], roots(weights_CLK[part]))
 
     def add(self, experts_TLK: np.ndarray, root_TLK: np.ndarray, owner: int, last: int) -> int:
-        """Keep the paths of the next tokens of a request, of which the ring holds the last.
+        """Add the paths of a request's next tokens, as many of the last as the ring holds.
 
         Args:
-            last: the row of the token before them, or -1.
+            last: row of the token before them, or -1.
 
         Returns:
-            The row of the last of them, or -1.
+            Row of the last of them, or -1.
         """
         experts_TLK, root_TLK = experts_TLK[-self._room :], root_TLK[-self._room :]
         if not self._room or not len(experts_TLK):
@@ -83,12 +84,12 @@ class RouteMemory:
             self._unlength_LC = np.pad(self._unlength_LC, ((0, 0), (0, more)))
         self._write(rows, experts_TLK, root_TLK)
         self.owner_C[rows] = owner
-        self.before_C[np.isin(self.before_C, rows)] = -1  # those came before what is no more
+        self.before_C[np.isin(self.before_C, rows)] = -1  # their previous token is overwritten
         self.before_C[rows] = [-1 if last in rows else last, *rows[:-1].tolist()]
         return int(rows[-1])
 
     def release(self, owner: int) -> None:
-        """The paths of a request become everyone's."""
+        """Make the paths of a request visible to all."""
         self.owner_C[self.owner_C == owner] = EVERYONE
 
     def forget(self) -> None:
@@ -97,7 +98,7 @@ class RouteMemory:
         self.owner_C[self.size :], self.before_C[self.size :] = NOBODY, -1
 
     def rows_of(self, owner: int) -> np.ndarray:
-        """The rows of a request, ascending."""
+        """Return the rows of a request, ascending."""
         return np.flatnonzero(self.owner_C[: self.size] == owner)
 
     def _write(self, rows: np.ndarray, experts_TLK: np.ndarray, root_TLK: np.ndarray) -> None:
@@ -112,14 +113,14 @@ class RouteMemory:
 
 
 class RouteSearch:
-    """The running tokens of one request in a forward, compared with every path that the request may find.
+    """Similarities of one request's running tokens to the stored paths.
 
     The memory must not change before their last layer.
 
     Args:
         own: the request's own rows.
-        hidden: rows that are not the request's to find, ascending.
-        last_C: how alike the paths were to that of the request's last token, as far as they were there then.
+        hidden: rows that the request may not find, ascending.
+        last_C: similarities of the request's last token to the paths stored then.
     """
 
     __slots__ = ("_dots_TC", "_hidden", "_layer", "_memory", "_prior_C", "_size", "_square_T", "own")
@@ -140,7 +141,7 @@ class RouteSearch:
         self._layer = -1
 
     def observe(self, experts_TK: list[list[int]], root_TK: np.ndarray) -> None:
-        """Take in what the tokens use in the next layer."""
+        """Record the tokens' experts in the next layer."""
         self._layer += 1
         mark_EC = self._memory._mark_LEC[self._layer]
         self._dots_TC *= np.float32(FADE)
@@ -150,10 +151,10 @@ class RouteSearch:
         self._square_T = self._square_T * np.float32(FADE) + np.square(root_TK).sum(axis=1)
 
     def alike(self, token: int, *, alone: bool = False) -> np.ndarray:
-        """alike_C: the cosine with each path, and what came before, -1 for those that are hidden.
+        """Return the similarity of a token to each path, -1 for hidden ones: alike_C.
 
         Args:
-            alone: whether what came before is left out.
+            alone: leave out the previous token.
         """
         alike_C: np.ndarray = self._dots_TC[token] * self._memory._unlength_LC[self._layer, : self._size]
         alike_C *= np.float32(1) / np.sqrt(max(self._square_T[token], np.float32(1e-30)))
@@ -164,10 +165,10 @@ class RouteSearch:
 
 
 class Neighbours:
-    """The paths most like a token's, weighted.
+    """The paths most similar to a token's, weighted.
 
     Attributes:
-        best: the highest cosine; 0 where there is no path.
+        best: the highest cosine; 0 without paths.
 
     Shapes: rows_N int64; weight_N float32, of sum 1.
     """
@@ -185,7 +186,7 @@ class Neighbours:
         self.rows_N = near if rows is None else rows[near]
 
     def vote(self, memory: RouteMemory, layer: int, num_experts: int) -> np.ndarray:
-        """vote_E float32: the weight of the paths that used each expert of a layer."""
+        """Return the weight of the paths that used each expert of a layer: vote_E, float32."""
         if not len(self.rows_N):
             return np.zeros(num_experts, np.float32)
         used_NK = memory.experts_CLK[self.rows_N, layer]
@@ -194,6 +195,6 @@ class Neighbours:
 
 
 def roots(weights: np.ndarray) -> np.ndarray:
-    """Root of each expert's weight, float32."""
+    """Return the root of each expert's weight, float32."""
     counts: np.ndarray = np.sqrt(np.abs(weights).astype(np.float32))
     return counts
