@@ -151,7 +151,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         if event.layer:
             return
         info = event.forward
-        assert info.token_id_T is not None, "token ids were asked for and not given"
+        assert info.token_id_T is not None, "the forward lacks token ids"
         ids_T = _known(info.token_id_T)
         request_T, position_T = np.array(info.request_T), np.array(info.position_T)
         self._scores_LTE = torch.zeros(self.num_layers, len(ids_T), self.num_experts)

@@ -127,10 +127,10 @@ class Predictor(moetool.learning.predictor.Predictor):
             ]
         assert event.layer == len(self._found), "events of a forward come layer by layer"
         if self.options.source == "logits":
-            assert event.scores_TE is not None, "logits were asked for and not given"
+            assert event.scores_TE is not None, "the event lacks scores"
             chance_TE = distribution(event.scores_TE)
         else:
-            assert event.weights_TK is not None, "weights were asked for and not given"
+            assert event.weights_TK is not None, "the event lacks weights"
             chance_TE = top_mass(np.asarray(event.experts_TK), event.weights_TK, self.num_experts)
         for search, chance_E in zip(self._searches, chance_TE, strict=True):
             search.observe(chance_E)

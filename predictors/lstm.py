@@ -110,7 +110,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         if event.layer:
             return
         info = event.forward
-        assert info.embedding_TD is not None, "embeddings were asked for and not given"
+        assert info.embedding_TD is not None, "the forward lacks embeddings"
         request_T, position_T = np.array(info.request_T), np.array(info.position_T)
         self._logits_TLE = torch.empty(len(request_T), self.num_layers, self.num_experts)
         for request in dict.fromkeys(info.request_T):

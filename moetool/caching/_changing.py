@@ -35,11 +35,7 @@ class PolicyChoice:
         return self.policy + {"one": "", "layer": " by layer"}.get(self.pool, f", {self.pool}")
 
     def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:
-        """Return the slots guaranteed to each layer; empty for one pool.
-
-        Raises:
-            CapacityError: a layer would get none.
-        """
+        """Return the slots guaranteed to each layer; empty for one pool. Errors as `equal_slots`."""
         return equal_slots(spec, num_slots, SHARES[self.pool]) if self.pool in SHARES else ()
 
 

@@ -57,32 +57,26 @@ class Fleet:
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots on all devices."""
         return sum(residency.num_slots for residency in self.residencies)
 
     @property
     def slot_of(self) -> dict[int, int]:
-        """Return the slot of each resident expert."""
         parts = zip(self._starts, self.residencies, strict=True)
         return {key: start + slot for start, residency in parts for key, slot in residency.slot_of.items()}
 
     @property
     def prefill(self) -> Counts:
-        """Return the counts of all devices in forwards with prompt tokens."""
         return sum((residency.prefill for residency in self.residencies), Counts())
 
     @property
     def decode(self) -> Counts:
-        """Return the counts of all devices in forwards without prompt tokens."""
         return sum((residency.decode for residency in self.residencies), Counts())
 
     @property
     def counts(self) -> Counts:
-        """Return the counts of prefill and decode together."""
         return self.prefill + self.decode
 
     def begin_forward(self, info: ForwardInfo) -> list[Step]:
-        """Announce a forward; return the devices' prefetches in turn (`Residency.begin_forward`)."""
         return self._emit(info.forward_id, -1, [residency.begin_forward(info) for residency in self.residencies])
 
     def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
@@ -98,12 +92,10 @@ class Fleet:
         return self._emit(event.forward.forward_id, event.layer, programs)
 
     def end_forward(self, info: ForwardInfo) -> None:
-        """Note the end of a forward."""
         for residency in self.residencies:
             residency.end_forward(info)
 
     def end_request(self, request: int) -> None:
-        """Note the end of a request."""
         for residency in self.residencies:
             residency.end_request(request)
 

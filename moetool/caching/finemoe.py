@@ -60,10 +60,10 @@ class Options:
 class Policy(policy.Policy):
     """Searches a store of expert maps, prefetches by the found map, and evicts by 1 / (p * freq).
 
-    For each layer it prefetches the fewest experts that hold δ = clip(1 - score) of the found map's probability, at
-    least K, in the order of p / (l - l_now). It asks for them again at each event until their layer comes. At the end
-    of a forward, each iteration's map joins the store, and a full store drops the most redundant map for it. The store
-    is that of the predictor `expert_map`, if given; else it starts empty, and there are no prefetches at first.
+    For each layer it prefetches the fewest experts, at least K, that hold δ = clip(1 - score) of the found map's
+    probability. Their order is p / (l - l_now), and they are requested again at each event until their layer comes. At
+    the end of a forward, each iteration's map joins the store, and a full store drops the most redundant map for it.
+    The store is that of the predictor `expert_map`, if given; else it starts empty, without prefetches at first.
 
     Source: FineMoE (Yu et al., EuroSys 2026), section 4. Readings and deviations:
         - The search that the gate of layer l starts runs on a separate thread. Its result is used `lag` events later,

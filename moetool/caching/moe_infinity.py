@@ -34,9 +34,9 @@ class Options(_lfu_ahead.AheadOptions):
 class Policy(_lfu_ahead.LfuAhead):
     """Matches the running request's activation matrix with those of earlier requests, and prefetches their experts.
 
-    An activation matrix counts the tokens of a request that used each expert of each layer. After every event, the
-    earlier request with the most similar matrix (cosine of each layer's counts, averaged over layers) gives the
-    probability p of each expert in the coming layers. The likeliest experts are prefetched in the order of
+    An activation matrix counts the tokens of a request that used each expert of each layer. Similarity is the cosine of
+    each layer's counts, averaged over layers. After every event, the most similar earlier request gives the probability
+    p of each expert in the coming layers. The likeliest experts are prefetched in the order of
     p * (1 - (l - l_now) / (L + 1)). The policy learns online and starts without history.
 
     Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's description (§§ 2.4, 4.2, 4.5:

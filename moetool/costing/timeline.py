@@ -124,9 +124,8 @@ class _Tally:
 class Timeline:
     """Executes the programs of one run in simulated time.
 
-    A request's time to first token runs from the start of the forward with its first prompt token to the end of the
-    forward with its last one. Arrival times are not modelled. The time per output token is that of a forward without
-    prompt tokens.
+    A request's time to first token runs from the start of the first forward with its prompt tokens to the end of the
+    last one. Arrival times are not modelled. The time per output token is that of a forward without prompt tokens.
 
     Args:
         prices: costs, shared by concurrent runs.

@@ -1,7 +1,7 @@
 """Times of a run on the timeline by phase, with the bounds set by its work and bytes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -53,19 +53,11 @@ class Spent:
         return self.compute_s + sum(self.io_s.values())
 
     def __add__(self, other: "Spent") -> "Spent":
+        names = [f.name for f in fields(self) if f.name != "io_s"]
         tiers = dict.fromkeys([*self.io_s, *other.io_s])
         return Spent(
-            seconds=self.seconds + other.seconds,
-            compute_s=self.compute_s + other.compute_s,
-            prediction_s=self.prediction_s + other.prediction_s,
-            stall_s=self.stall_s + other.stall_s,
-            host_s=self.host_s + other.host_s,
-            host_wait_s=self.host_wait_s + other.host_wait_s,
             io_s={tier: self.io_s.get(tier, 0.0) + other.io_s.get(tier, 0.0) for tier in tiers},
-            read_bytes=self.read_bytes + other.read_bytes,
-            late=self.late + other.late,
-            promoted=self.promoted + other.promoted,
-            dropped=self.dropped + other.dropped,
+            **{name: getattr(self, name) + getattr(other, name) for name in names},
         )
 
 

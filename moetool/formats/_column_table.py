@@ -19,38 +19,17 @@ from moetool.formats._sample import FileSample
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    "layer": ("layer", "layer_id", "layer_idx", "layer_index", "moe_layer", "l"),
-    "expert": ("expert", "expert_id", "expert_idx", "experts", "expert_ids", "selected_experts", "topk_ids", "e"),
-    "token": ("token", "token_idx", "token_index", "token_position", "position", "pos", "token_pos"),
-    "request": (
-        "request",
-        "request_id",
-        "sequence",
-        "sequence_id",
-        "seq",
-        "seq_id",
-        "prompt_id",
-        "problem_id",
-        "conversation",
-    ),
-    "weight": (
-        "weight",
-        "weights",
-        "topk_weights",
-        "gating_probs",
-        "gate",
-        "gates",
-        "prob",
-        "probs",
-        "score",
-        "scores",
-    ),
-    "rank": ("rank", "slot", "topk_rank"),
-    "phase": ("phase",),
-    "token_id": ("token_id", "input_id"),
-    "task": ("task", "dataset", "domain", "category", "label"),
-    "count": ("count", "counts", "hits", "activations", "frequency", "freq", "num_tokens"),
+FIELDS = {
+    "layer": "layer layer_id layer_idx layer_index moe_layer l",
+    "expert": "expert expert_id expert_idx experts expert_ids selected_experts topk_ids e",
+    "token": "token token_idx token_index token_position position pos token_pos",
+    "request": "request request_id sequence sequence_id seq seq_id prompt_id problem_id conversation",
+    "weight": "weight weights topk_weights gating_probs gate gates prob probs score scores",
+    "rank": "rank slot topk_rank",
+    "phase": "phase",
+    "token_id": "token_id input_id",
+    "task": "task dataset domain category label",
+    "count": "count counts hits activations frequency freq num_tokens",
 }
 """Meanings of columns, and their known names (case-insensitive)."""
 
@@ -106,7 +85,7 @@ def match(columns: Sequence[str], said: Mapping[str, str]) -> dict[str, str]:
         names[field] = column
     folded = {column.casefold(): column for column in reversed(columns) if column not in names.values()}
     for field, known in FIELDS.items():
-        if field not in names and (found := next((folded[name] for name in known if name in folded), None)):
+        if field not in names and (found := next((folded[name] for name in known.split() if name in folded), None)):
             names[field] = found
             folded = {name: column for name, column in folded.items() if column != found}
     return names

@@ -90,8 +90,8 @@ def import_trace(
         mapping: column of each field, for formats with `TAKES_MAP`.
 
     Raises:
-        UsageError: a file does not exist, the format is unknown or cannot be detected, a sequence of a task occurs
-            twice, `out` exists, a fact about the model is neither in the file nor given, or `tokens_as` is given for
+        UsageError: a file does not exist, or the format is unknown or cannot be detected; a sequence of a task occurs
+            twice; `out` exists; a fact about the model is neither in the file nor given; or `tokens_as` is given for
             files with marked prompts.
         MismatchError: a file is damaged or of another format, or the files are of different models.
     """

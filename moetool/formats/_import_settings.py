@@ -60,11 +60,7 @@ class Settings(SaidFacts):
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Parse layers such as `1..26` or `1,3,5`.
-
-    Raises:
-        UsageError: the text has neither form.
-    """
+    """Parse layers such as `1..26` or `1,3,5`."""
     if match := re.fullmatch(r"(\d{1,6})\s*\.\.\s*(\d{1,6})", text.strip()):
         layers = tuple(range(int(match[1]), int(match[2]) + 1))
     elif re.fullmatch(r"\d{1,6}(\s*,\s*\d{1,6})*", text.strip()):
@@ -77,11 +73,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _model(name: str) -> tuple[ModelSpec, int | None]:
-    """Return the spec of a local model or trace, and its number of layers, if known.
-
-    Raises:
-        UsageError: the path has neither.
-    """
+    """Return the spec of a local model or trace, and its number of layers, if known."""
     path = Path(name)
     if (path / MANIFEST).is_file():
         return open_workload(path).spec, None

@@ -123,25 +123,18 @@ class ModelFacts(SaidFacts):
             num_experts_L = (num_experts or self.said(path, "num_experts"),) * num_layers
         top_k_L = tuple(top_k_L or [self.said(path, "top_k")] * num_layers)
         expert_bytes = self.said(path, "expert_bytes")
-        name = self.name or name
         facts = {"layers": list(layers), "num_experts": num_experts_L, "top_k": top_k_L, "bytes": expert_bytes}
-        return self.adopt(
-            path,
-            ModelSpec(
-                name=name,
-                revision=revision_of(name, facts),
-                layer_ids_L=tuple(layers),
-                num_experts_L=num_experts_L,
-                top_k_L=top_k_L,
-                has_logits_L=(has_logits,) * num_layers,
-                num_shared_experts=0,
-                num_groups=1,
-                hidden_size=self.hidden_size or 0,
-                expert_bytes_L=(expert_bytes,) * num_layers,
-                score_function="softmax",
-                renormalize=False,
-            ),
+        found = spec_from_routes(
+            self.name or name,
+            facts,
+            layer_ids_L=tuple(layers),
+            num_experts_L=num_experts_L,
+            top_k_L=top_k_L,
+            has_logits_L=(has_logits,) * num_layers,
+            hidden_size=self.hidden_size or 0,
+            expert_bytes_L=(expert_bytes,) * num_layers,
         )
+        return self.adopt(path, found)
 
     def adopt(self, path: object, found: ModelSpec) -> ModelSpec:
         """Return the given model's spec instead of the file's, if there is one.
@@ -226,9 +219,21 @@ def require_even(spec: ModelSpec, format: str) -> None:
             )
 
 
-def revision_of(model: str, header: dict[str, Any]) -> str:
-    """Return a revision for a model known by its routes only: equal for equal names and headers.
+def spec_from_routes(name: str, header: dict[str, Any], *, layer_ids_L: tuple[int, ...], **known: Any) -> ModelSpec:
+    """Return the spec of a model known by its routes only.
 
-    It never equals a checkpoint's (`moetool.models.spec.revision`), since the weights are unknown.
+    Args:
+        header: facts in the file. The revision is equal for equal names and headers, and never equals a checkpoint's
+            (`moetool.models.revision`), since the weights are unknown.
+        known: further fields of the spec.
     """
-    return hashlib.sha256(json.dumps(["routes", model, header], sort_keys=True).encode()).hexdigest()
+    revision = hashlib.sha256(json.dumps(["routes", name, header], sort_keys=True).encode()).hexdigest()
+    unknown = {
+        "has_logits_L": (False,) * len(layer_ids_L),
+        "num_shared_experts": 0,
+        "num_groups": 1,
+        "hidden_size": 0,
+        "score_function": "softmax",
+        "renormalize": False,
+    }
+    return ModelSpec(name=name, revision=revision, layer_ids_L=layer_ids_L, **{**unknown, **known})

@@ -63,7 +63,7 @@ class Routes:
 
     Attributes:
         spec: the model, from the file and the user's facts; without a local model `revision` is by
-            `moetool.formats._model_facts.revision_of`.
+            `moetool.formats._model_facts.spec_from_routes`.
         task: task of the sequences.
         notes: one sentence for each fact that the file lacks or that was changed, for the provenance.
     """

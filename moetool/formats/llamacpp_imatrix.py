@@ -50,10 +50,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
         if one.layers != layers or one.counts_LE.shape[1] != num_experts:
             raise MismatchError(f"{path} has other layers or experts than {paths[0]}; import them one by one")
     spec = facts.spec_of(
-        paths[0],
-        layers=layers,
-        num_experts=num_experts,
-        top_k_L=None if top_k is None else [top_k] * len(layers),
+        paths[0], layers=layers, num_experts=num_experts, top_k_L=None if top_k is None else [top_k] * len(layers)
     )
     return Counted(spec=spec, counts_WLE=np.stack([one.counts_LE for one in found]), notes=notes)
 

@@ -53,11 +53,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
                 raise MismatchError(f"{path} lacks layer {layer} of the token at {position}, expected every layer")
     top_k_L = [len(place[positions[0], layer]["selected_experts"]) for layer in layers]
     spec = facts.spec_of(
-        path,
-        name=metadata["model_id"],
-        layers=layers,
-        num_experts=metadata.get("num_experts"),
-        top_k_L=top_k_L,
+        path, name=metadata["model_id"], layers=layers, num_experts=metadata.get("num_experts"), top_k_L=top_k_L
     )
     grid = [[place[position, layer] for layer in layers] for position in positions]
     for row in grid:

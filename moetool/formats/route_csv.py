@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, revision_of
+from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, spec_from_routes
 from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, run_order, whole_requests
 from moetool.formats._sample import FileSample
 from moetool.types import ModelSpec
@@ -119,7 +119,8 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
 
 def _spec(path: Path, header: list[str]) -> ModelSpec:
     if not header or header[0].strip() != _MAGIC:
-        raise MismatchError(f"{path} begins with {_quote(header)}, expected {_MAGIC!r}; is it a route CSV?")
+        first = header[0][:40] if header else ""
+        raise MismatchError(f"{path} begins with {first!r}, expected {_MAGIC!r}; is it a route CSV?")
     if (match := next(filter(None, map(_MODEL.match, header)), None)) is None:
         raise MismatchError(f"{path} has no line '# model=… arch=… n_layer=… n_expert=… n_expert_used=…' in its header")
     name = re.split(r"[/\\]", match[1])[-1].removesuffix(".gguf")
@@ -133,19 +134,13 @@ def _spec(path: Path, header: list[str]) -> ModelSpec:
         )
     expert_bytes = tuple(sizes[layer] for layer in layers)
     facts = {"layers": layers, "num_experts": num_experts, "top_k": top_k, "expert_bytes": expert_bytes}
-    return ModelSpec(
-        name=name,
-        revision=revision_of(name, facts),
+    return spec_from_routes(
+        name,
+        facts,
         layer_ids_L=layers,
         num_experts_L=(num_experts,) * len(layers),
         top_k_L=(top_k,) * len(layers),
-        has_logits_L=(False,) * len(layers),
-        num_shared_experts=0,
-        num_groups=1,
-        hidden_size=0,
         expert_bytes_L=expert_bytes,
-        score_function="softmax",
-        renormalize=False,
     )
 
 
@@ -221,7 +216,3 @@ def _turn(
     return RouteSequence(
         name=str(turn), prompt_tokens=prompt_tokens, experts_TS=experts_TS.astype(np.uint16), weights_TS=weights_TS
     )
-
-
-def _quote(lines: list[str]) -> str:
-    return repr(lines[0][:40]) if lines else "nothing of a header"

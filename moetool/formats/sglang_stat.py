@@ -50,17 +50,16 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
 
 
 def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write counts; return notes on the additions. Raises: UsageError: `num_hidden_layers` is too small."""
+    """Write counts; return notes on the additions.
+
+    Raises:
+        UsageError: `num_hidden_layers` is too small.
+    """
     import torch
 
     spec, num_hidden = counted.spec, hidden_layers(counted.spec, num_hidden_layers)
     counts_WHE = _recorder.counts_with_dense(counted.counts_WLE, spec.layer_ids_L, num_hidden)
     torch.save(
-        {
-            "rank": 0,
-            "logical_count": torch.from_numpy(counts_WHE),
-            "average_utilization_rate_over_window": None,
-        },
-        out,
+        {"rank": 0, "logical_count": torch.from_numpy(counts_WHE), "average_utilization_rate_over_window": None}, out
     )
     return [f"{num_hidden} layers, zeros in those without experts"]

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
-from moetool.formats._model_facts import ModelFacts, require_even, revision_of
+from moetool.formats._model_facts import ModelFacts, require_even, spec_from_routes
 from moetool.formats._routes import Routes, RouteSequence, check, one_task, renormalized, whole_requests
 from moetool.formats._sample import FileSample
 from moetool.trace.reader import Trace
@@ -24,11 +24,7 @@ from moetool.types import ModelSpec
 _KEYS = ("model", "moe_layers", "num_experts", "top_k", "layout")
 _MODELS: dict[str, dict[str, int]] = {
     # config.json: hidden_size 2048, moe_intermediate_size 1408, n_shared_experts 2; three bfloat16 matrices per expert
-    "deepseek-ai/DeepSeek-V2-Lite": {
-        "hidden_size": 2048,
-        "num_shared_experts": 2,
-        "expert_bytes": 3 * 2048 * 1408 * 2,
-    },
+    "deepseek-ai/DeepSeek-V2-Lite": {"hidden_size": 2048, "num_shared_experts": 2, "expert_bytes": 3 * 2048 * 1408 * 2}
 }
 
 
@@ -64,10 +60,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     if "expert_bytes" not in header:
         notes.append("bytes of an expert and hidden size are those of the model's published config, in bfloat16")
     return Routes(
-        spec=renormalized(spec, facts, columns["weights"]),
-        task=task,
-        sequences=_sequences(path, columns),
-        notes=notes,
+        spec=renormalized(spec, facts, columns["weights"]), task=task, sequences=_sequences(path, columns), notes=notes
     )
 
 
@@ -156,19 +149,15 @@ def _spec(path: Path, header: dict[str, str]) -> ModelSpec:
     expert_bytes = _number(path, header, "expert_bytes") if "expert_bytes" in header else known["expert_bytes"]
     layers = tuple(range(first, last + 1))
     facts = {"layers": layers, "num_experts": num_experts, "top_k": top_k, "expert_bytes": expert_bytes}
-    return ModelSpec(
-        name=model,
-        revision=revision_of(model, facts),
+    return spec_from_routes(
+        model,
+        facts,
         layer_ids_L=layers,
         num_experts_L=(num_experts,) * len(layers),
         top_k_L=(top_k,) * len(layers),
-        has_logits_L=(False,) * len(layers),
         num_shared_experts=known.get("num_shared_experts", 0),
-        num_groups=1,
         hidden_size=known.get("hidden_size", 0),
         expert_bytes_L=(expert_bytes,) * len(layers),
-        score_function="softmax",
-        renormalize=False,
     )
 
 

@@ -10,7 +10,7 @@ from moetool.placement._placement_plan import PlacementPlan
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Refuse to write. Raises: MismatchError: always."""
+    """Raise MismatchError."""
     raise MismatchError(
         "vLLM 0.33 reads no initial expert map (open pull requests 49572, 41141 and 53022 would); start it with "
         "--enable-eplb, or export to sglang, tensorrt_llm or vllm_ascend"

@@ -30,13 +30,7 @@ _SLOWER = 0.3  # factor of the learning rate after half of the patience without 
 
 
 def fit(
-    model: Predictor,
-    train: Tokens,
-    validation: Tokens,
-    options: FitOptions,
-    *,
-    seed: int,
-    folder: Path,
+    model: Predictor, train: Tokens, validation: Tokens, options: FitOptions, *, seed: int, folder: Path
 ) -> dict[str, Any]:
     """Fit `model` in place and leave it on the CPU with the weights of its best epoch.
 

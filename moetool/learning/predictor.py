@@ -211,24 +211,25 @@ class Predictor(nn.Module):
             "ahead_TPAE": None if event.ahead_ATE is None else event.ahead_ATE.transpose(1, 0, 2),
             "resident_TPE": event.resident_TE,
         }
-        wanted = {"experts_TPK", *(FIELDS[name] for name in self.needs & FIELDS.keys())} & given.keys()
+        columns = {}
+        for name in {"experts_TPK", *(FIELDS[name] for name in self.needs & FIELDS.keys())} & given.keys():
+            column = given[name]
+            assert column is not None, f"the event lacks {name}"
+            columns[name] = column
         if event.layer == 0:
-            self._path.clear()
-            for name in wanted:
-                first = given[name]
-                assert first is not None, f"{name} was asked for and not given"
-                self._path[name] = np.zeros((len(first), self.num_layers, *first.shape[1:]), first.dtype)
+            self._path = {
+                name: np.zeros((len(column), self.num_layers, *column.shape[1:]), column.dtype)
+                for name, column in columns.items()
+            }
             if "embeddings" in self.needs:
-                assert event.forward.embedding_TD is not None, "embeddings were asked for and not given"
+                assert event.forward.embedding_TD is not None, "the forward lacks embeddings"
                 self._path["embedding_TD"] = event.forward.embedding_TD
             if "token_id" in self.needs:
-                assert event.forward.token_id_T is not None, "token ids were asked for and not given"
+                assert event.forward.token_id_T is not None, "the forward lacks token ids"
                 self._path["token_id_T"] = np.array(event.forward.token_id_T, np.int64)
         else:
             assert event.layer == self._num_observed, "events of a forward come layer by layer"
-        for name in wanted:
-            column = given[name]
-            assert column is not None, f"{name} was asked for and not given"
+        for name, column in columns.items():
             place = self._path[name][:, event.layer]
             if name == "ahead_TPAE":
                 place = place[:, : column.shape[1]]  # near the last layer there are fewer

@@ -213,7 +213,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
         if event.layer:
             return
         info = event.forward
-        assert info.token_id_T is not None, "token ids were asked for and not given"
+        assert info.token_id_T is not None, "the forward lacks token ids"
         ids_T = torch.tensor(info.token_id_T, dtype=torch.int64)
         request_T, position_T = np.array(info.request_T), np.array(info.position_T)
         prompt_T = np.array(info.phase_T) == Phase.PREFILL

@@ -192,7 +192,9 @@ def train(
                 "trace": {"sha256": source.sha256, "requests": source.requests.num_rows, "tokens": source.num_tokens},
                 "requests": {"train": split.train, "validation": split.validation, "test": split.test},
                 "in_time": None if split.in_time is None else _spans(split.in_time),
-                "seen_prompts": _prompts(source, {*split.train, *split.validation}),
+                "seen_prompts": sorted(
+                    frozenset().union(*prompt_digests(source, {*split.train, *split.validation}).values())
+                ),
                 "tokens": tokens,
                 "fit": fitted,
                 "seconds": round(time.perf_counter() - began, 2),
@@ -219,11 +221,6 @@ def _spans(in_time: Mapping[str, Mapping[int, range]]) -> dict[str, dict[str, li
         name: {str(request): [span.start, span.stop] for request, span in spans.items()}
         for name, spans in in_time.items()
     }
-
-
-def _prompts(trace: Trace, requests: set[int]) -> list[str]:
-    """Return digests of some requests' prompts, which another trace may repeat."""
-    return sorted(frozenset().union(*prompt_digests(trace, requests).values()))
 
 
 def _readme(card: Mapping[str, Any]) -> str:

@@ -301,11 +301,7 @@ def verdict(rows: Sequence[PlannerRow]) -> list[str]:
 
 
 def _split_demands(
-    traces: Mapping[str, Workload],
-    cluster: Cluster,
-    uses: Callable[[str, int], bool],
-    split: float,
-    setting: Setting,
+    traces: Mapping[str, Workload], cluster: Cluster, uses: Callable[[str, int], bool], split: float, setting: Setting
 ) -> dict[str, Demand]:
     how: dict[str, Any] = {"starts": setting.starts, "seed": setting.seed}
     demands = {"planned on": read_demand(traces, cluster, uses, **how)}

@@ -31,8 +31,8 @@ class CopySearch:
     def run(self, most: int = 0) -> None:
         """Add copies of the stragglers' experts, best first, until none helps or memory is full.
 
-        If a GPU has no room for a copy, its coldest expert moves to the free GPU with the least work, or is dropped if
-        it has another copy.
+        If a GPU has no room for a copy, it gives up its coldest expert, which moves to the free GPU with the least work
+        unless it has another copy.
 
         Args:
             most: limit of copies, and of tried experts and of tried GPUs per copy (0: as many copies as help, 4

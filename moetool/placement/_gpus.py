@@ -8,9 +8,8 @@ from moetool.placement._planner import Problem
 def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:
     """Spread each server's experts over its GPUs, each layer as evenly as memory allows.
 
-    The experts of a layer, most used first, go to the GPU with the least load of that layer and the fewest of its
-    experts for its size. A GPU's share of a layer is its share of the server's slots, rounded so that every later
-    expert has room.
+    The experts of a layer, most used first, go to the GPU with room that has the least load of that layer. A GPU's room
+    for a layer is its share of the server's slots, rounded so that every later expert has room.
 
     Shapes: placed_NLE bool -> placed_GLE bool.
     """

@@ -87,13 +87,11 @@ class Descent:
         self.comp_G = self.latency.comp_s(self.load_G)
         self.comm_GG = self.flow_GG * self.slope_GG if self.linear else self.latency.comm_s(self.flow_GG)
         self.send_G, self.recv_G = self.comm_GG.sum(axis=1), self.comm_GG.sum(axis=0)
-        self.score = float(self._score(self.comp_G.max(), self._comm(), self._potential()))
+        potential = (self.comp_G**2).sum() + (self.send_G**2).sum() * self.latency.ways
+        self.score = float(self._score(self.comp_G.max(), self._comm(), potential))
 
     def _comm(self) -> float:
         return float(max(self.send_G.max(), self.recv_G.max()) if self.both else self.send_G.max())
-
-    def _potential(self) -> float:
-        return float((self.comp_G**2).sum() + (self.send_G**2).sum() * self.latency.ways)
 
     def _score(self, comp: Any, comm: Any, potential: Any) -> Any:
         cost = comp + self.latency.ways * comm

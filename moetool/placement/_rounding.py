@@ -18,8 +18,8 @@ def round_layer(layer: Layer, x_EG: np.ndarray, rng: np.random.Generator) -> np.
         - At a vertex of the programme the tight rows leave no direction (their null space is {0}), so the printed walk
           cannot take its first step. Assignment and capacity stay hard. The scale-preserving rows (Eq. 7) and the
           latency rows are soft: if no direction is left, Eq. 7 is dropped first, then the latency rows.
-        - A step in a random direction ends at the first variable that becomes 0 or 1, or the first full capacity, with
-          probabilities that keep every variable's mean. (Eq. 8 takes small steps and clamps.) Each step makes progress,
+        - A step in a random direction ends at the first variable that becomes 0 or 1, or at the first full capacity.
+          Its probabilities keep every variable's mean. (Eq. 8 takes small steps and clamps.) Each step makes progress,
           so a macro-iteration is one step with new scales.
         - If the hard rows leave no direction, or after 64 steps, a maximum matching by shares assigns the experts that
           are still split to free slots.

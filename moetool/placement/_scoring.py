@@ -26,10 +26,10 @@ class PlacementScore:
         comp: DIRECTOR's T_comp (Eq. 2), in the unit of the costs.
         comm: T_comm (Eq. 4).
         work_bound: lower bound of comp + comm of any placement: perfect balance without traffic. None if not computed.
-        latency_bound: a tighter bound of comp + comm for fewer placements, or None. For a placement with one copy each,
-            it covers those with one copy each and at most as many experts of a layer per GPU as this one or
-            `layer_slots`, by the relaxation with the hottest expert. Others may have less. For a placement with copies
-            it is `work_bound`. Compared placements share one bound.
+        latency_bound: a tighter bound of comp + comm for fewer placements, or None. If this placement has one copy of
+            each expert, it is that of the relaxation with the hottest expert. It then covers placements with one copy
+            each, and per GPU at most as many experts of a layer as this one or `layer_slots`; others may have less. For
+            a placement with copies it is `work_bound`. Compared placements share one bound.
         balancedness: three definitions on the same loads of GPUs: `sglang`, the mean over layers of
             (mean + 1e-5) / (max + 1e-5); `vllm`, the sum of means over the sum of maxima; `tensorrt_llm`, the mean
             over layers of (max - mean) / mean, where 0 is best.
@@ -75,12 +75,7 @@ class PlacementScore:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
-        return {
-            **asdict(self),
-            "latency": self.latency,
-            "latency_gap": self.latency_gap,
-            "remote_gap": self.remote_gap,
-        }
+        return {**asdict(self), "latency": self.latency, "latency_gap": self.latency_gap, "remote_gap": self.remote_gap}
 
 
 def score(

@@ -80,9 +80,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         raise UsageError("director needs kicks and relaxation >= 0, and processes >= 1")
     if options.quick:
         options = replace(
-            options,
-            kicks=min(options.kicks, _QUICK_KICKS),
-            relaxation=min(options.relaxation, _QUICK_RELAXATION),
+            options, kicks=min(options.kicks, _QUICK_KICKS), relaxation=min(options.relaxation, _QUICK_RELAXATION)
         )
     room_GL = layer_slots(problem, options.c_max)
     tasks = []

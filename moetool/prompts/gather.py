@@ -339,11 +339,7 @@ def _of_file(file: Path) -> _Source:
 
 
 def _file(source: str, known: Sequence[str]) -> Path:
-    """Return the file of a source.
-
-    Raises:
-        UsageError: there is no such file, or its format is unknown.
-    """
+    """Return the file of a source."""
     file = Path(source).expanduser()
     if not file.exists():
         if file.suffix or file.name != source:

@@ -3,7 +3,7 @@
 Texts are exact duplicates if they are equal after Unicode's compatibility folding, in lower case, with runs of white
 space as one space. They are near duplicates if their sets of shingles (three successive tokens) have at least a given
 Jaccard similarity |a ∩ b| / |a ∪ b|. A token is a word, one Chinese, Japanese or Korean character, or the characters
-between two words of a line, so that ASCII drawings differ if their lines do.
+between two words of a line. ASCII drawings therefore differ if their lines do.
 
 Source: Broder, "On the resemblance and containment of documents" (1997), with bands as in Leskovec et al., "Mining of
 Massive Datasets", § 3.4. 20 bands of 6 rows find a pair of similarity s with probability 1 - (1 - s^6)^20: 99.8 % at

@@ -48,10 +48,7 @@ class Domain:
 
 
 def read_domains(
-    folder: Path,
-    tokenizer: Any,
-    held_out: float,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    folder: Path, tokenizer: Any, held_out: float, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Domain]:
     """Read and tokenize every `.txt` file of a folder, by name.
 

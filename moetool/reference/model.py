@@ -134,8 +134,8 @@ def sorted_experts(self: nn.Module, hidden_TD: Tensor, top_k_index_TK: Tensor, t
 class _NextToken(torch.autograd.Function):
     """Mean cross-entropy of the next token, and its gradient, computed in chunks of tokens.
 
-    The scores of a whole batch over the vocabulary would be the largest array of a step, and every pass over them would
-    be bound by memory bandwidth.
+    The scores of a whole batch over the vocabulary would be the largest array of a step. Memory bandwidth would bound
+    every pass over them.
     """
 
     @staticmethod

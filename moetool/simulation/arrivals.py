@@ -38,8 +38,8 @@ def read_arrivals(text: str, busy: list[int], count: int, rng: np.random.Generat
 
     Args:
         text: `poisson:10s` (a Poisson process with this mean gap at each busy server), `every:10s` (a request at all
-            busy servers every 10 s), or a file with Azure's (CSV) or Mooncake's (JSON lines) columns, whose requests go
-            to random busy servers.
+            busy servers every 10 s), or a file with Azure's (CSV) or Mooncake's (JSON lines) columns. Requests of a
+            file go to random busy servers.
         busy: numbers of the servers with requests.
         count: number of arrivals; a file may have fewer.
         pace: gaps are divided by this.

@@ -11,8 +11,8 @@ Events of a request at a MoE layer:
 When the last result is back, the next layer is READY. Queues are first-come-first-served, so a queue is represented by
 the time at which it is next free. Every queue is joined at the time of an event, and events run in the order of time,
 with one exception: at WORK, a result that leaves later joins the link back at once if no other message can join that
-link before it. This holds if all messages at the server's GPUs are on their way back, none of its own requests is in
-the dense part of a layer, no later message can finish earlier, and no expert moves.
+link before it. This has four conditions. All messages at the server's GPUs are on their way back, and no later message
+can finish earlier. None of the server's own requests is in the dense part of a layer. No expert moves.
 """
 
 from collections import deque

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Moving:
     """The moves of one migration, each started after its dependencies.
 
-    A move depends on the previous move on the same GPU, for memory, and on the previous move of the same expert, so
-    that some GPU or host always holds the expert. Other moves run concurrently. A copy between servers passes its
-    link's queue in pieces, interleaved with messages of requests. A GPU uses an expert once it is complete. Copies
-    within a server use the link between GPUs in the same way, or host memory at its rate without a queue.
+    A move depends on the previous one on the same GPU, for memory, and on the previous one of the same expert, which
+    some GPU or host always holds. Other moves run concurrently. A copy between servers passes its link's queue in
+    pieces, interleaved with messages of requests. A GPU uses an expert once it is complete. Copies within a server use
+    the link between GPUs in the same way, or host memory at its rate without a queue.
 
     Args:
         options: `piece_bytes` per entry in a link's queue, use of windows (`migrate`), and use of links within a server
@@ -27,11 +27,7 @@ class Moving:
     """
 
     def __init__(
-        self,
-        engine: "EventLoop",
-        moves: Sequence[Move],
-        options: "SimulationOptions",
-        done: Callable[[float], None],
+        self, engine: "EventLoop", moves: Sequence[Move], options: "SimulationOptions", done: Callable[[float], None]
     ) -> None:
         self._moves, self._piece, self._done = moves, options.piece_bytes, done
         self._windows, self._over_links = options.migrate == "overlap", options.copies == "links"
@@ -80,17 +76,13 @@ class Moving:
         sent = began + size * link[1]
         link[0] = sent
         engine.moved_Q[queue] += size
-        loaded = sent
-        if not self._inside(engine, i):
-            loaded = max(sent, began + size / engine.cluster.gpus[self._moves[i].gpu].host_to_device_bytes_s)
+        loaded, move, server_G = sent, self._moves[i], engine.cluster.server_G
+        if server_G[move.source] != server_G[move.gpu]:
+            loaded = max(sent, began + size / engine.cluster.gpus[move.gpu].host_to_device_bytes_s)
         if left > size:
             engine.at(loaded, CALL, lambda engine, now_s: self._send(engine, i, queue, left - size))
         else:
             engine.at(loaded + link[2], CALL, self._end_of(i))
-
-    def _inside(self, engine: "EventLoop", i: int) -> bool:
-        move = self._moves[i]
-        return engine.cluster.server_G[move.source] == engine.cluster.server_G[move.gpu]
 
     def _end_of(self, i: int) -> "Callable[[EventLoop, float], None]":
         def end(engine: "EventLoop", now_s: float) -> None:

@@ -169,12 +169,7 @@ def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") ->
         inside = queue((-1, g), f"{cluster.servers[a].name} inside, GPU {g}", cluster.servers[a].gpu_link_bytes_s, 0.0)
         queue_GG.append([inside if a == b else between[a, b] for b in server_G])
     return Network(
-        names=names,
-        byte_s=byte_s,
-        latency_s=latency_s,
-        queue_GG=queue_GG,
-        distance_NN=distance_NN,
-        even=not special,
+        names=names, byte_s=byte_s, latency_s=latency_s, queue_GG=queue_GG, distance_NN=distance_NN, even=not special
     )
 
 

@@ -189,10 +189,7 @@ def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[Replac
                 gpu=request.gpu,
                 prompt_tokens=request.route.prompt_tokens,
                 new_tokens=request.route.new_tokens,
-                arrived_s=request.arrived_s,
-                started_s=request.started_s,
-                first_s=request.first_s,
-                finished_s=request.finished_s,
+                **{name: getattr(request, name) for name in ("arrived_s", "started_s", "first_s", "finished_s")},
             )
             for request in sorted(engine.finished, key=lambda request: request.number)
         ),

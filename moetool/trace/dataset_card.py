@@ -1,5 +1,6 @@
 """The dataset card of a trace: README.md in its folder, as the Hugging Face hub reads it."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def card(spec: ModelSpec, contents: Mapping[str, Any], schema_version: str) -> s
     )
     model = str(contents["provenance"].get("model", spec.name))
     return f"""---
-pretty_name: {_quoted(f"Expert routing of {model}")}
+pretty_name: {json.dumps(f"Expert routing of {model}", ensure_ascii=False)}
 tags:
 - mixture-of-experts
 - routing
@@ -106,7 +107,3 @@ trace.to_pandas()             # a row for each token, layer and expert
 
 def _span(numbers: tuple[int, ...]) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -90,12 +90,7 @@ def diff(a: Trace, b: Trace) -> TraceDiff:
     if not sums.tokens:
         raise MismatchError(f"{a.path} and {b.path} share no tokens, expected traces of the same prompts")
     return TraceDiff(
-        requests=requests,
-        tokens=sums.tokens,
-        left_out=left_out,
-        only_a=only_a,
-        only_b=only_b,
-        layers=sums.layers(),
+        requests=requests, tokens=sums.tokens, left_out=left_out, only_a=only_a, only_b=only_b, layers=sums.layers()
     )
 
 

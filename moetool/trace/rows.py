@@ -104,23 +104,15 @@ COLUMNS = {
 ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
 
 
-def _widths(spec: ModelSpec, ahead: int) -> dict[str, int]:
-    return {
-        "experts": sum(spec.top_k_L),
-        "weights": sum(spec.top_k_L),
-        "logits": sum(spec.num_experts_L),
+def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Schema:
+    """Return the schema of tokens/. `ahead`: number of layers that the column of that name looks ahead."""
+    widths = {
+        **dict.fromkeys(("experts", "weights", "norms"), sum(spec.top_k_L)),
+        **dict.fromkeys(("logits", "scores", "logits32"), sum(spec.num_experts_L)),
         "hidden": spec.num_layers * spec.hidden_size,
         "ahead": spec.num_layers * ahead * spec.num_experts,
         "resident": spec.num_layers * spec.num_experts,
-        "scores": sum(spec.num_experts_L),
-        "logits32": sum(spec.num_experts_L),
-        "norms": sum(spec.top_k_L),
     }
-
-
-def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Schema:
-    """Return the schema of tokens/. `ahead`: number of layers that the column of that name looks ahead."""
-    widths = _widths(spec, ahead)
     types: dict[str, pa.DataType] = {
         **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
         "phase": pa.uint8(),

@@ -16,14 +16,7 @@ import pyarrow.parquet as pq
 from moetool import durable
 from moetool.errors import MoetoolError, first_line
 from moetool.trace.rows import COLUMNS, REQUESTS, TokenBatch, embedding_schema, token_schema
-from moetool.trace.writer import (
-    ROW_GROUP_TOKENS,
-    file_facts,
-    parquet_options,
-    to_table,
-    token_columns,
-    write_manifest,
-)
+from moetool.trace.writer import ROW_GROUP_TOKENS, file_facts, parquet_options, to_table, token_columns, write_manifest
 from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
@@ -456,16 +449,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _request_table(requests: list[tuple[int, _Counts]]) -> pa.Table:
-    columns = [
-        [request for request, _ in requests],
-        ["serve"] * len(requests),
-        [""] * len(requests),
-        [str(request) for request, _ in requests],
-        [counts.prompt_tokens for _, counts in requests],
-        [counts.new_tokens for _, counts in requests],
-        [""] * len(requests),
-        [""] * len(requests),
-        [counts.rows for _, counts in requests],
+    rows = [
+        (request, "serve", "", str(request), counts.prompt_tokens, counts.new_tokens, "", "", counts.rows)
+        for request, counts in requests
     ]
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, REQUESTS, strict=True)]
-    return pa.table(arrays, schema=REQUESTS)
+    return pa.Table.from_pylist([dict(zip(REQUESTS.names, row, strict=True)) for row in rows], schema=REQUESTS)

@@ -46,11 +46,7 @@ def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
     """
     if unknown := set(keep) - {*KEEP, *EXTRA}:
         raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join((*KEEP, *EXTRA))}")
-    return [
-        *ALWAYS,
-        *(["weights"] if weights else []),
-        *(column for column in SIGNALS if column in keep),
-    ]
+    return [*ALWAYS, *(["weights"] if weights else []), *(column for column in SIGNALS if column in keep)]
 
 
 def speller(tokenizer: Any) -> Callable[[int], str]:
@@ -195,11 +191,7 @@ class TraceWriter:
         self._queue.put((self._tokens_parts, columns))
 
     def finish(
-        self,
-        *,
-        composition: dict[str, Any],
-        provenance: dict[str, Any],
-        spell: Callable[[int], str] | None = None,
+        self, *, composition: dict[str, Any], provenance: dict[str, Any], spell: Callable[[int], str] | None = None
     ) -> None:
         """Write the queued rows, the requests and the manifest.
 
