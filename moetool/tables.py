@@ -18,15 +18,36 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_S = 10.0
+START_S = 2.0
+_spoken = threading.Event()
+
+
+@contextlib.contextmanager
+def start_line() -> Iterator[None]:
+    """Say that libraries are loading if nothing is printed for two seconds on a terminal, or ten without one."""
+    _spoken.clear()
+
+    def wait() -> None:
+        if not _spoken.wait(START_S if sys.stderr.isatty() else LINE_S):
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                narrate("moetool: loading libraries")
+
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        yield
+    finally:
+        _spoken.set()
 
 
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout."""
+    _spoken.set()
     print(json.dumps(value, indent=1))
 
 
 def print_markdown(text: str) -> None:
     """Print Markdown: formatted and paged on a terminal, raw elsewhere."""
+    _spoken.set()
     if not sys.stdout.isatty():
         print(text, end="")
         return
@@ -89,6 +110,7 @@ def print_table(
     On a narrow terminal it is split into parts, each with the text columns, or the first `num_keys` columns if more, at
     its left. Numbers and names in the first column are never broken.
     """
+    _spoken.set()
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -181,6 +203,7 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
 
     The column of values is left out if all are empty.
     """
+    _spoken.set()
     names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     left = names + 2 + (values + 2 if values else 0)
@@ -200,14 +223,20 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
 
 def print_paragraph(text: str) -> None:
     """Print an indented sentence, wrapped on a terminal."""
+    _spoken.set()
     if not sys.stdout.isatty():
         print(text)
         return
     indent = " " * (len(text) - len(text.lstrip()))
     width = shutil.get_terminal_size().columns
-    text = _UNIT.sub("\\1\xa0", text)
+    text = unbroken(text)
     filled = textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     print(filled.replace("\xa0", " "))
+
+
+def unbroken(text: str) -> str:
+    """Return a text with no-break spaces between numbers and units."""
+    return _UNIT.sub("\\1\xa0", text)
 
 
 _UNIT = re.compile(r"(\d) (?=(?:%|[kMGT]?B(?:/s)?|[mu]?s|nats|bits)(?![\w/]))")
@@ -405,12 +434,14 @@ def milliseconds(seconds: float) -> str:
 
 def narrate(line: str) -> None:
     """Print one line on stderr, wrapped on a terminal, unless only errors are shown."""
+    _spoken.set()
     if logs.narrates():
         print(_wrapped(line), file=sys.stderr, flush=True)
 
 
 def complain(line: str) -> None:
     """Print one error line on stderr, wrapped on a terminal."""
+    _spoken.set()
     sys.stderr.write(f"{_wrapped(line)}\n")  # in one call: `print` can be interrupted before the end of the line
     sys.stderr.flush()
 
@@ -460,6 +491,7 @@ def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
     Gives:
         A function to call with the activity, the amount done and the total.
     """
+    _spoken.set()
     over, now = threading.Event(), time.monotonic
     state: tuple[str, int, int | None, float] = title, 0, None, now()
 
@@ -487,6 +519,7 @@ def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
 
 def _bars() -> "Progress":
     """Return transient bars on stderr, each with amount, rate and time left in one line."""
+    _spoken.set()
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.table import Column

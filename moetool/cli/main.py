@@ -170,14 +170,15 @@ listening(app)
 def main() -> None:
     """The console script.
 
-    Effects: collects garbage less often than usual. Exits with 0, with the code of a MoetoolError, or with a traceback
-    on a bug.
+    Effects: collects garbage less often than usual; starts a thread (`tables.start_line`). Exits with 0, with the code
+    of a MoetoolError, or with a traceback on a bug.
     """
     garbage.rarely()
     plugins.allow_from(sys.argv[1:])
     try:
         interrupt.raises()
-        _run()
+        with tables.start_line():
+            _run()
     except (KeyboardInterrupt, Exception) as error:
         if not interrupt.is_behind(error):
             raise

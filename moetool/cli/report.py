@@ -56,6 +56,8 @@ def report(
             )
         report_plan(trace, out, served, before, as_json)
         return
+    if trace.suffix == ".json" and not trace.exists():
+        raise UsageError(f"no plan at {trace}; make one with: moetool plan cache, or moetool plan placement")
     if served or before is not None:
         raise UsageError(f"--trace and --before are for the page of a placement plan, expected its file, not {trace}")
     source, options = open_trace(trace), parse_settings(settings)

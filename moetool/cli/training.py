@@ -105,8 +105,8 @@ def evaluate(
     from moetool.evaluation.match_tables import print_evaluations
     from moetool.report.predictor_page import write_page
 
-    with tables.progress("scoring predictors"):
-        rows = run(predictors, trace, unseen_task, costs, parse_settings(settings))
+    with tables.stages() as on_progress:
+        rows = run(predictors, trace, unseen_task, costs, parse_settings(settings), on_progress)
     if report is not None:
         write_page(report, rows)
     if as_json:

@@ -5,7 +5,7 @@ predictions for whole pending requests.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,7 @@ def evaluate(
     unseen_task: Path | None = None,
     profile: CostProfile | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda activity, done, total: None,
 ) -> list[Evaluation]:
     """Score predictors, and the counting predictors from the same training requests as baselines.
 
@@ -106,6 +107,7 @@ def evaluate(
         unseen_task: a trace of a task that no predictor was trained on, scored in addition.
         profile: profile of this machine and the traces' model, for the shares of times.
         options: options by predictor name, instead of the trained ones.
+        on_progress: called with the activity, and the tokens scored so far and in all.
 
     Returns:
         One evaluation per predictor, in the order of `paths`, each followed by its baselines that are not listed yet;
@@ -138,7 +140,15 @@ def evaluate(
         unseen = unseen_by_all([predictor.card for predictor in predictors], source)
         listed = {(predictor.name, *_made_from(predictor)) for predictor in predictors}
         for predictor, path in zip(predictors, paths, strict=True):
-            scored = partial(_evaluate, path=path, trace=source, unseen=unseen, card=predictor.card, profile=profile)
+            scored = partial(
+                _evaluate,
+                path=path,
+                trace=source,
+                unseen=unseen,
+                card=predictor.card,
+                profile=profile,
+                on_progress=on_progress,
+            )
             evaluations.append(scored(predictor, unseen_task=number == 1))
             for name in BASELINES:
                 key = (name, *_made_from(predictor))
@@ -195,16 +205,27 @@ def _evaluate(
     card: dict[str, Any],
     profile: CostProfile | None,
     unseen_task: bool,
+    on_progress: Callable[[str, int, int], None],
 ) -> Evaluation:
     part = unseen.part
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = MatchTally(predictor, distances)
+    requests = frozenset(part)
+    done, total = 0, sum(trace.requests["tokens"].to_numpy()[list(requests)].tolist())
+
+    def passed(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        on_progress(f"scoring {predictor.name} (tokens)", min(done, total), total)
+
+    passed(0)
     if predictor.remembers or predictor.incremental:
-        _replay(copy.deepcopy(predictor), trace, part, tally)  # a copy, so that online state of one trace does not leak
+        # A copy, so that online state of one trace does not leak.
+        _replay(copy.deepcopy(predictor), trace, part, tally, passed)
     else:
         for tokens in stream(trace, predictor.needs, part):
             tally.add(tokens)
-    requests = frozenset(part)
+            passed(len(tokens))
     prompt_s, prompt_tokens = prompt_time(predictor, trace, requests)
     context = round(tally.num_tokens / len(requests))
     return Evaluation(
@@ -236,10 +257,12 @@ def _evaluate(
     )
 
 
-def _replay(predictor: Predictor, trace: Trace, part: Part, tally: MatchTally) -> None:
+def _replay(
+    predictor: Predictor, trace: Trace, part: Part, tally: MatchTally, on_tokens: Callable[[int], None]
+) -> None:
     """Score a predictor during replay, request by request and forward by forward.
 
-    For a request split in time it also observes the earlier tokens.
+    For a request split in time it also observes the earlier tokens. `on_tokens` is called with those of each forward.
     """
     columns, picker = predictor.needs - {"experts"}, Picker(part)
     for info, events in trace.forwards(sequential=True, columns=columns, requests=frozenset(part)):
@@ -253,6 +276,7 @@ def _replay(predictor: Predictor, trace: Trace, part: Part, tally: MatchTally) -
                 if (layer := event.layer + distance) < predictor.num_layers:
                     scores_TE = torch.from_numpy(predictor.scores(layer))[mine]
                     tally.count(distance, layer, scores_TE, true_LTK[layer], phase_T)
+        on_tokens(len(info.request_T))
 
 
 def _require_finite(info: ForwardInfo, events: Sequence[GateEvent], trace: Trace) -> None:

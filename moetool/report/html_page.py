@@ -6,7 +6,7 @@ from importlib import resources
 from typing import Any
 
 from moetool.report.figures.plot import Plot
-from moetool.tables import TextTable
+from moetool.tables import TextTable, unbroken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,12 @@ def render_page(
     template = resources.files("moetool.report").joinpath("page.html").read_text(encoding="utf-8")
     shown = [section for section in sections if section.notes or section.plots or section.tables]
     return (
-        Environment(autoescape=True)
+        Environment(autoescape=True, finalize=_whole_units)
         .from_string(template)
         .render(title=title, heading=heading, shape=shape, facts=facts, sections=shown, **more)
     )
+
+
+def _whole_units(value: Any) -> Any:
+    """Keep numbers and units of plain text in one line; markup stays as it is."""
+    return unbroken(value) if type(value) is str else value

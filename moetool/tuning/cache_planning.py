@@ -67,10 +67,10 @@ class DeviceBudget:
         needed_bytes = self.fixed_bytes + smallest_bytes
         if self.device_memory_bytes < needed_bytes:
             raise CapacityError(
-                f"{self.device_memory_bytes:,} bytes of device memory cannot hold {spec.name}: it needs at least "
-                f"{needed_bytes:,} ({self.dense_bytes:,} for the weights outside the experts, {self.kv_bytes:,} for "
-                f"keys and values, {smallest_bytes:,} for the smallest pool of {MIN_SLOTS} experts); raise "
-                f"--device-memory"
+                f"--device-memory {count(self.device_memory_bytes, 'B')} is too small for {spec.name}: it needs at "
+                f"least {count(needed_bytes, 'B')} (dense weights {count(self.dense_bytes, 'B')}, KV cache "
+                f"{count(self.kv_bytes, 'B')}, {MIN_SLOTS} expert slots {count(smallest_bytes, 'B')}); raise it, or "
+                "give a smaller --set kv_tokens"
             )
         return self.as_stored(self.device_memory_bytes - self.fixed_bytes, spec)
 

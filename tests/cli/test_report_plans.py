@@ -91,7 +91,7 @@ def test_what_a_page_cannot_be_made_of_is_refused(run: Run, inputs: dict[str, An
         ((plan, "--trace", "c=x"), 2, "no trace at"),
         ((plan, "--policy", "lru"), 2, "apply to traces only"),
         ((inputs["folder"] / "a", "--before", plan), 2, "for the page of a placement plan"),
-        ((tmp_path / "none.json",), 2, "no trace at"),
+        ((tmp_path / "none.json",), 2, "no plan at"),
     ):
         found, printed, err = run("report", *args, "--out", out)
         assert (found, printed, err.count("\n")) == (code, "", 1), err

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 
 import pytest
 
@@ -141,3 +142,16 @@ def test_numbers_for_people() -> None:
         *("142,841", "1,000", "948.8", "0.4143", "0")
     ]
     assert [tables.numbered(n, "prompt") for n in (0, 1, 1200)] == ["0 prompts", "1 prompt", "1,200 prompts"]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_slow_start_is_said_once_and_only_if_nothing_else_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: bool
+) -> None:
+    monkeypatch.setattr(tables, "LINE_S", 0.05)
+    with tables.start_line():
+        if says:
+            tables.narrate("moetool: at work")
+        time.sleep(0.3)
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ("moetool: at work\n" if says else "moetool: loading libraries\n")

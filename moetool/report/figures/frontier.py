@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def frontier_plot(plan: CachePlan) -> Plot:
     """Return the figure of time or bytes per token by memory, on choosing and held-out requests.
 
-    Milliseconds if the plan was made with a profile, else megabytes. Points are labelled with their policy.
+    Milliseconds if the plan was made with a profile, else megabytes. A point is labelled where the policy changes.
     """
     points = sorted(plan.frontier, key=lambda point: point["device_memory_bytes"])
     timed = all(point["tpot_used_s"] is not None for point in points)
@@ -26,15 +26,17 @@ def frontier_plot(plan: CachePlan) -> Plot:
 
     def paint(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        for series, (name, label) in enumerate(((chosen_by, "requests of the choice"), (held_out, "held out"))):
+        for series, (name, label) in enumerate(((chosen_by, "chosen on"), (held_out, "held out"))):
             values = [float("nan") if point[name] is None else scale * point[name] for point in points]
             line(axes, memory_mb, values, series, label)
+        before = None
         for point, x in zip(points, memory_mb, strict=True):
             if point["chosen"]:
                 axes.axvline(x, color=GREY, linestyle=":", label="the plan")
-            axes.annotate(
-                point["policy"], (x, scale * point[chosen_by]), xytext=(3, 5), textcoords="offset points", fontsize=8
-            )
+            if point["policy"] != before:  # labels of one policy in a row would overlap
+                at = (x, scale * point[chosen_by])
+                axes.annotate(point["policy"], at, xytext=(3, 5), textcoords="offset points", fontsize=8)
+            before = point["policy"]
         if plan.target_tpot_s is not None and timed:
             axes.axhline(scale * plan.target_tpot_s, color=GREY, linestyle="--", label="target")
         axes.set(
@@ -49,7 +51,8 @@ def frontier_plot(plan: CachePlan) -> Plot:
     return Plot(
         key="frontier",
         title=f"{'Time per token' if timed else 'Bytes loaded'} by device memory, {unit}",
-        caption="The best policy for each memory size, chosen on one half of the requests and tested on the other.",
+        caption="The best policy for each memory size, chosen on one half of the requests and tested on the other. A "
+        "point is labelled where the policy changes.",
         alt="; ".join(f"{x:,.0f} MB: {point['policy']}" for point, x in zip(points, memory_mb, strict=True)),
         height=4.0,
         paint=paint,
