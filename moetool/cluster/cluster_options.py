@@ -14,6 +14,8 @@ class ClusterOptions:
         call_timeout_s: seconds until a call to another server is aborted and repeated elsewhere.
         hedge_s: least seconds until a call is also sent elsewhere; longer where such calls take longer
             (`Peers.usual_s`). 0: never.
+        poll_s: seconds of polling for the answer to a call before the calling thread sleeps, since waking it on an idle
+            core can take longer than the call. 0: never.
         fetch_timeout_s: like `call_timeout_s`, for an expert that moves to another server.
         last_resort: an expert that no server gives is read from the worker's own disk for the current event; without
             it, the forward fails.
@@ -31,6 +33,7 @@ class ClusterOptions:
     emulate_links: bool = False
     call_timeout_s: float = 10.0
     hedge_s: float = 0.25
+    poll_s: float = 0.005
     fetch_timeout_s: float = 60.0
     last_resort: bool = True
     slots: int = 0
@@ -45,6 +48,6 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         time, amount = Span(0, above=True), Span(0, below=True)
         require_within(self, "cluster.", call_timeout_s=time, fetch_timeout_s=time, ping_s=time, hang_s=time)
-        require_within(self, "cluster.", start_timeout_s=time, hedge_s=amount, slots=amount)
+        require_within(self, "cluster.", start_timeout_s=time, hedge_s=amount, poll_s=amount)
         port = Span(0, 2**16 - 1)
-        require_within(self, "cluster.", peer_port=port, control_port=port, orphan_s=amount)
+        require_within(self, "cluster.", slots=amount, peer_port=port, control_port=port, orphan_s=amount)

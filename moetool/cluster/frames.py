@@ -1,12 +1,13 @@
 """Messages over one TCP connection with mutual TLS by the cluster's certificates.
 
-A message is a short JSON head followed by raw bytes. Nothing is unpickled, and sizes are checked before memory is
-allocated.
+A message is a fixed header, the sizes of its parts, an optional JSON head, and the parts as raw bytes. Nothing is
+unpickled, and sizes are checked before memory is allocated.
 """
 
 import contextlib
 import errno
 import json
+import os
 import select
 import socket
 import ssl
@@ -21,9 +22,10 @@ from moetool.cluster.certificates import role_of
 from moetool.errors import MoetoolError
 
 _Done = TypeVar("_Done")
-_FRAME = struct.Struct("!4sIQ")  # magic, bytes of the head, total bytes of the parts
-_MAGIC = b"moe1"
-HELLO = b"moetool-peer-3\n"
+_FRAME = struct.Struct("!4sIHiQ")  # magic, bytes of the head, number of parts, sender, call
+_SIZES = tuple(struct.Struct(f"!{number}Q") for number in range(9))  # bytes of each part, by the number of parts
+_MAGIC = b"moe2"
+HELLO = b"moetool-peer-4\n"
 """First bytes from the called side, once it has accepted the caller."""
 _HEAD_BYTES = 2**20  # limit
 _JOINED_BYTES = 2**18  # messages up to this size take one send; larger ones are sent in pieces of it
@@ -47,12 +49,16 @@ class Frame:
     """One message.
 
     Attributes:
-        head: plain JSON values.
-        parts: raw bytes, which the head describes.
+        head: plain JSON values; empty for messages whose parts describe themselves.
+        parts: raw bytes, at most eight; of a received message, each in its own memory.
+        sender: number of the calling server; -1 in answers and where callers are not numbered.
+        call: number of the call or of the answered call.
     """
 
     head: Mapping[str, Any]
     parts: Sequence[Any] = ()
+    sender: int = -1
+    call: int = 0
 
 
 class FrameConnection:
@@ -73,8 +79,8 @@ class FrameConnection:
         self._lock = threading.Lock()
         self._ahead = bytearray(_READ_BYTES)  # bytes read ahead, from `_start` to `_end`
         self._start = self._end = 0
-        self._begun: tuple[bytearray, bytearray] | None = None  # head and body of the message in transit
-        self._filled = 0  # bytes of it received
+        self._begun: tuple[int, int, list[bytearray]] | None = None  # message in transit: sender, call, head and parts
+        self._whole = self._filled = 0  # its complete buffers, and bytes of the next one
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices an idle peer whose machine is down
@@ -126,11 +132,13 @@ class FrameConnection:
             raise Lost(f"the connection broke ({_reason(error)})") from None
         return len(data) - len(view)
 
-    def receive(self, by: float | None, rest_s: float = 10.0) -> Frame:
-        """Receive the next message; its parts are slices of one buffer.
+    def receive(self, by: float | None, rest_s: float = 10.0, poll_s: float = 0.0) -> Frame:
+        """Receive the next message.
 
         Args:
             by: deadline; None waits without limit for the first byte, then `rest_s` seconds for the rest.
+            poll_s: seconds of polling for the first byte before the thread sleeps; other threads and processes run
+                between polls.
 
         Raises:
             Lost: the connection ended.
@@ -139,31 +147,38 @@ class FrameConnection:
         """
         if self._begun is None:
             if self._start == self._end:
-                self._read_ahead(by)
+                self._read_ahead(by, poll_s)
             by = time.monotonic() + rest_s if by is None else by
-            while self._end - self._start < _FRAME.size:
-                self._read_ahead(by)
-            self._begun, self._filled = self._message(*_FRAME.unpack_from(self._ahead, self._start)), 0
-            self._start += _FRAME.size
+            self._begin_message(by)
         by = time.monotonic() + rest_s if by is None else by
-        head, body = self._begun
-        while self._filled < len(head):
-            self._filled += self._take(memoryview(head)[self._filled :], by)
-        while self._filled < len(head) + len(body):
-            self._filled += self._take(memoryview(body)[self._filled - len(head) :], by)
+        assert self._begun is not None
+        sender, call, buffers = self._begun
+        while self._whole < len(buffers):
+            buffer = buffers[self._whole]
+            while self._filled < len(buffer):
+                self._filled += self._take(memoryview(buffer)[self._filled :], by)
+            self._whole, self._filled = self._whole + 1, 0
         self._begun = None
-        return _unpack(head, memoryview(body))
+        return Frame(head=_values(buffers[0]) if buffers[0] else {}, parts=buffers[1:], sender=sender, call=call)
 
-    def _message(self, magic: bytes, head_bytes: int, body_bytes: int) -> tuple[bytearray, bytearray]:
-        """Allocate a message. Raises: LinkError: it is malformed or too large."""
-        if magic != _MAGIC:
+    def _begin_message(self, by: float) -> None:
+        """Receive a message's header and sizes, and allocate it. Raises: as `receive`."""
+        while self._end - self._start < _FRAME.size:
+            self._read_ahead(by)
+        magic, head_bytes, num_parts, sender, call = _FRAME.unpack_from(self._ahead, self._start)
+        if magic != _MAGIC or num_parts >= len(_SIZES):
             raise LinkError("the peer sent something other than a message")
-        if head_bytes > _HEAD_BYTES or body_bytes > self._limit_bytes:
+        while self._end - self._start < _FRAME.size + _SIZES[num_parts].size:
+            self._read_ahead(by)
+        sizes = _SIZES[num_parts].unpack_from(self._ahead, self._start + _FRAME.size)
+        if head_bytes > _HEAD_BYTES or sum(sizes) > self._limit_bytes:
             raise LinkError(
-                f"the peer sent a message of {head_bytes:,} and {body_bytes:,} bytes, expected at most {_HEAD_BYTES:,} "
+                f"the peer sent a message of {head_bytes:,} and {sum(sizes):,} bytes, expected at most {_HEAD_BYTES:,} "
                 f"and {self._limit_bytes:,}"
             )
-        return bytearray(head_bytes), bytearray(body_bytes)
+        self._start += _FRAME.size + _SIZES[num_parts].size
+        self._begun = sender, call, [bytearray(head_bytes), *map(bytearray, sizes)]
+        self._whole = self._filled = 0
 
     def close(self) -> None:
         """Close the connection; a thread that waits on it gets `Lost`."""
@@ -258,18 +273,18 @@ class FrameConnection:
         self._start += count
         return count
 
-    def _read_ahead(self, by: float | None) -> None:
+    def _read_ahead(self, by: float | None, poll_s: float = 0.0) -> None:
         """Read at least one byte into the read-ahead buffer, so that a short message takes one read."""
         kept = self._end - self._start
         self._ahead[:kept] = self._ahead[self._start : self._end]
         self._start, self._end = 0, kept
-        self._end += self._read(memoryview(self._ahead)[kept:], by)
+        self._end += self._read(memoryview(self._ahead)[kept:], by, poll_s)
 
-    def _read(self, view: memoryview, by: float | None) -> int:
+    def _read(self, view: memoryview, by: float | None, poll_s: float = 0.0) -> int:
         """Read at least one byte. Raises: Late, Lost."""
         try:
             if not self._pending():
-                self._wait(select.POLLIN, by)  # usually nothing has arrived, and a failed read costs more than a poll
+                self._wait(select.POLLIN, by, poll_s)  # usually nothing has arrived, and a failed read costs more
             count = self._do(select.POLLIN, by, self._sock.recv_into, view)
         except TimeoutError:
             raise Late("the peer did not answer in time") from None
@@ -307,10 +322,18 @@ class FrameConnection:
             raise OSError(errno.EBADF, "closed")
         return number
 
-    def _wait(self, event: int, by: float | None) -> None:
+    def _wait(self, event: int, by: float | None, poll_s: float = 0.0) -> None:
         """Wait until the socket is ready. Raises: TimeoutError; OSError if it was closed meanwhile."""
         poll = select.poll()
         poll.register(self._require_open(), event)
+        if poll_s and hasattr(os, "sched_yield"):
+            until = time.monotonic() + poll_s
+            if by is not None:
+                until = min(until, by)
+            while time.monotonic() < until:
+                if poll.poll(0):
+                    return
+                os.sched_yield()
         if not poll.poll(None if by is None else 1e3 * _left(by)):
             raise TimeoutError
 
@@ -338,28 +361,23 @@ def dial(address: tuple[str, int], context: ssl.SSLContext, name: str, by: float
     return connection
 
 
-def pack(head: Mapping[str, Any], parts: Sequence[Any]) -> bytes:
-    """Encode a message up to its parts, which are buffers of bytes."""
-    sizes = [len(part) for part in parts]
-    text = json.dumps({**head, "parts": sizes}, separators=(",", ":")).encode()
+def pack(head: Mapping[str, Any], parts: Sequence[Any], *, sender: int = -1, call: int = 0) -> bytes:
+    """Encode a message up to its parts, which are buffers of bytes. Args: attributes of `Frame`."""
+    text = json.dumps(head, separators=(",", ":")).encode() if head else b""
     assert len(text) <= _HEAD_BYTES
-    return _FRAME.pack(_MAGIC, len(text), sum(sizes)) + text
+    sizes = _SIZES[len(parts)].pack(*map(len, parts))
+    return b"".join((_FRAME.pack(_MAGIC, len(text), len(parts), sender, call), sizes, text))
 
 
-def _unpack(head: bytearray, body: memoryview) -> Frame:
+def _values(head: bytearray) -> Mapping[str, Any]:
+    """Decode a JSON head. Raises: LinkError: it is no JSON object."""
     try:
         values = json.loads(head)
-        sizes = values.pop("parts")
-        whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
-        if not whole or sum(sizes) != len(body):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise LinkError("the peer sent a message that cannot be read") from None
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(body[start : start + size])
-        start += size
-    return Frame(head=values, parts=parts)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise LinkError("the peer sent a message that cannot be read")
+    return values
 
 
 def _reason(error: OSError) -> str:

@@ -1,6 +1,8 @@
 """Rows of hidden states as bytes, and back."""
 
+import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,54 +11,55 @@ from moetool.errors import MoetoolError
 from moetool.models.loading import DTYPES
 from moetool.types import ModelSpec
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEAD = struct.Struct("!IIB")  # layer, width, type
+_TYPES = tuple(DTYPES.values())
+_CODES = {dtype: code for code, dtype in enumerate(_TYPES)}
 
 
-def rows_head(layer: int, rows: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-    """Header of `rows_bytes`: rows of each expert, their type and width.
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows of several experts of one layer.
 
-    Args:
+    Attributes:
         layer: MoE layer, 0..L-1.
-        rows: by expert [R, D]; at least one expert, all of one type and width.
+        counts: rows of each expert, in the order of `rows_RD`.
+        rows_RD: the rows, one expert after the other.
     """
-    some = next(iter(rows.values()))
-    return {
-        "layer": layer,
-        "experts": list(rows),
-        "rows": [len(x) for x in rows.values()],
-        "dtype": _NAMES[some.dtype],
-        "width": some.shape[1],
-    }
+
+    layer: int
+    counts: Mapping[int, int]
+    rows_RD: torch.Tensor
+
+    def by_expert(self) -> dict[int, torch.Tensor]:
+        """Views of each expert's rows."""
+        return dict(zip(self.counts, self.rows_RD.split(list(self.counts.values())), strict=True))
 
 
-def rows_bytes(rows: Mapping[int, torch.Tensor]) -> memoryview:
-    """Return all rows as bytes, one expert after the other."""
-    every = torch.cat(list(rows.values())).to("cpu").contiguous()
-    return every.view(-1).view(torch.uint8).numpy().data
+def rows_parts(layer: int, counts: Mapping[int, int], rows_RD: torch.Tensor) -> list[bytes | memoryview]:
+    """Return the parts of a message with rows. Args: attributes of `ExpertRows`."""
+    head = _HEAD.pack(layer, rows_RD.shape[1], _CODES[rows_RD.dtype])
+    numbers = struct.pack(f"!{2 * len(counts)}I", *counts, *counts.values())
+    return [head + numbers, rows_RD.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data]
 
 
-def read_rows(head: Mapping[str, Any], parts: Sequence[Any], spec: ModelSpec) -> dict[int, torch.Tensor]:
-    """Read the rows of a message, by expert; each expert's rows in its own memory, aligned as torch allocates.
-
-    Kernels are chosen by alignment, and another kernel may add in another order.
+def read_rows(parts: Sequence[Any], spec: ModelSpec) -> ExpertRows:
+    """Read the parts of a message with rows; the rows share the memory of the last part.
 
     Raises:
-        MoetoolError: the header is malformed, or names experts that the model does not have.
+        MoetoolError: they are malformed, or name experts that the model does not have.
     """
     try:
-        layer, experts, counts = head["layer"], head["experts"], head["rows"]
-        dtype, width = DTYPES[head["dtype"]], head["width"]
-        numbers = [layer, width, *experts, *counts]
-        whole = all(type(number) is int and number >= 0 for number in numbers) and len(experts) == len(counts)
-        if not whole or layer >= spec.num_layers or len(set(experts)) != len(experts) or width == 0:
+        head, data = parts
+        layer, width, code = _HEAD.unpack_from(head)
+        numbers = struct.unpack_from(f"!{(len(head) - _HEAD.size) // 4}I", head, _HEAD.size)
+        dtype, num = _TYPES[code], len(numbers) // 2
+        counts = dict(zip(numbers[:num], numbers[num:], strict=True))
+        num_rows = sum(counts.values())
+        if len(counts) != num or 0 in counts.values() or layer >= spec.num_layers or not width:
             raise ValueError
-        if any(expert >= spec.num_experts_L[layer] for expert in experts) or 0 in counts:
+        if (num and max(counts) >= spec.num_experts_L[layer]) or len(data) != num_rows * width * dtype.itemsize:
             raise ValueError
-        if not experts:
-            return {}
-        if len(parts) != 1 or len(parts[0]) != sum(counts) * width * dtype.itemsize:
-            raise ValueError
-    except (KeyError, ValueError, TypeError):
+    except (ValueError, TypeError, IndexError, struct.error):
         raise MoetoolError("malformed rows of hidden states") from None
-    every = torch.frombuffer(parts[0], dtype=dtype).view(-1, width)
-    return {expert: rows.clone() for expert, rows in zip(experts, every.split(counts), strict=True)}
+    rows_RD = torch.frombuffer(data, dtype=dtype).view(-1, width) if num else torch.empty(0, width, dtype=dtype)
+    return ExpertRows(layer, counts, rows_RD)

@@ -78,14 +78,12 @@ class Listener:
         except MoetoolError as error:
             answer = Frame(head={"error": first_line(error)})
         except Exception as error:  # report it to the caller and serve the next call
-            _LOG.exception("a call from %s failed", message.head.get("from"))
+            _LOG.exception("a call from server %d failed", message.sender)
             answer = Frame(head={"error": f"{type(error).__name__}: {first_line(error)}"})
-        number = message.head.get("call")
-        data = pack({**answer.head, "call": number if isinstance(number, int) else None}, answer.parts)
+        data = pack(answer.head, answer.parts, call=message.call)
         by = time.monotonic() + self._rest_s
-        caller = message.head.get("from")
-        if isinstance(caller, int):
-            self._links.sending(caller, len(data) + sum(map(len, answer.parts)), by)
+        if message.sender >= 0:
+            self._links.sending(message.sender, len(data) + sum(map(len, answer.parts)), by)
         connection.send(data, answer.parts, by)
 
 
@@ -115,33 +113,56 @@ class CallAnswer:
         self.number, self.data, self.parts, self.by = number, data, parts, by
         self.sent = 0  # bytes of `data`
         self.is_left = False  # whether the channel's thread is to receive it
-        self._future: Future[Frame] = Future()
+        self._outcome: Frame | Exception | None = None
+        self._future: Future[Frame] | None = None  # made where a thread waits for another one's receipt
+        self._lock = threading.Lock()
         self._receive, self._leave = receive, leave
 
     def result(self, timeout: float | None = None) -> Frame:
         """See `Channel.call`. Raises: TimeoutError; the call's error."""
         until = None if timeout is None else time.monotonic() + timeout
-        if not self._future.done():
+        if self._outcome is None:
             self._receive(self, timeout)
-        return self._future.result(None if until is None else max(0.0, until - time.monotonic()))
+        if (outcome := self._outcome) is None:
+            return self._waited().result(None if until is None else max(0.0, until - time.monotonic()))
+        if isinstance(outcome, Frame):
+            return outcome
+        raise outcome
 
     def done(self) -> bool:
         """Whether the call has ended. If not, the channel's thread receives the answer from now on."""
-        if not self._future.done():
+        if self._outcome is None:
             self._leave(self)
-        return self._future.done()
+        return self._outcome is not None
 
     def add_done_callback(self, fn: Callable[[Future[Frame]], object]) -> None:
         """Call `fn` with a finished future once the call ends. The channel's thread receives the answer from now on."""
-        self._future.add_done_callback(fn)
+        self._waited().add_done_callback(fn)
         self._leave(self)
 
     def end(self, outcome: Frame | Exception) -> None:
         """Set the answer or the error; for the channel only."""
-        if isinstance(outcome, Frame):
-            self._future.set_result(outcome)
-        else:
-            self._future.set_exception(outcome)
+        with self._lock:
+            self._outcome, future = outcome, self._future
+        if future is not None:
+            _fulfil(future, outcome)
+
+    def _waited(self) -> Future[Frame]:
+        """A future of the outcome."""
+        with self._lock:
+            future, outcome = self._future, self._outcome
+            if future is None:
+                future = self._future = Future()
+                if outcome is not None:
+                    _fulfil(future, outcome)
+        return future
+
+
+def _fulfil(future: Future[Frame], outcome: Frame | Exception) -> None:
+    if isinstance(outcome, Frame):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
 
 
 Answer = CallAnswer | Future[Frame]
@@ -162,6 +183,7 @@ class Channel:
         caller: number of the calling server.
         links: the caller's outgoing links, which delay calls.
         limit_bytes: largest answer accepted.
+        poll_s: see `FrameConnection.receive`; for answers to short calls.
 
     Effects: connects at the first call, and again after a failure. Starts a thread, which `close` ends.
     """
@@ -175,11 +197,12 @@ class Channel:
         caller: int,
         links: Links | None = None,
         limit_bytes: int = 2**30,
+        poll_s: float = 0.0,
     ) -> None:
         self.address = address
         self._server, self._caller, self._context = server, caller, identity.calling()
         self._links = links or Links()
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._poll_s = limit_bytes, poll_s
         self._connection: FrameConnection | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -200,7 +223,7 @@ class Channel:
         """
         by = time.monotonic() + timeout_s
         number = next(self._numbers)
-        data = pack({**head, "from": self._caller, "call": number}, parts)
+        data = pack(head, parts, sender=self._caller, call=number)
         answer = CallAnswer(number, data, parts, by, self._receive, self._leave)
         connection = None
         with self._lock:
@@ -261,7 +284,7 @@ class Channel:
             if connection is None:
                 raise Lost("the connection is closed")
             by = answer.by if timeout is None else min(answer.by, time.monotonic() + timeout)
-            frame = self._numbered(answer, connection.receive(by))
+            frame = self._numbered(answer, connection.receive(by, poll_s=self._poll_s))
         except Late as error:
             if time.monotonic() < answer.by:
                 self._release(answer)
@@ -367,11 +390,10 @@ class Channel:
         return LinkError(f"the channel to server {self._server} is closed")
 
     def _numbered(self, answer: CallAnswer, frame: Frame) -> Frame:
-        """Check and remove the number. Raises: LinkError: the frame answers another call."""
-        head = dict(frame.head)
-        if (number := head.pop("call", None)) != answer.number:
-            raise LinkError(f"the peer answered call {number}, expected {answer.number}")
-        return Frame(head=head, parts=frame.parts)
+        """Check the number. Raises: LinkError: the frame answers another call."""
+        if frame.call != answer.number:
+            raise LinkError(f"the peer answered call {frame.call}, expected {answer.number}")
+        return frame
 
     def _call(self, answer: CallAnswer) -> Frame:
         try:

@@ -2,10 +2,11 @@
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
     before = dict(nodes[0].meter.total)
 
     def die(message: Frame) -> None:
-        calls.append(message.head["do"])
+        calls.append(message.call)
         if len(calls) == 9:
             threading.Thread(target=nodes[1].listener.close).start()
             time.sleep(0.1)
@@ -349,8 +350,9 @@ def test_an_answer_to_another_question_is_no_answer(well_again: Nodes, baseline:
     real = nodes[1].runtime.handle
 
     def lie(message: Frame) -> Frame:
-        answer = real(message)
-        return Frame(head={**answer.head, "layer": (answer.head["layer"] + 1) % LAYERS}, parts=answer.parts)
+        head, rows = real(message).parts
+        layer = int.from_bytes(head[:4])
+        return Frame(head={}, parts=[((layer + 1) % LAYERS).to_bytes(4) + head[4:], rows])
 
     with monkeypatch.context() as patch:
         patch.setattr(nodes[1].runtime, "handle", lie)
@@ -392,21 +394,26 @@ def test_a_damaged_expert_is_not_taken(well_again: Nodes, monkeypatch: Any) -> N
 
 def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
     nodes = thirds
-    head = {"do": "compute", "layer": 0, "experts": [0], "rows": [1], "dtype": "float32", "width": 192}
+
+    def head(layer: int = 0, width: int = 192, kind: int = 0, numbers: Sequence[int] = (0, 1)) -> bytes:
+        return struct.pack(f"!IIB{len(numbers)}I", layer, width, kind, *numbers)
+
     row = b"\0" * 192 * 4
     wrong: list[tuple[dict[str, Any], list[bytes]]] = [
-        ({**head, "do": "format"}, [row]),
-        ({**head, "layer": 8}, [row]),
-        ({**head, "layer": -1}, [row]),
-        ({**head, "experts": [32]}, [row]),
-        ({**head, "experts": [True]}, [row]),
-        ({**head, "experts": [0, 0], "rows": [1, 1]}, [row + row]),
-        ({**head, "rows": [2]}, [row]),
-        ({**head, "width": 0}, [b""]),
-        ({**head, "width": 1e9}, [row]),
-        ({**head, "dtype": "pickle"}, [row]),
-        ({**head, "experts": [], "rows": []}, []),
-        ({"do": "compute"}, []),
+        ({"do": "format"}, [head(), row]),
+        ({}, [head(layer=8), row]),
+        ({}, [head(numbers=(32, 1)), row]),
+        ({}, [head(numbers=(0, 0, 1, 1)), row + row]),
+        ({}, [head(numbers=(0, 2)), row]),
+        ({}, [head(numbers=(0, 0)), b""]),
+        ({}, [head(numbers=(0, 1, 1)), row]),
+        ({}, [head(width=0), b""]),
+        ({}, [head(width=10**9), row]),
+        ({}, [head(kind=3), row]),
+        ({}, [head(numbers=()), b""]),
+        ({}, [head()[:7], row]),
+        ({}, [head()]),
+        ({}, []),
         ({"do": "fetch", "layer": 0, "expert": 1}, []),  # held elsewhere
         ({"do": "fetch", "layer": "x", "expert": 1}, []),
         ({"do": "fetch", "layer": 0, "expert": 96}, []),

@@ -1,8 +1,10 @@
 """Calls between servers: who may call, what is refused, and that nobody waits for ever."""
 
 import contextlib
+import itertools
 import json
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -34,7 +36,7 @@ def _echo(message: Frame) -> Frame:
         raise MoetoolError("not here\nand more")
     if message.head.get("bug"):
         raise KeyError("bug")
-    return Frame(head={"got": message.head["from"]}, parts=[bytes(part)[::-1] for part in message.parts])
+    return Frame(head={"got": message.sender}, parts=[bytes(part)[::-1] for part in message.parts])
 
 
 @contextmanager
@@ -125,7 +127,7 @@ def test_bytes_are_counted_each_way() -> None:
     there, back = Links(), Links()
     with _listener(links=back) as listener, _channel(listener, links=there) as channel:
         channel.call({}, [b"x" * 1000], timeout_s=5).result(5)
-    asked, answered = pack({"from": 0, "call": 1}, [b"x" * 1000]), pack({"got": 0, "call": 1}, [b"x" * 1000])
+    asked, answered = pack({}, [b"x" * 1000], sender=0, call=1), pack({"got": 0}, [b"x" * 1000], call=1)
     assert there.bytes_out == {1: len(asked) + 1000} and back.bytes_out == {0: len(answered) + 1000}
 
 
@@ -252,14 +254,15 @@ def test_bytes_changed_on_the_way_end_the_connection() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pack({}, [b""])[:4] + (2**20 + 1).to_bytes(4) + (0).to_bytes(8),
-        pack({}, [b""])[:4] + (2).to_bytes(4) + (2**40).to_bytes(8),
-        b"GET / HTTP/1.1\r\n\r\n",
-        pack({}, []).replace(b"[]", b"{}"),
-        pack({}, [b"12345678"]).replace(b"[8]", b"[9]") + b"12345678",
-        pack({}, []).replace(b'"parts":[]', b"[[[[[[[[[["),
+        pack({}, [])[:4] + (2**20 + 1).to_bytes(4) + pack({}, [])[8:],
+        pack({}, [b""])[:-8] + (2**40).to_bytes(8),
+        pack({}, [b"", b""])[:-16] + (2**19 + 1).to_bytes(8) * 2,
+        pack({}, [])[:8] + (9).to_bytes(2) + pack({}, [])[10:] + bytes(72),
+        b"GET / HTTP/1.1\r\n\r\n" * 2,
+        pack({"a": 1}, []).replace(b'{"a":1}', b'["a",1]'),
+        pack({"a": 1}, []).replace(b'{"a":1}', b"[[[[[[["),
     ],
-    ids=["long head", "long body", "http", "sizes no list", "sizes wrong", "no json"],
+    ids=["long head", "long part", "long parts", "many parts", "http", "no object", "no json"],
 )
 def test_what_is_no_message_ends_the_connection_before_memory_is_taken(data: bytes) -> None:
     with _listener(limit_bytes=2**20) as listener:
@@ -315,9 +318,9 @@ def test_threads_that_share_a_channel_get_their_own_answers() -> None:
 def test_an_answer_to_another_call_is_an_error_and_ends_the_connection() -> None:
     def answer_twice(connection: FrameConnection) -> None:
         while True:
-            number = connection.receive(None).head["call"]
+            number = connection.receive(None).call
             for _ in range(2):
-                connection.send(pack({"call": number, "got": number}, []), (), time.monotonic() + 5)
+                connection.send(pack({"got": number}, [], call=number), (), time.monotonic() + 5)
 
     acceptor = Acceptor(listen("127.0.0.1"), identity(CALLED), ("server",), answer_twice, limit_bytes=2**20)
     channel = Channel(1, acceptor.address, identity(CALLER), caller=0)
@@ -336,9 +339,9 @@ def test_a_bug_while_an_answer_arrives_does_not_disturb_the_next_call(
 ) -> None:
     receive = FrameConnection.receive
 
-    def fails(connection: FrameConnection, by: float | None, rest_s: float = 10.0) -> Frame:
+    def fails(connection: FrameConnection, by: float | None, rest_s: float = 10.0, poll_s: float = 0.0) -> Frame:
         if threading.current_thread().name == "peer-call":
-            return receive(connection, by, rest_s)
+            return receive(connection, by, rest_s, poll_s)
         monkeypatch.setattr(FrameConnection, "receive", receive)
         raise RuntimeError("a bug")
 
@@ -425,6 +428,29 @@ def test_a_message_that_comes_in_pieces_is_received_in_several_calls() -> None:
     for _ in range(3):
         frame = connection.receive(time.monotonic() + 5)
         assert frame.head == {"a": "b"} and [bytes(part) for part in frame.parts] == [b"12", b"3"]
+    connection.close()
+    far.close()
+
+
+def test_a_receiver_polls_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        connection = FrameConnection(server.accept()[0], 2**20)
+    yields = itertools.count()
+
+    def on_yield() -> None:
+        if next(yields) == 3:
+            far.sendall(pack({}, [b"soon"], call=7) + b"soon")
+
+    monkeypatch.setattr(os, "sched_yield", on_yield)
+    frame = connection.receive(time.monotonic() + 20, poll_s=10)
+    assert (frame.call, bytes(frame.parts[0])) == (7, b"soon") and next(yields) > 3
+    began = time.monotonic()
+    with pytest.raises(Late):
+        connection.receive(began + 0.05, poll_s=10)
+    with pytest.raises(Late):
+        connection.receive(time.monotonic() + 0.05, poll_s=0.01)
+    assert time.monotonic() - began < 5
     connection.close()
     far.close()
 
@@ -540,5 +566,5 @@ def test_calls_over_a_slow_link_miss_their_deadline_and_say_so() -> None:
 
 
 def test_a_head_is_json_and_nothing_else() -> None:
-    data = pack({"a": [1, 2.5, "é"]}, [b"12"])
-    assert json.loads(data[16:]) == {"a": [1, 2.5, "é"], "parts": [2]}
+    data = pack({"a": [1, 2.5, "é"]}, [b"12"])  # 22 bytes of header, and 8 of the part's size
+    assert json.loads(data[30:]) == {"a": [1, 2.5, "é"]}

@@ -31,6 +31,7 @@ class Peers:
         identity: identity of this server.
         distance: cost of a call without computation, by server; only its order matters.
         links: links of this server.
+        limit_bytes, poll_s: as for `Channel`.
         clock: clock for the backoff after failures.
 
     Effects: `update` makes channels, each with a thread; `close` ends them.
@@ -44,10 +45,11 @@ class Peers:
         *,
         links: Links | None = None,
         limit_bytes: int = 2**30,
+        poll_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.server = server
-        self._identity, self._limit_bytes = identity, limit_bytes
+        self._identity, self._limit_bytes, self._poll_s = identity, limit_bytes, poll_s
         self._links = links or Links()
         self.distance = tuple(distance)
         self._clock = clock
@@ -124,6 +126,7 @@ class Peers:
                     caller=self.server,
                     links=self._links,
                     limit_bytes=self._limit_bytes,
+                    poll_s=self._poll_s,
                 )
         if channel is None:
             unsent: Future[Frame] = Future()

@@ -1,5 +1,6 @@
 """Run a model's experts by a placement: some here, the others on other servers."""
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -7,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -18,13 +20,13 @@ from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange
 from moetool.cluster.frames import Frame, LinkError
-from moetool.cluster.row_bytes import read_rows, rows_bytes, rows_head
+from moetool.cluster.row_bytes import read_rows, rows_parts
 from moetool.cluster.transport import Answer, CallRefused
 from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
 from moetool.runtime.device_stores import Stores
-from moetool.runtime.expert_forward import ExpertRuntime, bring
+from moetool.runtime.expert_forward import ROWS_TOGETHER, ExpertRuntime, bring
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent, Phase
 
@@ -95,6 +97,8 @@ class PlacedRuntime(ExpertRuntime):
         super().__init__(loaded, residency, store)
         self.spec = loaded.spec
         self._layers = loaded.layers
+        # The calling server applies the family's last operation.
+        self._bare_layers = [replace(layer, form=replace(layer.form, finish=None)) for layer in loaded.layers]
         self._slot_bytes, self._device = store.files.slot_bytes, store.copies.device
         self._peers, self.meter = peers, meter
         self.options = options or ClusterOptions()
@@ -178,15 +182,14 @@ class PlacedRuntime(ExpertRuntime):
             self.drop(*place)
 
     def handle(self, message: Frame) -> Frame:
-        """Answer another server: `compute` rows with experts held here, or return an expert (`fetch`).
+        """Answer another server: compute rows (a message without a head) with experts held here, or return an expert.
 
         Raises:
             MoetoolError: the request is malformed, or the expert is not here.
         """
-        kind = message.head.get("do")
-        if kind == "compute":
+        if not message.head:
             return self._compute_for_others(message)
-        if kind == "fetch":
+        if (kind := message.head.get("do")) == "fetch":
             return self._give(message)
         raise MoetoolError(f"{kind!r} is not a request that this version of moetool supports")
 
@@ -201,6 +204,25 @@ class PlacedRuntime(ExpertRuntime):
     def close(self) -> None:
         self._peers.close()
         super().close()
+
+    def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor | None:
+        """Like `_products`, with one gather and one write for all experts; None with many rows."""
+        top_k = len(event.experts_TK[0])
+        if top_k * len(event.experts_TK) > ROWS_TOGETHER:
+            return None
+        places_of: dict[int, list[int]] = {}
+        for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
+            places_of.setdefault(expert, []).append(place)
+        order = sorted(places_of)  # as in `_products`, so that rows are aligned alike
+        places = [place for expert in order for place in places_of[expert]]
+        at_R = torch.tensor(places, device=hidden_TD.device)
+        rows = hidden_TD[at_R // top_k].split([len(places_of[expert]) for expert in order])
+        outputs: dict[int, torch.Tensor] = {}
+        self._compute(layer, event, dict(zip(order, rows, strict=True)), _given, outputs.__setitem__)
+        made = torch.cat([outputs[expert] for expert in order])
+        products = torch.empty_like(made)
+        products[at_R] = made
+        return products
 
     def _compute(
         self,
@@ -231,7 +253,7 @@ class PlacedRuntime(ExpertRuntime):
                 answers = [self._collect(layer, call, tried) for call in calls]
             for answer in answers:
                 for expert, output in answer.items():
-                    put(expert, bring(layer, output, rows_of[expert].device))
+                    put(expert, bring(layer, output, self._device))
                     done.append(expert)
             for expert in done:
                 del waiting[expert]
@@ -255,11 +277,10 @@ class PlacedRuntime(ExpertRuntime):
     def _call(
         self, layer: MoeLayer, server: int, pairs: dict[int, int], rows_of: Mapping[int, torch.Tensor], inputs: Inputs
     ) -> _Call:
-        rows = {expert: inputs(expert, rows_of[expert]) for expert in pairs}
+        rows = [inputs(expert, rows_of[expert]) for expert in pairs]
         began = time.monotonic()
-        head = {"do": "compute", **rows_head(layer.index, rows)}
-        timeout_s = self.options.call_timeout_s
-        return _Call(server, pairs, self._peers.call(server, head, [rows_bytes(rows)], timeout_s=timeout_s), began)
+        parts = rows_parts(layer.index, pairs, torch.cat(rows))
+        return _Call(server, pairs, self._peers.call(server, {}, parts, timeout_s=self.options.call_timeout_s), began)
 
     def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
         """Outputs of a call by expert. Missing experts are not requested from that server again."""
@@ -269,9 +290,10 @@ class PlacedRuntime(ExpertRuntime):
             answer = self._await(layer, call, tried)
             if answer is None:
                 return {}
-            outputs = read_rows(answer.head, answer.parts, self.spec)
-            if answer.head["layer"] != layer.index or any(len(x) != call.pairs.get(e) for e, x in outputs.items()):
+            found = read_rows(answer.parts, self.spec)
+            if found.layer != layer.index or not found.counts.items() <= call.pairs.items():
                 raise MoetoolError("the answer belongs to another request")
+            outputs = found.by_expert()
         except (MoetoolError, TimeoutError) as error:
             outputs = {}
             self.meter.count("failed_calls")
@@ -281,7 +303,7 @@ class PlacedRuntime(ExpertRuntime):
         else:
             seconds = time.monotonic() - call.began
             self._peers.answered(call.server, every, seconds)
-            self.meter.called(call.server, sum(map(len, outputs.values())), seconds)
+            self.meter.called(call.server, len(found.rows_RD), seconds)
         finally:
             self._peers.expect(call.server, -every)
         for expert in call.pairs.keys() - outputs.keys():
@@ -292,17 +314,17 @@ class PlacedRuntime(ExpertRuntime):
         """A call's answer; None if it is late and others can compute all its experts. Raises: the call's error."""
         every = sum(call.pairs.values())
         usual_s = self._peers.usual_s(call.server, every) if self.options.hedge_s else None
-        others_s = self._others_s(layer, call, tried)
-        if usual_s is not None and others_s is not None:
-            late_s = max(self.options.hedge_s, usual_s, others_s)
-            if late_s < self.options.call_timeout_s:
-                try:
-                    return call.answer.result(max(0.0, call.began + late_s - time.monotonic()))
-                except TimeoutError:
-                    if not call.answer.done():
-                        self.meter.count("late_calls")
-                        self._peers.overdue(call.server, every, time.monotonic() - call.began, call.answer)
-                        return None
+        if usual_s is not None and (late_s := max(self.options.hedge_s, usual_s)) < self.options.call_timeout_s:
+            with contextlib.suppress(TimeoutError):
+                return call.answer.result(max(0.0, call.began + late_s - time.monotonic()))
+            others_s = self._others_s(layer, call, tried)
+            if others_s is not None and others_s < self.options.call_timeout_s:
+                with contextlib.suppress(TimeoutError):
+                    return call.answer.result(max(0.0, call.began + others_s - time.monotonic()))
+                if not call.answer.done():
+                    self.meter.count("late_calls")
+                    self._peers.overdue(call.server, every, time.monotonic() - call.began, call.answer)
+                    return None
         # The channel keeps the deadline; the extra second guards against a bug in it.
         return call.answer.result(self.options.call_timeout_s + 1.0)
 
@@ -341,7 +363,7 @@ class PlacedRuntime(ExpertRuntime):
             found = [expert for key, expert in keys.items() if borrowed or key in self.holding]
             if found:
                 began = time.perf_counter()
-                mine = replace(event, experts_TK=(tuple(found),), weights_TK=None, scores_TE=None)
+                mine = GateEvent(forward=event.forward, layer=layer.index, experts_TK=(tuple(found),))
                 try:
                     super()._compute(layer, mine, rows_of, inputs, put)
                 finally:
@@ -357,23 +379,22 @@ class PlacedRuntime(ExpertRuntime):
         return found
 
     def _compute_for_others(self, message: Frame) -> Frame:
-        rows = read_rows(message.head, message.parts, self.spec)
-        if not rows:
+        asked = read_rows(message.parts, self.spec)
+        if not asked.counts:
             raise MoetoolError("the call has no expert")
-        layer = self._layers[message.head["layer"]]
-        if any(expert >= layer.form.num_experts for expert in rows):
+        layer = self._bare_layers[asked.layer]
+        if max(asked.counts) >= layer.form.num_experts:
             raise MoetoolError("the call names an expert without weights")
-        bare = replace(layer, form=replace(layer.form, finish=None))  # the calling server computes that step
-        event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(rows),))
+        event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(asked.counts),))
         with torch.inference_mode():
+            # Kernels are chosen by alignment, and another kernel may add in another order: in new memory, each expert's
+            # rows are aligned as on the calling server.
+            rows = {expert: rows.to(self._device, copy=True) for expert, rows in asked.by_expert().items()}
             outputs: dict[int, torch.Tensor] = {}
-            self._compute_here(
-                *(bare, event, rows, lambda expert, places: rows[expert].to(self._device), outputs.__setitem__),
-                own=False,
-            )
-            if not outputs:
-                return Frame(head={"layer": layer.index, "experts": [], "rows": [], "dtype": "float32", "width": 1})
-            return Frame(head=rows_head(layer.index, outputs), parts=[rows_bytes(outputs)])
+            self._compute_here(layer, event, rows, _given, outputs.__setitem__, own=False)
+            counts = {expert: asked.counts[expert] for expert in outputs}
+            made = torch.cat(list(outputs.values())) if outputs else asked.rows_RD[:0]
+            return Frame(head={}, parts=rows_parts(layer.index, counts, made))
 
     def _give(self, message: Frame) -> Frame:
         """Return the bytes of an expert held here, with their checksum."""
@@ -404,3 +425,8 @@ class PlacedRuntime(ExpertRuntime):
 
     def _key(self, layer: int, expert: int) -> int:
         return self.spec.expert_key(layer, expert)
+
+
+def _given(expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """Inputs of an expert that are given as its rows."""
+    return rows

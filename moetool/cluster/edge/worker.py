@@ -107,7 +107,8 @@ class Worker:
         spec = checkpoint.spec
         limit_bytes = message_bytes(spec, settings.options.kv_tokens)
         self._meter = Meter(settings.server, spec, links)
-        peers = Peers(settings.server, settings.identity, settings.distance, links=links, limit_bytes=limit_bytes)
+        more: dict[str, Any] = {"links": links, "limit_bytes": limit_bytes, "poll_s": settings.cluster.poll_s}
+        peers = Peers(settings.server, settings.identity, settings.distance, **more)
         with contextlib.ExitStack() as undo:
             users = bind(settings.host, settings.port)
             undo.callback(users.close)
