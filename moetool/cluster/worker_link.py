@@ -125,7 +125,7 @@ class WorkerLink:
                     self._gone(f"it could not be built: {first_line(error)}")
                     return
                 self._ended.wait(_REDIAL_S)  # perhaps only this connection was lost
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # of any kind: waiting threads need an outcome
                 connection.close()
                 self._gone(first_line(error))
                 return

@@ -244,9 +244,9 @@ def lives(pid: int, started: int) -> bool:
 
 
 def _state_of(pid: int) -> tuple[str, int]:
-    """State of a process and when it started, in the system's ticks; nothing and -1 where there is none."""
+    """State and start time of a process, in clock ticks since boot; "" and -1 if it does not exist."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # what comes before may hold blanks
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name may contain blanks
         return fields[0].decode(), int(fields[19])
     except (OSError, IndexError):
         return "", -1
@@ -264,7 +264,7 @@ def _forget(record: str) -> None:
 
 
 def serve_order(order: ProcessOrder) -> None:
-    """Be a worker's process: say on stdout where it is, serve, and end."""
+    """Run as a worker's process: write its record to stdout, serve, and exit."""
     logs.configure_if_readable()
     try:
         sock = listen(own_address(order.toward) if order.toward else "127.0.0.1", order.port)
@@ -284,7 +284,7 @@ def serve_order(order: ProcessOrder) -> None:
     garbage.rarely()
     WorkerProcess(sock, identity, order).run()
     logging.shutdown()
-    os._exit(0)  # whatever threads a worker has left
+    os._exit(0)  # even if the worker's threads still run
 
 
 if __name__ == "__main__":

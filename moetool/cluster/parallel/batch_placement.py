@@ -106,7 +106,7 @@ class BatchReplacement:
         cluster: cluster with the memory for placements, without the double buffer.
         planner_name, options: the planner. DIRECTOR skips its slowest steps by default.
         predictors: for `proactive`, the cheapest first: the cascade, then the replica. One is enough.
-        always: whether to move whatever the cost.
+        always: whether to move at any cost.
 
     Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. The
     paper does not define the two. Here the cheaper predictor is always used. The other one follows if the predicted
