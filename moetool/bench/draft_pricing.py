@@ -56,9 +56,8 @@ class DraftRow:
 
     Attributes:
         drafter: `none`, `ngram`, or an acceptance rate.
-        right: share of drafted tokens that were accepted.
-        tokens_per_forward: in decoding.
-        loads_per_token: in decoding.
+        right: accepted share of the drafted tokens.
+        tokens_per_forward, loads_per_token: means over decode.
         speedup_loads: over `none`, counting loads only.
         speedup: over `none`, with compute time.
     """

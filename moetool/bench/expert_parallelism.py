@@ -89,7 +89,7 @@ class RankBenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run the batches.
+    """A compared variant.
 
     Attributes:
         name: name in tables.

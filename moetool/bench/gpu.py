@@ -62,7 +62,7 @@ class GpuBenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCell:
-    """One policy and share of one shape, or all experts in memory, or plain transformers.
+    """Results of a policy with a share of the experts, of all experts in memory, or of plain transformers.
 
     Attributes:
         share: share of experts with a slot.

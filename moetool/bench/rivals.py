@@ -129,7 +129,7 @@ def bench_rivals(
 
     Args:
         gguf: the same weights for llama.cpp.
-        llama_server: its server (default: from the PATH).
+        llama_server: path of llama-server (default: found on PATH).
         folder: folder for each cell, written once it is measured.
     """
     with Checkpoint.open(model) as checkpoint:

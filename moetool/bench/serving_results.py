@@ -17,7 +17,7 @@ OFFLOADED = "transformers, offloaded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One phase of one line with its bounds, in seconds per forward.
+    """Bounds of one phase of a line, in seconds per forward.
 
     Attributes:
         compute_s: seconds of the same forwards with every expert in memory, in the same round.
@@ -40,11 +40,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLine:
-    """One policy with one budget: medians over the rounds.
+    """Results of one policy with one budget: medians over the rounds.
 
     Attributes:
         policy: its name, or the baseline: `RESIDENT`, `PLAIN`, `OFFLOADED`.
-        budget_bytes, slots: of the pool; None without one.
+        budget_bytes, slots: size of the pool; None without one.
         ttft_s: seconds of a prompt's forwards, median over requests.
         tpot_p50_s, tpot_p95_s, tpot_mean_s: seconds per output token.
         hit_rate: share of the experts needed in decode that were resident.

@@ -1,4 +1,4 @@
-"""One run of one line of a bench: an engine, or transformers' own model, over the same requests, forward by forward."""
+"""Runs of a serving bench: an engine, or transformers' own model, forward by forward over the same requests."""
 
 import statistics
 import time
@@ -107,7 +107,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRun:
-    """One line's run over the workload.
+    """Measurements of one run over the workload.
 
     Attributes:
         prefill: one entry per prompt, over all its forwards.

@@ -30,7 +30,7 @@ class Lift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertEntry:
-    """One expert.
+    """Statistics of an expert.
 
     Attributes:
         layer: absolute layer.

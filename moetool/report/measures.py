@@ -146,13 +146,13 @@ class Spread:
     """Entropy of expert use in bits, at the levels of FineMoE's Figure 3.
 
     Attributes:
-        token_L: of one token, which uses k experts equally: log2 k by definition.
-        prompt_L: of the iteration that is a whole prompt, mean over the requests; NaN where no iteration is.
-        request_QL: of all steps (`SampledRoutes.steps`) of one request, mean over the requests of a task.
-        task_QL: of all tokens of a task.
-        steps: numbers of steps; ascending.
-        growth_QN: entropy of the first steps of one request together, mean over layers and requests; NaN where fewer
-            than half of a task's requests have this many.
+        token_L: entropy of one token, which uses k experts equally: log2 k.
+        prompt_L: entropy of a whole prompt as one iteration, mean over requests; NaN without such iterations.
+        request_QL: entropy of all steps (`SampledRoutes.steps`) of a request, mean over the requests of a task.
+        task_QL: entropy of all tokens of a task.
+        steps: numbers of steps, ascending.
+        growth_QN: entropy of the first steps of a request together, mean over layers and requests; NaN where fewer than
+            half of a task's requests have as many steps.
     """
 
     token_L: np.ndarray

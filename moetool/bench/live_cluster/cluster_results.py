@@ -17,7 +17,7 @@ NAIVE = "redundant"
 
 @dataclass(slots=True, kw_only=True)
 class LineRun:
-    """One line in one round.
+    """Results of a line in one round.
 
     Attributes:
         gap_s, link: the setting (`ClusterBenchOptions`).

@@ -19,7 +19,7 @@ class Coming:
 
     Attributes:
         at_s: seconds after the start.
-        server: its user's server.
+        server: server at which it arrives.
         task: task of its prompt.
         prompt: index of its prompt.
     """

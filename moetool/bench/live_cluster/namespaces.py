@@ -69,7 +69,7 @@ class Hosts:
     """
 
     _open: ClassVar[bool] = False
-    """Whether this process has an instance: otherwise namespaces with its id belong to an earlier process."""
+    """Whether this process has an instance; if not, namespaces with its id belong to an earlier process."""
 
     def __init__(self, count: int, link_bytes_s: Mapping[tuple[int, int], float] | None = None) -> None:
         assert not Hosts._open, "one at a time"

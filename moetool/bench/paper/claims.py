@@ -45,10 +45,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One claim.
+    """A claim of a paper and the experiment that tests it.
 
     Attributes:
-        id: its table, figure or section.
+        id: table, figure or section.
         says: the claim in the paper's terms.
         printed: the paper's numbers.
         setup: name of a shared setup, which gives the experiment and the options that are not set here.

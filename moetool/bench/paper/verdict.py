@@ -93,7 +93,7 @@ class Verdict:
         why: the deciding relation, or the missing requirement.
         size: comparison with the printed values (within a factor of 1.5 or not); empty if the paper prints none.
         shown: name, mean and half of the 95 % confidence interval (None with one run) of the claim's values.
-        unit: their units by name, since derived values may have another.
+        unit: units by name; derived values may have another.
     """
 
     answer: Answer
@@ -215,7 +215,7 @@ def _least_difference(values: Mapping[str, Sequence[float]], how: Mapping[str, S
 
 
 def _holds(gaps: Sequence[float], least: float, exact: bool) -> bool | None:
-    """Whether a relation holds over the seeds by `least` or more; None if that is open."""
+    """Return whether a relation holds over the seeds by `least` or more; None if undecided."""
     if (len(gaps) < 2 and not exact) or not all(map(math.isfinite, gaps)):
         return None
     mean, half = interval(gaps)
