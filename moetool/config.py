@@ -31,13 +31,13 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         first = error.errors(include_url=False)[0]
         path = shortened(".".join(map(str, first["loc"])))
         if first["type"] == "unexpected_keyword_argument":
-            raise unknown_name(f"option of {where}:", path, getattr(kind, "__dataclass_fields__", ())) from None
+            raise unknown_name("option", path, getattr(kind, "__dataclass_fields__", ()), where) from None
         raise UsageError(f"{where}: {path}: {shortened(first['msg'], 300)}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The allowed range of a number: from `low` to `high`, or without these (`above`, `below`)."""
+    """The allowed range of a number, from `low` to `high`; `above` and `below` exclude the ends."""
 
     low: float
     high: float = math.inf

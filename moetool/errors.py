@@ -63,9 +63,15 @@ def shortened(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for an unknown name of a plugin, data set or option, with the nearest known one."""
+def unknown_name(kind: str, name: str, known: Iterable[str], of: str = "") -> UsageError:
+    """Return the error for an unknown name of a plugin, data set or option, with the nearest known one.
+
+    Args:
+        kind: what it names, for the message ("policy", "option").
+        of: owner of the name ("planner prism"), if any.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return UsageError(f"unknown {kind} {shortened(name)!r}: {hint}known: {', '.join(names) or 'none'}")
+    hint = f": did you mean {close[0]!r}? known: " if close else "; known: "
+    owner = f" of {of}" if of else ""
+    return UsageError(f"unknown {kind} {shortened(name)!r}{owner}{hint}{', '.join(names) or 'none'}")

@@ -98,7 +98,7 @@ def _parse(levels: str) -> tuple[str, dict[str, str]]:
         package, equals, own = part.rpartition("=")
         own = own.lower()
         if own not in LEVELS:
-            raise unknown_name(f"level in {VARIABLE}={levels}:", own, LEVELS)
+            raise unknown_name("level", own, LEVELS, f"{VARIABLE}={levels}")
         if not equals:
             level = own
         elif package:

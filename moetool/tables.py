@@ -338,7 +338,7 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
     timed = any(row.timing is not None for row in rows)
     hosted = any(row.host_bytes_per_decode_token for row in rows)
     columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB/decode token"]
-    columns += ["and on the host"] if hosted else []
+    columns += ["MB on host/token"] if hosted else []
     columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
     table = []
     for row in rows:

@@ -38,7 +38,7 @@ class CaptureOptions:
             that the same call gives the same rows.
         keep: columns to record, from `KEEP` and `EXTRA` of `moetool.trace.rows`.
         ahead: number of layers that the column `ahead` looks ahead.
-        resident: share of a layer's experts that the column `resident` takes to be resident.
+        resident: share of a layer's experts that the column `resident` assumes resident.
         device: `cpu` or `cuda`.
         dtype: data type of the model.
         threads: compute threads; see `use_threads`. The same number gives the same rows.

@@ -58,8 +58,8 @@ class RemoteServer:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace").replace("\n", " ")
-            raise MoetoolError(f"{address} answers {error.code} ({said or error.reason})") from None
+            reply = error.read(300).decode(errors="replace").replace("\n", " ")
+            raise MoetoolError(f"{address} answers {error.code} ({reply or error.reason})") from None
         except (OSError, ValueError) as error:
             raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
 

@@ -87,8 +87,8 @@ class CaptureFolder:
             except OSError as error:
                 raise MismatchError(f"{facts} is damaged ({first_line(error)}); {remove}") from None
             if differing:
-                said = "; ".join(_difference(name, found.get(name), self.plan.facts[name]) for name in differing)
-                raise MismatchError(f"{self.path} is of another capture: {said}; give the same again, or {remove}")
+                changes = "; ".join(_difference(name, found.get(name), self.plan.facts[name]) for name in differing)
+                raise MismatchError(f"{self.path} is of another capture: {changes}; give the same again, or {remove}")
             for unfinished in self.path.glob("*" + durable.PARTIAL):
                 unfinished.unlink()
             return
@@ -163,15 +163,15 @@ def open_stage(
                 raise
             if isinstance(error, UsageError | MismatchError):
                 raise
-            said = (
+            how = (
                 f"{kept:,} of {plan.num_prompts:,} prompts are kept in {stage.path}: repeat the command with --resume "
                 "to continue"
             )
             if isinstance(error, MoetoolError):
-                raise type(error)(f"{error}; {said}") from error
+                raise type(error)(f"{error}; {how}") from error
             if isinstance(error, OSError) and error.strerror:
-                raise MoetoolError(f"{error.strerror}: {error.filename or 'the disk'}; {said}") from error
-            on_note(said)
+                raise MoetoolError(f"{error.strerror}: {error.filename or 'the disk'}; {how}") from error
+            on_note(how)
             raise
 
 

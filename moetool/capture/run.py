@@ -41,7 +41,7 @@ OpenModel = Callable[[Checkpoint, torch.dtype, torch.device], LoadedModel]
 
 
 def ignore_note(note: str) -> None:
-    """No narration."""
+    """Ignore a note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class RunSetup:
         overwrite: replace `out`.
         resume: continue an interrupted run of the same arguments, if there is one.
         on_progress: called with the number of finished prompts.
-        on_note: called with what a person wants to read meanwhile.
+        on_note: called with messages for the user.
     """
 
     open_model: OpenModel = load_full

@@ -101,7 +101,7 @@ def plan_cache(
     options = parse(ServeOptions, values, "--set")
     if options.devices > 1:
         raise UsageError(
-            f"devices is {options.devices}: a plan is made for one device; leave it out here, not in serve"
+            f"a plan is made for one device, but devices is {options.devices}; give devices to 'moetool serve' only"
         )
     costs, timeline = read_timeline(profile, machine, dtype=options.dtype, io_threads=options.io_threads)
     name = with_revision(model or str(source.manifest["provenance"].get("model", "")), revision)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moetool import garbage, tables
 from moetool.cli.cluster_command import ClusterCommand
-from moetool.cli.cluster_logs import folder_name, open_folder, said_where
+from moetool.cli.cluster_logs import folder_name, log_location, open_folder
 from moetool.cli.watch import Watch
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
@@ -125,7 +125,7 @@ def _serve_edge(command: ClusterCommand, where: "Where", threads: int, fork_serv
         if there:
             tables.narrate(f"moetool: cluster {folder.name} serves without a head; taking over {', '.join(there)}")
         if len(there) < len(names):
-            tables.narrate(f"moetool: starting {len(names) - len(there)} servers{said_where(folder, where.count)}")
+            tables.narrate(f"moetool: starting {len(names) - len(there)} servers{log_location(folder, where.count)}")
         stack.callback(watch.close)
         watch.open(limits.allowed_hosts)  # first: a busy port must not end servers that were taken over
         workers = Workers(

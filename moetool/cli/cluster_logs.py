@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_folder(name: str, processes: str) -> Iterator["ClusterFolder"]:
-    """A cluster's folder. After an error its logs stay, and are named.
+    """Open a cluster's folder. After an error its logs are kept, and a message names them.
 
     Args:
-        processes: in its logs, in words.
+        processes: name of the logging processes, for that message.
     """
     from moetool.cluster.cluster_folder import ClusterFolder
 
@@ -33,10 +33,10 @@ def open_folder(name: str, processes: str) -> Iterator["ClusterFolder"]:
 
 
 def folder_name(port: int) -> str:
-    """Name of a cluster's folder by the port of its first endpoint (0: by this process)."""
+    """Return the name of a cluster's folder: by the port of its first endpoint, or by this process for port 0."""
     return f"port-{port}" if port else f"process-{os.getpid()}"
 
 
-def said_where(folder: "ClusterFolder", count: int | None) -> str:
-    """Words for the logs of processes of this machine (`count` of them), or nothing."""
+def log_location(folder: "ClusterFolder", count: int | None) -> str:
+    """Return the location of logs for a message; empty unless this machine runs the `count` processes."""
     return f"; their logs: {folder.path}{os.sep}*.log" if count else ""

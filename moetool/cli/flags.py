@@ -27,7 +27,9 @@ def open_trace(path: Path) -> "Trace":
 
     trace = Trace(path)
     if not trace.closed:
-        tables.narrate(f"moetool: {path}: {how_whole(trace)}; {tables.count(trace.num_tokens)} tokens so far are used")
+        tables.narrate(
+            f"moetool: {path}: {describe_state(trace)}; {tables.count(trace.num_tokens)} tokens so far are used"
+        )
     return trace
 
 
@@ -38,7 +40,7 @@ def open_predictor(path: Path | None) -> "Predictor | None":
     return None if path is None else load_predictor(path)
 
 
-def how_whole(trace: "Trace") -> str:
+def describe_state(trace: "Trace") -> str:
     """Describe whether a trace is complete, and if not, why."""
     if trace.closed:
         return "complete and unchanged"
@@ -60,7 +62,7 @@ def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
     flags = _flags(ctx)
     for name in values:
         if name.replace("-", "_") not in flags:
-            raise unknown_name(f"flag of {ctx.command_path} in {path}:", name, set(flags))
+            raise unknown_name("flag", name, set(flags), f"{ctx.command_path} in {path}")
     ctx.default_map = {flags[name.replace("-", "_")]: value for name, value in values.items()}
     return path
 
@@ -71,8 +73,8 @@ def _flags(ctx: typer.Context) -> dict[str, str]:
     for parameter in ctx.command.params:
         if parameter.name is None or parameter.name in ("recipe", "help", "verbose", "quiet"):
             continue
-        for said in (parameter.name, *parameter.opts):
-            names[said.lstrip("-").replace("-", "_")] = parameter.name
+        for spelling in (parameter.name, *parameter.opts):
+            names[spelling.lstrip("-").replace("-", "_")] = parameter.name
     return {name: names[name] for name in names if name != "as_json"}
 
 
@@ -96,7 +98,6 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PredictorDir = Annotated[Path | None, typer.Option("--predictor", help="Directory of a trained predictor.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile'.")]
-Settings = Annotated[list[str], settable("An option by name, as in --set width=64.")]
 Device = Annotated[
     str | None,
     typer.Option(help="Compute device: cpu or cuda (default: cpu)."),

@@ -51,7 +51,7 @@ def paper(
     ] = 1,
     links: Annotated[
         list[float],
-        typer.Option(help="Judge claims again with links this many times as fast, e.g. 0.5. Repeatable."),
+        typer.Option(help="Speed of all links relative to the machine's, e.g. 0.5, to judge claims again. Repeatable."),
     ] = [],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing output directory.")] = False,
     as_json: Json = False,

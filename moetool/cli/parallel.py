@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from moetool import garbage, tables
 from moetool.cli.cluster_command import ClusterCommand
-from moetool.cli.cluster_logs import folder_name, open_folder, said_where
+from moetool.cli.cluster_logs import folder_name, log_location, open_folder
 from moetool.config import parse
 from moetool.errors import UsageError
 
@@ -69,7 +69,7 @@ def _serve(command: ClusterCommand, where: "Where", fork_server: "ForkServer | N
             narrate=lambda line: tables.narrate(f"moetool: {line}"),
         )
         stack.callback(head.close)
-        tables.narrate(f"moetool: starting {num_ranks} ranks{said_where(folder, where.count)}")
+        tables.narrate(f"moetool: starting {num_ranks} ranks{log_location(folder, where.count)}")
         head.start()
         garbage.as_usual()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):

@@ -47,7 +47,7 @@ def drafts(
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for drafts.json.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing drafts.json.")] = False,
 ) -> None:
-    """Estimate by replay the expert loads that speculative decoding saves."""
+    """Estimate the expert loads that speculative decoding saves, by replaying traces."""
     from moetool.bench.draft_pricing import DraftOptions, price_drafts, print_drafts
 
     file = results_file(out, "drafts.json", overwrite)

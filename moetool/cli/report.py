@@ -32,9 +32,9 @@ def report(
     ] = [],
     served: Annotated[
         list[str],
-        typer.Option("--trace", help="For a placement: SERVER=DIR, the trace of a server's requests. Repeatable."),
+        typer.Option("--trace", help="SERVER=DIR: trace of a server's requests (placement plans only). Repeatable."),
     ] = [],
-    before: Annotated[Path | None, typer.Option(help="For a placement: earlier plan to compare with.")] = None,
+    before: Annotated[Path | None, typer.Option(help="Earlier plan to compare with (placement plans only).")] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's data as JSON.")] = False,
     recipe: Recipe = None,
@@ -52,7 +52,8 @@ def report(
     if trace.is_file():
         if policy or budget or settings:
             raise UsageError(
-                f"{trace} is not a trace directory, and --policy, --budget and --set apply to traces only; leave them"
+                f"{trace} is not a trace directory, and --policy, --budget and --set apply to traces only; "
+                "leave them out"
             )
         report_plan(trace, out, served, before, as_json)
         return
@@ -78,7 +79,7 @@ def report(
     from moetool.report.findings import caveat, findings
     from moetool.report.trace_page import render
 
-    said = findings(made)
+    insights = findings(made)
     with tables.stages() as on_stage:
         advice = advise(source, on_progress=on_stage)
     spelled = None
@@ -96,7 +97,7 @@ def report(
                 "advice": {**advice.to_json(), "answers": [one.to_json() for one in answers(advice)]},
                 "atlas": atlas.to_json(),
                 "caveat": caveat(made),
-                "findings": [one.to_json() for one in said],
+                "findings": [one.to_json() for one in insights],
             }
         )
         return
@@ -105,7 +106,7 @@ def report(
         tables.print_paragraph(f"  {warning}")
     for one in answers(advice):
         tables.print_paragraph(f"  {one.question} {one.answer}")
-    for finding in said:
+    for finding in insights:
         tables.print_paragraph(f"  {finding.topic}: {finding.text}")
 
 

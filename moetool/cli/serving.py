@@ -258,7 +258,7 @@ def chat(
 
     fields = parse_settings(settings)
     conversation = Conversation(url, api_key, fields)
-    _say_what_is_ignored(fields)
+    _warn_of_ignored(fields)
     tables.narrate(tables.printable(f"moetool: {conversation.model}"))
     while text := _next_line():
         try:
@@ -266,14 +266,14 @@ def chat(
                 print(tables.printable(piece, keep=_SPOKEN), end="", flush=True)
             print()
         except ServerRefused as refused:
-            if not refused.may_go_on:
+            if not refused.is_recoverable:
                 raise
             tables.narrate(tables.printable(f"moetool: {refused}"))
         except KeyboardInterrupt:
             tables.narrate("\nmoetool: stopped; the answer is discarded")
 
 
-def _say_what_is_ignored(fields: Mapping[str, Any]) -> None:
+def _warn_of_ignored(fields: Mapping[str, Any]) -> None:
     """Warn about fields that a moetool server ignores, as OpenAI's does; other servers may know more."""
     from moetool.serving.request_schema import ChatRequest, CompletionRequest
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Json, Out, Overwrite, how_whole, open_trace, settable
+from moetool.cli.flags import Json, Out, Overwrite, describe_state, open_trace, settable
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
@@ -41,7 +41,7 @@ def info(
         f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}"
     )
     tables.print_paragraph(
-        f"columns {', '.join(found['columns'])}; composition {found['composition']}; {how_whole(source)}"
+        f"columns {', '.join(found['columns'])}; composition {found['composition']}; {describe_state(source)}"
     )
     rows = [
         [

@@ -14,20 +14,20 @@ from moetool.errors import UsageError
 def train(
     predictor: Annotated[str, typer.Argument(metavar="PREDICTOR", help="Predictor name, e.g. expert_mlp.")],
     out: Out,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="For awq_replica: model to quantize.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Model to quantize (awq_replica only).")] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Trace directory (all predictors but awq_replica).")
     ] = None,
-    data: Annotated[list[str], typer.Option(help="For awq_replica: calibration text, as for capture.")] = [],
-    bits: Annotated[int | None, typer.Option(help="For awq_replica: bits per weight: 2, 4 or 8 (default: 4).")] = None,
+    data: Annotated[list[str], typer.Option(help="Calibration text, as for capture (awq_replica only).")] = [],
+    bits: Annotated[int | None, typer.Option(help="Bits per weight: 2, 4 or 8 (awq_replica only; default: 4).")] = None,
     group: Annotated[
-        int | None, typer.Option(help="For awq_replica: weights per scale: 32, 64 or 128 (default: 64).")
+        int | None, typer.Option(help="Weights per scale: 32, 64 or 128 (awq_replica only; default: 64).")
     ] = None,
     symmetric: Annotated[
         bool | None,
         typer.Option(
             "--symmetric/--asymmetric",
-            help="For awq_replica: symmetric or asymmetric quantization (default: symmetric).",
+            help="Symmetric or asymmetric quantization (awq_replica only; default: symmetric).",
         ),
     ] = None,
     settings: Annotated[

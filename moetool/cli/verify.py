@@ -24,9 +24,7 @@ def verify(
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Compute dtype of both sides: float32 or bfloat16 (float32 hides no difference by rounding)."
-        ),
+        typer.Option(help="Compute dtype of both sides: float32, or bfloat16, whose rounding may hide differences."),
     ] = "float32",
     layer_by_layer: Annotated[
         bool,

@@ -315,7 +315,7 @@ def load_lazy(
         if device.type == "cpu":
             row_products.adopt(model, [layer.router for layer in layers])
             row_norms.adopt(model)
-            row_gates.find_kernel()  # no request waits for the compiler
+            row_gates.find_gate_kernel()  # no request waits for the compiler
         if (checkpoint.path / "generation_config.json").is_file():
             try:
                 model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)

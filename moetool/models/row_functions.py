@@ -13,8 +13,8 @@ from moetool.models.row_threads import next_task_of, on_pool
 _log = logging.getLogger(__name__)
 _TASK_ROWS = 64
 _ONE_THREAD = 16_384
-"""Most numbers that one thread computes. From there on two took 0.85 to 0.6 of its time (norms of 128 numbers, an idle
-Intel Xeon with AMX)."""
+"""Most numbers that one thread computes; beyond, two took 0.85 to 0.6 of its time (norms of 128 numbers, an idle Intel
+Xeon with AMX)."""
 T = TypeVar("T")
 
 BinaryRowCall = Callable[["BinaryRows", float], None]
@@ -69,17 +69,17 @@ class BinaryRow:
         return self.vectors.builder.add(address, self.vectors.times(vector, 2 * LANES))
 
 
-def compiled(what: str, compile: Callable[[], T]) -> T | None:
+def compiled(operations: str, compile: Callable[[], T]) -> T | None:
     """Return a kernel from `compile`; if that fails, warn and return None.
 
     Args:
-        what: operations that torch computes instead, for the warning.
+        operations: computed by torch instead, for the warning.
         compile: raises if numba is missing or does not support this CPU.
     """
     try:
         return compile()
     except Exception as error:  # numba raises many kinds; torch computes the same
-        _log.warning("%s use torch, because numba does not compile the kernel (%s)", what, error)
+        _log.warning("%s use torch, because numba does not compile the kernel (%s)", operations, error)
         return None
 
 

@@ -23,7 +23,7 @@ def gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 def _gated(gate: Callable[[torch.Tensor], torch.Tensor], both: torch.Tensor) -> torch.Tensor:
     width = both.shape[-1] // 2
     usable = both.dtype == torch.bfloat16 and both.device.type == "cpu" and both.is_contiguous() and not width % LANES
-    if not usable or (kernel := find_kernel()) is None:
+    if not usable or (kernel := find_gate_kernel()) is None:
         return gate(both)
     output = both.new_empty(*both.shape[:-1], width)
     first, step = both.data_ptr(), 4 * width
@@ -41,7 +41,7 @@ def _has_silu(module: Any) -> bool:
 
 
 @functools.cache
-def find_kernel() -> BinaryRowCall | None:
+def find_gate_kernel() -> BinaryRowCall | None:
     """Return the compiled kernel; None if numba is missing or does not compile it for this CPU."""
     return compiled("gates", lambda: compile_rows(_gate))
 

@@ -4,7 +4,6 @@ numba compiles a kernel for each kind of weight (`moetool.models.row_kinds`) whe
 """
 
 import functools
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch
 
 from moetool.models.huge_pages import ask_for_huge_pages
 from moetool.models.row_dots import PLACES, SCALE_BYTES, RowJob, RowShape, dot_of, unpacking_of
+from moetool.models.row_functions import compiled
 from moetool.models.row_inputs import ordered_rows
 from moetool.models.row_kinds import BFLOAT16, VECTOR_BYTES, RowKind
 from moetool.models.row_numbers import run_length
@@ -25,8 +25,6 @@ _PREFETCH_BYTES = (0, 2048)
 _TRIAL_BYTES = 2**26  # larger than most caches
 _ONE_IN_FP8 = 0x38
 _HEAD = len(PLACES)
-
-_log = logging.getLogger(__name__)
 
 
 class RowKernel(NamedTuple):
@@ -47,14 +45,14 @@ class RowKernel(NamedTuple):
 @functools.cache
 def find_kernel(kind: RowKind = BFLOAT16) -> RowKernel | None:
     """Return the compiled kernel; None if numba is missing or does not compile it for this CPU."""
-    try:
-        multiply = _compile(kind)
-        unpack = None if kind is BFLOAT16 else _compile_unpacking(kind)
-        _require_sound(kind, multiply)
-        return RowKernel(multiply, unpack, _fastest_prefetch(kind, multiply))
-    except Exception as error:  # numba raises many kinds; torch computes the same products
-        _log.warning("products of few rows use torch, because numba does not compile the kernel (%s)", error)
-        return None
+    return compiled("products of few rows", lambda: _checked(kind))
+
+
+def _checked(kind: RowKind) -> RowKernel:
+    multiply = _compile(kind)
+    unpack = None if kind is BFLOAT16 else _compile_unpacking(kind)
+    _require_sound(kind, multiply)
+    return RowKernel(multiply, unpack, _fastest_prefetch(kind, multiply))
 
 
 def _require_sound(kind: RowKind, call: PoolCall) -> None:

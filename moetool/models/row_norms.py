@@ -25,7 +25,7 @@ def adopt(model: nn.Module) -> int:
     Effects: gives those modules a `forward` of their own.
     """
     norms = [module for module in model.modules() if _takes(module)]
-    kernel = find_kernel() if norms else None
+    kernel = find_norm_kernel() if norms else None
     if kernel is None:
         return 0
     for module in norms:
@@ -70,7 +70,7 @@ def _normalized(kernel: BinaryRowCall, module: Any, hidden_states: torch.Tensor)
 
 
 @functools.cache
-def find_kernel() -> BinaryRowCall | None:
+def find_norm_kernel() -> BinaryRowCall | None:
     """Return the compiled kernel; None if numba does not compile it, or Llama's norm is another one."""
     return compiled("norms", _checked)
 

@@ -73,8 +73,8 @@ class ServeOptions:
             `moetool.runtime.expert_store.ExpertStore`). It is not part of the device memory.
         dtype: data type of all weights except the experts, which keep the checkpoint's form.
         kv_tokens: tokens in the KV cache, over all requests; also the longest context of one request.
-        expected_context: tokens of the longest conversation that is expected, by which memory is divided between KV
-            cache and expert slots (`moetool.runtime.expected_reads`).
+        expected_context: tokens of the longest expected conversation, for the division of memory between KV cache and
+            expert slots (`moetool.runtime.expected_reads`).
         prefill_chunk: most prompt tokens of one forward. A longer prompt takes several forwards, and each may need
             every expert.
         max_prompt_wait: approximate limit in seconds on how long decoding requests wait for another request's prompt
@@ -163,7 +163,7 @@ def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int
 
 
 def slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
-    """Bytes of an expert's slot."""
+    """Bytes of an expert slot."""
     fastest = parse_dtype(options.dtype) if options.products and options.device == "cpu" else None
     return checkpoint.slot_bytes(fastest)
 
@@ -182,7 +182,7 @@ def build_engine(
     """Load a model without its experts and put an engine around it.
 
     Args:
-        plan: decides policy, predictor and slots where the other arguments do not.
+        plan: default for policy, predictor and slots.
         policy: cache policy (default: the plan's, else `lru`).
         device_memory_bytes: total for dense weights, KV cache, predictor and expert slots (default: the plan's; without
             a plan, every expert gets a slot).
@@ -204,8 +204,8 @@ def build_engine(
     if kind.needs_future:
         raise UsageError(f"policy {name} needs future requests, so it works in replay only; choose another one")
     from_plan = plan is not None and plan.policy == name
-    # Another runtime may send the content of its slots to other machines.
     with contextlib.ExitStack() as undo:
+        # Another runtime may send the content of its slots to other machines.
         products = options.products and open_runtime is ExpertRuntime
         loaded = load_lazy(checkpoint, dtype, device, products=products, packed_linears=options.products)
         undo.callback(loaded.close)
@@ -225,7 +225,7 @@ def build_engine(
         if device_memory_bytes is not None:
             dense, kv = fixed_bytes(checkpoint, options)
             extra = predicts.num_bytes if predicts else 0
-            slots = min(slots, _slots(loaded, device_memory_bytes, dense, kv, extra))
+            slots = min(slots, expert_slots(loaded, device_memory_bytes, dense, kv, extra))
             if device.type == "cpu":
                 return_freed_memory()
         policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
@@ -373,7 +373,7 @@ def open_pooled(
     with contextlib.ExitStack() as undo:
         loaded = load_lazy(checkpoint, dtype, device, products=True)
         undo.callback(loaded.close)
-        slots = _slots(loaded, device_memory_bytes, checkpoint.dense_bytes(dtype, device.type), kv_bytes, 0)
+        slots = expert_slots(loaded, device_memory_bytes, checkpoint.dense_bytes(dtype, device.type), kv_bytes)
         residency = Residency(build_policy("lru", loaded.spec, {}, slots))
         store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
         undo.callback(store.close)
@@ -398,12 +398,16 @@ def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
     return predictor
 
 
-def expert_slots(loaded: LoadedModel, memory_bytes: int, dense_bytes: int, kv_bytes: int) -> int:
-    """Number of expert slots that fit beside dense weights and KV cache. Raises: CapacityError."""
-    return _slots(loaded, memory_bytes, dense_bytes, kv_bytes, 0)
+def expert_slots(loaded: LoadedModel, memory_bytes: int, dense: int, kv: int, predictor: int = 0) -> int:
+    """Return the number of expert slots that fit.
 
+    Args:
+        memory_bytes: device memory for the whole model.
+        dense, kv, predictor: bytes of dense weights, KV cache and predictor.
 
-def _slots(loaded: LoadedModel, memory_bytes: int, dense: int, kv: int, predictor: int) -> int:
+    Raises:
+        CapacityError: fewer than the smallest legal pool fit.
+    """
     assert loaded.files is not None
     spec, slot_bytes = loaded.spec, stride_of(loaded.files.slot_bytes)
     slots = (memory_bytes - dense - kv - predictor) // slot_bytes

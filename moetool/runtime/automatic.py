@@ -90,7 +90,7 @@ def choose(
         UsageError: the option does not accept a value.
         CapacityError: the model does not fit, with its parts and the minimum.
     """
-    why: dict[str, str] = dict.fromkeys(values, "as set") | dict.fromkeys(planned, "the plan's")
+    why: dict[str, str] = dict.fromkeys(values, "as set") | dict.fromkeys(planned, "from the plan")
     chosen = dict(values)
     if "device" not in values:
         chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,7 +153,7 @@ def choose(
     slots = shares.pop("slots", split.slots)
     if "prefill_chunk" in shares:
         chosen["prefill_chunk"] = shares.pop("prefill_chunk")
-        chunk_why = f"more than {shares.get('first_chunk', LEAST_CHUNK)} take expert slots"
+        chunk_why = f"beyond {shares.get('first_chunk', LEAST_CHUNK)} tokens it borrows expert slots"
     kept_slots = slots - sum(shares.get(name, 0) for name in ("borrowed_slots", "kv_slots"))
     if automatic:
         for name in ("warm_start", "change_policy", "remember_policy"):
@@ -175,7 +175,7 @@ def choose(
     if kept_slots < slots:
         slots_why = f"{kept_slots} beside a long prompt and a full KV cache"
     if first := chosen.get("first_kv_tokens", 0):
-        kv_why = f"{first:,} at first, more takes expert slots" + (f"; {kv_why}" if kv_tokens is None else "")
+        kv_why = f"begins with {first:,}, grows into expert slots" + (f"; {kv_why}" if kv_tokens is None else "")
     memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + slots * model.slot_bytes
     choices = [
         ("device", chosen["device"], why["device"]),
@@ -248,13 +248,13 @@ def _token_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
 
 
 def _curve(spec: ModelSpec, values: Mapping[str, Any]) -> MissCurve:
-    """Misses by slots: of the routes that the model's last server kept, else of published ones."""
+    """Return misses by slots, from routes that the model's last server kept, else from published ones."""
     routes = kept_routes(spec) if values.get("warm_start", True) else None
     return PUBLISHED if routes is None else miss_curve(spec, routes) or PUBLISHED
 
 
 def _reads_row(spec: ModelSpec, found: ExpectedSplit, curve: MissCurve) -> tuple[str, str, str]:
-    """Expected reads of a turn, beside those with a small and with a large KV cache."""
+    """Return the row for expected reads per turn, compared with a smaller and a larger KV cache."""
     others = (
         f"{count(round(loads * spec.slot_bytes), 'B')} with {tokens:,} tokens"
         for tokens, loads in found.others
@@ -268,7 +268,7 @@ def _reads_row(spec: ModelSpec, found: ExpectedSplit, curve: MissCurve) -> tuple
 
 
 def _shared(checkpoint: Checkpoint, model: Footprint, values: Mapping[str, Any], split: MemorySplit) -> dict[str, int]:
-    """Options for borrowing expert slots for prompt chunks and KV cache, where the user has not set them."""
+    """Return options that let prompt chunks and KV cache borrow expert slots, unless the user has set them."""
     if "borrowed_slots" in values:
         return {}
     kv_is_free = values.keys().isdisjoint(("kv_tokens", "first_kv_tokens", "kv_slots"))
@@ -294,14 +294,16 @@ def _compiles() -> bool:
 
 
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:
-    """`foresight` loads 21 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
-    them in slots, for about 2 ms of a processor a forward (tests/bench/test_foresight.py). Equal slots per layer keep
-    an event stream that is larger than the pool from evicting all of it once a forward, as a long prompt is.
+    """Choose the automatic policy, with the reason.
+
+    `foresight` loads 21 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
+    them in slots, and takes about 2 ms of CPU time per forward (tests/bench/test_foresight.py). Equal slots per layer
+    keep a stream of events that is larger than the pool, such as a long prompt, from evicting everything.
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"
     if not _compiles():
-        return "lfru", "numba, which foresight needs, fails"
+        return "lfru", "foresight needs numba, which fails here"
     return "foresight", "predicts from similar earlier tokens"
 
 
@@ -310,11 +312,11 @@ def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:
     if declared == torch.float16 and device.type == "cpu":
         return "float32", "processors compute float16 slowly"
     name = next((name for name, known in DTYPES.items() if known == declared), "bfloat16")
-    return name, "the checkpoint's"
+    return name, "from the checkpoint"
 
 
 def _state_bytes(spec: ModelSpec, policy: str, options: ServeOptions) -> int:
-    """Memory of what the policy remembers, twice: a replay of the server's last events holds it too."""
+    """Bytes of the policy's state, twice: the live comparison (`LiveOracle`) holds a copy."""
     name, given = ("foresight", {}) if policy == AUTO else (policy, options.policy)
     return 2 * policy_class(name).state_bytes(spec, parse_options(name, given))
 
@@ -330,6 +332,6 @@ def _process_limit(process_memory_bytes: int | None, state_bytes: int) -> tuple[
     left = limit - beside
     if left <= 0:
         raise CapacityError(
-            f"{source} allows {limit:,} bytes, and the process takes {beside:,} before it holds a model; allow more"
+            f"{source} allows {limit:,} bytes, but the process needs {beside:,} before it loads a model; allow more"
         )
     return left, source

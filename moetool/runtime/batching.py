@@ -18,7 +18,7 @@ import torch
 from moetool.errors import UsageError
 from moetool.models.spec import MoeLayer
 from moetool.request import Output, SamplingParams
-from moetool.runtime.decode_attention import find_kernel
+from moetool.runtime.decode_attention import find_attention_kernel
 from moetool.runtime.decode_graphs import DecodeGraphs, StepExperts
 from moetool.runtime.decoding import (
     PAGE_TOKENS,
@@ -35,7 +35,7 @@ from moetool.runtime.growing_pages import GrowingPages
 from moetool.runtime.paged_attention import DecodeRows, SequenceEnds, no_mask, paged_attention
 from moetool.runtime.prefix_pages import PrefixPages
 from moetool.runtime.prompt_chunks import PromptChunks
-from moetool.runtime.returned_memory import UntouchedZeros, give_back
+from moetool.runtime.returned_memory import UntouchedZeros, release_pages
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
 
@@ -115,7 +115,7 @@ class Batcher:
                 heads, width = kv_shape(layer)
                 queries = getattr(layer, "num_attention_heads", None) or 0
                 if heads and queries and queries % heads == 0:
-                    find_kernel(queries // heads, width)
+                    find_attention_kernel(queries // heads, width)
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
         self._eos = eos_ids(model)
@@ -306,7 +306,7 @@ class Batcher:
         )
 
         if self.processor is not None:  # of a batch that broke: the error may hold on to it
-            give_back(self.processor.cache.cache_tensor)
+            release_pages(self.processor.cache.cache_tensor)
         try:
             self.model.set_attn_implementation("sdpa")  # the manager accepts only known ones; ours is set right after
             self._manager = self.model.init_continuous_batching(self._generation, self._config)
@@ -403,7 +403,7 @@ class Batcher:
             phase_T += [Phase.PREFILL if prefill else Phase.DECODE] * future.query_length
             iteration_T += [iteration] * future.query_length
         keys = kwargs["cu_seq_lens_k"]
-        tokens, positions, queries, *ends = brought(
+        tokens, positions, queries, *ends = to_lists(
             kwargs["input_ids"][0], kwargs["position_ids"][0], kwargs["cu_seq_lens_q"], *keys.values()
         )
         token_id_T = tuple(tokens)
@@ -455,7 +455,7 @@ class Batcher:
         return {**kwargs, "decode_rows": rows}
 
 
-def brought(*vectors: torch.Tensor) -> list[list[int]]:
+def to_lists(*vectors: torch.Tensor) -> list[list[int]]:
     """Return the values of several integer vectors, with one transfer."""
     values = torch.cat(vectors).tolist()
     ends = list(accumulate(map(len, vectors)))

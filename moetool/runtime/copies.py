@@ -20,7 +20,7 @@ ALIGNMENT = 256
 
 
 class Copies(Protocol):
-    """Device copies for the store. All but `mark` and `wait` may be called from any thread.
+    """Device copies for the store. Every method except `mark` and `wait` may be called from any thread.
 
     Attributes:
         device: the slots' device.
@@ -107,8 +107,8 @@ class CpuCopies:
 class CudaCopies:
     """A GPU: copies have a stream of their own, marks are CUDA events.
 
-    Host memory is allocated in pages and then registered with the driver: torch rounds its own pinned memory up to
-    powers of two, so a budget of 100 GB would take 128.
+    Host memory is allocated in pages and registered with the driver afterwards, because torch rounds pinned memory up
+    to powers of two: a budget of 100 GB would take 128.
     """
 
     staged = True
@@ -124,7 +124,7 @@ class CudaCopies:
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         memory = _allocate(num_bytes, self.device)
-        # Its zeros are written by the stream of the calling thread: no copy and no other stream may run before them.
+        # The calling thread's stream writes the zeros: no copy and no other stream may run before.
         torch.cuda.current_stream(self.device).synchronize()
         return memory
 
@@ -193,7 +193,7 @@ class CudaCopies:
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate aligned memory; the few bytes for alignment come on top."""
+    """Allocate aligned memory; alignment takes a few extra bytes."""
     try:
         # Zeros touch every page now, so that no load pays for the first touch later.
         memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
@@ -209,12 +209,12 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     return memory[start : start + num_bytes]
 
 
-def sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Copy small integers to a device as int32, asynchronously."""
-    made = torch.tensor(numbers, dtype=torch.int32)
+    values = torch.tensor(numbers, dtype=torch.int32)
     if device.type != "cuda":
-        return made.to(device)
-    return made.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until it has been copied
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until it has been copied
 
 
 def stride_of(slot_bytes: int) -> int:
@@ -222,7 +222,7 @@ def stride_of(slot_bytes: int) -> int:
     return -(-slot_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def cut(memory: torch.Tensor, count: int, num_bytes: int) -> list[torch.Tensor]:
-    """Cut aligned slots of `num_bytes` each out of a pool."""
+def slot_views(memory: torch.Tensor, count: int, num_bytes: int) -> list[torch.Tensor]:
+    """Return views of a pool's slots of `num_bytes` each, aligned."""
     stride = stride_of(num_bytes)
     return [memory[i * stride : i * stride + num_bytes] for i in range(count)]

@@ -19,7 +19,7 @@ class CostMeter:
     def __init__(self, past: int = 32) -> None:
         self._load_s: deque[float] = deque(maxlen=past)
         self._host_s: deque[float] = deque(maxlen=past)
-        self._told = (0.0, 0.0)
+        self._reported = (0.0, 0.0)
         self._loads = 0
 
     def loaded(self, seconds: float) -> None:
@@ -35,13 +35,13 @@ class CostMeter:
         self._loads += 1
         return self._loads % _EVERY == 1
 
-    def news(self) -> tuple[float, float] | None:
-        """Mean seconds of a load and of a host computation if one changed by a tenth; None while either is unknown."""
+    def changed_means(self) -> tuple[float, float] | None:
+        """Return mean seconds of a load and of a host computation, both known, if one changed by a tenth; else None."""
         load_s, host_s = list(self._load_s), list(self._host_s)
         if not load_s or not host_s:
             return None
         means = sum(load_s) / len(load_s), sum(host_s) / len(host_s)
-        if all(abs(mean - told) <= _MOVED * told for mean, told in zip(means, self._told, strict=True)):
+        if all(abs(mean - old) <= _MOVED * old for mean, old in zip(means, self._reported, strict=True)):
             return None
-        self._told = means
+        self._reported = means
         return means

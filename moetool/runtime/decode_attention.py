@@ -1,7 +1,7 @@
 """Attention of new tokens, one a sequence, over a paged KV cache in bfloat16, in place on a CPU.
 
-torch's needs the keys and values of each sequence gathered first and is far below memory bandwidth for one query: at
-4,096 tokens of Qwen3-30B-A3B's shape 7.4 ms a layer, where the bytes take 1.3 (`tests/bench/test_decode_attention.py`).
+torch's attention needs gathered keys and values and stays far below memory bandwidth for one query. At 4,096 tokens of
+Qwen3-30B-A3B's shape it takes 7.4 ms per layer; reading the bytes takes 1.3 (`tests/bench/test_decode_attention.py`).
 """
 
 import contextlib
@@ -18,8 +18,10 @@ from moetool.models.row_threads import PoolCall, next_task_of, on_pool
 
 
 class AttentionJob(NamedTuple):
-    """The first numbers of a call. For each sequence follow its row of queries, address and number of the positions of
-    its keys (int64), the address of scores, float32, that only this call uses, and their bytes for each task.
+    """The first numbers of a call; `_PER_SEQUENCE` more follow for each sequence.
+
+    These are its row of queries, the address and the number of its keys' positions (int64), the address of scratch
+    memory for scores (float32), and the bytes of that memory per task.
 
     Attributes:
         next_task: 0; the threads increment it.
@@ -60,8 +62,8 @@ class OneQuery(NamedTuple):
     """A sequence with one new token.
 
     Attributes:
-        row: of its token in the batch.
-        first, end: its keys' range in the list of positions.
+        row: row of its token in the batch.
+        first, end: range of its keys in the list of positions.
     """
 
     row: int
@@ -90,7 +92,7 @@ def attend_one_query(
     key, value = views
     groups = num_heads // key.shape[1]
     queries, padded = _split(groups)
-    kernel = find_kernel(groups, width)
+    kernel = find_attention_kernel(groups, width)
     assert kernel is not None
     scaled_THD = query_HTD.transpose(0, 1).float().mul_(width**-0.5 if scaling is None else scaling).contiguous()
     positions = positions.to(torch.int64)
@@ -129,12 +131,12 @@ def supports(query: torch.Tensor, view: torch.Tensor) -> bool:
         and view.device.type == "cpu"
         and view.stride(-1) == 1
         and view.shape[-1] == query.shape[-1]
-        and find_kernel(query.shape[1] // view.shape[1], view.shape[-1]) is not None
+        and find_attention_kernel(query.shape[1] // view.shape[1], view.shape[-1]) is not None
     )
 
 
 @functools.cache
-def find_kernel(groups: int, width: int) -> PoolCall | None:
+def find_attention_kernel(groups: int, width: int) -> PoolCall | None:
     """Return the compiled kernel for a number of query heads per KV head and the width of a head.
 
     None if the width is not a multiple of 16, or numba is missing or does not compile it for this CPU.
@@ -172,7 +174,7 @@ def _compile(groups: int, width: int) -> PoolCall:
 
 
 def _attention(queries: int, padded: int, width: int) -> Any:
-    """numba's `attend(job, place, part)` of a task: of the sequence at that place of the job, by its number there."""
+    """Return numba's `attend(job, place, part)`: one task of the sequence at that place of the job."""
     from numba.core import types
     from numba.extending import intrinsic
 
@@ -314,7 +316,7 @@ class _Attention:
         return v.widened(v.load(self._at(row, 2 * LANES * plane), v.of(v.int16), 2))
 
     def _row(self, start: Any, token: Any, n: Any, planes: range) -> Any:
-        """Address of a key or value; prefetches planes of a later one, since hardware does not foresee rows apart."""
+        """Return the address of a key or value; prefetch planes of a later one, as hardware does not."""
         v, builder = self._v, self._v.builder
         later = builder.add(n, v.number(_AHEAD))
         later = builder.select(builder.icmp_signed("<", later, self._num_keys), later, n)

@@ -130,7 +130,7 @@ class ExpertRuntime:
         self._max_rows = [self._layer_max_rows(layer) if self.from_pool else 0 for layer in loaded.layers]
         if "resident" in self._needs:
             self._look = ResidentLook(loaded, residency, store if self.from_pool else None)
-            self._look.require_true(loaded.model)
+            self._look.require_equal_logits(loaded.model)
 
     def begin_forward(self, info: ForwardInfo) -> None:
         """Announce the next forward, and start its first prefetches.
@@ -140,7 +140,11 @@ class ExpertRuntime:
         self._info = info
         self.deferred_events = []
         self.window.begin(self.residency.counts)
-        if isinstance(self.store, ExpertStore) and self.store.meter is not None and (new := self.store.meter.news()):
+        if (
+            isinstance(self.store, ExpertStore)
+            and self.store.meter is not None
+            and (new := self.store.meter.changed_means())
+        ):
             self.residency.policy.take_costs(*new)
             if self.on_costs is not None:
                 self.on_costs(info.forward_id, *new)
@@ -189,7 +193,7 @@ class ExpertRuntime:
     def forward(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """Output [T, D] of one MoE layer's routed experts. Raises: MoetoolError: an expert could not be read."""
+        """Return the output [T, D] of a layer's routed experts. Raises: MoetoolError: an expert could not be read."""
         if self._look is not None and self._look.aside is not None:
             return self._look.aside(hidden_TD)
         num_tokens, top_k = index_TK.shape
@@ -243,7 +247,7 @@ class ExpertRuntime:
         return called and self._pooled is not None and self._pooled.table_suffices(layer, num_rows)
 
     def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
-        """Routes of the layer, for the policy."""
+        """Return the layer's routes as an event for the policy."""
         if self._info is None:
             raise RuntimeError("the model was called outside a forward started by moetool")
         event = GateEvent(
@@ -291,7 +295,7 @@ class ExpertRuntime:
         return steps
 
     def _load_first(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
-        """Begin the loads of an event's program up to its first expert, as `Residency.event` asks for."""
+        """Start the loads before an event's first expert; a callback of `Residency.event`."""
         for step in steps:
             if step.kind is StepKind.LOAD:
                 self.store.load(step.key, step.slot, prefetch=False)

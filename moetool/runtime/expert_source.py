@@ -13,7 +13,7 @@ from moetool.errors import CapacityError, MoetoolError
 from moetool.json_files import JsonRecord
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.stored_expert import Weight
-from moetool.runtime.copies import Copies, cut, stride_of
+from moetool.runtime.copies import Copies, slot_views, stride_of
 from moetool.runtime.host_tier import Buffer, HostTier
 
 _LOG = logging.getLogger(__name__)
@@ -86,9 +86,9 @@ class ExpertSource:
         self.pool_bytes = count * stride
         self._host = None
         if count:
-            self._host = HostTier(cut(copies.host_memory(self.pool_bytes), count, files.stored_bytes))
+            self._host = HostTier(slot_views(copies.host_memory(self.pool_bytes), count, files.stored_bytes))
         if hosts and files.converts:
-            (self._converted,) = cut(copies.device_memory(stride_of(files.slot_bytes)), 1, files.slot_bytes)
+            (self._converted,) = slot_views(copies.device_memory(stride_of(files.slot_bytes)), 1, files.slot_bytes)
         # After two copies from one buffer it keeps the later mark; a finished copy needs none.
         self._copying = threading.Lock() if copies.staged else contextlib.nullcontext()
 

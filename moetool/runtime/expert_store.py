@@ -21,11 +21,11 @@ from moetool.caching._residency import Residency
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel
 from moetool.models.stored_expert import Weight
-from moetool.runtime.copies import Copies, CpuCopies, cut, open_copies, stride_of
+from moetool.runtime.copies import Copies, CpuCopies, open_copies, slot_views, stride_of
 from moetool.runtime.cost_meter import CostMeter
 from moetool.runtime.expert_source import ExpertSource, StoreStats
 from moetool.runtime.host_tier import Buffer
-from moetool.runtime.returned_memory import give_back
+from moetool.runtime.returned_memory import release_pages
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class ExpertStore:
         self._source = ExpertSource(files, self.copies, num_threads, host_memory_bytes, hosts)
         self.host_pool_bytes = self._source.pool_bytes
         self.pool_bytes = num_slots * stride_of(files.slot_bytes)
-        self.slots = cut(self.copies.device_memory(self.pool_bytes), num_slots, files.slot_bytes)
+        self.slots = slot_views(self.copies.device_memory(self.pool_bytes), num_slots, files.slot_bytes)
         self._views = [[files.views(slot, layout) for slot in self.slots] for layout in range(files.num_layouts)]
         self._jobs: list[_Job | None] = [None] * num_slots
         self._freed: list[Any] = [None] * num_slots
@@ -136,7 +136,7 @@ class ExpertStore:
     def read_ahead(self, keys: Iterable[int]) -> None:
         """Let idle threads read experts into host memory, in this order, while it has room.
 
-        Where the host memory is full, those that came last leave first.
+        If the host memory is full, experts read last are evicted first.
         """
         with self._lock:
             self._ahead.extend(keys)
@@ -238,7 +238,7 @@ class ExpertStore:
                     job = job.after
             if job is not None:
                 self._await(job)
-            give_back(self.slots[slot])
+            release_pages(self.slots[slot])
 
     def computed_together(self, slots: Iterable[int]) -> None:
         """Like `computed`, for several slots."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moetool.runtime.prefix_pages import PrefixPages
-from moetool.runtime.returned_memory import give_back
+from moetool.runtime.returned_memory import release_pages
 
 IDLE_FORWARDS = 256
 """Forwards without use by running requests after which pages are returned."""
@@ -15,9 +15,9 @@ _STEPS = 16
 class GrowingPages:
     """Holds back sectors of transformers' paged cache until requests need them; its address space covers all.
 
-    Pages of earlier prompts are evicted before the cache grows. Where a prompt had pages that were evicted, the cache
-    grows by as many, and keeps half of them every eight `IDLE_FORWARDS`. Otherwise it shrinks to what running requests
-    needed in the last `IDLE_FORWARDS` forwards. The memory of sectors that are held back is the system's.
+    Pages of earlier prompts are evicted before the cache grows. If a prompt needs evicted pages again, the cache grows
+    by as many; half of this growth is undone every eight `IDLE_FORWARDS`. Otherwise it shrinks to what running requests
+    needed in the last `IDLE_FORWARDS` forwards. The system has the memory of held-back sectors.
 
     Args:
         cache: on a CPU, with one kind of layers.
@@ -84,7 +84,7 @@ class GrowingPages:
         self._held += newly
         size, memory = self._cache.bytes_per_sector, self._cache.cache_tensor
         for first, end in _runs(newly):
-            give_back(memory[first * size : end * size])
+            release_pages(memory[first * size : end * size])
 
     def _make_room(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Replacement of `PagedAttentionCache.can_store_request_tokens` that may grow the cache."""

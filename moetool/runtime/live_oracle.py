@@ -259,10 +259,10 @@ class LiveOracle:
                 _LOG.warning("the server's policy was not compared with others this time: %s", error)
                 continue
             if self._latest is not None:
-                _LOG.info("hits of the last %d forwards: %s", self._latest["forwards"], spelled(self._latest))
+                _LOG.info("hits of the last %d forwards: %s", self._latest["forwards"], format_comparison(self._latest))
 
 
-def spelled(compared: Mapping[str, Any]) -> str:
+def format_comparison(compared: Mapping[str, Any]) -> str:
     """A comparison in a line: hits, and loads per needed expert."""
     found = {**compared, **compared.get("candidates", {})}
     rows = {row.get("policy", name): row for name, row in found.items() if isinstance(row, dict) and "loads" in row}

@@ -1,10 +1,10 @@
 """Joint forwards of several requests with separate caches, which meet at some of the model's modules.
 
-Every forward has its own thread, and one runs at a time. It waits at each module where all meet; when all have arrived,
-the thread of `Meeting.run` calls the module once with the concatenated tokens of all.
+Every forward has its own thread, and one runs at a time. It waits at each module where forwards meet. When all have
+arrived, the thread of `Meeting.run` calls the module once with the concatenated tokens.
 
-The threads are kept between runs, because OpenMP builds a team of compute threads for each. So N requests hold up to N
-+ 1 teams, all but one of them idle. A single team would restrict each forward, and its attention, to one compute
+The threads are kept between runs, because OpenMP builds a team of compute threads for each. So N requests hold up to
+N + 1 teams, of which one works at a time. With a single team each forward, attention included, would have one compute
 thread.
 """
 
@@ -29,7 +29,7 @@ class Meeting:
     """
 
     def __init__(self, model: Any) -> None:
-        self._local = threading.local()  # forward: that of a thread
+        self._local = threading.local()  # its `forward` is the thread's
         self._threads: list[_Forward] = []
         self._modules = _meeting_points(model)
 
@@ -214,16 +214,16 @@ def _call(module: Any, forwards: Sequence[_Forward]) -> None:
     calls = [{**dict(enumerate(call[1])), **call[2]} for forward in forwards if (call := forward.call) is not None]
     names = list(calls[0])
     if any(call.keys() != calls[0].keys() for call in calls):
-        raise _unlike(module, "different arguments", [sorted(map(str, call)) for call in calls])
+        raise _mismatched_calls(module, "different arguments", [sorted(map(str, call)) for call in calls])
     values = {name: [call[name] for call in calls] for name in names}
     tensors = [name for name in names if all(isinstance(value, torch.Tensor) and value.ndim for value in values[name])]
     sizes: list[int] = []
     for name in names:
         if name not in tensors:
             if not all(_same(values[name][0], value) for value in values[name]):
-                raise _unlike(module, f"different {name}", values[name])
+                raise _mismatched_calls(module, f"different {name}", values[name])
             continue
-        # Hidden states are [1, T, D] or [T, D], choices [T, K]; token ids come alone, or under their name, as [1, T].
+        # Hidden states are [1, T, D] or [T, D], choices [T, K]; token ids, alone or by keyword, are [1, T].
         ids = name == "input_ids" or (len(tensors) == 1 and not values[name][0].is_floating_point())
         dim = 1 if ids or values[name][0].ndim == 3 else 0
         found = [value.shape[dim] for value in values[name]]
@@ -231,7 +231,7 @@ def _call(module: Any, forwards: Sequence[_Forward]) -> None:
         if found == sizes:
             values[name] = [torch.cat(values[name], dim=dim)]
         elif any(value is not values[name][0] for value in values[name]):
-            raise _unlike(module, f"different {name}", values[name])
+            raise _mismatched_calls(module, f"different {name}", values[name])
     args = tuple(values[name][0] for name in names if isinstance(name, int))
     kwargs = {name: values[name][0] for name in names if isinstance(name, str)}
     with torch.inference_mode():
@@ -248,13 +248,16 @@ def _same(value: Any, other: Any) -> bool:
     return not any(isinstance(part, torch.Tensor) for part in parts) and bool(value == other)
 
 
-def _unlike(module: Any, what: str, values: Sequence[Any]) -> UsageError:
+def _mismatched_calls(module: Any, difference: str, values: Sequence[Any]) -> UsageError:
     kind = type(module).__bases__[0].__name__
-    found = " and ".join(dict.fromkeys(_shown(value) for value in values))
-    return UsageError(f"{kind} cannot run for several requests at once: {what}: {found}. Set max_requests to 1")
+    found = " and ".join(dict.fromkeys(_describe(value) for value in values))
+    return UsageError(
+        f"{kind} cannot run for several requests at once, because the calls have {difference} ({found}); set "
+        "max_requests to 1"
+    )
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)[:60].replace("\n", " ")
 
 

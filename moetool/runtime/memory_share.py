@@ -16,7 +16,7 @@ class MemoryShare:
     """Numbers of expert slots that a forward borrows for activations, and the KV cache for its growth.
 
     A forward of up to `first_chunk` tokens borrows nothing; a longer one borrows in sixteenths of `most_slots`.
-    One that cannot be cut into chunks, as where a prompt is scored, borrows more than a whole chunk.
+    A forward that cannot be split, such as a scored prompt, borrows more than a full chunk.
 
     Attributes:
         most_slots: slots that a full chunk borrows.

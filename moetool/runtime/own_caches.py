@@ -38,7 +38,7 @@ def own_cache(config: Any) -> bool:
     return family is not None and bool(family.own_cache)
 
 
-def goes_on(config: Any) -> bool:
+def resumes_cache(config: Any) -> bool:
     """Whether a cache of the family's own can take the next turn of a chat, by its text config."""
     family = families.known(config.model_type)
     return family is not None and family.goes_on
@@ -62,8 +62,8 @@ def open_batcher(
             max_requests=max_requests,
             kv_tokens=kv_tokens,
             max_batch_tokens=max_batch_tokens,
-            prefix_caching=prefix_caching and goes_on(model.config.get_text_config()),
-            max_prompt_wait_s=max_prompt_wait_s if goes_on(model.config.get_text_config()) else 0.0,
+            prefix_caching=prefix_caching and resumes_cache(model.config.get_text_config()),
+            max_prompt_wait_s=max_prompt_wait_s if resumes_cache(model.config.get_text_config()) else 0.0,
         )
     return Batcher(
         model,
@@ -118,7 +118,7 @@ class OwnCaches:
         max_batch_tokens: most tokens of one forward, unless a single prompt has more.
         prefix_caching: keep the cache of the request that ended last while there is room, for a prompt that begins
             with all of its tokens.
-        max_prompt_wait_s: as for `Batcher`, for families whose caches take several tokens at once (`goes_on`).
+        max_prompt_wait_s: as for `Batcher`, for families whose caches take several tokens at once (`resumes_cache`).
 
     Attributes:
         kv_bytes: upper bound of the caches' bytes; they grow with the requests.

@@ -30,7 +30,7 @@ from moetool.models.spec import MoeLayer
 from moetool.runtime.paged_attention import Unwritten
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_CLOSE = 0.02  # tolerance of the summation order in half precision, relative to the largest logit
+_CLOSE = 0.02  # tolerance relative to the largest logit: half precision depends on the summation order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,13 @@ def decoder_layers(model: Any, layers: list[MoeLayer]) -> list[DecoderLayer]:
         whole, block = modules[match[1]], match[2]
         parts = {name for name, _ in whole.named_children()}
         if parts != {*_NORMS, "self_attn", block}:
-            raise unusual(model, f"layer {layer.layer_id} consists of {', '.join(sorted(parts))}")
+            raise unsupported_layers(model, f"layer {layer.layer_id} consists of {', '.join(sorted(parts))}")
         if layer.form.call not in (Call.INTERFACE, Call.EXPERTS):
-            raise unusual(model, "its experts are not called with indices and weights")
+            raise unsupported_layers(model, "its experts are not called with indices and weights")
         if found and layer.layer_id != found[-1].layer.layer_id + 1:
-            raise unusual(model, f"layers {found[-1].layer.layer_id} and {layer.layer_id} are not consecutive")
+            raise unsupported_layers(
+                model, f"layers {found[-1].layer.layer_id} and {layer.layer_id} are not consecutive"
+            )
         found.append(
             DecoderLayer(
                 layer=layer,
@@ -80,7 +82,7 @@ def decoder_layers(model: Any, layers: list[MoeLayer]) -> list[DecoderLayer]:
     return found
 
 
-def unusual(model: Any, why: str) -> UsageError:
+def unsupported_layers(model: Any, why: str) -> UsageError:
     """The error for a model whose layers are not of the usual shape."""
     name = model.config.get_text_config().model_type
     return UsageError(
@@ -91,7 +93,7 @@ def unusual(model: Any, why: str) -> UsageError:
 
 
 class PartialForward:
-    """Hooks on a model's layers that keep the inputs of a partial forward.
+    """Run partial forwards from inputs that hooks on the model's layers keep.
 
     Effects: adds hooks, which `close` removes.
 
@@ -137,11 +139,11 @@ class PartialForward:
             output = part.layer.router.forward(seen.reshape(-1, seen.shape[-1]))
         return read_logits(part.layer, output, self._family)
 
-    def _require_true(self, model: Any, said: list[torch.Tensor]) -> None:
+    def _require_equal_logits(self, model: Any, partial_logits: list[torch.Tensor]) -> None:
         """Run a few tokens and compare the partial forward's logits with the routers'.
 
         Args:
-            said: logits of each layer but the first, filled during the run.
+            partial_logits: filled during the run with the logits of each layer except the first.
 
         Raises:
             UsageError: they differ.
@@ -161,13 +163,13 @@ class PartialForward:
             with torch.inference_mode():
                 model(input_ids=torch.arange(min(8, vocabulary), device=model.device)[None], use_cache=False)
         except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
-            raise unusual(model, f"its layers take other arguments ({error})") from error
+            raise unsupported_layers(model, f"its layers take other arguments ({error})") from error
         finally:
             for handle in hooks:
                 handle.remove()
-        for part, logits_TE, true_TE in zip(self._layers[1:], said, true, strict=True):
+        for part, logits_TE, true_TE in zip(self._layers[1:], partial_logits, true, strict=True):
             if not torch.allclose(logits_TE.float(), true_TE, rtol=0, atol=_CLOSE * float(true_TE.abs().max())):
-                raise unusual(model, f"layer {part.layer.layer_id} has other logits in a partial forward")
+                raise unsupported_layers(model, f"layer {part.layer.layer_id} has other logits in a partial forward")
 
     def _on_block_norm(self, module: Any, args: tuple[Any, ...]) -> None:
         self._residual = args[0]

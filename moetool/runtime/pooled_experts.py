@@ -16,7 +16,7 @@ from moetool.models.loading import LoadedModel
 from moetool.models.packed_parts import PackedPart, packed_parts
 from moetool.models.slot_unpacking import SlotUnpacking
 from moetool.models.spec import MoeLayer
-from moetool.runtime.copies import sent
+from moetool.runtime.copies import to_device
 from moetool.runtime.expert_store import ExpertStore
 from moetool.runtime.host_compute import HostCompute
 from moetool.runtime.slot_backends import find_multiply, find_multiply_packed
@@ -322,7 +322,7 @@ class PooledExperts:
         numbers = [-1] * self._num_experts
         for expert, slot in slots.items():
             numbers[expert] = slot
-        return sent(numbers, self._device)
+        return to_device(numbers, self._device)
 
 
 def _bias(part: torch.Tensor | PackedPart) -> torch.Tensor:

@@ -92,7 +92,7 @@ class PrefixPages:
 
 
 class _Ledger(BlockLedger):
-    """transformers' account of pages; knows in which order the unused ones were used last, and `most` evicted ones."""
+    """transformers' page ledger, with the LRU order of unused pages and the hashes of up to `most` evicted ones."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Ledger(BlockLedger):
         return victims
 
     def recognized(self, prompt: list[int], page: int) -> int:
-        """Evicted pages of `page` tokens with which the prompt goes on after those that are there; told once."""
+        """Count evicted pages of `page` tokens that continue the prompt's cached pages, each page once."""
         found, last = 0, None
         for start in range(0, len(prompt) - page, page):
             last = compute_block_hash(last, prompt[start : start + page])

@@ -85,7 +85,7 @@ class GateRecorder:
             self._beside.close()
 
     def begin_batch(self) -> None:
-        """Drop earlier forwards."""
+        """Reset the assumed residents of column `resident`."""
         if self._beside is not None:
             self._beside.begin()
 

@@ -2,7 +2,7 @@
 
 A second, smaller forward runs at every MoE layer but the first (`moetool.runtime.partial_forward`). In addition:
 
-- This module, not a serving cache, decides which experts are resident: in each layer the most recently used ones, up to
+- This module decides which experts are resident, not a serving cache: in each layer the most recently used ones, up to
   `share`. A batch starts with the layer's first experts, so that rows depend on their batch alone. Within a forward,
   experts are ordered by their number of tokens, the most used last, then by id.
 - Omitted experts get weight 0, so recording costs about a second forward; a server's cost falls with the number of
@@ -48,8 +48,8 @@ class ResidentForward(PartialForward):
                 "another order; capture without --device-memory, or leave resident out of --keep"
             )
         super().__init__(model, layers)
-        said: list[torch.Tensor] = []
-        self._on_logits: Callable[[torch.Tensor], None] = said.append
+        partial_logits: list[torch.Tensor] = []
+        self._on_logits: Callable[[torch.Tensor], None] = partial_logits.append
         self._kept_L = tuple(layer.num_experts for layer in layers)
         self._used_L: list[list[int]] = []  # residents of each layer, most recently used last
         self._here_L: list[torch.Tensor | None] = [None] * len(layers)  # residents when the router chose
@@ -59,7 +59,7 @@ class ResidentForward(PartialForward):
                 self._handles.append(part.attention.register_forward_pre_hook(self._on_attention(i), with_kwargs=True))
         try:
             self.begin()
-            self._require_true(model, said)
+            self._require_equal_logits(model, partial_logits)
         except BaseException:
             self.close()
             raise
@@ -86,7 +86,7 @@ class ResidentForward(PartialForward):
         return hook
 
     def _use(self, i: int, index_TK: torch.Tensor) -> None:
-        """Residents after an event."""
+        """Update the residents of a layer after an event."""
         tokens_E = torch.bincount(index_TK.reshape(-1).cpu()).tolist()
         needed = sorted((e for e, tokens in enumerate(tokens_E) if tokens), key=lambda e: (tokens_E[e], -e))
         rest = set(needed)

@@ -69,22 +69,22 @@ class ResidentLook(PartialForward):
         for part in self._layers:
             self._handles.append(part.attention.register_forward_pre_hook(self._on_attention, with_kwargs=True))
 
-    def require_true(self, model: Any) -> None:
-        """Test it with experts that return their input; `model` must call them already.
+    def require_equal_logits(self, model: Any) -> None:
+        """Check the partial forward with experts that return their input; `model` must call them already.
 
         Raises:
             UsageError: the partial forward and the routers give different logits.
         """
-        said: list[torch.Tensor] = []
+        partial_logits: list[torch.Tensor] = []
 
-        def give_back(hidden_TD: torch.Tensor) -> torch.Tensor:
-            if not is_beside() and len(said) < len(self._layers) - 1:
-                said.append(self._logits(len(said)).to(hidden_TD.device))
+        def identity(hidden_TD: torch.Tensor) -> torch.Tensor:
+            if not is_beside() and len(partial_logits) < len(self._layers) - 1:
+                partial_logits.append(self._logits(len(partial_logits)).to(hidden_TD.device))
             return hidden_TD
 
-        self.aside = give_back
+        self.aside = identity
         try:
-            self._require_true(model, said)
+            self._require_equal_logits(model, partial_logits)
         finally:
             self.aside = None
 

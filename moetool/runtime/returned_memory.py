@@ -17,7 +17,7 @@ _LARGE = 2 << 20
 _KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
-def give_back(memory: torch.Tensor) -> None:
+def release_pages(memory: torch.Tensor) -> None:
     """Return the whole pages inside a tensor on the CPU; they hold zeros when they are next touched."""
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (memory.data_ptr() + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -28,9 +28,9 @@ def give_back(memory: torch.Tensor) -> None:
 def return_freed_memory() -> None:
     """Have the C library return blocks of `_LARGE` bytes and more as soon as they are freed, from now on.
 
-    By default it keeps freed activations of up to 32 MB for later, which a bound on resident memory does not allow. For
-    the same reason oneDNN keeps 128 compiled products in place of 1,024, unless it has computed one already or the
-    environment says otherwise: each number of rows has its own, of about 150 kB.
+    By default it keeps freed activations of up to 32 MB for later, which a limit on resident memory does not allow. For
+    the same reason oneDNN caches 128 compiled products instead of 1,024, of about 150 kB each. This has no effect if
+    oneDNN has computed a product already, or if the environment sets another number.
     """
     os.environ.setdefault(_KEPT_PRODUCTS, "128")
     library = _library()
@@ -46,7 +46,7 @@ def trim_heap() -> None:
 
 
 class UntouchedZeros(TorchFunctionMode):
-    """Has `torch.zeros` of large bytes on the CPU take pages that hold zeros already, without touching them."""
+    """Let `torch.zeros` of many bytes on the CPU use fresh zero pages, without touching them."""
 
     def __torch_function__(
         self,

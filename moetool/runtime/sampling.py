@@ -1,7 +1,7 @@
 """Sample tokens inside transformers' continuous batching: constraints, penalties, sampling and log-probabilities.
 
-The manager samples with one seed for all requests. So it takes the argmax, and this processor makes the argmax a sample
-by the Gumbel-max rule. The noise depends only on a request's seed and the token's position: the text is the same alone
+The manager samples with one seed for all requests. So it runs greedily, and this processor makes the argmax a sample by
+the Gumbel-max rule. The noise depends only on a request's seed and the token's position: the text is the same alone
 and in any batch.
 
 The order is vLLM's: grammar, logit bias, penalties, temperature, min_p, top_k, top_p.
@@ -23,7 +23,7 @@ NOT_NUMBERS = (
 )
 """Error of a request whose next token cannot be sampled."""
 NO_TOKEN_LEFT = "no token is left to sample: grammar and logit_bias together exclude all of them"
-"""The same, if the model's scores are finite."""
+"""Error of a request without an allowed token."""
 
 _COLDEST = 1e-5
 """At and below this temperature the most likely token is almost certain, and division may overflow."""
@@ -112,7 +112,7 @@ class Sampler:
         return TokenLogprob(float(choice.logprobs_V[token]), top)
 
     def broken(self, request: str) -> str:
-        """Why its newest token is invalid; empty if it is valid."""
+        """Return why the newest token of a request is invalid; empty if it is valid."""
         for verdicts in self._verdicts:
             verdicts.tell()
         self._verdicts.clear()
@@ -186,7 +186,7 @@ class Sampler:
                 int32_tensor.zero_()
 
             def prepare_tensor_args(self, requests_with_new_token: Any) -> Tensor:
-                # The parameters stay here; this call only tells the rows' requests.
+                # Only the order of the requests is needed: the sampler has their parameters.
                 self.requests = [future.state.request_id for future in requests_with_new_token]
                 return torch.zeros(len(self.requests), dtype=torch.int32)
 

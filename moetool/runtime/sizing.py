@@ -15,6 +15,7 @@ MOST_KV_TOKENS = 65_536
 MOST_CHUNK = 8192
 """Most prompt tokens of one forward; longer prompts take several."""
 LEAST_CHUNK = 256
+"""Prompt tokens of one forward that always have memory."""
 _SHARE = 16  # 1/16 of the memory for experts goes to activations
 
 
@@ -67,8 +68,8 @@ class MemorySplit:
 def divide(model: Footprint, memory_bytes: int, *, kv_tokens: int, chunk_tokens: int | None = None) -> MemorySplit:
     """Divide memory between activations, a KV cache of given size and expert slots.
 
-    Activations of `LEAST_CHUNK` tokens come first. Beyond them they get a fixed share of the rest, up to `MOST_CHUNK`,
-    while experts lack slots.
+    Activations of `LEAST_CHUNK` tokens come first. If experts lack slots, longer chunks get a fixed share of the rest,
+    up to `MOST_CHUNK` tokens.
 
     Args:
         memory_bytes: for weights, activations, KV cache and slots together.
@@ -94,7 +95,7 @@ def divide(model: Footprint, memory_bytes: int, *, kv_tokens: int, chunk_tokens:
         most = min(MOST_CHUNK, kv)
         more = max(0, min(most - chunk, left // _SHARE // model.token_bytes))
         chunk, left = chunk + more, left - more * model.token_bytes
-        why["chunk_tokens"] = _said("whole prompts", chunk >= most, more)
+        why["chunk_tokens"] = _size_reason("whole prompts", chunk >= most, more)
     slots = min(model.num_experts, model.min_slots + left // model.slot_bytes)
     left -= (slots - model.min_slots) * model.slot_bytes
     why["slots"] = (
@@ -111,7 +112,7 @@ def with_rest(model: Footprint, split: MemorySplit) -> MemorySplit:
     return replace(split, kv_tokens=split.kv_tokens + more, unused_bytes=split.unused_bytes - more * kv_token_bytes)
 
 
-def _said(everything: str, complete: bool, more: int) -> str:
+def _size_reason(everything: str, complete: bool, more: int) -> str:
     """Reason for the size of a part."""
     if complete:
         return everything

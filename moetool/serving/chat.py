@@ -55,9 +55,8 @@ class Conversation:
         """
         turn = {"role": "user", "content": text}
         if not self._by_prompt:
-            said = [*self.messages, turn]
             try:
-                answer = yield from self._stream("/chat/completions", {"messages": said})
+                answer = yield from self._stream("/chat/completions", {"messages": [*self.messages, turn]})
             except ServerRefused as refused:
                 if self.messages or "chat template" not in str(refused):
                     raise
@@ -90,6 +89,7 @@ class Conversation:
         raise MoetoolError("the server's answer ended in the middle")
 
     def first_model(self) -> str:
+        """Return the name of the server's first model. Raises: MoetoolError: it serves none, or does not answer."""
         with self._request("GET", "/models") as response:
             found: Sequence[Any] = json.loads(response.read())["data"]
         if not found:
@@ -127,7 +127,7 @@ class ServerRefused(MoetoolError):
         self.status = status
 
     @property
-    def may_go_on(self) -> bool:
+    def is_recoverable(self) -> bool:
         """Whether another turn, or the same one later, may succeed."""
         return self.status in (400, 408, 413, 429, 503)
 

@@ -32,19 +32,19 @@ _LINGER_S = 1.0
 _MAX_LINGERING = 128
 
 
-def room_for(connections: int) -> int:
+def affordable_connections(most: int) -> int:
     """Return the number of connections that this process can open, at most `most`.
 
     Effects: raises the process's limit of open files as far as permitted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + ACCEPTED_AT_ONCE + _OTHER_FILES
+    wanted = most + ACCEPTED_AT_ONCE + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
-        return connections
-    return max(1, min(connections, soft - ACCEPTED_AT_ONCE - _OTHER_FILES))
+        return most
+    return max(1, min(most, soft - ACCEPTED_AT_ONCE - _OTHER_FILES))
 
 
 class Connections:
@@ -80,18 +80,18 @@ class Connections:
                 return False
             self._displaced += 1
             self.leave(oldest)
-            oldest.part()
+            oldest.close_idle()
         self._open.add(connection)
-        self.waits(connection)
+        self.mark_idle(connection)
         return True
 
-    def waits(self, connection: "HttpConnection") -> None:
+    def mark_idle(self, connection: "HttpConnection") -> None:
         """Mark a connection as idle."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = time.monotonic()
 
-    def works(self, connection: "HttpConnection") -> None:
+    def mark_busy(self, connection: "HttpConnection") -> None:
         """Mark a connection as busy."""
         self._waiting.pop(connection, None)
 
@@ -162,7 +162,7 @@ class HttpConnection(H11Protocol):
             super().data_received(data[start : start + MAX_HEAD_BYTES])
             if self._dismissed:
                 return
-        self._see_whether_busy()
+        self._update_busy()
         if not self._busy and self._head_timer is None:
             # Bytes without a request yet, or the rest of an unwanted body.
             self._head_timer = self.loop.call_later(self.shared.options.head_timeout_s, self._head_is_late)
@@ -172,9 +172,9 @@ class HttpConnection(H11Protocol):
         if self.transport.get_write_buffer_size():
             # The client must read the last bytes in time, whether the connection is kept or closed.
             self._watch_reader()
-        self._see_whether_busy()
+        self._update_busy()
         if not self._busy:
-            self.shared.waits(self)
+            self.shared.mark_idle(self)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that h11 cannot parse; called in its exception handler."""
@@ -194,7 +194,7 @@ class HttpConnection(H11Protocol):
                 self._dismiss(400, f"not an HTTP/1.1 request: {_readable(error)}")
 
     def timeout_keep_alive_handler(self) -> None:
-        self.part()
+        self.close_idle()
 
     def shutdown(self) -> None:
         with contextlib.suppress(h11.LocalProtocolError):  # a dismissed connection has no answer to finish
@@ -210,16 +210,16 @@ class HttpConnection(H11Protocol):
             self.send_timer.cancel()
             self.send_timer = None
 
-    def part(self) -> None:
+    def close_idle(self) -> None:
         """Close a connection that has no request."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # `close` would wait for a client that does not read
         else:
             self.transport.close()
 
-    def _see_whether_busy(self) -> None:
+    def _update_busy(self) -> None:
         if self._busy:
-            self.shared.works(self)
+            self.shared.mark_busy(self)
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
@@ -229,7 +229,7 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state is h11.IDLE:
             self._dismiss(408, f"the request header did not arrive within {self.shared.options.head_timeout_s:g} s")
         else:
-            self.part()
+            self.close_idle()
 
     def _watch_reader(self) -> None:
         if self.send_timer is not None:

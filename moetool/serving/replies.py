@@ -61,11 +61,11 @@ class Reply(ABC):
 
     @abstractmethod
     def prelude(self, index: int) -> TextPiece:
-        """Yield events before the first generated piece of a choice."""
+        """Return the text before the first generated piece of a choice, such as an echoed prompt."""
 
     @abstractmethod
     def opening(self, index: int) -> list[Json]:
-        """Yield events before the first generated piece of a choice."""
+        """Return the chunks before the first generated piece of a choice."""
 
     @abstractmethod
     def choice(self, index: int, piece: TextPiece) -> Json:
@@ -73,7 +73,7 @@ class Reply(ABC):
 
     @abstractmethod
     def deltas(self, index: int, piece: TextPiece) -> list[Json]:
-        """Yield the chunks of a choice's next piece."""
+        """Return the chunks of a choice's next piece."""
 
 
 class CompletionReply(Reply):

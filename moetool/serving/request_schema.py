@@ -258,11 +258,11 @@ class ChatMessage(_Body):
     function_call: Annotated[Any, _Only()] = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _require_content(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ValueError("a message needs content, or tool_calls of the assistant")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are the assistant's")
+            raise ValueError("only messages of the assistant may have tool_calls")
         return self
 
 

@@ -17,13 +17,13 @@ from moetool.serving.request_schema import GenerationRequest
 
 def extend(answer: dict[str, Any], exchange: Exchange, body: GenerationRequest) -> dict[str, Any]:
     """Add the requested token ids and experts to an answer; return the answer."""
-    for said, job, choice in zip(answer["choices"], exchange.jobs, exchange.choices, strict=True):
+    for entry, job, choice in zip(answer["choices"], exchange.jobs, exchange.choices, strict=True):
         if body.return_token_ids:
-            said |= {"token_ids": choice.tokens, "prompt_token_ids": job.prompt}
+            entry |= {"token_ids": choice.tokens, "prompt_token_ids": job.prompt}
         if body.return_routed_experts:
             experts_THK = np.concatenate(choice.experts) if choice.experts else None
-            said["routed_experts"] = None if experts_THK is None else _npy(experts_THK)
-            if experts_THK is not None and said is answer["choices"][0]:
+            entry["routed_experts"] = None if experts_THK is None else _npy(experts_THK)
+            if experts_THK is not None and entry is answer["choices"][0]:
                 answer["sglext"] = {"routed_experts": base64.b64encode(experts_THK.astype("<i4").tobytes()).decode()}
     return answer
 

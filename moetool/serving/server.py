@@ -21,7 +21,7 @@ from moetool.errors import MoetoolError, UsageError
 from moetool.request import EngineLike
 from moetool.serving.access import AccessRecord
 from moetool.serving.api import create_app
-from moetool.serving.connections import ACCEPTED_AT_ONCE, Connections, HttpConnection, room_for
+from moetool.serving.connections import ACCEPTED_AT_ONCE, Connections, HttpConnection, affordable_connections
 from moetool.serving.generation import Frontend
 from moetool.serving.server_options import ServerOptions
 
@@ -152,7 +152,7 @@ class HttpServer(uvicorn.Server):
         options = options or ServerOptions()
         tls = tls_context(options)
         self._log = _AccessLog(options.access_log)
-        most = room_for(options.max_connections)
+        most = affordable_connections(options.max_connections)
         if most < options.max_connections:
             _narrate(
                 f"warning: this process may have too few open files for more than {most} connections; see ulimit -n"

@@ -110,7 +110,9 @@ def plan_alpha(
     serve, options = serve or ServeOptions(), options or AlphaOptions()
     parse_devices(serve.device, serve.devices)
     if serve.devices != 1:
-        raise UsageError(f"devices is {serve.devices}: alpha is measured on one; leave it out here, not in serve")
+        raise UsageError(
+            f"alpha is measured on one device, but devices is {serve.devices}; give devices to 'moetool serve' only"
+        )
     checkpoint = Checkpoint.open(model)
     tokenizer = checkpoint.tokenizer
     ids = [tokenizer(text)["input_ids"][: options.tokens] for text in texts]

@@ -20,8 +20,8 @@ from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import repeated
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
-from moetool.tuning.policy_tuning import PolicySetup, as_it_comes, divide, tune
-from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup, untold
+from moetool.tuning.policy_tuning import PolicySetup, divide, tune, untuned_setup
+from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup, ignore_progress
 from moetool.types import ModelSpec
 
 _BOUND = "belady"
@@ -137,7 +137,7 @@ class CacheSearch:
     pool: str = "auto"
     tuned: bool = False
     seed: int = 0
-    on_progress: Callable[[str, int, int], None] = untold
+    on_progress: Callable[[str, int, int], None] = ignore_progress
 
 
 ALL_CANDIDATES = CacheSearch()
@@ -196,7 +196,7 @@ def plan_cache(
             saved = f"{predictor.predictor_bytes:,} bytes"
             left_out["the predictor"] = f"which saves less than its {saved} do as expert slots"
     candidates.winners([*budgets, budget])  # reads the trace once for all of them
-    plain = as_it_comes(candidates, budget)
+    plain = untuned_setup(candidates, budget)
     divided = divide(candidates, budget, plain, search.pool)
     chosen = tune(candidates, budget, divided) if search.tuned else divided
     (evidence,) = candidates.rows([budget], held_out, _BOUND)

@@ -62,7 +62,6 @@ def best(rows: Sequence[ReplayRow]) -> ReplayRow:
     """Return the best row: by time per output token, or without a timeline by bytes per decode token.
 
     Ties are broken by total bytes, then by the smallest pool.
-
     """
 
     def cost(row: ReplayRow) -> tuple[float, float, int, int]:

@@ -47,7 +47,7 @@ def doctor(folder: Path = Path(), file_bytes: int = 128 * 10**6) -> list[Machine
     Effects: takes a few seconds; removes the file.
     """
     machine = read_machine()
-    looks: list[Callable[[], MachineCheck | tuple[MachineCheck, ...]]] = [
+    checks: list[Callable[[], MachineCheck | tuple[MachineCheck, ...]]] = [
         lambda: _cpu(machine),
         lambda: _memory(),
         lambda: bfloat16_units(machine),
@@ -59,8 +59,8 @@ def doctor(folder: Path = Path(), file_bytes: int = 128 * 10**6) -> list[Machine
         lambda: libraries(machine),
     ]
     findings: list[MachineCheck] = []
-    for look in looks:
-        found = look()
+    for check in checks:
+        found = check()
         findings += found if isinstance(found, tuple) else (found,)
     return findings
 

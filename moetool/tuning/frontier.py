@@ -64,9 +64,9 @@ def frontier(
         if budget != chosen:
             by_policy.setdefault(row.policy, []).append(budget)
     shown = {chosen: chosen_held_out}
-    for policy, its in by_policy.items():
-        rooms = [candidates.for_experts(policy, budget) for budget in its]
-        shown |= zip(its, candidates.replay([policy], rooms, candidates.held_out), strict=True)
+    for policy, won in by_policy.items():
+        rooms = [candidates.for_experts(policy, budget) for budget in won]
+        shown |= zip(won, candidates.replay([policy], rooms, candidates.held_out), strict=True)
     return [
         Point(
             device_memory_bytes=device_bytes(budget),

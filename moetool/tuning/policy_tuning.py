@@ -54,14 +54,14 @@ class PolicySetup:
         return row
 
 
-def as_it_comes(candidates: Candidates, budget_bytes: int) -> PolicySetup:
+def untuned_setup(candidates: Candidates, budget_bytes: int) -> PolicySetup:
     """Return the best candidate for a budget, with its given options."""
     row = candidates.winners([budget_bytes])[budget_bytes]
     return PolicySetup(options=dict(candidates.options.get(row.policy, {})), row=row)
 
 
 def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: str = "auto") -> PolicySetup:
-    """Return the best form of the pool with its best candidate; `base` (of `as_it_comes`) if none is better.
+    """Return the best form of the pool with its best candidate; `base` (of `untuned_setup`) if none is better.
 
     Predicting candidates keep one pool, unless they are the best in it. With fewer than two slots per layer, only one
     pool is tried.
@@ -103,7 +103,7 @@ def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, p
 
 
 def tune(candidates: Candidates, budget_bytes: int, base: PolicySetup) -> PolicySetup:
-    """Return the best setup found from `base` (of `as_it_comes`) on the choosing requests.
+    """Return the best setup found from `base` (of `untuned_setup`) on the choosing requests.
 
     The search varies one axis after the other and keeps improvements. Axes are: prefetch distances from 1 to 4 layers,
     for candidates with such an option left at its default, within the trace's reach; the most used experts pinned in an
@@ -153,7 +153,7 @@ def _may_choose_distance(candidates: Candidates, name: str) -> bool:
 
 
 def _pinning(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
-    """Yield the base with more pinned experts, within the policy's slots; none with slots per layer."""
+    """Return the base with more pinned experts, within the policy's slots; none with slots per layer."""
     if base.layer_slots:
         return []
     spec, name = candidates.spec, base.row.policy
@@ -169,7 +169,7 @@ def _pinning(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
 
 
 def _limited(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
-    """Yield the base with limits of prefetching, if it prefetches."""
+    """Return the base with limits of prefetching, if it prefetches."""
     if not base.distance:
         return []
     spec = candidates.spec

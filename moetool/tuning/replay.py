@@ -35,7 +35,7 @@ POOL_UNITS = ("auto", "slots", "bytes")
 DEFAULT_MACHINE = TimelineOptions()
 
 
-def untold(what: str, done: int, total: int) -> None:
+def ignore_progress(what: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
@@ -172,7 +172,7 @@ class ReplaySetup:
     devices: int = 1
     changes: Sequence[tuple[int, PolicyChoice]] = ()
     lent: Sequence[tuple[int, int]] = ()
-    on_progress: Callable[[str, int, int], None] = untold
+    on_progress: Callable[[str, int, int], None] = ignore_progress
 
 
 AS_RECORDED = ReplaySetup()

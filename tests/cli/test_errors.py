@@ -420,7 +420,7 @@ def test_recipes_are_written_as_the_command_line_is(run: Run, trace: Path, tmp_p
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("max-prompt = 3\n")
     capture = ("capture", "reference", "--data", "chat", "--out", tmp_path / "t", "--recipe", recipe)
-    _one_line(run(*capture), 2, "unknown flag of moetool capture", "did you mean 'max_prompts'?")
+    _one_line(run(*capture), 2, "unknown flag", "of moetool capture", "did you mean 'max_prompts'?")
     for name in ("set", "settings"):
         recipe.write_text(f'{name} = ["data.sed=1"]\n')
         _one_line(run(*capture), 2, "'sed'", "did you mean 'seed'?")

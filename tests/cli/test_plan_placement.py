@@ -103,7 +103,7 @@ def test_exports(run: Run, folder: Path, tmp_path: Path) -> None:
     [
         (["--planner", "unifrm"], 2, "did you mean 'uniform'"),
         (["--planner", "uniform", "--set", "starts=last"], 2, "unknown --set starts 'last'"),
-        (["--planner", "uniform", "--c-max", "3"], 2, "unknown option of planner uniform: 'c_max'"),
+        (["--planner", "uniform", "--c-max", "3"], 2, "unknown option 'c_max' of planner uniform"),
         (["--planner", "director", "--c-max", "2"], 4, "raise c_max"),
         (["--planner", "uniform", "--set", "seed=-1"], 2, "--set seed: found -1, expected a whole number, 0 or more"),
         (["--planner", "uniform", "--set", "value_bytes=0"], 2, "--set value_bytes: found 0, expected a whole number"),

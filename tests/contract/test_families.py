@@ -28,7 +28,7 @@ from moetool.runtime import decoding
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
-from moetool.runtime.own_caches import goes_on, open_batcher, own_cache
+from moetool.runtime.own_caches import open_batcher, own_cache, resumes_cache
 from moetool.runtime.recording import GateRecorder
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
@@ -216,7 +216,7 @@ def test_requests_get_the_tokens_of_generate(case: Case) -> None:
 def test_the_next_turn_of_a_chat_gets_the_tokens_of_generate(case: Case) -> None:
     """For families whose requests have their own caches; paged ones: tests/e2e/test_prefix_caching.py."""
     config = case.full.model.config.get_text_config()
-    if not (own_cache(config) and goes_on(config)):
+    if not (own_cache(config) and resumes_cache(config)):
         pytest.skip("paged, or its cache takes no second prompt")
     chat, more, params = TOKENS[0].tolist(), TOKENS[0, 2:19].tolist(), SamplingParams(max_tokens=4, ignore_eos=True)
     batcher = open_batcher(case.full.model, max_requests=2, kv_tokens=128, prefix_caching=True)
@@ -237,7 +237,7 @@ def test_the_next_turn_of_a_chat_gets_the_tokens_of_generate(case: Case) -> None
 def test_a_prompt_in_chunks_gets_the_tokens_of_generate(case: Case) -> None:
     """For families whose requests have their own caches, while another request decodes."""
     config = case.full.model.config.get_text_config()
-    if not (own_cache(config) and goes_on(config)):
+    if not (own_cache(config) and resumes_cache(config)):
         pytest.skip("paged, or its cache takes no second prompt")
     text, params = TOKENS[0].repeat(3).tolist(), SamplingParams(max_tokens=6, ignore_eos=True)
     prompts = [text, text[::-1]]

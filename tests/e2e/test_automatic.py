@@ -40,7 +40,7 @@ def test_a_plans_settings_name_the_plan() -> None:
     values, planned = {"device": "cpu", "dtype": "float32", "kv_tokens": 512}, ["kv_tokens", "memory", "policy"]
     made = choose(Checkpoint.open("reference"), values, device_memory_bytes=40_000_000, policy="lru", planned=planned)
     why = {name: reason for name, _, reason in made.choices}
-    assert {why[name] for name in ("KV cache", "memory", "policy")} == {"the plan's"}
+    assert {why[name] for name in ("KV cache", "memory", "policy")} == {"from the plan"}
     assert why["device"] == why["dtype"] == "as set" != why["prefill chunk"]
 
 

@@ -142,7 +142,7 @@ def test_a_fresh_start_takes_no_memory_that_is_lent(full: Any, tokenizer: Any, m
         batcher.step()
         before = process.memory_info().rss
         assert batcher.borrowed_kv_tokens >= 800 and batcher.kv_bytes > 128 << 20
-        monkeypatch.setattr(growing_pages, "give_back", lambda memory: None)
+        monkeypatch.setattr(growing_pages, "release_pages", lambda memory: None)
         monkeypatch.setattr(batcher.processor, "prepare_next_batch", lambda: 1 // 0)
         assert run_all(batcher)[0][-1].finish == "error"
         assert batcher.borrowed_kv_tokens == 0

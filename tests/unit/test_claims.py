@@ -236,7 +236,7 @@ ceiling = { x = 1.5 }""",
 def test_invalid_recipes_are_refused() -> None:
     for change, message in (
         (("remote_share", "remote_shre"), "did you mean 'remote_share'"),
-        (("remote = [", "remot = ["), "option of test, Table I, remote_share"),
+        (("remote = [", "remot = ["), "of test, Table I, remote_share"),
         (("order =", "ordr ="), "check"),
         (("seeds = 1", "seeds = 0"), "seeds"),
         (("[paper]", "[paper"), "not valid TOML"),

@@ -8,7 +8,7 @@ import torch
 
 from moetool.errors import CapacityError, UsageError
 from moetool.models.loading import parse_device
-from moetool.runtime.copies import ALIGNMENT, CpuCopies, CudaCopies, cut, open_copies, stride_of
+from moetool.runtime.copies import ALIGNMENT, CpuCopies, CudaCopies, open_copies, slot_views, stride_of
 
 GPU = torch.device("cuda", 0)
 
@@ -132,7 +132,7 @@ def test_memory_that_is_not_there_is_refused() -> None:
 
 def test_slots_are_cut_at_equal_distances() -> None:
     assert [stride_of(n) for n in (1, 256, 257)] == [256, 256, 512]
-    slots = cut(CpuCopies().device_memory(3 * 512), 3, 300)
+    slots = slot_views(CpuCopies().device_memory(3 * 512), 3, 300)
     assert [slot.data_ptr() - slots[0].data_ptr() for slot in slots] == [0, 512, 1024]
     assert {slot.numel() for slot in slots} == {300}
 

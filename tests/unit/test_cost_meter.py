@@ -12,16 +12,16 @@ from tests.synthetic import make_spec
 def test_it_tells_of_averages_that_have_moved() -> None:
     meter = CostMeter(past=4)
     meter.loaded(2.0)
-    assert meter.news() is None  # nothing is known of the host
+    assert meter.changed_means() is None  # nothing is known of the host
     meter.hosted(1.0)
-    assert meter.news() == (2.0, 1.0)
+    assert meter.changed_means() == (2.0, 1.0)
     meter.loaded(2.2)
-    assert meter.news() is None  # 2.1: by a twentieth
+    assert meter.changed_means() is None  # 2.1: by a twentieth
     meter.loaded(4.0)
-    assert meter.news() == (pytest.approx(8.2 / 3), 1.0)
+    assert meter.changed_means() == (pytest.approx(8.2 / 3), 1.0)
     for _ in range(4):
         meter.loaded(1.0)
-    assert meter.news() == (1.0, 1.0)  # of the last four alone
+    assert meter.changed_means() == (1.0, 1.0)  # of the last four alone
     assert [meter.due() for _ in range(17)] == [True, *[False] * 15, True]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moetool.runtime.decode_attention import OneQuery, attend_one_query, find_kernel
+from moetool.runtime.decode_attention import OneQuery, attend_one_query, find_attention_kernel
 from moetool.runtime.paged_attention import SequenceEnds, paged_attention
 
 SLOTS = 300
@@ -71,8 +71,8 @@ def test_scores_far_apart_and_numbers_that_are_not_finite() -> None:
 
 
 def test_what_the_kernel_does_not_compute_is_left_to_torch() -> None:
-    assert find_kernel(2, 20) is None  # no whole vectors
-    assert find_kernel(2, 32) is not None
+    assert find_attention_kernel(2, 20) is None  # no whole vectors
+    assert find_attention_kernel(2, 32) is not None
 
 
 class _Allocator:

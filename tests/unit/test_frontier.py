@@ -14,7 +14,7 @@ from moetool.tables import count
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, best, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, least_budget
-from moetool.tuning.policy_tuning import PolicySetup, as_it_comes, tune
+from moetool.tuning.policy_tuning import PolicySetup, tune, untuned_setup
 from moetool.tuning.replay import ReplaySetup, decisions, replay
 from tests import traces
 from tests.plans import choose_cache
@@ -177,7 +177,7 @@ def _pinned_bytes(trace: Trace, plan: CachePlan, count: int) -> float:
 
 def test_tuning_is_no_worse_than_any_distance_or_limit_alone(trace: Trace, slow: Any) -> None:
     field = candidates(trace, names=["moe_infinity"], profile=slow)
-    setup = tune(field, 12_000, as_it_comes(field, 12_000))
+    setup = tune(field, 12_000, untuned_setup(field, 12_000))
     found = tpot_s(setup.row)
     assert found is not None
     for distance in (1, 2, 3):
@@ -203,7 +203,7 @@ def test_a_distance_that_was_given_stays(trace: Trace) -> None:
 def test_prefetching_that_costs_more_than_it_saves_is_limited(trace: Trace, tmp_path: Path) -> None:
     """A pool of four slots for tokens that need six experts, and a policy that prefetches all the same."""
     field = candidates(trace, names=["moe_infinity"])
-    setup = tune(field, 4_000, as_it_comes(field, 4_000))
+    setup = tune(field, 4_000, untuned_setup(field, 4_000))
     assert setup.limits == PrefetchLimits(forward_bytes=3_000)
     unlimited = replace(setup, limits=None).replay(field, field.used)
     assert touched_bytes(setup.row) < touched_bytes(unlimited)

@@ -16,7 +16,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.runtime.event_window import EventWindow
-from moetool.runtime.live_oracle import LiveOracle, OraclePolicies, spelled
+from moetool.runtime.live_oracle import LiveOracle, OraclePolicies, format_comparison
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic import make_forward, make_spec, random_stream, run_forwards
 
@@ -67,7 +67,7 @@ def test_the_second_half_is_compared_after_the_first_has_filled_the_pool() -> No
     assert found["lru"]["hit_rate"] == by_hand["lru"] and found["lfru"]["hit_rate"] == by_hand["lfru"]
     assert found["serving"] == {"policy": "lfu", "hit_rate": by_hand["lfu"], "loads": 1 - by_hand["lfu"]}
     assert found["belady"]["loads"] < min(found[name]["loads"] for name in ("lru", "lfru", "serving"))
-    assert f"lfu {by_hand['lfu']:.3f} (" in spelled(found) and "belady" in spelled(found)
+    assert f"lfu {by_hand['lfu']:.3f} (" in format_comparison(found) and "belady" in format_comparison(found)
 
 
 def test_a_plan_that_needs_more_than_experts_is_left_out() -> None:
@@ -171,7 +171,7 @@ def test_a_policy_that_loads_clearly_less_twice_takes_over_and_no_sooner() -> No
             if number in (40, 105):  # too few forwards, and few new ones
                 assert not chosen
             if number == 100:
-                assert "lfu by layer 0." in spelled(found)
+                assert "lfu by layer 0." in format_comparison(found)
                 assert found["serving"]["hit_rate"] == 0 and found["candidates"]["lru by layer"]["hit_rate"] > 0.4
     assert chosen == [PolicyChoice("lru", "layer")]
     assert max(hits[:200]) == 0 and min(hits[210:]) > 0.4

@@ -89,7 +89,7 @@ def test_flags_before_and_behind_the_command(
     ("arguments", "levels", "message"),
     [
         (["-v", "-q", "models"], "", "-v and -q contradict each other"),
-        (["models"], "inf", "unknown level in MOETOOL_LOG=inf: 'inf': did you mean 'info'"),
+        (["models"], "inf", "unknown level 'inf' of MOETOOL_LOG=inf: did you mean 'info'"),
     ],
 )
 def test_wrong_flags(

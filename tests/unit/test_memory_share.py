@@ -22,7 +22,7 @@ from moetool.runtime.assembly import ServeOptions
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
-from moetool.runtime.returned_memory import UntouchedZeros, give_back, return_freed_memory
+from moetool.runtime.returned_memory import UntouchedZeros, release_pages, return_freed_memory
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 from moetool.types import ForwardInfo, Phase
 
@@ -41,7 +41,7 @@ def test_longer_chunks_borrow_more_and_never_less_than_their_activations() -> No
 def test_returned_pages_are_no_longer_resident() -> None:
     memory, process = torch.ones(64 << 20, dtype=torch.uint8), psutil.Process()
     before = process.memory_info().rss
-    give_back(memory)
+    release_pages(memory)
     assert before - process.memory_info().rss > 60 << 20
     assert int(memory[1 << 20]) == 0
 
@@ -55,7 +55,7 @@ def test_large_zeros_are_not_resident_before_they_are_touched() -> None:
     assert process.memory_info().rss - before < 8 << 20
     assert memory.shape == (64 << 20,) and memory.dtype == torch.uint8 and not memory.any()
     memory[5] = 7
-    give_back(memory)
+    release_pages(memory)
     assert int(memory[5]) == 0 and not small.any() and other.shape == (2, 3)
 
 

@@ -344,7 +344,7 @@ def test_what_planners_refuse() -> None:
     problem = make_problem(make_spec(2, 8), make_cluster([[8], [8]]))
     with pytest.raises(UsageError, match=r"unknown planner 'prizm': did you mean 'prism'"):
         place("prizm", problem)
-    with pytest.raises(UsageError, match="unknown option of planner director: 'kick'"):
+    with pytest.raises(UsageError, match="unknown option 'kick' of planner director"):
         place("director", problem, {"kick": 1})
     with pytest.raises(CapacityError, match="under c_max 3; raise c_max"):
         place("director", problem, {"c_max": 3})

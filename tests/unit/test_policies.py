@@ -205,7 +205,7 @@ def test_what_cannot_be_built_is_refused_in_one_line() -> None:
     spec = make_spec()
     with pytest.raises(UsageError, match="did you mean 'lfu'"):
         build_policy("lfuu", spec, {}, 4)
-    with pytest.raises(UsageError, match=r"unknown option of policy lfu: 'forgot': did you mean 'forget'\?"):
+    with pytest.raises(UsageError, match=r"unknown option 'forgot' of policy lfu: did you mean 'forget'\?"):
         build_policy("lfu", spec, {"forgot": True}, 4)
     with pytest.raises(UsageError, match=r"policy duoserve: slots_per_layer: .*integer"):
         build_policy("duoserve", spec, {"slots_per_layer": "many"}, 4)

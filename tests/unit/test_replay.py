@@ -215,7 +215,7 @@ def test_a_pool_in_bytes_is_never_larger_than_its_budget_and_holds_more(trace: T
     assert whole.counts.missed <= 24 < less.counts.missed
     with pytest.raises(UsageError, match="did you mean 'bytes'"):
         replay(trace, ["lru"], [9000], ReplaySetup(pool_unit="byte"))
-    with pytest.raises(UsageError, match=r"unknown pool 'slots': .*known: layer, mixed, one"):
+    with pytest.raises(UsageError, match=r"unknown pool 'slots'.*known: layer, mixed, one"):
         replay(trace, ["lru"], [9000], ReplaySetup(pool="slots"))
     with pytest.raises(UsageError, match="pool layer counts slots"):
         replay(trace, ["lru"], [9000], ReplaySetup(pool="layer", pool_unit="bytes"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-from moetool.models.row_gates import find_kernel, gate_of
+from moetool.models.row_gates import find_gate_kernel, gate_of
 
 
 def _module(activation: str = "silu") -> Qwen3MoeExperts:
@@ -18,7 +18,7 @@ def _rows(num_rows: int, width: int = 192) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_rows", [0, 1, 70, 700])
 def test_gates_are_those_of_transformers(num_rows: int) -> None:
-    assert find_kernel() is not None
+    assert find_gate_kernel() is not None
     module, x = _module(), _rows(num_rows)
     expected, made = module._apply_gate(x), gate_of(module)(x)
     assert made.shape == expected.shape

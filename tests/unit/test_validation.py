@@ -64,7 +64,7 @@ def test_the_examples_are_valid(kind: str, tmp_path: Path) -> None:
         ("cache", "prefetch_distance", -1, "prefetch_distance: found -1, expected 0 or more"),
         ("cache", "policy", "lruu", "unknown policy 'lruu': did you mean 'lru'"),
         ("cache", "policy", "../lru", "policy"),
-        ("cache", "options", {"ahead": -1}, "unknown option of policy lru: 'ahead'"),
+        ("cache", "options", {"ahead": -1}, "unknown option 'ahead' of policy lru"),
         ("cache", "limits", {"min_recall": 2}, "min_recall is 2.0, expected 0 to 1"),
         ("cache", "target_tpot_s", -1.0, "target_tpot_s: found -1.0, expected a number above 0"),
         ("cache", "requests_used", [1, 2, 4], "requests_used, requests_held_out: found 4 twice"),

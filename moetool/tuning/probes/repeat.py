@@ -21,7 +21,7 @@ class Timings:
         self._seconds[amount].append(max(seconds, _SHORTEST_S))
 
     def curve(self) -> Curve:
-        """Return the curve through the medians. The first timing of each amount is a warm-up, unless it is the only."""
+        """Return the curve through the medians; of several timings of an amount, the first is a warm-up."""
         return Curve.fit({amount: seconds[1:] or seconds for amount, seconds in self._seconds.items()})
 
 
