@@ -124,13 +124,13 @@ class ExpertForm:
         outputs = self._linear(hidden, weights, second, self.down_transposed)
         return outputs if self.finish is None else [self.finish(output) for output in outputs]
 
-    def max_rows(self, weights: tuple[Weight, ...]) -> int:
-        """Most rows of an expert with this weight layout in `compute_rows`; 0 if it is unsupported."""
+    def max_rows(self, weights: tuple[Weight, ...], dtype: torch.dtype) -> int:
+        """Most rows, of this type, of an expert with this weight layout in `compute_rows`; 0 if it is unsupported."""
         width = self.parts[0].shape[0 if not self.up_transposed else 1]
         if self.has_bias or self.finish is not None or width % _WHOLE_VECTORS:
             return 0
         return min(
-            row_products.max_rows(_out_in(weight, transposed))
+            row_products.max_rows(_out_in(weight, transposed), dtype)
             for weight, transposed in zip(weights, (self.up_transposed, self.down_transposed), strict=True)
         )
 

@@ -10,6 +10,17 @@ _POWERS = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+def _bfloat16() -> Any:
+    """LLVM's type of bfloat16, which llvmlite lacks."""
+    from llvmlite import ir
+
+    class Bfloat16(ir.Type):
+        def _to_string(self) -> str:
+            return "bfloat"
+
+    return Bfloat16()
+
+
 class Vectors:
     """LLVM vectors for the code of one builder."""
 
@@ -156,6 +167,12 @@ class Vectors:
         short = self.rounded(number)
         is_nan = self.builder.fcmp_unordered("uno", number, number)
         return self.builder.select(is_nan, self._each(short.type, 0x7FC0), short)
+
+    def converted(self, numbers: Any) -> Any:
+        """Like `rounded` for a vector, by an instruction of CPUs with AMX; subnormal numbers become 0."""
+        made = self.of(_bfloat16())
+        convert = self.function("llvm.x86.avx512bf16.cvtneps2bf16.512", made, self.floats)
+        return self.builder.bitcast(self.builder.call(convert, [numbers]), self.of(self.int16))
 
     def widened(self, shorts: Any) -> Any:
         """A vector of bfloat16, as int16, in float32."""

@@ -12,7 +12,7 @@ from moetool.models.huge_pages import ask_for_huge_pages
 from moetool.models.packed_product import KernelWeight
 from moetool.models.packed_slot import PackedSlot, packed_bytes, packed_slot, takes_packed
 from moetool.models.quantization_config import Quantization
-from moetool.models.row_products import MAX_SCALED_ROWS, MIN_ELEMENTS, RowsOf, scattered_products
+from moetool.models.row_products import MIN_ELEMENTS, RowsOf, multiplies, scattered_products
 from moetool.models.scaled_slot import ScaledSlot, scaled_slot, takes_scaled
 from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.shards import Shards
@@ -22,7 +22,7 @@ from moetool.models.weight_format import StoredWeight
 
 
 class PackedLinear(nn.Module):
-    """A linear layer [O, I] that multiplies its weight packed for few rows, and unpacks it first for more.
+    """A linear layer [O, I] that multiplies its weight packed for up to `max_rows` rows, and unpacks it first for more.
 
     Args:
         stored: its weight, as `find_packed_linears` finds it.
@@ -59,7 +59,7 @@ class PackedLinear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, x = self._weight, input.reshape(-1, self.in_features)
         assert isinstance(weight, ScaledWeight | KernelWeight)
-        if isinstance(weight, ScaledWeight) and 0 < len(x) <= MAX_SCALED_ROWS:
+        if isinstance(weight, ScaledWeight) and multiplies(x, weight):
             output = scattered_products(x, [RowsOf(weight, range(len(x)), range(len(x)))], len(x))
         else:
             output = weight.times(x)

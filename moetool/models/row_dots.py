@@ -179,8 +179,12 @@ def dot_of(kind: RowKind, count: int) -> Any:
     return dot
 
 
-def unpacking_of(kind: RowKind) -> Any:
-    """numba's `unpack(weight, scale, group, runs, output)`: a group of a row times its scale, as bfloat16."""
+def unpacking_of(kind: RowKind, *, at_once: bool = False) -> Any:
+    """numba's `unpack(weight, scale, group, runs, output)`: a group of a row times its scale, as bfloat16.
+
+    Args:
+        at_once: round by the CPU's instruction for it, which makes subnormal numbers 0.
+    """
     from numba.core import cgutils, types
     from numba.extending import intrinsic
 
@@ -212,7 +216,7 @@ def unpacking_of(kind: RowKind) -> Any:
             target = builder.add(output, vectors.times(at, 2 * length))
             for place, numbers in enumerate(run(vectors, kind, builder.add(weight, vectors.times(at, run_bytes)))):
                 scaled = numbers if factors is None else builder.fmul(numbers, factors[place])
-                vectors.store(vectors.rounded(scaled), target, 2)
+                vectors.store(vectors.converted(scaled) if at_once else vectors.rounded(scaled), target, 2)
                 target = builder.add(target, vectors.number(2 * LANES))
         return context.get_dummy_value()
 

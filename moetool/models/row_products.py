@@ -1,4 +1,4 @@
-"""Products of few rows with weights on a CPU, at memory bandwidth.
+"""Products of few rows with weights on a CPU, at memory bandwidth; of more rows by tiles where the CPU has AMX.
 
 A decode step multiplies one row, or a few, with every weight that it reads, so memory bandwidth bounds it. torch's
 products of few rows are far below that bound (`tests/bench/test_row_products.py`). The kernels here
@@ -17,8 +17,10 @@ from moetool.models.huge_pages import ask_for_huge_pages
 from moetool.models.row_dots import RowJob, RowShape
 from moetool.models.row_inputs import ordered_rows
 from moetool.models.row_kernels import BLOCK_ROWS, find_kernel
-from moetool.models.row_kinds import BFLOAT16
+from moetool.models.row_kinds import BFLOAT16, RowKind
+from moetool.models.row_threads import PoolCall
 from moetool.models.scaled_weight import ScaledWeight, StackedWeight, kernel_of
+from moetool.models.tile_products import MOST_ROWS, TILE_INPUTS, Rows, find_tiles, tile_products
 
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster (`tests/bench/test_row_products.py`): beyond them
@@ -38,15 +40,34 @@ class RowsOf(NamedTuple):
 
 
 def multiplies(x: torch.Tensor, weight: Any) -> bool:
-    """Whether the kernel supports the product of rows x [T, I] with a transposed weight [O, I]."""
-    return 0 < len(x) <= max_rows(weight)
+    """Whether the kernels support the product of rows x [T, I] with a transposed weight [O, I]."""
+    return 0 < len(x) <= max_rows(weight, x.dtype)
 
 
-def max_rows(weight: Any) -> int:
-    """Most rows of a product with this weight [O, I] in the kernel; 0 if it is unsupported."""
-    if isinstance(weight, ScaledWeight | StackedWeight):
-        return MAX_SCALED_ROWS
-    return MAX_ROWS if takes(weight) else 0
+def max_rows(weight: Any, dtype: torch.dtype) -> int:
+    """Most rows of a product with this weight [O, I] in the kernels; 0 if it is unsupported.
+
+    Args:
+        dtype: type of x.
+    """
+    if not isinstance(weight, ScaledWeight | StackedWeight) and not takes(weight):
+        return 0
+    return MOST_ROWS if dtype == torch.bfloat16 and _has_tiles(weight) else _few(weight)
+
+
+def _few(weight: torch.Tensor | ScaledWeight | StackedWeight) -> int:
+    """Most rows that the kernel for few rows computes."""
+    return MAX_ROWS if isinstance(weight, torch.Tensor) else MAX_SCALED_ROWS
+
+
+def _has_tiles(weight: torch.Tensor | ScaledWeight | StackedWeight) -> bool:
+    if isinstance(weight, StackedWeight):
+        return all(map(_has_tiles, weight.parts))
+    return weight.shape[0] % BLOCK_ROWS == 0 and weight.shape[1] % TILE_INPUTS == 0 and _tiles_of(weight) is not None
+
+
+def _tiles_of(weight: torch.Tensor | ScaledWeight) -> PoolCall | None:
+    return find_tiles(weight.kind if isinstance(weight, ScaledWeight) else BFLOAT16)
 
 
 def takes(weight: Any) -> bool:
@@ -101,25 +122,39 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
             its = [job._replace(weight=job.weight.parts[number]) for job in jobs]  # type: ignore[union-attr]
             made.append(scattered_products(x_TI, its, num_targets))
         return torch.cat(made, dim=1)
-    kind = first.kind if isinstance(first, ScaledWeight) else BFLOAT16
-    kernel = kernel_of(kind)
-    ordered, narrow = ordered_rows(x_TI, kind), x_TI.dtype == torch.bfloat16
+    narrow = x_TI.dtype == torch.bfloat16
     output_RO = x_TI.new_empty(num_targets, first.shape[0], dtype=torch.bfloat16 if narrow else torch.float32)
-    head = RowJob(0, ordered.data_ptr(), output_RO.data_ptr(), narrow, kernel.prefetch_bytes, len(jobs))
-    if isinstance(first, ScaledWeight):
-        job = [*head, *first.row_shape]
-        job += [each.weight.values.data_ptr() for each in jobs]  # type: ignore[union-attr]
-        job += [each.weight.scale.data_ptr() for each in jobs]  # type: ignore[union-attr]
-    else:
-        job = [*head, *_row_shape(*first.shape)]
-        job += [each.weight.data_ptr() for each in jobs]  # type: ignore[union-attr]
-        job += [0] * len(jobs)
-    job += accumulate((len(each.sources) for each in jobs), initial=0)
-    for each in jobs:
+    shape = first.row_shape if isinstance(first, ScaledWeight) else _row_shape(*first.shape)
+    rows = [Rows(*_addresses(each.weight), each.sources, each.targets) for each in jobs]
+    by_tiles = [each for each in rows if len(each.sources) > _few(first)] if narrow else []
+    if by_tiles and (multiply := _tiles_of(first)) is not None:
+        tile_products(multiply, x_TI, by_tiles, shape, output_RO)
+        rows = [each for each in rows if len(each.sources) <= _few(first)]
+    if rows:
+        _multiply_few(first.kind if isinstance(first, ScaledWeight) else BFLOAT16, x_TI, rows, shape, output_RO)
+    return output_RO.to(x_TI.dtype)
+
+
+def _multiply_few(
+    kind: RowKind, x_TI: torch.Tensor, rows: Sequence[Rows], shape: RowShape, output_RO: torch.Tensor
+) -> None:
+    kernel, ordered = kernel_of(kind), ordered_rows(x_TI, kind)
+    narrow = output_RO.dtype == torch.bfloat16
+    head = RowJob(0, ordered.data_ptr(), output_RO.data_ptr(), narrow, kernel.prefetch_bytes, len(rows))
+    job = [*head, *shape, *(each.values for each in rows), *(each.scale for each in rows)]
+    job += accumulate((len(each.sources) for each in rows), initial=0)
+    for each in rows:
         for source, target in zip(each.sources, each.targets, strict=True):
             job += (source, target)
     kernel(job)
-    return output_RO.to(x_TI.dtype)
+
+
+def _addresses(weight: torch.Tensor | ScaledWeight | StackedWeight) -> tuple[int, int]:
+    """Of a weight's values and of its scales."""
+    assert not isinstance(weight, StackedWeight)
+    if isinstance(weight, ScaledWeight):
+        return weight.values.data_ptr(), weight.scale.data_ptr()
+    return weight.data_ptr(), 0
 
 
 @functools.cache
@@ -136,7 +171,7 @@ def _row_shape(num_outputs: int, num_inputs: int) -> RowShape:
 
 
 class RowLinear(torch.nn.Linear):
-    """A linear layer computed by the kernel for few rows and by torch for many.
+    """A linear layer computed by the kernels for up to `max_rows` rows, and by torch for more.
 
     `adopt` turns a `torch.nn.Linear` into one in place.
     """
@@ -164,7 +199,7 @@ class RowParameter(torch.nn.Parameter):
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     num_outputs, num_inputs = weight.shape
     rows = input.numel() // num_inputs
-    if not 0 < rows <= MAX_ROWS:
+    if rows == 0 or (rows > MAX_ROWS and rows > max_rows(weight, input.dtype)):
         return torch.nn.functional.linear(input, weight, bias)
     job = RowsOf(weight, range(rows), range(rows))
     output = scattered_products(input.reshape(rows, num_inputs), [job], rows)

@@ -50,8 +50,8 @@ def _thread_pool() -> Any:
     return None
 
 
-def next_task_of() -> Any:
-    """numba's `next_task(job)`: the first number of a job, which is one more for the next caller."""
+def next_task_of(place: int = 0) -> Any:
+    """numba's `next_task(job)`: the number at a place of a job, which is one more for the next caller."""
     from llvmlite import ir
     from numba.core import types
     from numba.extending import intrinsic
@@ -59,7 +59,8 @@ def next_task_of() -> Any:
     @intrinsic
     def next_task(typing_context: Any, job: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+            at = builder.gep(arguments[0], [ir.Constant(ir.IntType(64), place)])
+            return builder.atomic_rmw("add", at, ir.Constant(ir.IntType(64), 1), "monotonic")
 
         return types.int64(job), generate
 

@@ -127,7 +127,9 @@ class ExpertRuntime:
         self._may_defer = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
         self.recorded: Mapping[int, RecordedExperts] = {}
         self.deferred_events: list[tuple[MoeLayer, torch.Tensor]] = []
-        self._max_rows = [self._layer_max_rows(layer) if self.from_pool else 0 for layer in loaded.layers]
+        self._max_rows = [
+            self._layer_max_rows(layer, loaded.model.dtype) if self.from_pool else 0 for layer in loaded.layers
+        ]
         if "resident" in self._needs:
             self._look = ResidentLook(loaded, residency, store if self.from_pool else None)
             self._look.require_equal_logits(loaded.model)
@@ -270,13 +272,13 @@ class ExpertRuntime:
         weights_TK = torch.where(changed_T[:, None], made_TK, weights_TK)
         return replace(event, experts_TK=tuple(map(tuple, routed))), chosen_TK, weights_TK
 
-    def _layer_max_rows(self, layer: MoeLayer) -> int:
-        """Most rows of an expert of the layer in `_few_products`."""
+    def _layer_max_rows(self, layer: MoeLayer, dtype: torch.dtype) -> int:
+        """Most rows, of this type, of an expert of the layer in `_few_products`."""
         if isinstance(self.store, Stores) or self.store.copies.staged or self.residency.policy.computes_on_host:
             return 0
         files = self.store.files
         layout = files.layout_of(self.residency.policy.spec.expert_key(layer.index, 0))
-        return layer.form.max_rows(files.views(self.store.slots[0], layout))
+        return layer.form.max_rows(files.views(self.store.slots[0], layout), dtype)
 
     def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
         """Return the residency's steps for an event, and count them."""

@@ -21,6 +21,7 @@ from moetool.models.row_products import (
     scattered_products,
     takes,
 )
+from moetool.models.tile_products import MOST_ROWS
 
 
 def _weights(count: int, rows: int = 512, columns: int = 576) -> list[torch.Tensor]:
@@ -98,7 +99,8 @@ def test_weights_keep_their_values_in_huge_pages() -> None:
 def test_what_the_kernel_does_not_take_is_left_to_torch() -> None:
     (weight,) = _weights(1)
     assert takes(weight)
-    assert not multiplies(_rows(MAX_ROWS + 1), weight)
+    assert not multiplies(_rows(MOST_ROWS + 1), weight)
+    assert not multiplies(_rows(MAX_ROWS + 1, dtype=torch.float32), weight)
     assert not multiplies(_rows(0), weight)
     assert not takes(weight.float())
     assert not takes(weight[:, :560])  # neither contiguous nor of whole vectors
@@ -122,7 +124,7 @@ def test_linear_layers_are_adopted_in_place() -> None:
         after = model[0](x)
         assert after.shape == before.shape
         assert torch.allclose(after.float(), before.float(), rtol=2**-7, atol=1e-2)
-        many = _rows(MAX_ROWS + 1)
+        many = _rows(MOST_ROWS + 1)
         assert torch.equal(model[0](many), torch.nn.functional.linear(many, model[0].weight, model[0].bias))
     assert adopt(model) == 0
 
@@ -142,7 +144,7 @@ def test_a_router_multiplies_few_rows_by_the_kernel_and_more_by_torch() -> None:
         def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return torch.nn.functional.linear(x, self.weight, bias)
 
-    router, x, bias = Router(), _rows(MAX_ROWS + 1), _rows(1, 512)[0]
+    router, x, bias = Router(), _rows(MOST_ROWS + 1), _rows(1, 512)[0]
     expected = router(x)
     assert adopt(torch.nn.Sequential(), [router]) == 1
     assert torch.equal(router(x), expected)

@@ -64,6 +64,11 @@ def _made(name: str, seed: int = 0, rows: int = ROWS) -> tuple[ScaledWeight, Map
     return weight, stored, Fp8BlockCodec((128, 128)) if blocks else ScaledCodec(None)
 
 
+def example_weight(name: str) -> ScaledWeight:
+    """A weight of one of `CASES`."""
+    return _made(name)[0]
+
+
 def _dense(name: str, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     weight, stored, codec = _made(name, seed)
     if isinstance(codec, Nvfp4Codec) and dtype == torch.float64:  # its library rounds the weight to bfloat16
@@ -80,7 +85,7 @@ def _dense(name: str, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def test_no_weight_is_rounded_on_the_way(name: str, count: int) -> None:
     weight = _made(name)[0]
     assert multiplies(weight.kind, weight.columns, weight.group)
-    assert max_rows(weight) == MAX_SCALED_ROWS
+    assert max_rows(weight, torch.float32) == MAX_SCALED_ROWS
     x = torch.randn(count, weight.columns, generator=torch.Generator().manual_seed(count))
     exact = x.double() @ _dense(name, torch.float64).T
     (found,) = products([x], [weight])

@@ -1,0 +1,82 @@
+"""Products by tiles: against float64, in any batch, of stored weights, and beside torch's own."""
+
+import pytest
+import torch
+
+from moetool.models import row_products
+from moetool.models.row_products import MAX_ROWS, MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
+from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.tile_products import MOST_ROWS, find_tiles
+from tests.unit.test_scaled_weight import CASES, example_weight
+
+pytestmark = pytest.mark.skipif(find_tiles() is None, reason="this CPU has no AMX")
+
+OUTPUTS, INPUTS = 512, 576
+
+
+def _rows(count: int, seed: int = 0, inputs: int = INPUTS) -> torch.Tensor:
+    return torch.randn(count, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _weight(seed: int = 1) -> torch.Tensor:
+    return torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("count", [MAX_ROWS + 1, 16, 17, 33, MOST_ROWS])
+def test_a_product_is_that_of_float64_rounded_once(count: int) -> None:
+    x, weight = _rows(count), _weight()
+    assert max_rows(weight, x.dtype) == MOST_ROWS
+    exact = x.double() @ weight.double().T
+    made = products([x], [weight])[0]
+    assert made.dtype == torch.bfloat16
+    assert ((made.double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_the_same_in_any_batch(threads: int) -> None:
+    before, x, weights = torch.get_num_threads(), _rows(90), [_weight(seed) for seed in range(3)]
+    alone = [products([x[9:12]], [weight])[0] for weight in weights]
+    torch.set_num_threads(threads)
+    try:
+        targets = torch.randperm(69, generator=torch.Generator().manual_seed(2)).tolist()
+        jobs = [
+            RowsOf(weights[0], range(9, 12), targets[:3]),
+            RowsOf(weights[1], range(40), targets[3:43]),
+            RowsOf(weights[2], [9, 80, 10, 11, *range(20)], targets[43:67]),
+            RowsOf(weights[0], [9, 10], targets[67:]),  # few rows: another kernel
+        ]
+        made = scattered_products(x, jobs, 69)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(made[targets[:3]], alone[0])
+    assert torch.equal(made[targets[12:15]], alone[1])
+    assert torch.equal(made[[targets[43], targets[45], targets[46]]], alone[2])
+    assert torch.equal(made[targets[67:]], products([x[9:11]], [weights[0]])[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stored_weight_gives_the_bits_of_the_unpacked_one(name: str) -> None:
+    weight = example_weight(name)
+    x = _rows(MAX_SCALED_ROWS + 30, inputs=weight.columns)
+    assert max_rows(weight, x.dtype) == MOST_ROWS and max_rows(weight, torch.float32) == MAX_SCALED_ROWS
+    dense = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, -weight.columns % 64))
+    dense = torch.cat([dense] * (-(-row_products.MIN_ELEMENTS // dense.numel())))
+    unpacked = products([torch.nn.functional.pad(x, (0, -weight.columns % 64))], [dense])[0]
+    assert torch.equal(products([x], [weight])[0], unpacked[:, : weight.shape[0]])
+
+
+def test_torch_multiplies_rightly_in_between() -> None:
+    """Both use the tiles of the same threads, in configurations of their own."""
+    x, weight = _rows(40), _weight()
+    expected = torch.nn.functional.linear(x, weight)
+    for _ in range(3):
+        made = products([x], [weight])[0]
+        assert torch.equal(torch.nn.functional.linear(x, weight), expected)
+        assert torch.equal(products([x], [weight])[0], made)
+
+
+def test_without_tiles_the_kernel_for_few_rows_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_products, "find_tiles", lambda kind: None)
+    weight = example_weight("mxfp4")
+    assert isinstance(weight, ScaledWeight) and max_rows(weight, torch.bfloat16) == MAX_SCALED_ROWS
+    assert max_rows(_weight(), torch.bfloat16) == MAX_ROWS
