@@ -24,13 +24,13 @@ _spoken = threading.Event()
 
 @contextlib.contextmanager
 def start_line() -> Iterator[None]:
-    """Say that libraries are loading if nothing is printed for two seconds on a terminal, or ten without one."""
+    """Say that the command is starting if nothing is printed for two seconds on a terminal, or ten without one."""
     _spoken.clear()
 
     def wait() -> None:
         if not _spoken.wait(START_S if sys.stderr.isatty() else LINE_S):
             with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-                narrate("moetool: loading libraries")
+                narrate("moetool: starting")
 
     threading.Thread(target=wait, daemon=True).start()
     try:

@@ -9,7 +9,7 @@ import typer
 
 from moetool import tables
 from moetool.cli.flags import Json
-from moetool.errors import unknown_name
+from moetool.errors import UsageError, unknown_name
 
 ORDER = (
     *("quickstart", "traces", "predictors", "policies", "placements", "clusters", "serving", "plugins"),
@@ -80,7 +80,9 @@ def guide(
         return
     found = sections(texts, words)
     if not found:
-        raise unknown_name("topic", " ".join(words), texts)
+        if len(words) == 1:
+            raise unknown_name("topic", words[0], texts)
+        raise UsageError(f"no section of the guides has {' '.join(words)!r}; topics: {', '.join(texts)}")
     if as_json:
         tables.print_json(found)
         return

@@ -46,7 +46,7 @@ def read_rows(parts: Sequence[Any], spec: ModelSpec) -> ExpertRows:
     """Read the parts of a message with rows; the rows share the memory of the last part.
 
     Raises:
-        MoetoolError: they are malformed, or name experts that the model does not have.
+        MoetoolError: they are malformed, or name experts or a width that the model does not have.
     """
     try:
         head, data = parts
@@ -55,7 +55,9 @@ def read_rows(parts: Sequence[Any], spec: ModelSpec) -> ExpertRows:
         dtype, num = _TYPES[code], len(numbers) // 2
         counts = dict(zip(numbers[:num], numbers[num:], strict=True))
         num_rows = sum(counts.values())
-        if len(counts) != num or 0 in counts.values() or layer >= spec.num_layers or not width:
+        if len(counts) != num or 0 in counts.values() or layer >= spec.num_layers:
+            raise ValueError
+        if width != spec.hidden_size:  # compiled products trust it
             raise ValueError
         if (num and max(counts) >= spec.num_experts_L[layer]) or len(data) != num_rows * width * dtype.itemsize:
             raise ValueError

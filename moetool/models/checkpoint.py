@@ -158,7 +158,7 @@ class Checkpoint:
         if self.quantization is not None and not self.sizes_by_headers:
             _LOG.warning(
                 "bytes of quantized experts of %s are estimated from its config, which does not describe the scales; "
-                "download the weights for exact sizes",
+                "its weight files say them exactly",
                 self.name,
             )
         if self.weights:

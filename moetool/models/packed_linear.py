@@ -18,6 +18,7 @@ from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.shards import Shards
 from moetool.models.stored_expert import layout_of
 from moetool.models.tensor_index import Tensor
+from moetool.models.tile_products import find_tiles
 from moetool.models.weight_format import StoredWeight
 
 
@@ -47,6 +48,8 @@ class PackedLinear(nn.Module):
         ask_for_huge_pages(slot)
         form.fill(layout, memory, slot)
         (self._weight,) = form.views(slot)
+        if isinstance(self._weight, ScaledWeight):
+            find_tiles(self._weight.kind)  # no request waits for the compiler
         self.packed = nn.Parameter(slot, requires_grad=False)
         self.bias = bias
 

@@ -24,7 +24,7 @@ from moetool.models.tile_products import MOST_ROWS, TILE_INPUTS, Rows, find_tile
 
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster (`tests/bench/test_row_products.py`): beyond them
-arithmetic bounds both, and torch's uses the CPU's bfloat16 pair products."""
+arithmetic bounds both, and tiles or torch's products use the CPU's bfloat16 pair products."""
 MAX_SCALED_ROWS = 8
 """The same for weights that torch must unpack."""
 MIN_ELEMENTS = 2**18
@@ -114,8 +114,13 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
 
     Returns:
         [R, O], of the dtype of `x_TI`.
+
+    Raises:
+        ValueError: rows of x are not as wide as those of the weights.
     """
     first = jobs[0].weight
+    if x_TI.shape[1] != first.shape[1]:
+        raise ValueError(f"rows have {x_TI.shape[1]} numbers, expected {first.shape[1]}")
     if isinstance(first, StackedWeight):
         made = []
         for number in range(len(first.parts)):
@@ -225,4 +230,6 @@ def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> in
     for router, name, weight in owned:
         if not isinstance(router, RowLinear):
             setattr(router, name, RowParameter(weight, requires_grad=False))
+    if linears or owned:
+        find_tiles()  # no request waits for the compiler
     return len(linears) + len(owned)

@@ -11,16 +11,17 @@ batch, and differs from torch's only in rounding.
 
 import ctypes
 import functools
-import logging
 import platform
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from moetool.models.llvm_vectors import LANES, Vectors
 from moetool.models.row_dots import SCALE_BYTES, RowShape, unpacking_of
+from moetool.models.row_functions import compiled
 from moetool.models.row_kinds import BFLOAT16, VECTOR_BYTES, RowKind
 from moetool.models.row_numbers import run_length
 from moetool.models.row_threads import PoolCall, next_task_of, on_pool
@@ -31,11 +32,10 @@ TILE_ROWS = 16
 MOST_ROWS = 128
 """Most rows of a weight for which tiles are faster than torch (`tests/bench/test_scaled_weights.py`)."""
 TILE_INPUTS = 32
+_MOST_TILES = 64  # of rearranged x in memory: few rows fill whole tiles
 _TILE_BYTES = 1024
 _SUMS_BYTES = 4 * _TILE_BYTES  # of two tiles of a weight by two of x, in float32
 _SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of <asm/prctl.h>, x86-64
-
-_log = logging.getLogger(__name__)
 
 
 class TileJob(NamedTuple):
@@ -97,6 +97,14 @@ def tile_products(
     starts, tiles = [0], [0]
     sources: list[int] = []
     targets: list[int] = []
+    rearranged = [-(-len(each.sources) // TILE_ROWS) for each in rows]
+    if len(rows) > 1 and sum(rearranged) > _MOST_TILES:
+        ends = [*accumulate(rearranged)]
+        middle = next(number for number, end in enumerate(ends, 1) if 2 * end >= ends[-1])
+        middle = min(middle, len(rows) - 1)
+        tile_products(multiply, x_TI, rows[:middle], shape, output_RO)
+        tile_products(multiply, x_TI, rows[middle:], shape, output_RO)
+        return
     for each in rows:
         count = len(each.sources)
         starts.append(starts[-1] + count)
@@ -123,28 +131,31 @@ def tile_products(
 @functools.cache
 def find_tiles(kind: RowKind = BFLOAT16) -> PoolCall | None:
     """Return the compiled function for a kind of weight; None if the CPU or the system has no tiles, or numba fails."""
-    if not _has_tiles():
+    if not cpu_has_tiles():
         return None
-    try:
+
+    def compile_sound() -> PoolCall:
         multiply = _compile(kind)
         _require_sound(kind, multiply)
-    except Exception as error:  # numba raises many kinds; torch computes the same products
-        _log.warning("products of several rows use torch, because numba does not compile them (%s)", error)
-        return None
-    return multiply
+        return multiply
+
+    return compiled("products of several rows", compile_sound)
 
 
 @functools.cache
-def _has_tiles() -> bool:
+def cpu_has_tiles() -> bool:
     """Whether this process may use AMX for bfloat16; asks the system for permission."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     try:
         import llvmlite.binding
+        import numba
     except ImportError:
         return False
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # LLVM ends a process that compiles for a CPU without tiles
+        return False
     features = llvmlite.binding.get_host_cpu_features()
-    if not (features.get("amx-tile") and features.get("amx-bf16") and features.get("avx512f")):
+    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "avx512f", "avx512bf16")):
         return False
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 

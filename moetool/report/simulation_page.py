@@ -78,13 +78,13 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
 
     def mean_s(members: list[Run]) -> str:
         middle, half = interval([found.mean_s for _, found in members])
-        return f"{middle:.3g}" + (f" ± {half:.2g}" if half else "")
+        return f"{middle:.4g}" + (f" ± {half:.2g}" if half else "")
 
     def setting(name: str, members: list[Run]) -> str:
         return members[0][0][name]
 
     def quantile(p: int, members: list[Run]) -> str:
-        return f"{mean(members, lambda found: percentile(found.latencies_s, p)):.3g}"
+        return f"{mean(members, lambda found: percentile(found.latencies_s, p)):.4g}"
 
     columns: dict[str, Callable[[list[Run]], str]] = {
         **{name: partial(setting, name) for name in ("planner", *runs[0][0]) if name != "seed"},
@@ -92,7 +92,7 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
         "requests": lambda of: f"{len(of[0][1].served):,}",
         "mean": mean_s,
         **{f"p{p}": partial(quantile, p) for p in (50, 90, 99)},
-        "first token": lambda of: f"{mean(of, lambda found: found.mean_first_s):.3g}",
+        "first token": lambda of: f"{mean(of, lambda found: found.mean_first_s):.4g}",
         "local": lambda of: tables.percent(mean(of, lambda found: found.local)),
         "tokens/s": lambda of: f"{mean(of, lambda found: found.tokens_per_s):,.1f}",
         "busiest GPU": lambda of: tables.percent(mean(of, lambda found: max(found.utilisation_G))),

@@ -153,7 +153,8 @@ def choose(
     slots = shares.pop("slots", split.slots)
     if "prefill_chunk" in shares:
         chosen["prefill_chunk"] = shares.pop("prefill_chunk")
-        chunk_why = f"beyond {shares.get('first_chunk', LEAST_CHUNK)} tokens it borrows expert slots"
+        unlent = shares.get("first_chunk", values.get("first_chunk", LEAST_CHUNK))
+        chunk_why = f"beyond {unlent} tokens it borrows expert slots"
     kept_slots = slots - sum(shares.get(name, 0) for name in ("borrowed_slots", "kv_slots"))
     if automatic:
         for name in ("warm_start", "change_policy", "remember_policy"):
@@ -273,7 +274,11 @@ def _shared(checkpoint: Checkpoint, model: Footprint, values: Mapping[str, Any],
         return {}
     kv_is_free = values.keys().isdisjoint(("kv_tokens", "first_kv_tokens", "kv_slots"))
     return lendable(
-        model, split, chunk="prefill_chunk" not in values, cache=kv_is_free and _attends_fully(checkpoint.config)
+        model,
+        split,
+        chunk="prefill_chunk" not in values,
+        cache=kv_is_free and _attends_fully(checkpoint.config),
+        first_chunk=values.get("first_chunk"),
     )
 
 

@@ -45,7 +45,9 @@ class MemoryShare:
         return -(-self.kv_slots * min(num_tokens, self.kv_tokens) // self.kv_tokens) if self.kv_tokens else 0
 
 
-def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) -> dict[str, int]:
+def lendable(
+    model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool, first_chunk: int | None = None
+) -> dict[str, int]:
     """Slots beyond those of `split` that fit while prompts are short and the KV cache is small.
 
     A chunk that borrows may be longer than that of `split`, as long as half of the slots stay: a prompt in fewer chunks
@@ -54,6 +56,7 @@ def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) 
     Args:
         split: division of the memory with a full chunk and a full KV cache.
         chunk, cache: which of the two borrow.
+        first_chunk: tokens of a forward that borrows nothing (None: automatic).
 
     Returns:
         `slots` to begin with, and `prefill_chunk`, `first_chunk`, `borrowed_slots`, `first_kv_tokens` and `kv_slots`
@@ -62,8 +65,10 @@ def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) 
     made: dict[str, int] = {}
     each = model.kv_token_bytes + model.context_bytes
     part = (split.slots * model.slot_bytes + split.kv_tokens * each) // _FIRST_PART
-    first_chunk = min(LEAST_CHUNK, max(_LEAST_FIRST_CHUNK, part // model.token_bytes))
+    if first_chunk is None:
+        first_chunk = min(LEAST_CHUNK, max(_LEAST_FIRST_CHUNK, part // model.token_bytes))
     activations = max(0, split.chunk_tokens - first_chunk) * model.token_bytes
+    chunk = chunk and first_chunk <= split.chunk_tokens
     borrowed = min(activations // model.slot_bytes, model.num_experts - split.slots) if chunk else 0
     free = model.num_experts - split.slots - borrowed
     first = max(_FIRST_KV_TOKENS, min(LEAST_CONTEXT, part // each)) // PAGE_TOKENS * PAGE_TOKENS
@@ -79,5 +84,5 @@ def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) 
         tokens = first_chunk + (own + borrowed * model.slot_bytes) // model.token_bytes
         made["prefill_chunk"] = max(split.chunk_tokens, min(longest, tokens))
     if borrowed:
-        made |= {"borrowed_slots": borrowed} | ({"first_chunk": first_chunk} if first_chunk < LEAST_CHUNK else {})
+        made |= {"borrowed_slots": borrowed} | ({"first_chunk": first_chunk} if first_chunk != LEAST_CHUNK else {})
     return made | {"slots": slots}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from moetool.models.huge_pages import ask_for_huge_pages
 from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, NVFP4, RowKind
-from moetool.models.row_products import MAX_ROWS, MAX_SCALED_ROWS, products
+from moetool.models.row_products import multiplies, products
 from moetool.models.scaled_weight import ScaledWeight
 
 gguf = pytest.importorskip("gguf")
@@ -70,13 +70,13 @@ def test_forms_of_a_slot(threads: int) -> None:
 
     def run(weights: list[ScaledWeight] | torch.Tensor, x: torch.Tensor, experts: list[int]) -> None:
         chosen = [weights[e] for e in experts]
-        if len(x) <= (MAX_ROWS if isinstance(weights, torch.Tensor) else MAX_SCALED_ROWS):
+        if multiplies(x, chosen[0]):
             products([x] * len(chosen), chosen)
             return
         for weight in chosen:
             weight.times(x) if isinstance(weight, ScaledWeight) else F.linear(x, weight)
 
-    all_rows = (1, 2, 4, 8, 16, 64)
+    all_rows = (1, 2, 4, 8, 16, 64, 128)
     try:
         for n in range(ROUNDS):
             experts = [(n * TOP_K + i) % NUM_EXPERTS for i in range(TOP_K)]

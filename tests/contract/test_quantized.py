@@ -129,8 +129,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer
     **{f"{family}-int4": (family, _INT4_EXPERTS, _int4_experts) for family in ("glm4_moe", "qwen3_next")},
 }
 """Layouts of published checkpoints, by family and format."""
-ALL_POLICIES = ("gpt_oss-mxfp4", "qwen3_moe-mixed")
-"""Experts of one size in a library's own layout, and of several sizes."""
+ALL_POLICIES = ("deepseek_v3-fp8_block", "gpt_oss-mxfp4", "mixtral-gptq", "qwen3_moe-mixed")
 PROMPTS = prompts(3)
 
 

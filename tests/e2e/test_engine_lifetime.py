@@ -111,7 +111,7 @@ def test_what_fails_half_way_leaves_nothing(arguments: dict[str, Any], reason: s
     assert (descriptors(), threading.active_count()) == before
 
 
-@pytest.mark.parametrize("name", ["_slots", "open_store"])
+@pytest.mark.parametrize("name", ["expert_slots", "open_store"])
 def test_a_pooled_model_that_fails_half_way_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -408,6 +408,8 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
         ({}, [head(numbers=(0, 0)), b""]),
         ({}, [head(numbers=(0, 1, 1)), row]),
         ({}, [head(width=0), b""]),
+        ({}, [head(width=96), row[: 96 * 4]]),  # not the width of the model's hidden states
+        ({}, [head(width=384), row + row]),
         ({}, [head(width=10**9), row]),
         ({}, [head(kind=3), row]),
         ({}, [head(numbers=()), b""]),

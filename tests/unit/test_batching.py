@@ -59,7 +59,7 @@ def test_batches_tell_requests_phases_and_iterations(batcher: Batcher, tokenizer
         assert [it for *_, it in rows] == [0] * len(prompt) + list(range(1, 3 + i))
 
 
-def test_a_prompt_in_chunks_gives_the_sametokens_of(full: Any, tokenizer: Any, batcher: Batcher) -> None:
+def test_a_prompt_in_chunks_gives_the_same_tokens(full: Any, tokenizer: Any, batcher: Batcher) -> None:
     prompt = tokenizer("The first day of the month, " * 30)["input_ids"]
     assert len(prompt) > 2 * 64
     seen: list[Batch] = []

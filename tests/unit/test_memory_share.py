@@ -145,6 +145,9 @@ def test_small_experts_are_borrowed_by_short_prompts_too() -> None:
     split = divide(toy, 12_000_000, kv_tokens=1024)
     made = lendable(toy, split, chunk=True, cache=False)
     assert made["first_chunk"] == 16 and made["borrowed_slots"] > 50 and made["slots"] >= split.slots + 50
+    told = lendable(toy, split, chunk=True, cache=False, first_chunk=100)
+    assert told["first_chunk"] == 100 and told["slots"] < made["slots"]
+    assert "borrowed_slots" not in lendable(toy, split, chunk=True, cache=False, first_chunk=split.chunk_tokens + 1)
     large = lendable(replace(toy, token_bytes=100), divide(toy, 12_000_000, kv_tokens=1024), chunk=True, cache=False)
     assert "first_chunk" not in large
 

@@ -153,7 +153,7 @@ def test_several_meet_at_every_moe_layer(full: Any, three: OwnCaches, batcher: O
     }
 
 
-def test_requests_come_and_go_while_othersrun_all(three: OwnCaches, ids: list[list[int]]) -> None:
+def test_requests_come_and_go_while_others_run(three: OwnCaches, ids: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     three.add(0, ids[0], params)
     alone = tokens_of(run_all(three)[0])

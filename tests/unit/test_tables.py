@@ -154,4 +154,4 @@ def test_a_slow_start_is_said_once_and_only_if_nothing_else_was(
             tables.narrate("moetool: at work")
         time.sleep(0.3)
     time.sleep(0.1)
-    assert capsys.readouterr().err == ("moetool: at work\n" if says else "moetool: loading libraries\n")
+    assert capsys.readouterr().err == ("moetool: at work\n" if says else "moetool: starting\n")

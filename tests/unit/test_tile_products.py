@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from moetool.models import row_products
+from moetool.models.row_kinds import GGML_KINDS, RowKind
 from moetool.models.row_products import MAX_ROWS, MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
 from moetool.models.scaled_weight import ScaledWeight
-from moetool.models.tile_products import MOST_ROWS, find_tiles
+from moetool.models.tile_products import MOST_ROWS, cpu_has_tiles, find_tiles
 from tests.unit.test_scaled_weight import CASES, example_weight
 
-pytestmark = pytest.mark.skipif(find_tiles() is None, reason="this CPU has no AMX")
+pytestmark = pytest.mark.skipif(not cpu_has_tiles(), reason="this CPU has no AMX")
 
 OUTPUTS, INPUTS = 512, 576
 
@@ -54,6 +55,17 @@ def test_a_row_is_the_same_in_any_batch(threads: int) -> None:
     assert torch.equal(made[targets[67:]], products([x[9:11]], [weights[0]])[0])
 
 
+@pytest.mark.parametrize("kind", GGML_KINDS, ids=lambda kind: kind.name)
+def test_blocks_give_the_bits_of_the_unpacked_weight(kind: RowKind) -> None:
+    gguf = pytest.importorskip("gguf")
+    from tests.gguf_models import random_blocks
+
+    assert find_tiles(kind) is not None
+    blocks = torch.from_numpy(random_blocks((512, 512), gguf.GGMLQuantizationType(kind.ggml)))
+    weight, x = ScaledWeight(kind, blocks, torch.empty(0), 512, kind.numbers, 1, False), _rows(40, inputs=512)
+    assert torch.equal(products([x], [weight])[0], products([x], [weight.to(torch.bfloat16)])[0])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_stored_weight_gives_the_bits_of_the_unpacked_one(name: str) -> None:
     weight = example_weight(name)
@@ -73,6 +85,20 @@ def test_torch_multiplies_rightly_in_between() -> None:
         made = products([x], [weight])[0]
         assert torch.equal(torch.nn.functional.linear(x, weight), expected)
         assert torch.equal(products([x], [weight])[0], made)
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    for rows in (MAX_ROWS, 40):
+        with pytest.raises(ValueError, match=f"rows have 512 numbers, expected {INPUTS}"):
+            scattered_products(_rows(rows, inputs=512), [RowsOf(_weight(), range(rows), range(rows))], rows)
+
+
+def test_many_experts_with_few_rows_take_several_calls() -> None:
+    x, weights = _rows(400), [_weight(seed) for seed in range(100)]
+    jobs = [RowsOf(weight, range(4 * n, 4 * n + 4), range(4 * n, 4 * n + 4)) for n, weight in enumerate(weights)]
+    made = scattered_products(x, jobs, 400)
+    for n in (0, 49, 50, 99):
+        assert torch.equal(made[4 * n : 4 * n + 4], products([x[4 * n : 4 * n + 4]], [weights[n]])[0])
 
 
 def test_without_tiles_the_kernel_for_few_rows_remains(monkeypatch: pytest.MonkeyPatch) -> None:
