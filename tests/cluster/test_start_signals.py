@@ -22,10 +22,14 @@ def _serve(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], Pa
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "MOETOOL_LOG": "info"}
     command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--plan", str(plan), "--port", "0"]
-    with said.open("wb") as stderr:
-        served = subprocess.Popen(
-            [*command, "--cluster", "local:3", *arguments], stderr=stderr, env=environment, start_new_session=True
-        )
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a child inherits nohup's
+    try:
+        with said.open("wb") as stderr:
+            served = subprocess.Popen(
+                [*command, "--cluster", "local:3", *arguments], stderr=stderr, env=environment, start_new_session=True
+            )
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
     return served, said
 
 
