@@ -149,7 +149,8 @@ class TokenMemory:
         return WalkBatch(walks=walks, row_R3=row_R3, path_TP=path_TP, path_bytes=path_bytes)
 
     def observe(self, batch: WalkBatch, layer: int, experts_TK: Sequence[Sequence[int]]) -> None:
-        """Record a layer's chosen experts for the tokens of the forward."""
+        """Record a layer's chosen experts for the tokens of the forward, all of them."""
+        assert len(experts_TK) == len(batch.path_TP), "compiled code reads a path for every token of the forward"
         self._passed_L[layer] += 1
         fade = RECALL, 1 / (1 - RECALL ** self._passed_L[layer])
         first, end = self.columns[layer], self.columns[layer + 1]

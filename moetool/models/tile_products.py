@@ -14,7 +14,6 @@ import functools
 import platform
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -87,24 +86,19 @@ def tile_products(
 
     Args:
         multiply: from `find_tiles` for the weights' kind.
-        x_TI: in bfloat16.
+        x_TI: in bfloat16, as wide as the weights.
+        rows: at most `MOST_ROWS` for each weight, at least one.
         output_RO: in bfloat16; its rows `targets` are written.
     """
-    x_TI, threads = x_TI.contiguous(), torch.get_num_threads()
-    inputs = x_TI.shape[1]
-    room_bytes = _SUMS_BYTES + BLOCK_ROWS * (2 * inputs + VECTOR_BYTES)
-    room = torch.empty(threads * room_bytes, dtype=torch.uint8)
+    x_TI = x_TI.contiguous()
+    if len(rows) > 1 and sum(-(-len(each.sources) // TILE_ROWS) for each in rows) > _MOST_TILES:
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            tile_products(multiply, x_TI, half, shape, output_RO)
+        return
+    threads, inputs = torch.get_num_threads(), x_TI.shape[1]
     starts, tiles = [0], [0]
     sources: list[int] = []
     targets: list[int] = []
-    rearranged = [-(-len(each.sources) // TILE_ROWS) for each in rows]
-    if len(rows) > 1 and sum(rearranged) > _MOST_TILES:
-        ends = [*accumulate(rearranged)]
-        middle = next(number for number, end in enumerate(ends, 1) if 2 * end >= ends[-1])
-        middle = min(middle, len(rows) - 1)
-        tile_products(multiply, x_TI, rows[:middle], shape, output_RO)
-        tile_products(multiply, x_TI, rows[middle:], shape, output_RO)
-        return
     for each in rows:
         count = len(each.sources)
         starts.append(starts[-1] + count)
@@ -113,6 +107,8 @@ def tile_products(
         targets += each.targets
     x = torch.empty(tiles[-1] * TILE_ROWS, inputs, dtype=torch.bfloat16)
     _arranging()([0, x_TI.data_ptr(), x.data_ptr(), tiles[-1], 2 * inputs, *sources], threads)
+    room_bytes = _SUMS_BYTES + BLOCK_ROWS * (2 * inputs + VECTOR_BYTES)
+    room = torch.empty(threads * room_bytes, dtype=torch.uint8)
     head = TileJob(
         next_task=0,
         threads=0,
