@@ -18,7 +18,6 @@ The packages, lowest layer first. A package imports only packages listed before 
     tuning        replay, cache plans, alpha; probes that measure a machine
     capture       from a model and prompts to a trace
     evaluation    from a predictor to its match, recall, size and time; a served model against transformers
-    reference     making the small embedded model
     serving       the OpenAI-compatible HTTP API
     simulation    a cluster, event by event
     cluster       live servers: edge (Prism) and parallel (DIRECTOR)

@@ -282,31 +282,6 @@ def print_replica(out: Any, card: Any) -> None:
         )
 
 
-def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
-    """Print a trained reference model's held-out cross-entropy by domain, and the divergence of its routing."""
-    held_out, start = facts["held_out"], facts["held_out_of_start"]
-    print_paragraph(
-        f"{out}: {facts['steps']:,} steps, {count(facts['tokens'])} tokens in {facts['minutes']:,.1f} minutes "
-        f"({count(facts['tokens_per_second'])} tokens/s)"
-    )
-    rows = [
-        [
-            name,
-            f"{held_out['tokens'][name]:,}",
-            f"{value:.3f}",
-            *([f"{start['cross_entropy'][name]:.3f}"] if start else []),
-        ]
-        for name, value in held_out["cross_entropy"].items()
-    ]
-    columns = ["domain", "tokens", "nats per token", *(["before"] if start else [])]
-    print_table("cross-entropy on held-out documents", columns, rows)
-    between, within = (sum(held_out[part]) / len(held_out[part]) for part in ("between", "within"))
-    print_paragraph(
-        f"routing differs by {between:.3f} bits between domains, by {within:.3f} between two halves of one "
-        "(Jensen-Shannon divergence of expert use, mean over layers)"
-    )
-
-
 def print_maps(made: Any) -> None:
     """Print a `MapReport`: the maps, and the correlation of similarity and hit rate."""
     print_paragraph(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")

@@ -84,7 +84,6 @@ EXAMPLES = {
     "trace merge": ("moetool trace merge parts/chat parts/code --out both",),
     "trace export": ("moetool trace export trace --format vllm_routed_experts --out routes",),
     "trace import": ("moetool trace import routes.csv --format route_csv --out trace --set task=law",),
-    "reference train": ("moetool reference train --data texts --out model --set fit.max_steps=500",),
 }
 """Example lines by command."""
 

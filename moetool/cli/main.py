@@ -27,7 +27,6 @@ from moetool.cli import (
     paper_bench,
     placement,
     policies_bench,
-    reference,
     replay,
     report,
     rivals_bench,
@@ -56,7 +55,7 @@ _WrongLine: Any = typer.BadParameter.__base__
 
 _ORDER = (
     *("advise", "capture", "train", "evaluate", "replay", "plan", "serve", "chat", "verify", "simulate", "bench"),
-    *("report", "trace", "profile", "reference", "models", "data", "doctor", "cache", "demo", "guide"),
+    *("report", "trace", "profile", "models", "data", "doctor", "cache", "demo", "guide"),
 )
 
 
@@ -80,11 +79,9 @@ app = typer.Typer(
 trace_app = typer.Typer(help="Inspect, split, merge and convert traces.", no_args_is_help=True)
 plan_app = typer.Typer(help="Plan expert caches and placements.", no_args_is_help=True)
 bench_app = typer.Typer(help="Run paired benchmarks.", no_args_is_help=True)
-reference_app = typer.Typer(help="Train a small model like the embedded one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
-app.add_typer(reference_app, name="reference")
 _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
     app: {
         "advise": advise.advise,
@@ -124,7 +121,6 @@ _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
         "cluster": cluster_bench.cluster,
         "paper": paper_bench.paper,
     },
-    reference_app: {"train": reference.reference_train},
     trace_app: {
         "info": trace.info,
         "head": trace.head,

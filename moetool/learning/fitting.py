@@ -1,4 +1,4 @@
-"""Fit a predictor by gradient descent. Only this module and `moetool.reference.steps` import Lightning."""
+"""Fit a predictor by gradient descent. Only this module imports Lightning."""
 
 import contextlib
 import itertools

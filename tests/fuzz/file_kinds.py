@@ -20,7 +20,6 @@ import gguf
 import numpy as np
 import pyarrow.parquet as pq
 import safetensors.numpy
-import torch
 from hypothesis import strategies as st
 
 from moetool import assets
@@ -39,8 +38,6 @@ from moetool.models.tensor_index import read_index
 from moetool.placement._cluster_file import load_cluster
 from moetool.placement._placement_plan import MigrationPlan, PlacementPlan
 from moetool.prompts import dataset_recipe
-from moetool.reference.training_recipe import read_recipe
-from moetool.reference.training_state import MARKER, Progress, State
 from moetool.runtime.policy_state import restore_state, save_state
 from moetool.trace.expert_counts import Counted, open_workload, write_counts
 from moetool.trace.reader import Trace
@@ -287,38 +284,6 @@ def _read_scheduler_state(path: Path) -> None:
     scheduler.save()
 
 
-def _training(folder: Path) -> tuple[State, Any]:
-    recipe = read_recipe(assets.path("recipes", "reference", "model.toml"), {}).to_json()
-    torch.manual_seed(0)
-    return State(folder, {"recipe": recipe, "data": {"stories": "0" * 64}, "start": None}), torch.nn.Linear(3, 2)
-
-
-def _write_training_state(folder: Path) -> None:
-    state, model = _training(folder)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state.save(model, optimizer, Progress(step=3, losses=[3.5, 3.25, 3.0], seconds=1.5))
-
-
-@st.composite
-def _training_states(draw: st.DrawFn) -> Files:
-    files = _example(_write_training_state)
-    name = draw(st.sampled_from(sorted(files)))
-    if name == MARKER:
-        return {**files, name: draw(spoiling.json_files(json.loads(files[name])))}
-    return {**files, name: draw(spoiling.safetensors_files(files[name]))}
-
-
-def _read_training_state(folder: Path) -> None:
-    state, model = _training(folder)
-    progress = state.load(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state.fill(optimizer, {parameter: name for name, parameter in model.named_parameters()}, progress.step)
-    assert all(tensor.isfinite().all() for tensor in model.parameters())
-    assert len(progress.losses) == progress.step and progress.seconds >= 0
-
-
 @cache
 def _gguf() -> bytes:
     """The header of a small model of qwen3moe, and its tensors."""
@@ -465,11 +430,6 @@ def _targets() -> dict[str, Target]:
             lambda: spoiling.toml_files(_toml_of(recipes / "datasets" / "squad.toml")),
             lambda p: dataset_recipe.load(str(p)),
         ),
-        "training_recipe": _single(
-            "recipe.toml",
-            lambda: spoiling.toml_files(_toml_of(recipes / "reference" / "model.toml")),
-            lambda p: read_recipe(p, {}),
-        ),
         "config": _single("config.json", lambda: spoiling.json_files(CONFIG), _read_config),
         "safetensors": Target(_headers, lambda folder: read_index(folder)),
         "frames": _single("frames.bin", _frames, _read_frames),
@@ -489,7 +449,6 @@ def _targets() -> dict[str, Target]:
         "scheduler_state": _single(
             "state.json", lambda: spoiling.json_files(_scheduler_state()), _read_scheduler_state
         ),
-        "training_state": Target(_training_states, _read_training_state),
         "gguf": _single("m.gguf", lambda: spoiling.spoilt_header(_gguf()), _read_gguf),
         "foreign": Target(_foreign, _read_foreign),
         "policy_state": Target(_states, _read_state),
