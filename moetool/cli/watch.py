@@ -1,4 +1,4 @@
-"""Scheduler and status page of `moetool serve --cluster --mode edge`."""
+"""Scheduler and cluster page of `moetool serve --cluster --mode edge`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

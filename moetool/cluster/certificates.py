@@ -60,7 +60,7 @@ class Identity:
     """A process's key and certificate.
 
     Attributes:
-        name: in the certificate.
+        name: name in the certificate, e.g. `server-2`.
         certificate, key: PEM.
         authority: certificate that signs those of accepted peers, PEM.
     """
@@ -102,7 +102,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Authority:
-    """Signs the certificates of one cluster.
+    """Certificate authority of one cluster.
 
     Attributes:
         certificate, key: PEM.
@@ -136,7 +136,9 @@ class Authority:
 
 
 def self_signed(name: str, authority: str) -> Identity:
-    """Make a process's own key and certificate, which its callers know by content; the key never leaves the process.
+    """Make a process's own key and certificate; the key never leaves the process.
+
+    Callers accept exactly this certificate (`Identity.calling`).
 
     Args:
         authority: certificate that signs those of its callers, PEM.

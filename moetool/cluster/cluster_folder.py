@@ -1,4 +1,4 @@
-"""A cluster's folder on its head's machine; after a head has ended, the next head takes over its servers from it."""
+"""A cluster's folder on the machine of its head; with it the next head takes over running servers."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ class ClusterFolder:
     """Folder with the addresses of a cluster's servers and their certificates. One head holds it at a time.
 
     Args:
-        name: of the cluster.
+        name: name of the cluster, at most 64 characters.
         above: folder of all clusters (default: in the user's cache folder).
 
     Attributes:
@@ -98,7 +98,7 @@ class ClusterFolder:
             except (KeyError, TypeError):
                 raise MismatchError(f"{path} does not describe a server's process; remove it") from None
         found, head = {}, self.identity("head")
-        with ThreadPoolExecutor(max(1, len(kept))) as pool:  # slow ones in parallel
+        with ThreadPoolExecutor(max(1, len(kept))) as pool:  # each may take seconds
             answers = list(pool.map(lambda one: serves(one[2], head), kept))
         for (path, server, record), is_serving in zip(kept, answers, strict=True):
             if is_serving:
@@ -122,7 +122,11 @@ class ClusterFolder:
         self.record_of(n).unlink(missing_ok=True)
 
     def require_same(self, settings: Sequence[Any], living: Mapping[str, ProcessRecord]) -> None:
-        """Keep the servers' settings, or compare them with those of living servers.
+        """Store the servers' settings; they must be those of the servers that already run.
+
+        Args:
+            settings: settings of each server.
+            living: the running servers' processes, by server.
 
         Raises:
             MismatchError: they differ.
@@ -174,14 +178,14 @@ class ClusterFolder:
 
 
 def _holds(values: Any, kind: type[Authority] | type[Identity]) -> bool:
-    """Whether values from a file fit a class: PEM texts, and possibly a name."""
+    """Whether values from a file have the fields of a class: PEM texts and, if any, a name."""
     if not isinstance(values, dict) or set(values) != {one.name for one in fields(kind)}:
         return False
     return all(isinstance(one, str) and (name == "name" or one.startswith(_PEM)) for name, one in values.items())
 
 
 def _require_own(path: Path) -> None:
-    """Raises: UsageError: a path is not a folder, belongs to another user, or is open to others."""
+    """Require a folder of this user only. Raises: UsageError: no folder, another user's, or open to others."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise UsageError(f"{path} is not a folder; remove it")

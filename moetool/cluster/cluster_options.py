@@ -11,14 +11,14 @@ class ClusterOptions:
 
     Attributes:
         emulate_links: whether to limit traffic between servers to the plan's link rates.
-        call_timeout_s: seconds until a call to another server is aborted and repeated elsewhere.
-        hedge_s: least seconds until a call is also sent elsewhere; longer where such calls take longer
+        call_timeout_s: seconds until a call to another server is aborted and repeated at the next one.
+        hedge_s: seconds until a call is also sent to another server; longer where calls usually take longer
             (`Peers.usual_s`). 0: never.
-        poll_s: seconds of polling for the answer to a call before the calling thread sleeps, since waking it on an idle
-            core can take longer than the call. 0: never.
-        fetch_timeout_s: like `call_timeout_s`, for an expert that moves to another server.
-        last_resort: an expert that no server gives is read from the worker's own disk for the current event; without
-            it, the forward fails.
+        poll_s: seconds of polling for the answer to a call before the calling thread sleeps (0: never). Waking it on an
+            idle core can take longer than the call.
+        fetch_timeout_s: seconds until the transfer of an expert is aborted; it is then read from disk.
+        last_resort: whether a server reads an expert that no server holds from its own disk, for the current event;
+            otherwise the forward fails.
         slots: slots of each server's pool; 0: one per expert that fits in the plan's cluster. With fewer, the least
             recently used experts stay on disk.
         ping_s: seconds between health checks of each server.

@@ -20,7 +20,7 @@ from moetool.cluster.frames import FrameConnection, LinkError, pack
 MOST_BYTES = 2**28
 """Size limit of a message in bytes."""
 _TAKEN_S, _LEAST_BYTES_S = 10.0, 1e6
-"""Least rate, in bytes per second, at which a peer must accept a message."""
+"""Seconds in which a peer must accept a message, and least rate in bytes per second for longer ones."""
 
 
 def send_message(connection: FrameConnection, message: Mapping[str, Any], by: float | None = None) -> None:

@@ -75,7 +75,7 @@ class ForkServer:
                     poll = select.poll()
                     poll.register(stdout, select.POLLIN)
                     line = stdout.readline() if poll.poll(max(0.0, 1e3 * (by - time.monotonic()))) else b""
-                    said = json.loads(line or b'{"error": "it said nothing"}')
+                    said = json.loads(line or b'{"error": "no answer"}')
                     if said.get("mark", order.mark) == order.mark:  # skips answers to earlier orders
                         break
                 self._is_asked = not line

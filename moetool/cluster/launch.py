@@ -39,7 +39,7 @@ _GONE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """The meaning of `--cluster`.
+    """The parsed value of `--cluster`.
 
     Attributes:
         count: workers on this machine (`local:3`), or None for machines that joined with `ray start`.
@@ -63,7 +63,7 @@ def parse_where(text: str) -> Where:
 
 
 def prepare(where: Where, module: str, threads: int) -> ForkServer | None:
-    """Start to import the workers' modules in the background; None if workers are not forked.
+    """Start importing the workers' modules in the background; None if workers are not forked.
 
     Args:
         module, threads: as for `ForkServer`.
@@ -173,7 +173,7 @@ class Workers:
         build: a function or class of a module that the other process can import.
         arguments: arguments of `build` for each server, of types that `moetool.cluster.control_messages` supports.
         names: names of the servers. A machine started with `ray start --resources '{"moetool:NAME": 1}'` gets the
-            server of that name; the others get theirs in the order of their addresses (`ray_hosts.choose`).
+            server of that name. The others get theirs in the order of their addresses (`ray_hosts.choose`).
         threads: compute threads of each worker's libraries (0: the libraries' default).
         late: whether to leave out servers without a machine until `restart` finds one; with taken-over workers also
             those that do not start.

@@ -107,12 +107,12 @@ def ask_head(address: str, *, machines: bool = False, within_s: float = _START_S
         )
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"what listens at {address} gave no answer as a Ray head in {within_s:.0f} s; look there with: ray status"
+            f"{address} gave no answer as a Ray head in {within_s:.0f} s; check it on its machine with: ray status"
         ) from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise UsageError(f"the Ray head at {address} could not be asked ({said[-1]})")
+        raise UsageError(f"cannot query the Ray head at {address} ({said[-1]})")
     found = json.loads(lines[-1])
     if (refusal := found.get("refusal")) is not None:
         raise UsageError(_refusal(address, refusal, os.environ))
@@ -133,15 +133,19 @@ def require_reach(address: str) -> None:
 
 
 def require_fitting(address: str, answer: HeadAnswer) -> None:
-    """Raises: UsageError: the head runs another Ray or Python, asks no token, or this machine has not joined it."""
+    """Require a head that this machine can use.
+
+    Raises:
+        UsageError: the head runs another Ray or Python, asks for no token, or this machine has not joined it.
+    """
     if not answer.asks_token and os.environ.get("RAY_AUTH_MODE") == "token":
         raise UsageError(
-            f"the Ray head at {address} asks for no token, and RAY_AUTH_MODE is token here; start it with: {START}"
+            f"the Ray head at {address} asks for no token, but RAY_AUTH_MODE is token here; start it with: {START}"
         )
     for name, own in own_versions().items():
         if (theirs := answer.versions.get(name, own)) != own:
             raise UsageError(
-                f"the Ray head at {address} runs {name} {theirs}, and this machine {own}; install the same on both"
+                f"the Ray head at {address} runs {name} {theirs}, this machine {own}; install the same version on both"
             )
     if not any(is_here(machine.address) for machine in answer.machines):
         raise UsageError(
@@ -198,7 +202,7 @@ def check_cluster(address: str) -> list[ClusterCheck]:
     token = ClusterCheck(
         name="token",
         value=f"accepted, from {source}" if answer.asks_token else "not required",
-        meaning="the head lets only machines in that have it"
+        meaning="only machines with this token may join"
         if answer.asks_token
         else f"anyone who reaches the head controls it; start it again with: {START}",
         good=True if answer.asks_token else None,
@@ -221,7 +225,9 @@ def _compare(answer: HeadAnswer) -> list[ClusterCheck]:
         )  # fmt: skip
     here = any(is_here(machine.address) for machine in answer.machines)
     join = (
-        "this machine is among them" if here else "this one is not: RAY_AUTH_MODE=token ray start --address=HOST:PORT"
+        "this machine is among them"
+        if here
+        else "this machine is not among them; join with: RAY_AUTH_MODE=token ray start --address=HOST:PORT"
     )
     names = [f"{one.address} ({', '.join(one.servers) or 'no name'})" for one in answer.machines]
     checks.append(
@@ -242,17 +248,17 @@ def _compare(answer: HeadAnswer) -> list[ClusterCheck]:
 
 def _refusal(address: str, refusal: str, environment: Mapping[str, str]) -> str:
     if refusal != "token":
-        return f"the Ray head at {address} could not be asked ({refusal}); look there with: ray status"
+        return f"cannot query the Ray head at {address} ({refusal}); check it on its machine with: ray status"
     copy = "copy ~/.ray/auth_token from the head's machine to this one"
     mode = environment.get("RAY_AUTH_MODE", "")
     if mode and mode != "token":
-        return f"the Ray head at {address} asks for a token, and RAY_AUTH_MODE is {mode} here; set RAY_AUTH_MODE=token"
+        return f"the Ray head at {address} asks for a token, but RAY_AUTH_MODE is {mode} here; set RAY_AUTH_MODE=token"
     if not (source := token_source(environment)):
-        return f"the Ray head at {address} asks for a token, and there is none on this machine; {copy}"
+        return f"the Ray head at {address} asks for a token, but this machine has none; {copy}"
     return f"the Ray head at {address} does not accept the token in {source}; {copy}"
 
 
-# -- in the process of its own -----------------------------------------------------------------------------------------
+# -- in the separate process -------------------------------------------------------------------------------------------
 
 
 def _ask(address: str, machines: bool) -> dict[str, Any]:
@@ -284,7 +290,7 @@ def _ask(address: str, machines: bool) -> dict[str, Any]:
         {
             "address": info.node_manager_address,
             "servers": sorted(name.removeprefix(_NAME) for name in info.resources_total if name.startswith(_NAME)),
-            "trouble": "asked only from a machine that has joined, with the same Ray and Python",
+            "trouble": "versions are read only from a machine that has joined, with the same Ray and Python",
         }
         for info in nodes
     ]

@@ -99,12 +99,12 @@ def _start_there(order: ProcessOrder, threads: int) -> ProcessRecord:
 
 
 def head_address(address: str | None) -> str:
-    """Return the address of the Ray head's machine, as joined machines know it; empty if this machine is all.
+    """Return the address of the Ray head's machine, as joined machines know it; empty without a Ray head.
 
     Effects: joins Ray and leaves it again.
 
     Raises:
-        UsageError: no head is at the address, or its address differs between machines.
+        UsageError: no head is at the address, or other machines cannot reach its address.
     """
     if address is None:
         return ""

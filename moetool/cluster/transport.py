@@ -1,7 +1,7 @@
 """Point-to-point calls between the servers of a cluster.
 
-Connections use mutual TLS 1.3 with certificates of the cluster's authority (`moetool.cluster.certificates`), so a
-stranger can neither call a server, nor impersonate one, nor read or change messages.
+Connections use mutual TLS 1.3 with certificates of the cluster's authority (`moetool.cluster.certificates`).
+Strangers cannot call or impersonate a server, nor read or change messages.
 
 Every call has a deadline. Calls are idempotent, so they may be repeated. Each answer carries its call's number.
 """
@@ -172,9 +172,9 @@ Answer = CallAnswer | Future[Frame]
 class Channel:
     """Calls one server, one call at a time, over one connection. Any thread may call.
 
-    If the channel is connected and idle, the calling thread sends a short call and receives its answer: a handover to
-    another thread costs more than the call. The channel's own thread connects, sends what would block, and receives
-    abandoned answers.
+    If the channel is connected and idle, the calling thread sends a short call and receives its answer, since a
+    handover to another thread costs more than the call. The channel's own thread connects, sends what would block, and
+    receives abandoned answers.
 
     Args:
         server: number of the called server.

@@ -30,7 +30,7 @@ class WorkerDied(MoetoolError):
 
 
 class WorkerLink:
-    """One worker's process.
+    """Link to one worker's process.
 
     One connection stays open as long as the process lives, so that each side notices the other's end. Every call has
     its own connection, so long calls delay no others.

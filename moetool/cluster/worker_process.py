@@ -1,4 +1,4 @@
-"""A worker's process: builds the worker, serves its head, and ends without a head for some time.
+"""A worker's process: builds the worker, serves its head, and ends after some time without a head.
 
 It runs in its own session and depends on no other process: it outlives its head, and another head may call it.
 """
@@ -207,7 +207,7 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
             poll = select.poll()
             poll.register(popen.stdout, select.POLLIN)
             line = popen.stdout.readline() if poll.poll(1e3 * _START_S) else b""
-        said = json.loads(line or b'{"error": "it said nothing"}')
+        said = json.loads(line or b'{"error": "no answer"}')
     except (OSError, ValueError) as error:
         said = {"error": first_line(error)}
     if "error" in said:

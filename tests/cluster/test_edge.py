@@ -74,7 +74,7 @@ def test_a_server_that_is_killed_under_load(cluster: EdgeProcess, right: dict[st
     assert not load.wrong
     for name in ("s0", "s2"):  # whoever asked another server did not notice
         assert {outcome for at, outcome in load.outcomes if at == name} == {"right"}, load.outcomes
-    assert "experts held by it alone are placed elsewhere until it returns" in cluster.narration
+    assert "experts without a server are placed on other servers until theirs returns" in cluster.narration
     _all_right(cluster, right)
 
 

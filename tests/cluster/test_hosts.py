@@ -174,7 +174,7 @@ def test_the_doctor_compares_this_machine_with_the_head_and_all_that_have_joined
 @pytest.mark.parametrize(
     ("token", "port", "says"),
     [
-        (None, 6379, "asks for a token, and there is none on this machine; copy ~/.ray/auth_token from the head's"),
+        (None, 6379, "asks for a token, but this machine has none; copy ~/.ray/auth_token from the head's"),
         ("wrong" * 8, 6379, "does not accept the token in $RAY_AUTH_TOKEN; copy ~/.ray/auth_token from the head's"),
         ("wrong" * 8, 6388, "(Connection refused); start one there with: RAY_AUTH_MODE=token ray start --head"),
     ],

@@ -289,7 +289,7 @@ def test_a_server_that_goes_is_replaced_and_comes_back(start: Callable[..., _Clu
     eventually(cluster.agree)
     assert cluster.processes[0].port == 5000  # where its users know it
     eventually(lambda: any("s0 is back on http://127.0.0.1:5000/v1 with 4 experts" in line for line in cluster.lines))
-    assert any("4 experts held by it alone are placed elsewhere" in line for line in cluster.lines)
+    assert any("4 experts without a server are placed on other servers" in line for line in cluster.lines)
 
 
 def test_replicas_make_room_and_come_back(start: Callable[..., _Cluster]) -> None:
@@ -310,7 +310,7 @@ def test_what_fits_nowhere_is_said_and_the_rest_goes_on(start: Callable[..., _Cl
     cluster.processes.die(0)
     eventually(lambda: cluster.covered() == ALL)  # two more each
     cluster.processes.die(1)  # now two are gone, and one has room for four
-    eventually(lambda: any("4 experts are unplaced until it returns" in line for line in cluster.lines))
+    eventually(lambda: any("4 experts are unplaced until their server returns" in line for line in cluster.lines))
     assert len(cluster.covered()) == 4 and cluster.agree()
     cluster.processes.may_start.set()
     eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))

@@ -47,7 +47,7 @@ def test_versions_and_joining() -> None:
     ray = pytest.importorskip("ray")
     fits = HeadAnswer(asks_token=True, versions={"Ray": ray.__version__}, machines=(HERE,))
     require_fitting("a:1", fits)
-    with pytest.raises(UsageError, match=f"runs Ray 1.0, and this machine {ray.__version__}; install the same"):
+    with pytest.raises(UsageError, match=f"runs Ray 1.0, this machine {ray.__version__}; install the same"):
         require_fitting("a:1", HeadAnswer(asks_token=True, versions={"Ray": "1.0"}, machines=(HERE,)))
     other = JoinedMachine(address="192.0.2.77")
     with pytest.raises(UsageError, match="has not joined the Ray head at a:1; join with: ray start --address=a:1"):
@@ -59,7 +59,7 @@ def test_a_head_without_a_token_where_one_is_wanted(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     require_fitting("a:1", open_head)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with pytest.raises(UsageError, match="asks for no token, and RAY_AUTH_MODE is token here"):
+    with pytest.raises(UsageError, match="asks for no token, but RAY_AUTH_MODE is token here"):
         require_fitting("a:1", open_head)
 
 

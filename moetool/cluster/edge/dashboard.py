@@ -1,4 +1,4 @@
-"""A page about a running cluster for browsers on this machine: the scheduler's observations and decisions."""
+"""Web page of a running cluster: the scheduler's observations and decisions."""
 
 import json
 import threading
@@ -52,7 +52,8 @@ class Dashboard:
     There is no login: anyone who reaches the port may read it, but web pages of other sites may not (`OriginRules`).
 
     Args:
-        snapshot: the state as a JSON object (`moetool.cluster.edge.scheduler.Scheduler.snapshot`).
+        snapshot: returns the state as a JSON object (`moetool.cluster.edge.scheduler.Scheduler.snapshot`).
+        host: address of the page.
         port: 0: any free port (default: 8090, or any free port if that is taken).
         allowed_hosts: further host names under which it may be requested.
 
@@ -80,8 +81,10 @@ class Dashboard:
                     raise
                 self._server = ThreadingHTTPServer((host, 0), handler)
         except OSError as error:
+            where = host if port is None else f"{host}:{port}"
             raise UsageError(
-                f"the dashboard cannot listen on {host}:{port} ({error.strerror}); choose another port"
+                f"the cluster page cannot listen on {where} ({error.strerror}); choose another address with "
+                "--set dashboard.host=ADDRESS or --set dashboard.port=PORT"
             ) from None
         self._server.daemon_threads = True
         self.url = f"http://{host}:{self._server.server_address[1]}"
@@ -89,7 +92,7 @@ class Dashboard:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """Stop serving the page."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5.0)
@@ -98,7 +101,7 @@ class Dashboard:
 class _Handler(BaseHTTPRequestHandler):
     snapshot: Callable[[], dict[str, Any]]
     rules: OriginRules
-    timeout = 10.0  # of a client that stops in the middle of a request
+    timeout = 10.0  # seconds, for a client that stops in the middle of a request
     server_version, sys_version = "moetool", ""
 
     def do_GET(self) -> None:
@@ -111,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = json.dumps(self.snapshot(), allow_nan=False).encode()
             self._answer(HTTPStatus.OK, "application/json", content)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and /state.json\n")
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"not found; open / or /state.json\n")
 
     do_HEAD = do_GET
 

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _ENDED = "its process has ended"
 _TELL_S = 10.0  # for a worker to receive the table of experts
-RESTART_S = (1.0, 10.0)  # after the first failed start, and at most
+RESTART_S = (1.0, 10.0)  # wait after the first failed start, doubled after each further one, and its limit
 
 
 class Processes(Protocol):
@@ -52,7 +52,7 @@ class MigrationScheduler(Protocol):
     def on_tick(self, head: "EdgeHead") -> None:
         """Look at `head.stats()` and `head.held()`, and `move` experts.
 
-        Called on a separate thread, after the last call has returned. An error is narrated, and ticks continue.
+        Called on a separate thread, after the last call has returned. Errors are printed, and ticks continue.
         """
         ...
 
@@ -70,7 +70,7 @@ class EdgeHead:
         processes: each server's process, started with its settings.
         settings: settings of each server.
         names: names of the servers.
-        narrate: prints a line about events.
+        narrate: called with a line for the user about each event.
         scheduler: decides on migrations; None: experts stay as planned.
 
     Effects: `start` starts threads; `close` ends them and the processes.
@@ -201,8 +201,9 @@ class EdgeHead:
         _LOG.info("server %s dropped expert %d of MoE layer %d", self.names[server], expert, layer)
 
     def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
-        """Have servers drop experts in parallel, and then hold others; all servers are told before the drops and at the
-        end.
+        """Run one round of moves: first all drops in parallel, then all copies.
+
+        All servers receive the new placement before the drops and after the copies.
 
         Args:
             drops: (server, place); a drop is refused where no other server has the expert.
@@ -251,7 +252,7 @@ class EdgeHead:
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:
-        """Whether experts are being moved: the table and what servers hold may differ."""
+        """Mark a period in which experts move, so that the table and the servers' experts may differ."""
         with self._counting:
             self._moves_begun += 1
             self._moves_under_way += 1
@@ -262,7 +263,7 @@ class EdgeHead:
                 self._moves_under_way -= 1
 
     def _check(self, n: int) -> None:
-        """Ask a server whether it is well, and correct the table if an answer about a move was lost before."""
+        """Check a server's health, and correct the table if an earlier answer about a move was lost."""
         with self._counting:
             begun, were_under_way = self._moves_begun, self._moves_under_way
         info = self._call(n, "info", timeout_s=self._options.hang_s)
@@ -275,7 +276,7 @@ class EdgeHead:
             self._cover()
 
     def _tell(self, n: int) -> None:
-        """Tell one server who holds what, if it is there and has not heard it."""
+        """Send the expert placement to one running server that lacks it."""
         with self._telling[n]:
             table, told = self._table.holders(), self._told[n]
             if table.peers[n] is None or told == table.version:
@@ -288,7 +289,7 @@ class EdgeHead:
                         return
                 self._call(n, "set_holders", table, timeout_s=_TELL_S)
                 self._told[n] = table.version
-            except Exception as error:  # its supervisor sees the same, or tells it again
+            except Exception as error:  # its supervisor restarts it or sends the table again
                 _LOG.info("server %s was not told of placement %d: %s", self.names[n], table.version, error)
 
     def _arrived(self, info: WorkerInfo, *, at_home: bool = False) -> None:
@@ -326,7 +327,7 @@ class EdgeHead:
             try:
                 return None if infos[n] is None else self._call(n, method, *args, timeout_s=timeout_s)
             except MoetoolError:
-                return None  # its supervisor sees the same
+                return None  # its supervisor restarts it
 
         infos = self.infos()
         return _at_once(ask, len(infos))
@@ -362,7 +363,7 @@ class EdgeHead:
             self._bring_back(n)
 
     def _lose(self, n: int) -> None:
-        """Remove a server from the table, and place its experts elsewhere."""
+        """Remove a server from the table, and place its experts on other servers."""
         self._table.lost(n)
         self.publish()
         self._cover()
@@ -374,11 +375,11 @@ class EdgeHead:
             count = sum(self._adopt_somewhere(at) for at in missing)
             if count:
                 self.publish()
-                self._narrate(f"{count} experts held by it alone are placed elsewhere until it returns")
+                self._narrate(f"{count} experts without a server are placed on other servers until theirs returns")
             if count < len(missing):
                 self._narrate(
-                    f"{len(missing) - count} experts are unplaced until it returns: each server reads them from its "
-                    "own disk on demand"
+                    f"{len(missing) - count} experts are unplaced until their server returns: each server reads them "
+                    "from its own disk on demand"
                 )
 
     def _adopt_somewhere(self, at: Place) -> bool:
@@ -421,7 +422,7 @@ class EdgeHead:
                 self._processes.watch(n, self._on_death)
                 info = self._call(n, "info", timeout_s=self._options.start_timeout_s)
                 break
-            except CapacityError as error:  # it may join
+            except CapacityError as error:  # a machine may still join
                 if not waits_for_machine:
                     self._narrate(f"server {self.names[n]} waits for a machine: {first_line(error)}")
                 waits_for_machine = True
@@ -468,7 +469,7 @@ class EdgeHead:
 
 
 def _at_once(work: Callable[[int], T], count: int) -> list[T]:
-    """Results of `work` for each number below `count`, each on a separate thread that is not joined.
+    """Return `work(n)` for each n below `count`, each from its own thread.
 
     Raises: the first one's exception.
     """

@@ -17,7 +17,7 @@ class Holding:
     Args:
         server: its number, for messages.
         held: (layer, expert) held from the start.
-        capacity: most experts held. Experts without a slot are read from disk on demand.
+        capacity: limit of held experts. Those without a slot are read from disk on demand.
 
     Attributes:
         computing: lock on pool and store, never held while waiting for another server.
@@ -103,7 +103,7 @@ class Holding:
                 self._pool.forget(key)
 
     def bytes_of(self, key: int) -> torch.Tensor:
-        """Copy an expert, from the pool, else from disk. Raises: MoetoolError."""
+        """Return a copy of an expert's bytes (uint8), from the pool, else from disk. Raises: MoetoolError."""
         with self.computing:
             slot = self._pool.slot_of.get(key)
             if slot is not None:

@@ -50,7 +50,7 @@ class Chronicle:
     In long runs neighbouring windows are merged in pairs, so that there are at most 240.
 
     Args:
-        window_s: length of a window at the beginning.
+        window_s: initial length of a window in seconds.
 
     Attributes:
         decisions: the last 200.
@@ -181,7 +181,7 @@ class Chronicle:
         return self._windows[-1]
 
     def _join(self) -> None:
-        """Windows of twice the length."""
+        """Merge windows in pairs, each of twice the length."""
         assert self._began_s is not None
         self._window_s *= 2
         joined: dict[int, dict[str, Any]] = {}

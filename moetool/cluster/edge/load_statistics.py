@@ -22,7 +22,7 @@ class Statistics:
     """Live statistics of each server, in the form of a plan's inputs.
 
     Routes and calls are summed since the last change of placement and decay with `half_life_s`. Time is split into
-    blocks, and the routes of every fourth block are held out to judge a placement made from the others: on its own
+    blocks, and the routes of every fourth block are held out to judge a placement made from the others. On its own
     tokens any placement looks better than the current one. Blocks must be longer than requests, which would otherwise
     be on both sides.
 
@@ -147,16 +147,16 @@ class Statistics:
         return _clean(self.tokens_NLE[list(servers)])
 
     def folds(self, servers: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The same, split into blocks for planning and held-out blocks for judging.
+        """`tokens_of`, split into blocks for planning and held-out blocks for judging.
 
-        Every token is in one held-out part. None while all tokens came in one block.
+        Every token is in one held-out part. Empty while all tokens came in one block.
         """
         chosen, every_NLE = list(servers), self.tokens_NLE
         parted = [(_clean((every_NLE - fold_NLE)[chosen]), _clean(fold_NLE[chosen])) for fold_NLE in self._tokens_FNLE]
         return [(made_NLE, judge_NLE) for made_NLE, judge_NLE in parted if made_NLE.any() and judge_NLE.any()]
 
     def measured(self, cluster: Cluster) -> Cluster:
-        """The cluster with measured rates of moved experts where known, both directions together."""
+        """The cluster with link rates measured by expert transfers where known, both directions together."""
         links = {frozenset(link.between): link for link in cluster.links}
         for a in range(len(cluster.servers)):
             for b in range(a):
@@ -198,7 +198,7 @@ class Statistics:
         require(call.shape == (2,), "statistics.call", call.shape, "seconds and pairs")
         require(expert_s_N.shape == (num_servers,), "statistics.expert_s", expert_s_N.shape, f"{num_servers} servers")
         for name, counts in {"tokens": tokens_FNLE, "moved": moved_NN, "call": call}.items():
-            plausible = bool(((counts >= 0) & (counts <= _MOST)).all())  # NaN is neither
+            plausible = bool(((counts >= 0) & (counts <= _MOST)).all())  # false for NaN
             require(plausible, f"statistics.{name}", counts, "amounts")
         for name in ("since_s", "decayed_s", "call_s"):
             if values[name] is not None:

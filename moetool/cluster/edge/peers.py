@@ -61,7 +61,7 @@ class Peers:
         self._failures: Counter[int] = Counter()
         self._away_until: dict[int, float] = {}
         self._excess_s: dict[int, tuple[int, float, float]] = {}  # by server: window, slowest in it and in the last one
-        self._overdue: Counter[int] = Counter()  # calls that were given up waiting for, and may still be answered
+        self._overdue: Counter[int] = Counter()  # abandoned calls that may still be answered
 
     def update(self, addresses: Sequence[tuple[str, int] | None]) -> None:
         """Update the servers' addresses; calls to one that moved or left fail."""
@@ -165,7 +165,7 @@ class Peers:
     def overdue(self, server: int, pairs: int, waited_s: float, answer: Answer) -> None:
         """Mark a call as late: the server is not called again before it answers or fails.
 
-        A late answer counts as twice the time waited for it, within the limits of `answered`: so a server that is
+        A late answer counts as twice the time waited for it, within the limits of `answered`. So a server that is
         always slow is soon given more time, and one that stalled once is not.
         """
         with self._lock:
@@ -184,7 +184,7 @@ class Peers:
         answer.add_done_callback(end)
 
     def failed(self, server: int) -> None:
-        """Record a failed or timed-out call: the server is skipped for a second, then for twice as long, ..."""
+        """Record a failed or timed-out call: the server is skipped for 1 s, doubled with each failure, at most 30 s."""
         with self._lock:
             self._failures[server] += 1
             first, most = _BACKOFF_S

@@ -56,7 +56,7 @@ class PlacedRuntime(ExpertRuntime):
     meanwhile. A failed call is repeated at another holder of each expert; so is a slow one, whose answer is then
     ignored. An expert that no server provides is read from the server's own disk for this event.
 
-    On every server a forward's tokens for an expert form one product; the family's last step and the weighted sum are
+    On every server a forward's tokens for an expert form one product. The family's last step and the weighted sum are
     computed here, in the order of the top-k. So on machines of one kind (the same CPU, torch and number of threads) the
     result is bit-identical to a single server's for every placement.
 
@@ -233,7 +233,7 @@ class PlacedRuntime(ExpertRuntime):
         put: Callable[[int, torch.Tensor], None],
     ) -> None:
         for expert in [expert for expert in rows_of if expert >= layer.form.num_experts]:
-            put(expert, inputs(expert, rows_of[expert]))  # it returns its input: no call needed
+            put(expert, inputs(expert, rows_of[expert]))  # an identity expert needs no call
         pairs = {expert: len(rows) for expert, rows in rows_of.items() if expert < layer.form.num_experts}
         self.meter.needed(layer.index, pairs)
         waiting, tried = dict(pairs), defaultdict[int, set[int]](set)
@@ -329,7 +329,7 @@ class PlacedRuntime(ExpertRuntime):
         return call.answer.result(self.options.call_timeout_s + 1.0)
 
     def _others_s(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> float | None:
-        """Least cost of a call's experts without its server; None if impossible.
+        """Least seconds for a call's experts without its server; None if impossible.
 
         A call is waited for this long, so that both together cost at most twice the better choice.
         """

@@ -29,7 +29,7 @@ class PlacementTable:
         self._held: list[set[Place]] = [set() for _ in home]
         self._home: list[set[Place]] = [set(own) for own in home]
         self._lent: set[tuple[int, Place]] = set()
-        self._changed: dict[Place, int] = {}  # and the version of the last change of its servers
+        self._changed: dict[Place, int] = {}  # version of the last change of its servers
         self._holders = Holders(
             version=0, servers_LE=tuple(((),) * num for num in num_experts_L), peers=(None,) * len(home)
         )
@@ -74,7 +74,7 @@ class PlacementTable:
             return HoldersChange(base=base, version=now.version, servers=servers, peers=now.peers)
 
     def require(self, server: int) -> None:
-        """Raises: MoetoolError: a server is down."""
+        """Require that a server is up. Raises: MoetoolError."""
         if self.infos()[server] is None:
             raise MoetoolError(f"server {self.names[server]} is unavailable")
 

@@ -52,11 +52,11 @@ class WorkerStats:
         remote_pairs: pairs computed by others.
         expert_s: seconds of computing experts, for own and other users.
         expert_pairs: pairs in `expert_s`.
-        call_s: seconds of calls by server, from sending to the answer.
-        calls: number of calls.
+        call_s: seconds of calls to each server, from sending to the answer.
+        calls: number of calls to each server.
         call_pairs: pairs in `call_s`.
-        bytes_out: bytes sent by server, calls and answers.
-        migrated_bytes: bytes of experts sent.
+        bytes_out: bytes sent to each server, calls and answers.
+        migrated_bytes: bytes of experts received from other servers.
         request_s: seconds of each finished request.
         failed: requests that ended in an error.
         waiting: unfinished requests.

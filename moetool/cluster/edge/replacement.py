@@ -141,7 +141,7 @@ def by_server(moves: Sequence[Move], servers: Sequence[int]) -> list[Move]:
 
 
 def as_array(spec: ModelSpec, held: Sequence[Set[Place]]) -> np.ndarray:
-    """placed_NLE from places."""
+    """Convert places to a placement [N, L, E], bool."""
     placed_NLE = np.zeros((len(held), spec.num_layers, spec.num_experts), bool)
     for n, places in enumerate(held):
         for layer, expert in places:
@@ -150,10 +150,10 @@ def as_array(spec: ModelSpec, held: Sequence[Set[Place]]) -> np.ndarray:
 
 
 def places_of(placed_LE: np.ndarray) -> list[Place]:
-    """Places from an array."""
+    """Convert one server's placement [L, E] to (layer, expert) pairs."""
     return [(layer, expert) for layer, expert in np.argwhere(placed_LE).tolist()]
 
 
 def _in_slots(spec: ModelSpec) -> ModelSpec:
-    """A slot has the size of the largest expert."""
+    """Return the spec with every expert as large as a slot."""
     return replace(spec, expert_bytes_L=(spec.slot_bytes,) * spec.num_layers)

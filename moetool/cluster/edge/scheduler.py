@@ -29,12 +29,12 @@ from moetool.types import Cluster, ModelSpec
 _LOG = logging.getLogger(__name__)
 
 _SAVE_S = 30.0
-_GLANCE_S = 0.2
-_BREATH_S = 0.005
+_SNAPSHOT_WAIT_S = 0.2
+_LEAST_TICK_S = 0.005
 _ROUND = 64
-"""Most copies per round, before all servers are told, and"""
+"""Limit of copies per round; servers receive the new placement between rounds."""
 _ROUND_S = 0.5
-"""most seconds of a round's copies, by known link rates."""
+"""Limit of a round's transfer seconds, by known link rates."""
 _DECIDES = ("eq4", "always", "never")
 
 
@@ -43,16 +43,16 @@ class SchedulerOptions:
     """Options of `--set scheduler.NAME=VALUE`.
 
     Attributes:
-        interval_s: seconds between decisions. A quarter of it must exceed the duration of most requests and contain
-            many requests, because a placement from few requests only fits these.
+        interval_s: seconds between decisions. A quarter of it must be longer than most requests and contain many of
+            them, because a placement from few requests fits only these.
         poll_s: seconds between a worker's reports.
         planner: planner of new placements.
         options: options of the planner.
         decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `never`: watch only.
         horizon_s: assumed duration of a placement in Eq. 4 (0: the interval).
         half_life_s: half-life of observed routes and calls (0: no decay).
-        compute_s: averaging time of compute seconds.
-        share: share of time in which migration may use links; a pause follows each copy.
+        compute_s: seconds over which compute time is averaged.
+        share: share of time in which migration may use links; a pause follows each round of copies.
         seed: seed of randomized planners.
         state: file that keeps the state for the next start (empty: none).
 
@@ -94,7 +94,7 @@ class Scheduler:
     """Observes a cluster and re-places its experts.
 
     It has no clock: `tick` receives the time, acts, and returns when to call it again. It relies on experts that
-    servers are known to hold, never on planned ones: a server that dies during a migration ends it, and the next
+    servers are known to hold, never on planned ones. A server that dies during a migration ends it, and the next
     decision starts from the actual state.
 
     Args:
@@ -155,9 +155,9 @@ class Scheduler:
         return self._target is not None
 
     def on_tick(self, head: Servers) -> None:
-        """`tick`, now."""
+        """Call `tick` with the current time, and set `tick_s`."""
         try:
-            self.tick_s = max(_BREATH_S, self.tick(head, time.time()))
+            self.tick_s = max(_LEAST_TICK_S, self.tick(head, time.time()))
         except Exception:
             self.tick_s = self.options.poll_s  # pauses between repeated errors
             raise
@@ -207,7 +207,7 @@ class Scheduler:
 
     def snapshot(self) -> dict[str, Any]:
         """Data of the cluster page as a JSON object; during a move, the state before it."""
-        if not self._lock.acquire(timeout=_GLANCE_S if self._shown else -1):
+        if not self._lock.acquire(timeout=_SNAPSHOT_WAIT_S if self._shown else -1):
             assert self._shown is not None
             return self._shown
         try:
@@ -281,7 +281,7 @@ class Scheduler:
             self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(2)
             self._narrate(
                 f"{record.copies} experts move: {record.saved_s:,.1f} s of remote calls saved over "
-                f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s"
+                f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s of migration"
             )
         self._save()
 
@@ -359,7 +359,7 @@ class Scheduler:
             self._end(over_s, f"done{left_out}")
 
     def _migrated(self, over_s: float) -> None:
-        """Learn the time of moves besides transfer from a migration."""
+        """Measure the time of a migration besides transfer."""
         assert self._moving is not None
         copies, busy_s = self._moved
         if copies and copies == self._moving.copies:  # otherwise an earlier scheduler began it, or it was aborted
@@ -373,7 +373,7 @@ class Scheduler:
     def _end(self, now_s: float, outcome: str) -> None:
         assert self._moving is not None
         self._moving.outcome, self._moving.done_s = outcome, now_s
-        took = f"{now_s - self._moving.at_s:,.1f} s, {self._moving.foreseen_s:,.1f} s foreseen"
+        took = f"{now_s - self._moving.at_s:,.1f} s, {self._moving.foreseen_s:,.1f} s expected"
         self._narrate(f"the migration of experts: {outcome} ({took})")
         self._steps, self._target, self._moving = [], None, None
         self.statistics.changed(now_s)

@@ -26,8 +26,8 @@ class Kept:
         decided_s: time of its last decision, in seconds since 1970.
         target: experts of each server after the running migration; None: none runs.
         held: experts of each server; None: unknown.
-        statistics: of `moetool.cluster.edge.load_statistics.Statistics`.
-        chronicle: of `moetool.cluster.edge.history.Chronicle`.
+        statistics: state of `moetool.cluster.edge.load_statistics.Statistics`.
+        chronicle: state of `moetool.cluster.edge.history.Chronicle`.
     """
 
     decided_s: float

@@ -20,7 +20,7 @@ class Endpoints:
 
     Attributes:
         host: host of all servers.
-        port: of the first server; the next has the next one. 0: any free ones.
+        port: port of the first server; the next server has the next port (0: any free ones).
         api_key: key that users must send; None: none.
         toward: see `WorkerSettings`.
     """
@@ -108,7 +108,7 @@ def held_by(plan: PlacementPlan, server: int) -> tuple[tuple[int, int], ...]:
 
 
 def beyond_reserved(checkpoint: Checkpoint, plan: PlacementPlan, options: ServeOptions) -> dict[str, Any]:
-    """Servers whose first GPU reserves too little for dense weights and KV cache, by name: (needs, has)."""
+    """Servers whose first GPU reserves too little for dense weights and KV cache, by name: (needed, reserved) bytes."""
     needs = sum(fixed_bytes(checkpoint, options))
     return {
         server.name: (needs, server.gpus[0].reserved_bytes)

@@ -41,7 +41,7 @@ USED_AT_START = (
     "scipy.optimize",
 )
 """Modules that building a worker imports (`ForkServer`)."""
-_MESSAGE_BYTES = 64 * 2**20  # least, besides an expert
+_MESSAGE_BYTES = 64 * 2**20  # least limit of a message, besides an expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class WorkerSettings:
         held: (layer, expert) held from the start.
         capacity: most experts held.
         host: address for its users; 0.0.0.0: every address of its machine.
-        port: 0: any free one.
+        port: port for its users; 0: any free one.
         toward: address of the cluster's head, on the peers' network; empty: all are on this machine.
         peer_port: port for peers; 0: any free one.
         identity: identity of the server among its peers.
@@ -175,7 +175,7 @@ class Worker:
         self._server.stop(within_s=self._settings.limits.drain_timeout_s + 10.0)
 
     def close(self) -> None:
-        """End; running requests end with an error."""
+        """End the server; running requests end with an error."""
         deadline = time.monotonic() + 10.0
         ended = False
         while not ended and time.monotonic() < deadline:
@@ -196,7 +196,7 @@ class Worker:
 
 
 def message_bytes(spec: ModelSpec, tokens: int) -> int:
-    """Largest message between servers: an expert, or all rows of one forward.
+    """Size limit of messages between servers in bytes: an expert and all rows of one forward.
 
     A scored prompt is one forward, whatever its length.
 

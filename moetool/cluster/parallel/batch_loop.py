@@ -180,7 +180,7 @@ class BatchLoop:
                     self._heard(gpu, message)
             case "decided":
                 epoch, batch, found = value
-                # A batch that has run can have no late decision.
+                # Without lookahead a decision is about a batch that has not begun, so it is never late.
                 begun = self._cohort if self.placing.control.looks_ahead else -1
                 self._migrate(self.placing.decided(epoch, batch, found, begun))
             case "use":

@@ -19,6 +19,7 @@ PredictRouting = Callable[[Sequence[int], int], np.ndarray]
 """Expert uses [L, E] of a request, from its prompt and the number of new tokens."""
 
 _FORGET = 0.5
+"""Weight of the newest measurement."""
 _ASK_AGAIN = 32
 """Decisions without a predictor that was too slow, before it is measured again."""
 
@@ -110,15 +111,15 @@ class BatchReplacement:
 
     Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. The
     paper does not define the two. Here the cheaper predictor is always used. The other one follows if the predicted
-    gain exceeds its measured cost (a major adjustment) and it is not too late; and after 32 decisions without it, or
-    before its first measurement, to measure it.
+    gain exceeds its measured cost (a major adjustment) and it is not too late. To measure it, it also runs before its
+    first measurement and after 32 decisions without it.
 
     Deviations:
         - The paper's placement follows every prediction; here only if the predicted gain exceeds the cost
           (`moetool.placement._decide.decide`).
         - `reactive` sees the last batch after its end, so the next batch waits for its migrations.
-        - Both sides treat a batch as one event per layer, like the paper's T_comp and T_comm; its forwards may be
-          uneven in other ways.
+        - Gain and cost treat a batch as one event per layer, like the paper's T_comp and T_comm. The loads of single
+          forwards may differ from the batch's.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ def replacement_costs(
 
 
 def measured_latency(cluster: Cluster, spec: ModelSpec, tokens_GLE: np.ndarray, costs: BatchCosts) -> Latency:
-    """The ranks in planners' form."""
+    """Latency model of the ranks, for planners."""
     row_s, row_bytes = costs.row_s or _row_s(tokens_GLE, costs.expert), costs.row_bytes or 4.0 * spec.hidden_size
     return linear_latency(cluster, row_s, costs.byte_s_GG, row_bytes, "measured")
 

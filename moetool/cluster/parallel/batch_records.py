@@ -16,7 +16,7 @@ class BatchRecord:
     Attributes:
         number: number from 0.
         requests: requests in it.
-        seconds: from its announcement to its end, at the head.
+        seconds: wall time at the head, from start to end.
         ready_s: part of these spent waiting for experts.
         waited_s: waits of all-to-alls for parts of experts, maximum over ranks.
         steps: forwards in lockstep.
@@ -29,7 +29,7 @@ class BatchRecord:
         held: most experts that a rank held in this generation, including arrivals before a switch.
         version: version of the placement at its end.
         tokens_GLE: uses of experts by each GPU's own tokens.
-        expert_s, dense_s, exchange_s: means over the ranks.
+        expert_s, dense_s, exchange_s: seconds, means over the ranks (`DispatchTally`).
         byte_s: seconds per byte of rows in an all-to-all, without its fixed cost; 0 if unknown.
         decided_s: seconds that the batch waited for its decision.
     """

@@ -13,7 +13,7 @@ MIGRATIONS = ("overlap", "pipelined", "stop")
 class Windows:
     """The compute phases of one rank.
 
-    The rank's own thread opens and closes them. A transfer holds the open phase while a piece is on its way; `close`
+    The rank's own thread opens and closes them. A transfer holds the open phase while a piece is on its way. `close`
     waits for it as long as the other ranks wait for this one. A piece is sized to the predicted rest of the phase.
 
     Args:

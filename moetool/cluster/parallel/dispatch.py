@@ -38,9 +38,8 @@ class DispatchTally:
         expert_s: seconds of computing experts.
         dense_s: seconds of computing everything else.
         exchange_s: seconds in all-to-alls, waiting for slower ranks included.
-        wire: sums of 1, x, y, x x and x y over the all-to-alls that send rows off after their counts, where x is the
-            bytes that leave this GPU and y the seconds; all ranks enter those at once, since they have just told each
-            other counts.
+        wire: sums of 1, x, y, x x and x y over all-to-alls of rows without counts: x bytes leave this GPU, y seconds.
+            All ranks enter these at once, since they have just exchanged counts.
     """
 
     tokens_LE: np.ndarray
@@ -56,13 +55,13 @@ class DispatchTally:
 class ParallelRuntime(ExpertRuntime):
     """Computes a model's MoE layers together with other ranks.
 
-    All ranks go through the layers in lockstep, each with the tokens of its own batch; one that has none takes part
+    All ranks go through the layers in lockstep, each with the tokens of its own batch. One that has none takes part
     with no rows (`end_step`). A step's first layer takes an all-to-all of counts, one of rows with uneven splits, and
-    one back. With the counts each rank says how many rows it may have for another in this step: where that is few for
-    all, as in decode steps, the other layers take two all-to-alls, of rows with their counts, and back.
+    one back. With the counts each rank sends its limit of rows for any other rank in this step. Where that is small
+    for all, as in decode steps, the other layers take two all-to-alls: rows with their counts, and products back.
 
-    Rows of one rank and one expert form one product, wherever it is computed, and the rank computes the weighted sum in
-    the order of the token's top-k, both as in `ExpertRuntime`. So for one batch composition of a rank the result is
+    Rows of one rank and one expert form one product, wherever it is computed. The rank computes the weighted sum in
+    the order of the token's top-k. Both are as in `ExpertRuntime`. So for one batch composition of a rank the result is
     bit-identical to a single machine's, under every placement and during migration.
 
     Args:
@@ -224,7 +223,7 @@ class ParallelRuntime(ExpertRuntime):
         return dict(zip([expert for _, expert in order], back_XD.split(lengths), strict=True)) if order else {}
 
     def _tell_counts(self, group: Group, counts_RE: torch.Tensor, first: bool) -> torch.Tensor:
-        """Counts of the rows from each rank; in a step's first layer, each also says how many it may have for one."""
+        """Exchange row counts; in a step's first layer, also each rank's limit of rows for another."""
         if not first:
             return group.counts(counts_RE)
         most = self._tokens * max(self._spec.top_k_L)

@@ -21,9 +21,8 @@ from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 
-_LEAST_BYTES = 16 * 1024
-_MOST_BYTES = 1 << 20
-_AGAIN_S = 0.0005
+_LEAST_BYTES, _MOST_BYTES = 16 * 1024, 1 << 20  # of a piece
+_AGAIN_S = 0.0005  # before a source whose compute phase is over is asked again
 _ANSWER_S = 5.0
 
 
@@ -49,7 +48,7 @@ class TransferReport:
 class ExpertTransfer:
     """Pulls a stage's experts to this rank, and serves experts to others.
 
-    A piece is sent only while the compute phases of both ends are open (`Windows`), and is as large as fits in the
+    A piece is sent only while the compute phases of both ends are open (`Windows`). It is as large as fits in the
     predicted rest of the phase at the measured rate. The receiver holds its own phase open; the source answers at once
     with the piece, or that its phase is over. Both ends report whether an all-to-all ran or began meanwhile, to count
     those bytes.

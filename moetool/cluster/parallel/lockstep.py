@@ -29,12 +29,12 @@ class Lockstep:
     """Serves batches together with the other ranks; for the rank's forward thread.
 
     Batching is continuous. Requests may join before any step (`join`) without the other ranks' knowledge. A batch is a
-    run of steps: it ends when no rank has work, when the head has requests that are to begin under another placement,
+    run of steps: it ends when no rank has work, when the head has requests that begin under another placement,
     or after `BATCH_STEPS` steps. Unfinished requests continue in the next batch with their KV caches. Prefill is
     chunked.
 
-    Each step begins with one small all-gather: whether a rank has work, up to which version its experts have arrived,
-    and whether the batch is to end. So all ranks switch placements in the same step.
+    Each step begins with one small all-gather: whether a rank has work, the newest version whose experts have arrived,
+    and whether the batch ends. So all ranks switch placements in the same step.
 
     Args:
         gpu: the rank's number in the cluster.

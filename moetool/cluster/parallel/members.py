@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 _ALIVE_S = 2.0
 """Seconds after which a rank that has not answered the call of a generation is killed."""
 _FORM_S = 60.0
-"""Seconds without a message before joining after which a rank is killed; a rank that reads experts sends messages."""
+"""Seconds without a message after which a rank that has not joined is killed; one that reads experts sends messages."""
 _TRIES = 5
 """Most restarts of a rank that never says hello."""
 RETRY_S = 0.5
@@ -73,7 +73,7 @@ class Members:
 
     A generation begins with an order (`call`) to all live ranks. Each reports that it is alive; that it holds its
     experts; and, after all do and are told to join, that it has joined. A silent rank is ended. A lost rank is
-    restarted and waits for the next call; if it ends before its hello, or cannot start, it is retried, five times in
+    restarted and waits for the next call. If it ends before its hello, or cannot start, it is retried, five times in
     all. A rank without a machine waits for one.
 
     Args:
@@ -215,7 +215,7 @@ class Members:
     def send(self, gpu: int, message: Mapping[str, Any]) -> None:
         """Send to one rank, if present, with the generation's number."""
         if gpu in self.ranks:
-            with contextlib.suppress(LinkError):  # its thread says so
+            with contextlib.suppress(LinkError):  # the thread that receives from it reports the loss
                 self.ranks[gpu].channel.send({"generation": self.generation, **message})
 
     def tell(self, message: Mapping[str, Any]) -> None:

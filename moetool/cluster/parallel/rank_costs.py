@@ -52,7 +52,7 @@ class Costs:
     Args:
         said: costs to use instead of measured ones.
         profile: measured costs to begin with.
-        device, dtype: of the ranks, to choose from the profile.
+        device, dtype: device and data type of the ranks, to choose from the profile.
         row_bytes: bytes of a row (default: float32 of the hidden size).
 
     Raises:

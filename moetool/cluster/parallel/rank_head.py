@@ -54,8 +54,8 @@ class RankHead:
     their experts move.
 
     When a rank is lost, the others drop the batch and form the next generation at once, reading the lost experts from
-    their own disks. Running requests restart, at most three times, with their generated tokens as part of the prompt;
-    seed and request number fix the draws, so the same tokens follow. The lost rank is restarted and rejoins between two
+    their own disks. Running requests restart, at most three times, with their generated tokens as part of the prompt.
+    Seed and request number fix the draws, so the same tokens follow. The lost rank is restarted and rejoins between two
     batches.
 
     Args:
@@ -136,7 +136,7 @@ class RankHead:
 
     @property
     def max_unbegun(self) -> int:
-        """Return the number of requests in a batch: the next placement is for the waiting requests."""
+        """Return the limit of waiting requests: those of one batch, for which the next placement is planned."""
         return self.max_requests
 
     @property

@@ -9,8 +9,8 @@ def destinations(placed_GLE: np.ndarray, server_G: Sequence[int]) -> np.ndarray:
     """Return the GPU [G, L, E] that computes expert e for tokens of GPU g; -1 if no GPU holds it.
 
     The order of choice: the token's own GPU, a GPU of the same server, any GPU. Source and expert fix the choice among
-    several, so all rows of one source and one expert form one product (the exactness of DESIGN § 4) without
-    communication. Over all sources and experts, replicas get nearly the even shares that planners assume
+    several. So all rows of one source and one expert form one product, as exact results need, without communication.
+    Over all sources and experts, replicas get nearly the even shares that planners assume
     (`moetool.placement._latency.flows`).
 
     Args:

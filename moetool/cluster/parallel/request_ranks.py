@@ -21,7 +21,7 @@ class Seating:
         starts: `round_robin`: ranks take turns, those with the most free seats first; `random`: a rank with a free
             seat, drawn by `seed` and the request's number; `first`: the first rank of each server, whose seats limit
             the number of running requests.
-        seed: of the draws of `random`.
+        seed: seed of `random`.
 
     Raises:
         UsageError: an unknown value of `starts`.

@@ -43,8 +43,8 @@ class ParallelOptions:
             awq_replica.
         planner: planner of new placements.
         planner_options: its options.
-        buffer_experts: slots per GPU that placements while serving leave free, for experts that arrive before others
-            are dropped (0: half of the cluster's slots beyond one copy of each expert, at least 1).
+        buffer_experts: slots per GPU that stay free for experts that arrive before others are dropped (0: half of the
+            cluster's slots beyond one copy of each expert, at least 1).
         always: apply a new placement even if it is not expected to pay.
         starts: the rank on which a request's tokens start (`Seating`; default: the plan's).
         cost_row_s, cost_link_bytes_s, cost_move_bytes_s: costs for decisions instead of those measured
@@ -89,7 +89,7 @@ def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptio
 
 
 def with_buffer(cluster: Cluster, spec: ModelSpec, buffer_experts: int) -> Cluster:
-    """Return the cluster without the double buffer, as planners may fill it while serving.
+    """Return the cluster without the memory of the double buffer, for placements made while serving.
 
     Raises:
         CapacityError: the remaining room does not hold every expert once.
