@@ -239,8 +239,8 @@ class Predictor(moetool.learning.predictor.Predictor):
         """Return the binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
         assert tokens.weights_TPK is not None
         rows_N = row_N[row_N >= 0]
-        given = part.said_JLDES[rows_N, layer_N.cpu()].to(layer_N.device).float()  # [N, D, E, S - GIVEN]
-        sure = part.sure_JLDG[rows_N, layer_N.cpu()].to(layer_N.device).float()
+        given = part.signals_JLDES[rows_N, layer_N.cpu()].to(layer_N.device).float()  # [N, D, E, S - GIVEN]
+        sure = part.context_JLDG[rows_N, layer_N.cpu()].to(layer_N.device).float()
         training = self.net.training
         self.net.eval()
         with torch.no_grad():

@@ -13,7 +13,7 @@ from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 
 def make_cluster(slots: Sequence[Sequence[int]], slot_bytes: int = 1000, **fields: object) -> Cluster:
-    """A cluster whose GPUs have room for so many experts."""
+    """A cluster whose GPUs each hold this many experts (`slots`, by server)."""
     return Cluster(
         servers=tuple(
             Server(name=f"s{n}", gpus=tuple(Gpu(memory_bytes=room * slot_bytes) for room in gpus))

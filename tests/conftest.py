@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Also exclude what was imported later, after tests that imported much and after a file's own fixtures."""
+    """Also exclude objects of later imports: after tests that import much, and after a file's own fixtures."""
     if nextitem is not None and (nextitem.path != item.path or len(sys.modules) > _loaded + 100):
         gc.collect()
         _freeze()

@@ -113,7 +113,7 @@ class EdgeProcess:
         self.server(name).send_signal(signal.SIGKILL)
 
     def is_back(self, name: str, times: int = 1) -> bool:
-        """Whether a server has returned so often, on another port if its own was taken meanwhile."""
+        """Whether a server has returned this many times; its port may differ if another process took it."""
         found = re.findall(rf"server {name} is back on (http://\S+?)/v1", self.narration)
         if len(found) >= times:
             self.urls[name] = found[-1]

@@ -55,7 +55,7 @@ class DrawnWorker:
         others[server] = self
 
     def serve(self, tokens: int, seconds: float, request_tokens: int = 20) -> None:
-        """Serve so many tokens of this server's users, routed."""
+        """Route and serve this many tokens of this server's users."""
         self._seconds += seconds
         self._request_s += [0.1] * (tokens // request_tokens)
         for layer, (num_experts, top_k) in enumerate(zip(self.spec.num_experts_L, self.spec.top_k_L, strict=True)):

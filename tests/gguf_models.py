@@ -57,7 +57,7 @@ def written(
     Args:
         types: block types of experts (several alternate by layer) and of `dense` weights.
         width: hidden size, twice the experts' intermediate size.
-        spelled: a model whose tokenizer is added to the file, and whose vocabulary size is used.
+        spelled: model whose tokenizer and vocabulary size the file gets; None: a dummy vocabulary.
         changed: further values of the config.
     """
     sizes = {"hidden_size": width, "moe_intermediate_size": width // 2, "shared_expert_intermediate_size": 32} | changed

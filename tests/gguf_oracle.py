@@ -21,12 +21,12 @@ _YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7},
 }
-_SEEING = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_VISION_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {"intermediate_size": 16}),
     "qwen2moe": ("qwen2_moe", {"norm_topk_prob": False}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
-    "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True, "rope_parameters": _SEEING}),
+    "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True, "rope_parameters": _VISION_ROPE}),
     "olmoe": ("olmoe", {"norm_topk_prob": False, "rms_norm_eps": 1e-5, "intermediate_size": 16}),
     "glm4moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0}),
     "deepseek2-softmax": ("deepseek_v2", {**_LATENT, "norm_topk_prob": False, "topk_method": "group_limited_greedy"}),
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots1", {"norm_topk_prob": True}),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_experts": 4}),
 }
-"""By file name: the family, and changes to the config of `tests.families`."""
+"""Family and changes to the config of `tests.families`, by file name."""
 _CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration"}
 """The converter class of a model that is the text part of a larger one."""
 _BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
@@ -53,7 +53,7 @@ _BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
 
 
 def build(name: str) -> Any:
-    """The dense model of a file."""
+    """The dense model that a file was converted from."""
     from transformers import AutoModelForCausalLM
 
     family, changed = MODELS[name]

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a CPU: it runs operations when recorded, and again when replayed."""
+"""A replacement for CUDA graphs on a CPU: it runs operations when they are recorded, and again on replay."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ class StandInGraph:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the CPU record steps as a GPU does."""
+    """Make the CPU record decode steps as a GPU does."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)

@@ -23,10 +23,10 @@ class Hub:
     Attributes:
         folders: files of each repository.
         gated: repositories that require accepted terms.
-        breaks: files whose next download breaks off after so many bytes.
+        breaks: for each file, the bytes after which its next downloads break off.
         spoils: files whose bytes are corrupted.
         gets: (file, first byte) of every download.
-        commit: of the main branch.
+        commit: commit of the main branch.
         moves: commits that the main branch moves to after the download of a file, by file.
         ranges: whether range requests are answered.
         sent: requested bytes of each file.
@@ -42,7 +42,7 @@ class Hub:
         self.moves: dict[str, str] = {}
         self.ranges = True
         self.sent: dict[str, int] = {}
-        self.instead: bytes | None = None  # the answer to everything
+        self.instead: bytes | None = None  # replaces every answer
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path)

@@ -1,4 +1,4 @@
-"""Requests generated from a server's OpenAPI description: valid ones, near misses and rubbish."""
+"""Requests generated from a server's OpenAPI description: valid ones, nearly valid ones and invalid ones."""
 
 import http.client
 import json

@@ -29,10 +29,10 @@ class MemoryGroup:
         return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs; exec "$@"', "sh"] if self.usable else []
 
     def squeeze(self, spare: int) -> None:
-        """Limit the group to so many bytes beyond its unreclaimable memory."""
+        """Limit the group to its unreclaimable memory plus `spare` bytes."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         held = next(int(line.split()[1]) for line in lines if line.startswith(self._held))
-        with contextlib.suppress(OSError):  # EBUSY: it could not shrink that far
+        with contextlib.suppress(OSError):  # EBUSY: the group could not shrink enough
             self._limit.write_text(str(held + spare))
 
     def limit(self, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of the HTTP API: deterministic, in its own thread, as slow as told."""
+"""An engine without a model, for tests of the HTTP API: deterministic, in its own thread, with a set delay per step."""
 
 import os
 import random

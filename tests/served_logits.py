@@ -26,7 +26,7 @@ def served_logits(
     vocabulary: int = 1211,
     kept: Any = KernelWeight,
 ) -> Any:
-    """Logits of a prompt and three more tokens, with a pool of so many slots.
+    """Logits of a prompt and three more tokens, with a pool of `slots` slots.
 
     Args:
         kept: form of the matrices in slots.

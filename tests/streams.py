@@ -21,8 +21,8 @@ class Streams:
     """`moetool.runtime.copies.Copies` over CPU memory.
 
     Operations run only when `advance` or `finish` is called; then the queues of copies and of compute alternate at
-    random. So a missing dependency makes an operation read another expert's bytes. Reads into host memory happen at
-    once, as they do beside a GPU.
+    random. A missing dependency therefore makes an operation read another expert's bytes. Reads into host memory run at
+    once, as on a machine with a GPU.
     """
 
     device = torch.device("cpu")
@@ -90,7 +90,7 @@ class Streams:
         self.drain()
 
     def advance(self, operations: int) -> None:
-        """Run so many operations, as far as events allow."""
+        """Run up to this many operations, as far as events allow."""
         with self._lock:
             for _ in range(operations):
                 ready = [q for q in self._queues.values() if q and self.passed(q[0][0])]
@@ -107,7 +107,7 @@ class Streams:
 
 
 class Eager(Streams):
-    """Copies that are done when they are waited for, and no sooner; computing at once."""
+    """Copies run when they are waited for, and no sooner; computations run at once."""
 
     def wait(self, mark: Any, tier: str) -> None:
         self.finish(mark)

@@ -91,7 +91,7 @@ def together(lengths: Sequence[tuple[int, int]]) -> list[TokenBatch]:
 def fill(
     writer: TraceWriter, forwards: Iterable[TokenBatch], lengths: Sequence[tuple[int, int]], composition: dict[str, str]
 ) -> None:
-    """Give a writer the forwards and their requests, and finish it."""
+    """Write forwards and their requests, and finish the trace."""
     for forward in forwards:
         writer.append(forward)
     for request, (prompt, new) in enumerate(lengths):

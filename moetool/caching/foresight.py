@@ -1,4 +1,4 @@
-"""Foresight: evicts what is needed again latest, judged by what followed the most similar tokens so far."""
+"""Foresight: evicts the expert whose next use is expected latest, by what followed the most similar tokens."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from moetool.caching import _policy as policy
-from moetool.errors import UsageError
-from moetool.learning.token_memory import TokenMemory, Walk, compile_loops, memory_bytes
+from moetool.config import Span, require_within
+from moetool.learning.token_memory import RequestWindow, TokenMemory, compile_loops, memory_bytes
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 NEARNESS = 0.3
-"""Worth of an expert of the layer just passed beside the same one in the next layer: a whole forward later."""
-_RANKED = 32  # victims in one ranking, at most
-_MORE = 8  # victims ranked besides those for the misses: some are locked, and prefetches evict too
+"""Value of an expert that can be used next after a whole forward, relative to one that can be used at once."""
+_RANKED = 32  # most victims in one ranking
+_MORE = 8  # further victims in a ranking, since some are locked and prefetches evict too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class Options:
     """Options of Foresight.
 
     Attributes:
-        memory: tokens kept; each takes two bytes for each expert of the model.
-        neighbours: most similar tokens that are asked.
-        refresh: layers from one valuation of all experts to the next, where one pool serves all layers.
-        prefetch: load experts of the next layer ahead, where that is worth it.
-        waste: cost of an unused prefetch, in loads that a used one takes off the critical path.
+        memory: tokens kept, at two bytes per expert of the model each.
+        neighbours: number of most similar tokens used.
+        refresh: layers between valuations of all experts, if one pool serves all layers.
+        prefetch: prefetch experts of the next layer if that is expected to pay.
+        waste: cost of an unused prefetch, relative to the load that a used one takes off the critical path.
     """
 
     memory: int = 1024
@@ -36,29 +36,26 @@ class Options:
     waste: float = 2.0
 
     def __post_init__(self) -> None:
-        least = {"memory": 1, "neighbours": 1, "refresh": 1, "waste": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise UsageError(f"policy foresight: {name} is {getattr(self, name)}, expected at least {bound}")
+        one = Span(1)
+        require_within(self, "policy foresight: ", memory=one, neighbours=one, refresh=one, waste=Span(0))
 
 
 class Policy(policy.Policy):
-    """Evicts the expert whose next use is expected latest; prefetches for the next layer what is likely enough.
+    """Evicts the expert whose next use is expected latest, and prefetches likely experts of the next layer.
 
-    A memory of the last tokens (`moetool.learning.token_memory`) is asked after each layer's router has chosen: of the
-    tokens whose routes were most like this one's, how soon did they need each expert again? It needs no training. A
-    `next_use` predictor adds the tokens that it was made from; predictors of other kinds are left alone.
+    After each layer's routing, a memory of the last tokens (`moetool.learning.token_memory`) estimates how soon each
+    expert is needed again, from the tokens with the most similar routes. It needs no training. A `next_use` predictor
+    adds the tokens that it was made from; other predictors are ignored.
 
-    An expert's value falls with the layers until its next chance of use. A prefetch pays where it is used and the
-    expert that has to go for it is not needed in the same layer: only then is there one load fewer on the critical
-    path. It is made where the probability of that is above that of the contrary times its price (`waste`, in loads),
-    and above the value of the expert that would have gone in vain. Nothing is prefetched for the first layer, nor where
-    events need so many experts that a whole forward of them exceeds the slots: then every load is on the critical path.
+    An expert's value falls with the number of layers until its layer runs again. A prefetch saves a load on the
+    critical path only if its expert is used and the evicted expert is not needed in the same layer. It is made if the
+    probability of that exceeds the expected cost: an unused prefetch (`waste`), and the value of an expert that was
+    evicted in vain. Nothing is prefetched for the first layer. Nothing is prefetched either if a whole forward of
+    events like this one needs more experts than there are slots: then every load is on the critical path.
 
-    Every request of a forward has a route of its own, of a prompt's tokens the last; an expert is as valuable as the
-    request that wants it most has it, and past use is that of whole forwards.
+    Each request has its own route; for a prompt, that of its last token.
 
-    Source: ours.
+    Source: moetool.
     """
 
     prefetch_distance = 1
@@ -69,7 +66,7 @@ class Policy(policy.Policy):
         compile_loops()
         self.memory = TokenMemory(spec, options.memory, options.neighbours, fixed)
         num = spec.num_layers * spec.num_experts
-        self._resident = bytearray(num)  # single experts are faster to note than in an array
+        self._resident = bytearray(num)  # setting one expert is faster than in an array
         self._resident_A = np.frombuffer(self._resident, bool)
         self._value_A = np.zeros(num, np.float32)
         self._near_LL = _nearness(spec)
@@ -77,16 +74,16 @@ class Policy(policy.Policy):
         self._layer = 0
         self._value_age = options.refresh  # events since all experts were valued
         self._values_A = [0.0] * num
-        self._valued: set[int] = set()  # layers whose `_values_A` is of this event
+        self._valued: set[int] = set()  # layers whose `_values_A` belongs to this event
         self._event_slots = num_slots / spec.num_layers
-        self._crowded = False  # events like this one need more experts in a forward than there are slots
-        self._num_misses = 0  # of this event
-        self._order: list[int] = []  # residents of least value, the next to go last
+        self._crowded = False  # a forward of events like this one needs more experts than there are slots
+        self._num_misses = 0  # misses of this event
+        self._order: list[int] = []  # residents of lowest value, the next victim last
         self._ranked_M = np.zeros(_RANKED, np.int64)
         self._limit = np.float32(1 / (1 + options.waste))
-        self._requests: dict[int, Walk] = {}
-        self._heirless: dict[int, Walk] = {}  # of requests that are over, by their number
-        self._rows: list[list[int]] = []  # of the tokens of each request of the forward
+        self._requests: dict[int, RequestWindow] = {}
+        self._free_windows: dict[int, RequestWindow] = {}  # windows of finished requests, by request
+        self._rows: list[list[int]] = []  # rows of each request's tokens in the forward
         self._batch = self.memory.begin([], [])
         self._seen_layers = 0
 
@@ -99,12 +96,13 @@ class Policy(policy.Policy):
         return predictor is None or getattr(predictor, "routes", None) is not None
 
     def begin_request(self, request: int) -> None:
-        # The next one takes up where one that is over ended: what was loaded for the one is there for the other.
-        # The lowest number, not who ended first: a server learns of an end later than a replay does.
-        self._requests[request] = self._heirless.pop(min(self._heirless)) if self._heirless else self.memory.walk()
+        # Continue a finished request's window, whose experts are still resident. The lowest request number decides, not
+        # the order of ends, since a server learns of an end later than a replay does.
+        free = self._free_windows
+        self._requests[request] = free.pop(min(free)) if free else self.memory.open_window()
 
     def end_request(self, request: int) -> None:
-        self._heirless[request] = self._requests.pop(request)
+        self._free_windows[request] = self._requests.pop(request)
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         rows: dict[int, list[int]] = {}
@@ -171,14 +169,14 @@ class Policy(policy.Policy):
 
     def end_forward(self, info: ForwardInfo) -> None:
         path_TP, most = self._batch.path_TP, self.options.memory
-        for rows, walk in zip(self._rows, self._batch.walks, strict=True):
+        for rows, window in zip(self._rows, self._batch.windows, strict=True):
             if self._seen_layers < self._num_layers:
-                self.memory.clear(walk)
+                self.memory.clear(window)
                 continue
             if len(rows) > most:
-                self.memory.break_off(walk)
+                self.memory.break_off(window)
             for row in rows[-most:]:
-                self.memory.store(walk, path_TP[row])
+                self.memory.store(window, path_TP[row])
 
     def expected_use(self) -> Mapping[int, float]:
         return self.memory.uses()
@@ -196,7 +194,7 @@ class Policy(policy.Policy):
         return self.options.prefetch and not self._crowded and self._layer + 1 < self._num_layers
 
     def _value(self, first: int, last: int) -> None:
-        """Value the experts of these layers, and of the next one where prefetches are likely to follow."""
+        """Compute the values of these layers' experts, and of the next layer's if prefetches may follow."""
         stop = last + 1 + (first == last == self._layer and self._looks_ahead())
         keys = slice(first * self._stride, stop * self._stride)
         self.memory.value(self._batch, keys.start, keys.stop, self._value_A)
@@ -212,7 +210,7 @@ class Policy(policy.Policy):
         return pays > (1 - pays) * self.options.waste + unused * value
 
     def _rank(self, locked: Collection[int]) -> None:
-        """Find the residents that go next, `locked` ones aside."""
+        """Find the next victims among the residents that are not locked."""
         if self._value_age >= self.options.refresh:
             self.memory.value_all(self._batch, self._value_A)
             self._value_age = 0
@@ -228,7 +226,7 @@ class Policy(policy.Policy):
 
 
 def _nearness(spec: ModelSpec) -> np.ndarray:
-    """NEARNESS ** (share of a forward from each layer to an expert's next chance of use): float32 [L, L]."""
+    """NEARNESS ** (share of a forward until a layer runs next, after each layer): float32 [L, L]."""
     layer_L = np.arange(spec.num_layers)
     ahead_LL = (layer_L - layer_L[:, None] - 1) % spec.num_layers + 1
     near_LL: np.ndarray = (NEARNESS ** (ahead_LL / spec.num_layers)).astype(np.float32)

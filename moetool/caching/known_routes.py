@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetool.caching import foresight
-from moetool.errors import UsageError
+from moetool.config import Span, require_within
 from moetool.types import GateEvent, ModelSpec
 
 
@@ -22,14 +22,13 @@ class Options(foresight.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers < 1:
-            raise UsageError(f"policy known_routes: layers is {self.layers}, expected at least 1")
+        require_within(self, "policy known_routes: ", layers=Span(1))
 
 
 class Policy(foresight.Policy):
     """Evicts as foresight does, but keeps what the next `layers` events need, while others can go.
 
-    Source: ours.
+    Source: moetool.
     """
 
     needs_future = True

@@ -1,6 +1,5 @@
 """Weights of a quantized checkpoint as the library of its format unpacks them: an oracle for our own unpacking."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,17 +8,16 @@ import torch
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.gguf_weights import GgufWeights
+from moetool.models.loading import ReadWeight
 from moetool.models.weight_format import unpack
 
-Read = Callable[[str, torch.dtype], torch.Tensor]
-"""Returns a weight, by its name in an unquantized checkpoint, in a data type."""
 _COMPRESSED = frozenset({"float-quantized", "naive-quantized", "int-quantized", "pack-quantized"}) | {
     f"{kind}-pack-quantized" for kind in ("nvfp4", "mxfp4")
 }
 _F32 = 0  # of ggml's types
 
 
-def library_reader(checkpoint: Checkpoint) -> tuple[Read, str] | None:
+def library_reader(checkpoint: Checkpoint) -> tuple[ReadWeight, str] | None:
     """Reader of a checkpoint's weights and the name of its library; None where no library of the format is used.
 
     GGUF: the gguf package finds tensors and unpacks them. compressed-tensors with one scheme: the safetensors library
@@ -77,7 +75,7 @@ def _from_compressed(
 
 
 def read_by_safetensors(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Read a stored tensor, in its own data type, by the safetensors library."""
+    """ReadWeight a stored tensor, in its own data type, by the safetensors library."""
     from safetensors import safe_open
 
     with safe_open(checkpoint.index.files[checkpoint.index.tensors[name].file], framework="pt") as file:

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from moetool.errors import UsageError
-from moetool.evaluation.library_weights import Read, library_reader, read_by_safetensors
+from moetool.evaluation.library_weights import library_reader, read_by_safetensors
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import TensorSource
-from moetool.models.loading import complete, fill, load_full, transformers_unpacks
+from moetool.models.loading import ReadWeight, complete, fill, load_full, transformers_unpacks
 from moetool.models.spec import MoeLayer, moe_layers
 
 
@@ -261,7 +261,7 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
         sources.setdefault(int(found[1]) if found else None, []).append(source)
     inside = {key for key in model.state_dict() if re.match(rf"{re.escape(name)}\.\d+\.", key)}
     origin, library = _OURS, library_reader(checkpoint)
-    read: Read
+    read: ReadWeight
     if checkpoint.quantization is None:
         read, origin = partial(read_by_safetensors, checkpoint), "read by safetensors"
     elif library is not None:

@@ -29,7 +29,7 @@ class JudgedPaths:
         hidden: hidden states, possibly in a file and in another order, and the row of each token in them.
 
     Shapes: before_N int64, the request's previous token with a known path, or -1; judged_N int64, the row J of a judged
-    token, or -1; said_JLDES and sure_JLDG float16, for layer L from D layers before.
+    token, or -1; signals_JLDES and context_JLDG float16, for layer L from D layers before.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class JudgedPaths:
         self.before_N = torch.from_numpy(np.where(same_N, last_N, -1))
         L, E, S = signals.num_layers, signals.num_experts, len(SIGNALS) - GIVEN
         of_judged = np.flatnonzero(np.isin(request_N, judged))
-        room = max(64, _JUDGED_BYTES // (2 * L * len(DISTANCES) * E * S))
-        chosen = of_judged[:: -(-len(of_judged) // room)]
+        capacity = max(64, _JUDGED_BYTES // (2 * L * len(DISTANCES) * E * S))
+        chosen = of_judged[:: -(-len(of_judged) // capacity)]
         self.judged_N = torch.full((len(request_N),), -1)
         self.judged_N[chosen] = torch.arange(len(chosen))
-        self.said_JLDES = torch.zeros(len(chosen), L, len(DISTANCES), E, S, dtype=torch.float16)
-        self.sure_JLDG = torch.zeros(len(chosen), L, len(DISTANCES), CONTEXT, dtype=torch.float16)
+        self.signals_JLDES = torch.zeros(len(chosen), L, len(DISTANCES), E, S, dtype=torch.float16)
+        self.context_JLDG = torch.zeros(len(chosen), L, len(DISTANCES), CONTEXT, dtype=torch.float16)
         ends = np.append(np.flatnonzero(begins_N)[1:], len(request_N))
         for request in judged:
             learned_C = signals.memory.owner_C[: signals.memory.num_learned]
@@ -109,8 +109,8 @@ class JudgedPaths:
             )
             if not bool(mine_T.any()):
                 continue
-            for place, distance in enumerate(DISTANCES):
+            for index, distance in enumerate(DISTANCES):
                 if (coming := layer + distance) < num_layers:
-                    f_TES, sure_TG = signals.signals(coming)
-                    self.said_JLDES[row_T[mine_T], coming, place] = torch.from_numpy(f_TES)[mine_T, :, GIVEN:].half()
-                    self.sure_JLDG[row_T[mine_T], coming, place] = torch.from_numpy(sure_TG)[mine_T].half()
+                    f_TES, context_TG = signals.signals(coming)
+                    self.signals_JLDES[row_T[mine_T], coming, index] = torch.from_numpy(f_TES)[mine_T, :, GIVEN:].half()
+                    self.context_JLDG[row_T[mine_T], coming, index] = torch.from_numpy(context_TG)[mine_T].half()

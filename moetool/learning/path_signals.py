@@ -50,7 +50,7 @@ _FLOOR = 0.01
 
 
 class Running:
-    """The past of a running request.
+    """Past routes of a running request.
 
     Attributes:
         last_LK: experts of its last token; None for its first forward.
@@ -68,8 +68,8 @@ class Running:
         self.use_RLE = np.zeros((len(_DECAYS), num_layers, num_experts), np.float32)
         self.num_tokens = 0
 
-    def take_in(self, experts_TLK: np.ndarray) -> None:
-        """Add its tokens of a forward, in order."""
+    def update(self, experts_TLK: np.ndarray) -> None:
+        """Add the tokens of a forward, in order."""
         num_tokens, num_layers, _ = experts_TLK.shape
         layers_L1 = np.arange(num_layers)[:, None]
         for use_LE, decay in zip(self.use_RLE, _DECAYS, strict=True):
@@ -111,7 +111,7 @@ class PathSignals:
         self._floor = np.float32(_FLOOR)
         self.memory = memory
         self.running: dict[int, Running] = {}
-        self.over: list[int] = []  # requests that ended since the current forward began
+        self.ended: list[int] = []  # requests that ended since the current forward began
         self._net, self._states = net, states
         if net is not None:
             self._fade_H = 1 / (1 + np.exp(-net["fade_H"]))
@@ -122,7 +122,7 @@ class PathSignals:
             self._begin(event)
         layer = self.layer = event.layer
         experts_TK = np.asarray(event.experts_TK, np.int64)
-        assert event.weights_TK is not None, "weights were asked for and not given"
+        assert event.weights_TK is not None, "the event lacks the weights that the predictor needs"
         root_TK = roots(event.weights_TK)
         self.experts_TLK[:, layer], self._root_TLK[:, layer] = experts_TK, root_TK
         for request, mine in self.tokens_of.items():
@@ -138,14 +138,14 @@ class PathSignals:
             self._z_TH += np.einsum("tkh,tk->th", now_FH[self.num_experts + experts_TK], root_TK * scale)
             self._hidden_TH = np.maximum(self._z_TH + self._before_TH + self._net["phase_LH"][layer], 0)
         if self._states is not None and layer + 1 < self.num_layers:
-            assert event.hidden_TD is not None, "hidden states were asked for and not given"
+            assert event.hidden_TD is not None, "the event lacks the hidden states that the predictor needs"
             x_TD = (event.hidden_TD - self._states["mean_MD"][layer]) * self._states["scale_MD"][layer]
             self._inner_TH = np.maximum(x_TD @ self._states["in_MDH"][layer] + self._states["in_MH"][layer], 0)
         if layer + 1 == self.num_layers:
             for request, mine in self.tokens_of.items():
                 running = self.running[request]
-                running.take_in(self.experts_TLK[mine])
-                running.last_C = self._searches[request].alike(len(mine) - 1, alone=True)
+                running.update(self.experts_TLK[mine])
+                running.last_C = self._searches[request].similarities(len(mine) - 1, alone=True)
                 added = self.experts_TLK[mine], self._root_TLK[mine], request
                 running.last_row = self.memory.add(*added, running.last_row)
 
@@ -192,9 +192,9 @@ class PathSignals:
         info = event.forward
         request_T, position_T = np.array(info.request_T), np.array(info.position_T)
         self.tokens_of = {r: np.flatnonzero(request_T == r).tolist() for r in dict.fromkeys(info.request_T)}
-        self.over = [r for r in self.running if r not in self.tokens_of]
-        self.over += [r for r, mine in self.tokens_of.items() if r in self.running and (position_T[mine] == 0).any()]
-        for request in self.over:
+        self.ended = [r for r in self.running if r not in self.tokens_of]
+        self.ended += [r for r, mine in self.tokens_of.items() if r in self.running and (position_T[mine] == 0).any()]
+        for request in self.ended:
             del self.running[request]
             self.memory.release(request)
         num_tokens, top_k = len(request_T), len(event.experts_TK[0])
@@ -209,12 +209,12 @@ class PathSignals:
         for request, mine in self.tokens_of.items():
             if request not in self.running:
                 self.running[request] = Running(self.num_layers, self.num_experts)
-            yours = owner_C == request
+            own = owner_C == request
             self._searches[request] = RouteSearch(
                 self.memory,
                 len(mine),
-                np.flatnonzero(yours),
-                np.flatnonzero(private & ~yours),
+                np.flatnonzero(own),
+                np.flatnonzero(private & ~own),
                 self.running[request].last_C,
             )
             last_LK = self.running[request].last_LK
@@ -227,7 +227,7 @@ class PathSignals:
         found: dict[int, tuple[Neighbours, Neighbours]] = {}
         for request, mine in self.tokens_of.items():
             search = self._searches[request]
-            for place, token in enumerate(mine):
-                alike_C = search.alike(place)
-                found[token] = Neighbours(None, alike_C), Neighbours(search.own, alike_C[search.own])
+            for number, token in enumerate(mine):
+                similarity_C = search.similarities(number)
+                found[token] = Neighbours(None, similarity_C), Neighbours(search.own, similarity_C[search.own])
         self._near = [found[token] for token in range(len(self.experts_TLK))]

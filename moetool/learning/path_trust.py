@@ -20,7 +20,6 @@ from moetool.types import GateEvent
 DISTANCES = (1, 2, 3, 4, 6, 8)
 """Distances with fitted trust; others use the next lower one."""
 
-
 ALONE = ("path", "states", "affinity", "log memory", "ahead")
 """Signals that may rank the experts by themselves."""
 _ALONE = [SIGNALS.index(name) for name in ALONE]
@@ -41,16 +40,16 @@ class HitRecord:
         self.right_PDLR = np.zeros((2, len(DISTANCES), num_layers, 1 + len(ALONE)), np.float32)
         self.seen_PDL = np.zeros((2, len(DISTANCES), num_layers), np.float32)
 
-    def count(self, kind: int, place: int, layer: int, right_TR: np.ndarray) -> None:
+    def count(self, kind: int, index: int, layer: int, right_TR: np.ndarray) -> None:
         """Count the matched shares of each token's experts."""
         kept = (1 - 1 / _LATELY) ** len(right_TR)
-        right_R, seen = self.right_PDLR[kind, place, layer], self.seen_PDL[kind, place, layer]
-        self.right_PDLR[kind, place, layer] = kept * right_R + right_TR.sum(axis=0)
-        self.seen_PDL[kind, place, layer] = kept * seen + len(right_TR)
+        right_R, seen = self.right_PDLR[kind, index, layer], self.seen_PDL[kind, index, layer]
+        self.right_PDLR[kind, index, layer] = kept * right_R + right_TR.sum(axis=0)
+        self.seen_PDL[kind, index, layer] = kept * seen + len(right_TR)
 
-    def leader(self, kind: int, place: int, layer: int) -> int | None:
+    def leader(self, kind: int, index: int, layer: int) -> int | None:
         """Return the leading signal of `ALONE`, or None for the fused logits. Rare layers borrow from the others."""
-        right_LR, seen_L = self.right_PDLR[kind, place], self.seen_PDL[kind, place]
+        right_LR, seen_L = self.right_PDLR[kind, index], self.seen_PDL[kind, index]
         if not (everywhere := float(seen_L.sum())):
             return None
         others = min(everywhere, _OTHERS)
@@ -103,20 +102,20 @@ class FusedPath:
         self._own: dict[int, tuple[Offset, Offset]] = {}  # by running request: initial and current offset
         self._records = HitRecord(signals.num_layers)
         self._own_records: dict[int, tuple[HitRecord, HitRecord]] = {}
-        self.said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by coming layer: signals and fused logits
-        self._shown: dict[int, np.ndarray] = {}  # the answers
-        self._asked: dict[int, dict[int, np.ndarray]] = {}  # by coming layer and place of the distance: ranked_TER
+        self.computed: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by coming layer: signals and fused logits
+        self._returned: dict[int, np.ndarray] = {}  # by coming layer: logits returned
+        self._pending: dict[int, dict[int, np.ndarray]] = {}  # by coming layer and index of the distance: ranked_TER
 
     def observe(self, event: GateEvent) -> None:
         """Learn from the predictions for this layer, then predict ahead."""
         if event.layer and self._haste:
-            if event.layer in self.said:
+            if event.layer in self.computed:
                 self._learn(event)
-            for place, ranked_TER in self._asked.pop(event.layer, {}).items():
-                self._compare(event, place, ranked_TER)
+            for index, ranked_TER in self._pending.pop(event.layer, {}).items():
+                self._compare(event, index, ranked_TER)
         self.signals.observe(event)
         if event.layer == 0:
-            for request in self.signals.over:
+            for request in self.signals.ended:
                 began, now = self._own.pop(request)
                 self._common.offset_S += now.offset_S - began.offset_S
                 self._common.power_S += now.power_S - began.power_S
@@ -124,43 +123,43 @@ class FusedPath:
             for request in self.signals.running.keys() - self._own.keys():
                 self._own[request] = copy.deepcopy(self._common), copy.deepcopy(self._common)
                 self._own_records[request] = copy.deepcopy(self._records), copy.deepcopy(self._records)
-            self._asked = {}
-        self.said, self._shown = {}, {}
+            self._pending = {}
+        self.computed, self._returned = {}, {}
 
     def logits(self, layer: int) -> np.ndarray:
         """Return logit_TE of a coming layer, float32."""
-        if layer not in self.said:
-            f_TES, sure_TG = self.signals.signals(layer)
+        if layer not in self.computed:
+            f_TES, context_TG = self.signals.signals(layer)
             distance = layer - self.signals.layer
-            place = sum(d <= distance for d in DISTANCES) - 1
-            trust_S = self._trust_DS[place] + self._trust_LS[layer]
-            trust_TS = trust_S + sure_TG @ self._gate_GS
+            index = sum(d <= distance for d in DISTANCES) - 1
+            trust_S = self._trust_DS[index] + self._trust_LS[layer]
+            trust_TS = trust_S + context_TG @ self._gate_GS
             for request, mine in self.signals.tokens_of.items():
                 trust_TS[mine] += self._own[request][1].offset_S
             logit_TE = np.einsum("tes,ts->te", f_TES, trust_TS)
-            self.said[layer], self._shown[layer] = (f_TES, logit_TE), logit_TE
+            self.computed[layer], self._returned[layer] = (f_TES, logit_TE), logit_TE
             if self._haste:
-                self._shown[layer] = self._led(place, layer, f_TES, logit_TE)
+                self._returned[layer] = self._reordered(index, layer, f_TES, logit_TE)
                 ranked_TER = np.concatenate([logit_TE[..., None], f_TES[..., _ALONE]], axis=2)
                 if distance in DISTANCES:
-                    self._asked.setdefault(layer, {})[place] = ranked_TER
-        return self._shown[layer]
+                    self._pending.setdefault(layer, {})[index] = ranked_TER
+        return self._returned[layer]
 
-    def _led(self, place: int, layer: int, f_TES: np.ndarray, logit_TE: np.ndarray) -> np.ndarray:
+    def _reordered(self, index: int, layer: int, f_TES: np.ndarray, logit_TE: np.ndarray) -> np.ndarray:
         """Return the logits, reordered by the leading signal, if any."""
-        shown_TE = logit_TE
+        returned_TE = logit_TE
         for request, mine in self.signals.tokens_of.items():
-            leader = self._own_records[request][1].leader(int(len(mine) == 1), place, layer)
+            leader = self._own_records[request][1].leader(int(len(mine) == 1), index, layer)
             if leader is not None:
                 order_TE = np.argsort(-f_TES[mine, :, _ALONE[leader]], axis=1, kind="stable")
-                if shown_TE is logit_TE:
-                    shown_TE = logit_TE.copy()
+                if returned_TE is logit_TE:
+                    returned_TE = logit_TE.copy()
                 given_TE = np.empty_like(logit_TE[mine])
                 np.put_along_axis(given_TE, order_TE, -np.sort(-logit_TE[mine], axis=1), axis=1)
-                shown_TE[mine] = given_TE
-        return shown_TE
+                returned_TE[mine] = given_TE
+        return returned_TE
 
-    def _compare(self, event: GateEvent, place: int, ranked_TER: np.ndarray) -> None:
+    def _compare(self, event: GateEvent, index: int, ranked_TER: np.ndarray) -> None:
         """Record the match of each ranking on this layer, for each request."""
         experts_TK = np.asarray(event.experts_TK)
         top_k = experts_TK.shape[1]
@@ -169,11 +168,11 @@ class FusedPath:
         best_TKR = np.argpartition(-ranked_TER, min(top_k, ranked_TER.shape[1] - 1), axis=1)[:, :top_k]
         right_TR = np.take_along_axis(chosen_TE[..., None], best_TKR, axis=1).sum(axis=1)
         for request, mine in self.signals.tokens_of.items():
-            self._own_records[request][1].count(int(len(mine) == 1), place, event.layer, right_TR[mine])
+            self._own_records[request][1].count(int(len(mine) == 1), index, event.layer, right_TR[mine])
 
     def _learn(self, event: GateEvent) -> None:
         """Take one step for each request with one token in this forward."""
-        f_TES, logit_TE = self.said[event.layer]
+        f_TES, logit_TE = self.computed[event.layer]
         for request, mine in self.signals.tokens_of.items():
             if len(mine) > 1:
                 continue

@@ -6,11 +6,10 @@ paths vote for later layers.
 
 Source: the trajectory search of FineMoE (section 4.2, Eq. 5). Deviations:
     - Roots of the weights instead of whole distributions, and fading layers.
-    - Up to `NEIGHBOURS` paths vote, weighted by exp(SHARPNESS * cosine), instead of the one best map. On routes of
-      DeepSeek-V2-Lite this matches 0.04 more of a task that is not stored.
+    - Up to `NEIGHBOURS` paths vote, weighted by exp(SHARPNESS * cosine), instead of the one best map.
     - The previous token counts: `LAST` times its cosine with the token before the stored one.
 
-All requests find a path, unless its owner is a running request.
+A path is visible to all requests, unless its owner is a running request.
 
 Shapes:
     C  paths, by row     N  neighbours     T, L, K, E as everywhere
@@ -24,7 +23,7 @@ SHARPNESS = 30.0
 LAST = 0.2
 EVERYONE = -1
 NOBODY = -2
-"""Owners of paths besides requests: found by all, and by none."""
+"""Owners of paths besides requests: visible to all, and to none."""
 _NEAR = 0.25  # paths less similar than the best by more than this weigh below exp(-7.5)
 
 
@@ -41,6 +40,8 @@ class RouteMemory:
         owner_C: owner of each row.
         experts_CLK: int16.
         before_C: row of the previous token of its request, or -1.
+        mark_LEC: float32, root of the weight of each expert in a path; 0 if the path lacks it.
+        inverse_norm_LC: float32, 1 / norm of a path up to a layer.
     """
 
     def __init__(self, learned: tuple[np.ndarray, np.ndarray, np.ndarray], num_experts: int, room: int) -> None:
@@ -52,8 +53,8 @@ class RouteMemory:
         self.experts_CLK = np.zeros((rows, num_layers, top_k), np.int16)
         self.owner_C = np.full(rows, EVERYONE, np.int64)
         self.before_C = before_C.astype(np.int64)
-        self._mark_LEC = np.zeros((num_layers, num_experts, rows), np.float32)
-        self._unlength_LC = np.zeros((num_layers, rows), np.float32)  # 1 / length of a path up to a layer
+        self.mark_LEC = np.zeros((num_layers, num_experts, rows), np.float32)
+        self.inverse_norm_LC = np.zeros((num_layers, rows), np.float32)
         self._layers_L1 = np.arange(num_layers)[:, None]
         step = 512  # rows at a time, which bounds the memory of their marks
         for start in range(0, rows, step):
@@ -61,7 +62,7 @@ class RouteMemory:
             self._write(np.arange(rows)[part], experts_CLK[part], roots(weights_CLK[part]))
 
     def add(self, experts_TLK: np.ndarray, root_TLK: np.ndarray, owner: int, last: int) -> int:
-        """Add the paths of a request's next tokens, as many of the last as the ring holds.
+        """Add the paths of a request's next tokens; of more than the ring holds, the last.
 
         Args:
             last: row of the token before them, or -1.
@@ -75,13 +76,13 @@ class RouteMemory:
         rows = self.num_learned + (self._next + np.arange(len(experts_TLK))) % self._room
         self._next = (self._next + len(rows)) % self._room
         self.size = max(self.size, int(rows.max()) + 1)
-        if self.size > (places := len(self.owner_C)):
-            more = min(self.num_learned + self._room, max(64, self.size + self.size // 4)) - places
+        if self.size > (allocated := len(self.owner_C)):
+            more = min(self.num_learned + self._room, max(64, self.size + self.size // 4)) - allocated
             self.experts_CLK = np.pad(self.experts_CLK, ((0, more), (0, 0), (0, 0)))
             self.owner_C = np.pad(self.owner_C, (0, more), constant_values=NOBODY)
             self.before_C = np.pad(self.before_C, (0, more), constant_values=-1)
-            self._mark_LEC = np.pad(self._mark_LEC, ((0, 0), (0, 0), (0, more)))
-            self._unlength_LC = np.pad(self._unlength_LC, ((0, 0), (0, more)))
+            self.mark_LEC = np.pad(self.mark_LEC, ((0, 0), (0, 0), (0, more)))
+            self.inverse_norm_LC = np.pad(self.inverse_norm_LC, ((0, 0), (0, more)))
         self._write(rows, experts_TLK, root_TLK)
         self.owner_C[rows] = owner
         self.before_C[np.isin(self.before_C, rows)] = -1  # their previous token is overwritten
@@ -102,14 +103,14 @@ class RouteMemory:
         return np.flatnonzero(self.owner_C[: self.size] == owner)
 
     def _write(self, rows: np.ndarray, experts_TLK: np.ndarray, root_TLK: np.ndarray) -> None:
-        self._mark_LEC[:, :, rows] = 0
+        self.mark_LEC[:, :, rows] = 0
         self.experts_CLK[rows] = experts_TLK
         for row, experts_LK, root_LK in zip(rows.tolist(), experts_TLK, root_TLK, strict=True):
-            self._mark_LEC[self._layers_L1, experts_LK, row] = root_LK
+            self.mark_LEC[self._layers_L1, experts_LK, row] = root_LK
         square_T = np.zeros(len(rows), np.float32)
         for layer in range(experts_TLK.shape[1]):
             square_T = square_T * np.float32(FADE) + np.square(root_TLK[:, layer]).sum(axis=1)
-            self._unlength_LC[layer, rows] = 1 / np.sqrt(np.maximum(square_T, 1e-30))
+            self.inverse_norm_LC[layer, rows] = 1 / np.sqrt(np.maximum(square_T, 1e-30))
 
 
 class RouteSearch:
@@ -143,25 +144,25 @@ class RouteSearch:
     def observe(self, experts_TK: list[list[int]], root_TK: np.ndarray) -> None:
         """Record the tokens' experts in the next layer."""
         self._layer += 1
-        mark_EC = self._memory._mark_LEC[self._layer]
+        mark_EC = self._memory.mark_LEC[self._layer]
         self._dots_TC *= np.float32(FADE)
         for dots_C, experts, root_K in zip(self._dots_TC, experts_TK, root_TK, strict=True):
             for expert, root in zip(experts, root_K, strict=True):
                 dots_C += mark_EC[expert, : self._size] * root
         self._square_T = self._square_T * np.float32(FADE) + np.square(root_TK).sum(axis=1)
 
-    def alike(self, token: int, *, alone: bool = False) -> np.ndarray:
-        """Return the similarity of a token to each path, -1 for hidden ones: alike_C.
+    def similarities(self, token: int, *, alone: bool = False) -> np.ndarray:
+        """Return the similarity of a token to each path, -1 for hidden ones: similarity_C.
 
         Args:
             alone: leave out the previous token.
         """
-        alike_C: np.ndarray = self._dots_TC[token] * self._memory._unlength_LC[self._layer, : self._size]
-        alike_C *= np.float32(1) / np.sqrt(max(self._square_T[token], np.float32(1e-30)))
+        similarity_C: np.ndarray = self._dots_TC[token] * self._memory.inverse_norm_LC[self._layer, : self._size]
+        similarity_C *= np.float32(1) / np.sqrt(max(self._square_T[token], np.float32(1e-30)))
         if self._prior_C is not None and not alone:
-            alike_C += self._prior_C
-        alike_C[self._hidden] = -1
-        return alike_C
+            similarity_C += self._prior_C
+        similarity_C[self._hidden] = -1
+        return similarity_C
 
 
 class Neighbours:
@@ -175,13 +176,13 @@ class Neighbours:
 
     __slots__ = ("best", "rows_N", "weight_N")
 
-    def __init__(self, rows: np.ndarray | None, alike: np.ndarray) -> None:
-        """Choose among the paths `rows` (None: all, in order) by their similarities `alike`."""
-        self.best = float(alike.max()) if len(alike) else 0.0
-        near = np.flatnonzero(alike > max(self.best - _NEAR, -0.5))
+    def __init__(self, rows: np.ndarray | None, similarity: np.ndarray) -> None:
+        """Choose among the paths `rows` (None: all, in order) by their similarities `similarity`."""
+        self.best = float(similarity.max()) if len(similarity) else 0.0
+        near = np.flatnonzero(similarity > max(self.best - _NEAR, -0.5))
         if len(near) > NEIGHBOURS:
-            near = near[np.argpartition(-alike[near], NEIGHBOURS)[:NEIGHBOURS]]
-        weight_N = np.exp(np.float32(SHARPNESS) * (alike[near] - np.float32(self.best)))
+            near = near[np.argpartition(-similarity[near], NEIGHBOURS)[:NEIGHBOURS]]
+        weight_N = np.exp(np.float32(SHARPNESS) * (similarity[near] - np.float32(self.best)))
         self.weight_N = weight_N / weight_N.sum() if len(near) else weight_N
         self.rows_N = near if rows is None else rows[near]
 

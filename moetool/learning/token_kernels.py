@@ -1,10 +1,10 @@
 """Compiled loops of `moetool.learning.token_memory`. Shapes are explained there.
 
-numba compiles them when they are first called and keeps the result on disk. No loop adds floating-point numbers in
-another order than it says, so all processors compute the same.
+numba compiles them when they are first called and keeps the result on disk. Loops add floating-point numbers in the
+written order, so results are bit-identical on all processors.
 
-A call takes 0.1 µs for each array among its arguments. Loops that run at every event therefore get the arrays of a
-memory by address, in one `table` of int64: first sizes, then addresses. All are C-contiguous.
+Each array argument makes a call slower. Loops that run at every event therefore get the arrays of a memory by address,
+in one `table` of int64: first sizes, then addresses. All arrays are C-contiguous.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ LAYERS, EXPERTS, TOKENS, COLUMNS, NEIGHBOURS, WEIGHTS, HORIZON, COUNT = range(8)
 """Sizes in the table: L, experts of a layer, N, P, M, entries of `weight_D` and of `worth_D`, stored tokens."""
 SHARED_WLN, NOW_WN, LEAST_W, FOUND_W, ITEM_WM, NEAR_WM, USES_AN, BEFORE_N = range(8, 16)
 SOON_NA, WORTH_D, PATH_NP, PAST_A, USE_A, WEIGHT_D, UNUSED_E, KEY_E = range(16, 24)
-"""Addresses in the table; of `LEAST_W`, the least that the similar tokens shared after the last layer (0: unknown)."""
+"""Addresses in the table. `LEAST_W` holds the fewest experts shared by a similar token of each window (0: unknown)."""
 TABLE_SIZE = 24
 
-_ONE, _NONE = np.float32(1), np.float32(0)  # with a Python integer, numba would go on in float64
+_ONE, _NONE = np.float32(1), np.float32(0)  # a Python integer would promote to float64
 
 
 @intrinsic
@@ -38,13 +38,13 @@ def _pointer(typing, address):  # type: ignore[no-untyped-def]
 def _compiled(loop: Any) -> Any:
     try:
         return numba.njit(cache=True, error_model="numpy")(loop)
-    except RuntimeError:  # no folder to keep it in: compiled in each process
+    except RuntimeError:  # no folder for the cache: compiled in each process
         return numba.njit(error_model="numpy")(loop)
 
 
 @_compiled
 def settle(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyped-def]
-    """The token after `last` uses `keys`: note how soon that was for `last` and the tokens before it."""
+    """Record, for `last` and the tokens before it, how soon the token after `last` used `keys`."""
     for key in keys:
         if key >= 0:
             item = last
@@ -57,7 +57,7 @@ def settle(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyped-d
 
 @_compiled
 def begin(before_N, old_N, now_N, count):  # type: ignore[no-untyped-def]
-    """A token begins: its window is that of the token before, and so is each stored token's."""
+    """Begin a token: compare the window of the previous token with those before each stored token."""
     for item in range(count):
         before = before_N[item]
         now_N[item] = old_N[before] if before >= 0 else 0
@@ -65,9 +65,10 @@ def begin(before_N, old_N, now_N, count):  # type: ignore[no-untyped-def]
 
 @_compiled
 def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyped-def]
-    """A layer's router has chosen `keys`: they take the place of the last token's in the window.
+    """Replace a layer of the window by the chosen `keys`, and `settle` them for the token `last` (-1: none).
 
-    Where it is the token after `last` (not -1), `settle` follows. `stored` has the arrays of the memory.
+    Args:
+        stored: uses_AN, before_N, soon_NA and worth_D of the memory.
     """
     uses_AN, before_N, soon_NA, worth_D = stored
     for item in range(count):
@@ -87,7 +88,7 @@ def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyp
 
 @_compiled
 def store(path_P, item, last, path_NP, uses_AN, soon_NA, before_N, after_N):  # type: ignore[no-untyped-def]
-    """Put a token that follows `last` (-1: none) in the place of another."""
+    """Overwrite the token `item` by one that follows `last` (-1: none)."""
     for key in path_NP[item]:
         if key >= 0:
             uses_AN[key, item] = 0
@@ -107,10 +108,13 @@ def store(path_P, item, last, path_NP, uses_AN, soon_NA, before_N, after_N):  # 
 
 @_compiled
 def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no-untyped-def]
-    """The most similar stored tokens, at most M; of equals those in later places.
+    """Find the most similar stored tokens, at most M; of equally similar ones those of higher index.
 
-    `bound`: all that are chosen are known to share at least so much. Answers their number, and the least that they
-    share where there are M, else 0.
+    Args:
+        bound: lower bound on the experts shared by each of them.
+
+    Returns:
+        Their number, and the fewest experts that one shares if there are M, else 0.
     """
     best = 0
     for item in range(count):
@@ -125,7 +129,7 @@ def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no
         room -= number_D[cut]
         cut += 1
     full = cut < len(number_D)
-    last = best - cut if full and room > 0 else best - cut + 1  # the least that some of the chosen share
+    last = best - cut if full and room > 0 else best - cut + 1  # fewest shared experts of those chosen
     found = 0
     for item in range(count - 1, -1, -1):
         if now_N[item] < last:
@@ -142,7 +146,7 @@ def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no
 
 @_compiled
 def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
-    """Raise `value_A` between `start` and `stop` to the mean of `soon` over the similar tokens and of past use."""
+    """Raise `value_A[start:stop]` to the weighted mean of the similar tokens' `soon_NA` and past use, where higher."""
     item_M, weight_M = similar
     found = len(item_M)
     sum_A = np.zeros(stop - start, np.float32)
@@ -151,29 +155,29 @@ def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore
         total += weight_M[number]
     byte = np.float32(255)
     number, whole = 0, found - found % 4
-    while number < whole:  # four rows a pass over the sums; each place still adds them one after the other
+    while number < whole:  # four rows per pass; each element adds them in order
         one, two, three, four = weight_M[number : number + 4] / byte
         one_A, two_A = soon_NA[item_M[number], start:stop], soon_NA[item_M[number + 1], start:stop]
         three_A, four_A = soon_NA[item_M[number + 2], start:stop], soon_NA[item_M[number + 3], start:stop]
-        for place in range(len(sum_A)):
-            more = sum_A[place] + one * one_A[place]
-            more = more + two * two_A[place]
-            more = more + three * three_A[place]
-            sum_A[place] = more + four * four_A[place]
+        for index in range(len(sum_A)):
+            more = sum_A[index] + one * one_A[index]
+            more = more + two * two_A[index]
+            more = more + three * three_A[index]
+            sum_A[index] = more + four * four_A[index]
         number += 4
     for rest in range(whole, found):
         weight = weight_M[rest] / byte
         soon_A = soon_NA[item_M[rest], start:stop]
-        for place in range(len(sum_A)):
-            sum_A[place] += weight * soon_A[place]
-    for place in range(len(sum_A)):
-        value = (sum_A[place] + prior * use_A[start + place]) / total
-        value_A[start + place] = max(value_A[start + place], value)
+        for index in range(len(sum_A)):
+            sum_A[index] += weight * soon_A[index]
+    for index in range(len(sum_A)):
+        value = (sum_A[index] + prior * use_A[start + index]) / total
+        value_A[start + index] = max(value_A[start + index], value)
 
 
 @_compiled
 def blend(weight, prior, use_E, unused_E):  # type: ignore[no-untyped-def]
-    """Shrink `unused_E` to 1 less past use, which counts as `prior` tokens beside similar ones of this weight."""
+    """Shrink `unused_E` toward 1 - past use, which weighs `prior` beside `weight` of the similar tokens."""
     share = prior / (weight + prior)
     for expert in range(len(unused_E)):
         unused_E[expert] += share * (_ONE - use_E[expert] - unused_E[expert])
@@ -183,7 +187,11 @@ def blend(weight, prior, use_E, unused_E):  # type: ignore[no-untyped-def]
 def leave_unused(similar, path_NP, columns, base, unused_E):  # type: ignore[no-untyped-def]
     """Multiply `unused_E` by the share of the similar tokens that do not use each expert of a layer.
 
-    The layer's keys begin at `base` and lie in the `columns` (first, end) of the paths. Answers the sum of weights.
+    Args:
+        columns, base: columns (first, end) of the layer in the paths, and its first key.
+
+    Returns:
+        Sum of the weights.
     """
     item_M, weight_M = similar
     found = len(item_M)
@@ -205,22 +213,22 @@ def leave_unused(similar, path_NP, columns, base, unused_E):  # type: ignore[no-
 
 @_compiled
 def likely(unused_E, resident_A, base, limit, key_E):  # type: ignore[no-untyped-def]
-    """The absent experts of a layer that stay unused with less than `limit`, the likeliest first. Their number."""
+    """Sort a layer's missing experts below `limit` into `key_E`, the most likely first; return their number."""
     found = 0
     for expert in range(len(unused_E)):
         if unused_E[expert] < limit and not resident_A[base + expert]:
-            place = found
-            while place > 0 and unused_E[key_E[place - 1] - base] > unused_E[expert]:
-                key_E[place] = key_E[place - 1]
-                place -= 1
-            key_E[place] = base + expert
+            index = found
+            while index > 0 and unused_E[key_E[index - 1] - base] > unused_E[expert]:
+                key_E[index] = key_E[index - 1]
+                index -= 1
+            key_E[index] = base + expert
             found += 1
     return found
 
 
 @_compiled
 def note_use(used_E, start, keep, scale, use_A, mean_A):  # type: ignore[no-untyped-def]
-    """A forward has used the experts `used_E` of the layer from `start` on: let its past use fade, and scale it."""
+    """Update past use of the layer whose keys begin at `start`: decay it, add `used_E`, and scale it."""
     for expert in range(len(used_E)):
         use = use_A[start + expert] * keep
         if used_E[expert]:
@@ -230,12 +238,12 @@ def note_use(used_E, start, keep, scale, use_A, mean_A):  # type: ignore[no-unty
 
 
 @_compiled
-def similar_tokens(table, walk):  # type: ignore[no-untyped-def]
-    """Return the most similar tokens of a walk and their weights."""
-    found = carray(_pointer(table[FOUND_W]), (walk + 1,), np.int64)[walk]
-    shape = (walk + 1, table[NEIGHBOURS])
-    item_M = carray(_pointer(table[ITEM_WM]), shape, np.int32)[walk, :found]
-    weight_M = carray(_pointer(table[NEAR_WM]), shape, np.float32)[walk, :found]
+def similar_tokens(table, window):  # type: ignore[no-untyped-def]
+    """Return the most similar tokens of a window and their weights."""
+    found = carray(_pointer(table[FOUND_W]), (window + 1,), np.int64)[window]
+    shape = (window + 1, table[NEIGHBOURS])
+    item_M = carray(_pointer(table[ITEM_WM]), shape, np.int32)[window, :found]
+    weight_M = carray(_pointer(table[NEAR_WM]), shape, np.float32)[window, :found]
     return item_M, weight_M
 
 
@@ -244,10 +252,10 @@ def observe(table, row_R3, path_TP, layer, columns, fade):  # type: ignore[no-un
     """Record a layer's choices and find the most similar tokens of each request.
 
     Args:
-        row_R3: for each request its walk, the row of its last token, and the stored token before it (-1: none).
-        path_TP: paths of the tokens; the `columns` (first, end) hold the chosen experts of this layer, and then their
-            keys.
-        fade: share of past use that is left, and its scale.
+        row_R3: see `WindowBatch`.
+        path_TP: paths of the tokens. The `columns` (first, end) hold the experts chosen in this layer; they are
+            replaced by their keys.
+        fade: decay of past use, and its scale.
     """
     num_layers, stride, num_tokens, count = table[LAYERS], table[EXPERTS], table[TOKENS], table[COUNT]
     num, (keep, scale), (first, end) = num_layers * stride, fade, columns
@@ -266,22 +274,22 @@ def observe(table, row_R3, path_TP, layer, columns, fade):  # type: ignore[no-un
     worth_D = carray(_pointer(table[WORTH_D]), (table[HORIZON],), np.uint8)
     weight_D = carray(_pointer(table[WEIGHT_D]), (table[WEIGHTS],), np.float32)
     for number in range(len(row_R3)):
-        walk, tail, last = row_R3[number, 0], row_R3[number, 1], row_R3[number, 2]
-        most = (walk + 1, table[NEIGHBOURS])
-        shared_LN = carray(_pointer(table[SHARED_WLN]), (walk + 1, num_layers, num_tokens), np.uint8)[walk]
-        now_N = carray(_pointer(table[NOW_WN]), (walk + 1, num_tokens), np.int32)[walk]
-        item_M = carray(_pointer(table[ITEM_WM]), most, np.int32)[walk]
-        near_M = carray(_pointer(table[NEAR_WM]), most, np.float32)[walk]
-        least_W = carray(_pointer(table[LEAST_W]), (walk + 1,), np.int64)
-        found_W = carray(_pointer(table[FOUND_W]), (walk + 1,), np.int64)
+        window, tail, last = row_R3[number, 0], row_R3[number, 1], row_R3[number, 2]
+        most = (window + 1, table[NEIGHBOURS])
+        shared_LN = carray(_pointer(table[SHARED_WLN]), (window + 1, num_layers, num_tokens), np.uint8)[window]
+        now_N = carray(_pointer(table[NOW_WN]), (window + 1, num_tokens), np.int32)[window]
+        item_M = carray(_pointer(table[ITEM_WM]), most, np.int32)[window]
+        near_M = carray(_pointer(table[NEAR_WM]), most, np.float32)[window]
+        least_W = carray(_pointer(table[LEAST_W]), (window + 1,), np.int64)
+        found_W = carray(_pointer(table[FOUND_W]), (window + 1,), np.int64)
         follow(path_TP[tail, first:end], shared_LN[layer], now_N, count, last, (uses_AN, before_N, soon_NA, worth_D))
-        bound = least_W[walk] - (end - first)  # a layer takes and gives no more
-        found_W[walk], least_W[walk] = nearest(now_N, count, bound, weight_D, item_M, near_M)
+        bound = least_W[window] - (end - first)  # a layer changes no similarity by more
+        found_W[window], least_W[window] = nearest(now_N, count, bound, weight_D, item_M, near_M)
 
 
 @_compiled
 def value(table, row_R3, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
-    """Set `value_A` between `start` and `stop` to the highest value that a request gives; `prior`: of past use."""
+    """Set `value_A[start:stop]` to the highest value that a request gives; past use weighs `prior`."""
     num, num_tokens = table[LAYERS] * table[EXPERTS], table[TOKENS]
     soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
     use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
@@ -291,18 +299,18 @@ def value(table, row_R3, prior, start, stop, value_A):  # type: ignore[no-untype
 
 
 @_compiled
-def merge(place_R, value_WA, value_A):  # type: ignore[no-untyped-def]
-    """The highest of the values that these walks had when they were asked last."""
-    value_A[:] = value_WA[place_R[0]]
-    for walk in place_R[1:]:
-        row_A = value_WA[walk]
+def merge(window_R, value_WA, value_A):  # type: ignore[no-untyped-def]
+    """Set `value_A` to the highest of the last values of these windows."""
+    value_A[:] = value_WA[window_R[0]]
+    for window in window_R[1:]:
+        row_A = value_WA[window]
         for key in range(len(value_A)):
             value_A[key] = max(value_A[key], row_A[key])
 
 
 @_compiled
 def expect(table, row_R3, prior, columns, base, limit, resident_A):  # type: ignore[no-untyped-def]
-    """Set `unused_E` of a layer, and `key_E` to its absent experts below `limit`. Return their number.
+    """Set `unused_E` of a layer, and `key_E` to its missing experts below `limit`; return their number.
 
     Args:
         columns, base: as for `leave_unused`.
@@ -321,9 +329,9 @@ def expect(table, row_R3, prior, columns, base, limit, resident_A):  # type: ign
 
 @_compiled
 def least_valued(value_A, near_L, stride, resident_A, key_M):  # type: ignore[no-untyped-def]
-    """The residents of least value times nearness of their layer, the least last, at most M. Answers their number."""
+    """Put at most M residents of lowest value times nearness into `key_M`, the lowest last; return their number."""
     worth_E = np.empty(stride, np.float32)
-    order_E = worth_E.view(np.int32)  # of numbers not below 0, these have the same order, and are compared faster
+    order_E = worth_E.view(np.int32)  # bits of numbers >= 0 have their order and compare faster
     worth_M = np.empty(len(key_M), np.int32)
     never_1 = np.full(1, np.inf, np.float32)
     never = never_1.view(np.int32)[0]
@@ -347,11 +355,11 @@ def least_valued(value_A, near_L, stride, resident_A, key_M):  # type: ignore[no
                 for other in range(found, 0, -1):
                     key_M[other], worth_M[other] = key_M[other - 1], worth_M[other - 1]
                 found += 1
-            place = 0
-            while place + 1 < found and worth < worth_M[place + 1]:
-                key_M[place], worth_M[place] = key_M[place + 1], worth_M[place + 1]
-                place += 1
-            key_M[place], worth_M[place] = base + expert, worth
+            index = 0
+            while index + 1 < found and worth < worth_M[index + 1]:
+                key_M[index], worth_M[index] = key_M[index + 1], worth_M[index + 1]
+                index += 1
+            key_M[index], worth_M[index] = base + expert, worth
             if found == len(key_M):
                 bound = worth_M[0]
     return found

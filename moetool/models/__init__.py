@@ -1,1 +1,1 @@
-"""Reading MoE models: their shapes, routers, batches, and expert weights on disk."""
+"""Model checkpoints: configs, families, routers, expert forms and weight formats."""

@@ -12,7 +12,7 @@ from itertools import chain
 
 import torch
 
-from moetool.models.packed_product import Grouping
+from moetool.models.packed_product import Grouping, paired_bytes
 from moetool.models.value_scaling import Groups, write_scaled
 from moetool.models.weight_format import (
     Stored,
@@ -24,9 +24,8 @@ from moetool.models.weight_format import (
 )
 
 _PER_WORD = 8
-_OUTPUTS = ((0, 2), (4, 6), (1, 3), (5, 7))  # of the lower and the upper half of each byte of a word
-_PLACES = [place for place, _ in sorted(enumerate(chain.from_iterable(_OUTPUTS)), key=lambda pair: pair[1])]
-_LOWER = 0x0F0F0F0F  # the lower half of each byte of a word
+_OUTPUTS = ((0, 2), (4, 6), (1, 3), (5, 7))  # in the lower and upper half of each byte of a word
+_POSITIONS = [position for position, _ in sorted(enumerate(chain.from_iterable(_OUTPUTS)), key=lambda pair: pair[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,8 @@ class AwqCodec:
     def arrange(self, stored: Stored, words: torch.Tensor, tile: int) -> Grouping:
         values = stored["values"].unflatten(1, (-1, 2, tile // 2 // _PER_WORD))
         first, second = values.unbind(2)  # [I, tile, word]
-        halves = [(first & _LOWER) | ((second & _LOWER) << 4), ((first >> 4) & _LOWER) | (second & ~_LOWER)]
-        bytes_of = torch.stack([half.contiguous().view(torch.uint8).unflatten(2, (-1, 4)) for half in halves], dim=-1)
         made_TIR = words.view(torch.uint8).view(*first.shape[1::-1], -1, _PER_WORD)
-        made_TIR.copy_(bytes_of.flatten(3)[..., _PLACES].transpose(0, 1))
+        made_TIR.copy_(paired_bytes(first, second).flatten(3)[..., _POSITIONS].transpose(0, 1))
         zero_NG = _rows(stored["zero"].T.contiguous())
         return Grouping(stored["scale"].T, zero_NG.to(torch.uint8), None)
 
@@ -79,7 +76,11 @@ def _rows(words: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """The format; `group` as the config's `group_size`."""
+    """The format.
+
+    Attributes:
+        group: inputs that share a scale (`group_size`); -1: all.
+    """
 
     group: int
     name: str = "awq"

@@ -34,7 +34,7 @@ from moetool.models.scaled_weight import unpacked_at_once
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
 from moetool.models.stored_embedding import embedding_to_store, is_readable
-from moetool.models.tensor_index import DTYPES, TensorIndex, has_weights, read_index
+from moetool.models.tensor_index import FLOATS, TensorIndex, has_weights, read_index
 from moetool.models.text_part import build_empty, stands_alone
 from moetool.models.weight_format import StoredWeight
 from moetool.models.weight_index import WeightIndex, index_weights
@@ -43,7 +43,7 @@ from moetool.types import ModelSpec
 require_transformers()  # before imports that older versions lack
 
 _LOG = logging.getLogger(__name__)
-_NARROW = torch.bfloat16  # no family names it, so such tensors take the model's data type
+_PLACEHOLDER = torch.bfloat16  # no family pins a tensor to it, so such tensors take the model's data type
 
 
 class Checkpoint:
@@ -115,7 +115,7 @@ class Checkpoint:
     @cached_property
     def skeleton(self) -> Any:
         """The model on the meta device: modules and shapes without memory. Do not change it."""
-        return build_empty(self._whole_config, self.path, _NARROW)
+        return build_empty(self._whole_config, self.path, _PLACEHOLDER)
 
     @property
     def stands_alone(self) -> bool:
@@ -125,7 +125,7 @@ class Checkpoint:
     def empty_model(self, dtype: torch.dtype) -> Any:
         """Return a new skeleton of this data type that the caller may change."""
         model = copy.deepcopy(self.skeleton)
-        model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype == _NARROW else tensor)
+        model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype == _PLACEHOLDER else tensor)
         for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
             if config is not None:
                 config.dtype = dtype
@@ -158,7 +158,7 @@ class Checkpoint:
         if self.quantization is not None and not self.sizes_by_headers:
             _LOG.warning(
                 "bytes of quantized experts of %s are estimated from its config, which does not describe the scales; "
-                "its weight files say them exactly",
+                "its weight files give exact sizes",
                 self.name,
             )
         if self.weights:
@@ -187,36 +187,38 @@ class Checkpoint:
         return find_packed_linears(self.skeleton, self.sources, self.weight_index.weights, self.index.read)
 
     def dense_bytes(self, dtype: torch.dtype, device: str = "cpu", products: bool = True) -> int:
-        """Bytes of all weights except the routed experts, on a type of device as `dtype`.
+        """Bytes that the dense weights take in memory.
 
-        For packed weights this includes the largest one's memory during computation: unpacked, plus one copy. An
-        embedding that stays in its file does not count.
+        Packed weights add the memory that unpacks the largest one, plus one copy. An embedding that stays in its file
+        does not count.
 
         Args:
+            dtype: data type of unpacked weights.
+            device: type of device.
             products: whether a CPU keeps weights packed if it can multiply them so.
         """
-        packed, numbers, unpacked = self._dense_parts(dtype, device, products)
+        packed, elements, unpacked = self._dense_parts(dtype, device, products)
         scratch = self.layers[0].form.num_elements * (dtype.itemsize + 4) if self.weights and self.quantization else 0
-        return packed + numbers * dtype.itemsize + max(scratch, unpacked * dtype.itemsize)
+        return packed + elements * dtype.itemsize + max(scratch, unpacked * dtype.itemsize)
 
     def dense_token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of `dense_bytes` on a CPU that decoding a token reads: all but the rows of other tokens' embeddings."""
-        packed, numbers, _ = self._dense_parts(dtype, "cpu", True)
+        """Share of `dense_bytes` that a CPU reads to decode a token: an embedding table counts only if tied."""
+        packed, elements, _ = self._dense_parts(dtype, "cpu", True)
         tied = self.config.get_text_config().tie_word_embeddings
         in_memory = not tied and self.stored_embedding(dtype) is None
         rows = self.skeleton.get_input_embeddings().weight.numel() if in_memory else 0
-        return packed + (numbers - rows) * dtype.itemsize
+        return packed + (elements - rows) * dtype.itemsize
 
     def _dense_parts(self, dtype: torch.dtype, device: str, products: bool) -> tuple[int, int, int]:
-        """Bytes of packed weights, numbers of the others, and numbers of a packed one that are unpacked at once."""
+        """Bytes of packed weights, elements of the others, and most elements that are unpacked at once."""
         name = self.stored_embedding(dtype) if device == "cpu" else None
-        apart = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
+        excluded = self.skeleton.get_submodule(name).weight.numel() if name is not None else 0
         packed = unpacked = 0
         for linear, num_bytes in self._packed_bytes(dtype).items() if device == "cpu" and products else ():
-            numbers = self.skeleton.get_submodule(linear).weight.numel()
-            packed, apart = packed + num_bytes, apart + numbers
-            unpacked = max(unpacked, unpacked_at_once(numbers))
-        return packed, self._dense_numbers - apart, unpacked
+            elements = self.skeleton.get_submodule(linear).weight.numel()
+            packed, excluded = packed + num_bytes, excluded + elements
+            unpacked = max(unpacked, unpacked_at_once(elements))
+        return packed, self._dense_elements - excluded, unpacked
 
     def _packed_bytes(self, dtype: torch.dtype) -> dict[str, int]:
         """Bytes of the weights of `packed_linears`, or an estimate from the config alone."""
@@ -227,14 +229,14 @@ class Checkpoint:
 
     @cached_property
     def stored_dense_bytes(self) -> int:
-        """Bytes that its files hold of everything but the routed experts."""
+        """Bytes of the dense weights in its files."""
         experts = offloaded(self.layers)
-        sources = [source for name, source in self.sources.items() if name not in experts]
-        names = {name for source in sources for matched in source.names.values() for name in matched}
+        dense = (source for parameter, source in self.sources.items() if parameter not in experts)
+        names = {name for source in dense for name in source.tensor_names}
         return sum(self.weight_index.weights[name].num_bytes for name in names)
 
     @cached_property
-    def _dense_numbers(self) -> int:
+    def _dense_elements(self) -> int:
         experts = offloaded(self.layers)
         return sum(p.numel() for name, p in self.skeleton.named_parameters() if name not in experts)
 
@@ -301,19 +303,21 @@ class Checkpoint:
         """Data type of the experts: that of most bytes in the files, or the config's.
 
         For quantized experts: the type of scales and unquantized weights.
+
+        Raises: MismatchError: it is not a supported type.
         """
         if not self.weights:
             return self.declared_dtype
         sizes: Counter[str] = Counter()
         for tensor in self.index.tensors.values():
-            if self.quantization is None or tensor.dtype in DTYPES:
+            if self.quantization is None or tensor.dtype in FLOATS:
                 sizes[tensor.dtype] += tensor.num_bytes
         found = max(sizes, key=sizes.__getitem__, default="nothing")
-        if found not in DTYPES:
+        if found not in FLOATS:
             raise MismatchError(
-                f"the weights in {self.path} are stored as {found}, expected one of {', '.join(DTYPES)}"
+                f"the weights in {self.path} are stored as {found}, expected one of {', '.join(FLOATS)}"
             )
-        return DTYPES[found]
+        return FLOATS[found]
 
     @property
     def declared_dtype(self) -> torch.dtype:
@@ -325,7 +329,7 @@ class Checkpoint:
     def sizes_by_headers(self) -> bool:
         """Whether experts' bytes come from file headers; without `weights` too, if all files exist.
 
-        From the config they are estimates for quantized experts, since it does not describe the scales.
+        Otherwise sizes of quantized experts are estimates from the config, which does not describe the scales.
         """
         if self.weights or self._gguf is not None:
             return True
@@ -367,7 +371,9 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's own tokenizer; of a GGUF file the `tokenizer.json` beside it only where its own cannot be read.
+        """The model's tokenizer.
+
+        That of a GGUF file comes from the file, or from the `tokenizer.json` beside it if the first cannot be read.
 
         Raises: UsageError: there is none that can be read.
         """
@@ -376,7 +382,7 @@ class Checkpoint:
         first = self.index.files[0]
         try:
             return read_gguf_tokenizer(first, *self._gguf.tokenizer)
-        except Exception as error:  # transformers checks little of what a file holds, and fails in any way
+        except Exception as error:  # transformers checks little and raises any error
             if (first.parent / "tokenizer.json").is_file():
                 return read_tokenizer(first.parent, config=self._whole_config)
             if isinstance(error, UsageError | MemoryError):
@@ -392,11 +398,11 @@ class Checkpoint:
         return getattr(self.config, "max_position_embeddings", None)
 
 
-def read_tokenizer(folder: Path, **where: Any) -> Any:
+def read_tokenizer(folder: Path, **options: Any) -> Any:
     """Load the tokenizer in a folder.
 
     Args:
-        where: passed on to transformers, such as the `config` of the model that it belongs to.
+        options: arguments for transformers, such as the model's `config`.
 
     Raises:
         UsageError: transformers cannot read a tokenizer in the folder.
@@ -404,7 +410,7 @@ def read_tokenizer(folder: Path, **where: Any) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **where)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except MemoryError:
         raise
     except Exception as error:  # transformers checks little and raises any error
@@ -419,7 +425,7 @@ def read_tokenizer(folder: Path, **where: Any) -> Any:
 
 
 def _is_code(file: Path) -> bool:
-    """Whether a tokenizer_config.json names code of the checkpoint's own."""
+    """Whether a tokenizer_config.json names the checkpoint's own code."""
     try:
         values = json.loads(read_bounded(file, advice=""))  # its model_max_length may have 31 digits
     except (OSError, ValueError, RecursionError, MoetoolError):  # transformers says what is wrong with it

@@ -17,7 +17,7 @@ from moetool.errors import MismatchError
 from moetool.json_files import parse_object
 
 KEPT_BYTES = 64 << 20
-"""Hashes of files of at least this size are kept; smaller files are read in less than a tenth of a second."""
+"""Smallest file whose hash is cached; smaller ones are hashed in less than a tenth of a second."""
 _THREADS = 4
 
 
@@ -32,7 +32,7 @@ def content_hashes(files: Sequence[Path], folder: Path) -> dict[str, str]:
     Raises:
         MismatchError: a file changes while it is read.
     """
-    known = {file: _known(file) for file in files}
+    known = {file: _cached_hash(file) for file in files}
     unknown = [file for file in files if not known[file]]
     if unknown:
         total = sum(file.stat().st_size for file in unknown)
@@ -53,17 +53,17 @@ def differing_file(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | 
     return next((name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)), None)
 
 
-def _known(file: Path) -> str:
-    """Return the kept hash of a file; empty if none is kept or the file has changed."""
-    place = _place(file)
-    if file.stat().st_size < KEPT_BYTES or not place.is_file():
+def _cached_hash(file: Path) -> str:
+    """Return the cached hash of a file; empty if there is none or the file has changed."""
+    cached = _cache_file(file)
+    if file.stat().st_size < KEPT_BYTES or not cached.is_file():
         return ""
     try:
-        kept = parse_object(place.read_bytes()[:4096])
+        record = parse_object(cached.read_bytes()[:4096])
     except (OSError, ValueError):
         return ""
-    digest = kept.get("sha256")
-    return digest if kept.get("stamp") == _stamp(file) and isinstance(digest, str) else ""
+    digest = record.get("sha256")
+    return digest if record.get("stamp") == _stamp(file) and isinstance(digest, str) else ""
 
 
 def _computed(file: Path) -> str:
@@ -72,10 +72,10 @@ def _computed(file: Path) -> str:
     if _stamp(file) != stamp:
         raise MismatchError(f"{file} changed while it was read; try again")
     if file.stat().st_size >= KEPT_BYTES:
-        place = _place(file)
+        cached = _cache_file(file)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            durable.write_text(place, json.dumps({"stamp": stamp, "sha256": digest}))
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            durable.write_text(cached, json.dumps({"stamp": stamp, "sha256": digest}))
         except OSError:
             pass  # an unwritable cache costs only time
     return digest
@@ -87,6 +87,6 @@ def _stamp(file: Path) -> list[int]:
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def _place(file: Path) -> Path:
-    """Path of the kept hash of a file."""
+def _cache_file(file: Path) -> Path:
+    """File of the cache that holds the hash of a file."""
     return cache_folder() / "sha256" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()

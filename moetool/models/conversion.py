@@ -29,6 +29,11 @@ class TensorSource:
     names: dict[str, list[str]]
     converter: Any | None
 
+    @property
+    def tensor_names(self) -> list[str]:
+        """All checkpoint tensors, pattern by pattern."""
+        return [name for names in self.names.values() for name in names]
+
     def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
         """Return the parameters made from the checkpoint tensors, by name.
 
@@ -44,7 +49,7 @@ class TensorSource:
         try:
             made: dict[str, torch.Tensor] = converter.convert(self.parameter, model=model, config=model.config)
         except (RuntimeError, ValueError) as error:
-            raise MismatchError(f"cannot make {self.parameter} of the tensors in the weight files: {error}") from None
+            raise MismatchError(f"cannot make {self.parameter} from the tensors in the weight files: {error}") from None
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -64,17 +69,17 @@ def sources(model: Any, names: Iterable[str]) -> dict[str, TensorSource]:
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    places = model.state_dict()
+    parameters = model.state_dict()
     prefix = model.base_model_prefix
 
     found: dict[str, TensorSource] = {}
     for name in sorted(names, key=dot_natural_key):
         # The text part of a multimodal checkpoint has separate names.
         for candidate in dict.fromkeys((name, name.replace("language_model.", "", 1))):
-            renamed, pattern = rename_source_key(candidate, renamings, converters, prefix, places)
-            if renamed not in places and candidate in places:
+            renamed, pattern = rename_source_key(candidate, renamings, converters, prefix, parameters)
+            if renamed not in parameters and candidate in parameters:
                 renamed, pattern = candidate, None
-            if renamed in places:
+            if renamed in parameters:
                 break
         else:
             continue

@@ -19,8 +19,8 @@ from moetool.models.scaled_slot import ScaledSlot, scaled_slot
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer
 from moetool.models.stored_expert import DenseSlot, StoredLayout, Weight, layout_of
-from moetool.models.tensor_index import Tensor
-from moetool.models.weight_format import FLOATS, STORED_DTYPES, DenseTransposed, StoredWeight
+from moetool.models.tensor_index import FLOATS, Tensor
+from moetool.models.weight_format import STORED_DTYPES, DenseTransposed, StoredWeight
 from moetool.models.weight_index import WeightIndex
 from moetool.types import ModelSpec
 
@@ -54,7 +54,7 @@ class ExpertWeights:
     Args:
         index: the weights of the checkpoint.
         sources: the tensors of each parameter.
-        path: of the checkpoint, for errors.
+        path: path of the checkpoint, for errors.
     """
 
     def __init__(self, index: WeightIndex, sources: Mapping[str, TensorSource], path: Path) -> None:
@@ -97,7 +97,7 @@ class ExpertWeights:
                     f"{self._file_of(whole)}: {whole.name} cannot be read by expert: {error}; download the model again"
                 ) from None
         if (step := _transposing(source.converter)) is not None:
-            whole = self._transposed(next(iter(source.names.values()))[0], layer, parameter, step.check_dims)
+            whole = self._transposed(source.tensor_names[0], layer, parameter, step.check_dims)
             return [whole.share(expert, layer.form.num_experts, share)]
         if not _is_stacking(source.converter):
             steps = ", ".join(type(step).__name__ for step in source.converter.operations)
@@ -139,7 +139,7 @@ class ExpertWeights:
         return weight
 
     def require_alike(self, weight: StoredWeight, first: StoredWeight, expert: int) -> None:
-        """Raises: MismatchError for a weight of an expert that is stored otherwise than that of the layer's first."""
+        """Raises: MismatchError: an expert's weight is stored differently from the first expert's."""
         at = f"{self._file_of(weight)}: {weight.name} (expert {expert})"
         if (weight.format, weight.codec, set(weight.tensors)) != (first.format, first.codec, set(first.tensors)):
             raise MismatchError(
@@ -200,6 +200,7 @@ class ExpertFiles:
         slot_bytes: bytes of a slot.
         shapes: shapes of an expert's parts.
         converts: whether slots differ from the stored form.
+        num_layouts: layouts that `views` distinguishes.
 
     Raises:
         MismatchError: see `ExpertWeights.of`; or the experts of one layer differ in their stored form.
@@ -217,26 +218,26 @@ class ExpertFiles:
         self.shards = shards
         self.spec = spec
         self._weights = weights
-        self.shapes = self._shapes = tuple(part.shape for part in layers[0].form.parts)
+        self.shapes = tuple(part.shape for part in layers[0].form.parts)
         self.reads: dict[int, tuple[Read, ...]] = {}
         self._layouts: list[StoredLayout] = []
         self._layout_L: list[int] = []
         for layer in layers:
-            if tuple(part.shape for part in layer.form.parts) != self._shapes:
+            if tuple(part.shape for part in layer.form.parts) != self.shapes:
                 raise MismatchError(
                     f"the experts of layer {layer.layer_id} differ in shape from those of layer "
                     f"{layers[0].layer_id}; moetool serves models whose experts all have one shape"
                 )
             self._index(layer)
-        self._forms = slot_forms(self._layouts, self._shapes, fastest)
+        self._forms = slot_forms(self._layouts, self.shapes, fastest)
         if any(isinstance(form, PackedSlot) for form in self._forms) and not all(map(self._in_even_groups, layers)):
-            dense = _dense_slot(self._layouts, self._shapes, torch.bfloat16)
+            dense = _dense_slot(self._layouts, self.shapes, torch.bfloat16)
             self._forms = tuple(dense if isinstance(form, PackedSlot) else form for form in self._forms)
         self.stored_bytes = max(layout.num_bytes for layout in self._layouts)
         self.slot_bytes = bytes_of_slots(self._layouts, self._forms)
         self.converts = any(form is not None for form in self._forms)
         alike = self.converts and len(set(self._forms)) == 1
-        self._num_layouts = 1 if alike else len(self._layouts)
+        self.num_layouts = 1 if alike else len(self._layouts)
         self._scratch = threading.local()
 
     def read_stored(self, key: int, memory: torch.Tensor) -> int:
@@ -277,14 +278,9 @@ class ExpertFiles:
         self.fill(key, memory, slot)
         return num_bytes
 
-    @property
-    def num_layouts(self) -> int:
-        """Number of kinds of `views`."""
-        return self._num_layouts
-
     def layout_of(self, key: int) -> int:
-        """Kind of an expert's views."""
-        return self._layout_L[key // self.spec.num_experts] if self._num_layouts > 1 else 0
+        """Number of the layout of an expert's views, below `num_layouts`."""
+        return self._layout_L[key // self.spec.num_experts] if self.num_layouts > 1 else 0
 
     def stored_layout(self, key: int) -> StoredLayout:
         """Layout of an expert in memory as stored."""
@@ -297,7 +293,7 @@ class ExpertFiles:
             layout: see `layout_of`.
         """
         form = self._forms[layout]
-        return self._layouts[layout].views(slot, self._shapes) if form is None else form.views(slot)
+        return self._layouts[layout].views(slot, self.shapes) if form is None else form.views(slot)
 
     def stacked(self, layer: MoeLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read all experts of a layer, unpacked: tensors [E, ...] by the first parameter of each part.
@@ -338,8 +334,8 @@ class ExpertFiles:
             pairs = zip(chain.from_iterable(parts), chain.from_iterable(first), strict=True)
             for weight, other in pairs:
                 self._weights.require_alike(weight, other, expert)
-            placed = [(parts[f.part][f.block].tensors[f.role], f.offset) for f in layout.fields]
-            self.reads[self.spec.expert_key(layer.index, expert)] = _coalesce(placed)
+            located = [(parts[f.part][f.block].tensors[f.role], f.offset) for f in layout.fields]
+            self.reads[self.spec.expert_key(layer.index, expert)] = _coalesce(located)
 
 
 def slot_forms(
@@ -348,7 +344,7 @@ def slot_forms(
     """The slot form of each layout's experts; None: as stored.
 
     Args:
-        shapes: of the parts of an expert.
+        shapes: shapes of an expert's parts.
         fastest: as for `ExpertFiles`.
     """
     if fastest is None:

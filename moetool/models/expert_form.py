@@ -21,7 +21,7 @@ from moetool.models.stored_expert import Weight
 _WHOLE_VECTORS = 128
 """Multiple of a row's length (gate and up) whose halves are whole vectors on any CPU, unrolled twice."""
 _ONE_THREAD = 32_768
-"""Most numbers that torch computes with one thread."""
+"""Most elements that torch computes on one thread."""
 
 
 class Call(Enum):

@@ -66,7 +66,7 @@ class Family:
         exception: why the weights do not follow from the recorded logits by that rule; empty if they do.
         fixed: why experts cannot be substituted although the rule holds; empty if they can.
         own_cache: why transformers' paged cache cannot hold it, so that each request keeps its own; empty if it can.
-        goes_on: whether such a cache takes several tokens at once after the first forward, as the next turn of a chat.
+        appends: whether such a cache takes several tokens at once after the first forward, as for the next chat turn.
         refused: why it can be neither captured nor served; empty if it can.
         notes: further facts for display.
         probabilities: whether the router returns probabilities instead of logits.
@@ -80,7 +80,7 @@ class Family:
     exception: str = ""
     fixed: str = ""
     own_cache: str = ""
-    goes_on: bool = False
+    appends: bool = False
     refused: str = ""
     notes: str = ""
     probabilities: bool = False
@@ -153,7 +153,7 @@ _ALL = (
         score="sqrtsoftplus",
         renormalize=True,
         own_cache=_EAGER,
-        goes_on=True,
+        appends=True,
         routers=("DeepseekV4HashRouter",),
         notes="the first layers choose experts by token id (a hash table), whatever their logits",
     ),
@@ -162,22 +162,22 @@ _ALL = (
     Family(name="ernie4_5_moe", renormalize=True),
     Family(name="exaone_moe", score="sigmoid"),
     Family(name="flex_olmo"),
-    Family(name="flint", score="sigmoid", own_cache=_EAGER, goes_on=True),
+    Family(name="flint", score="sigmoid", own_cache=_EAGER, appends=True),
     Family(
         name="gemma4_text",
         renormalize=True,
         probabilities=True,
         own_cache="its layers' caches have different widths, and the paged cache has one",
-        goes_on=True,
+        appends=True,
         exception="each expert's weight is also multiplied by a learned scale",
         notes="logits are recorded as logarithms of the router's probabilities",
     ),
     Family(name="glm4_moe", score="sigmoid"),
     Family(name="glm4_moe_lite", score="sigmoid"),
     Family(name="glm_moe_dsa", score="sigmoid", own_cache=_INDEXED),
-    Family(name="gpt_oss", renormalize=True, own_cache=_EAGER, goes_on=True),
+    Family(name="gpt_oss", renormalize=True, own_cache=_EAGER, appends=True),
     Family(name="granitemoe", renormalize=True),
-    Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR, goes_on=True),
+    Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR, appends=True),
     Family(name="granitemoeshared", renormalize=True),
     Family(name="hunyuan_v1_moe", renormalize=True),
     Family(name="hy_v3", score="sigmoid", renormalize=True),
@@ -189,15 +189,15 @@ _ALL = (
         fixed="its router returns sorted tokens, not a replaceable choice",
         notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
     ),
-    Family(name="kimi_linear", score="sigmoid", own_cache=_LINEAR, goes_on=True),
+    Family(name="kimi_linear", score="sigmoid", own_cache=_LINEAR, appends=True),
     Family(name="laguna", score="sigmoid", renormalize=True),
-    Family(name="lfm2_moe", score="sigmoid", own_cache=_CONVOLUTION, goes_on=True),
+    Family(name="lfm2_moe", score="sigmoid", own_cache=_CONVOLUTION, appends=True),
     Family(
         name="llama4_text",
         score="sigmoid",
         renormalize=False,
         own_cache=_CHUNKED,
-        goes_on=True,
+        appends=True,
         fixed="its router returns scaled inputs, not a replaceable choice",
         notes="its weights multiply the input of an expert, not its output",
     ),
@@ -207,24 +207,24 @@ _ALL = (
         notes="its zero-compute experts are numbered after the others; one takes a slot and reads nothing",
     ),
     Family(name="mellum"),
-    Family(name="mimo_v2_flash", score="sigmoid", own_cache=_EAGER, goes_on=True),
+    Family(name="mimo_v2_flash", score="sigmoid", own_cache=_EAGER, appends=True),
     Family(name="minimax", renormalize=True, own_cache=_LINEAR),
     Family(name="minimax_m2", score="sigmoid", renormalize=True),
     Family(name="mixtral", renormalize=True),
-    Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR, goes_on=True),
+    Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR, appends=True),
     Family(name="olmoe"),
     Family(name="phimoe", exception="sparsemixer masks the logits again for each of the two experts"),
     Family(name="qwen2_moe"),
-    Family(name="qwen3_5_moe_text", renormalize=True, own_cache=_LINEAR, goes_on=True),
+    Family(name="qwen3_5_moe_text", renormalize=True, own_cache=_LINEAR, appends=True),
     Family(name="qwen3_moe"),
-    Family(name="qwen3_next", own_cache=_LINEAR, goes_on=True),
+    Family(name="qwen3_next", own_cache=_LINEAR, appends=True),
     Family(name="solar_open", score="sigmoid"),
     Family(name="xverse", refused=_OWN_CODE),
     Family(
         name="zaya",
         renormalize=False,
         own_cache=_CONVOLUTION,
-        goes_on=True,
+        appends=True,
         exception="its router may skip all experts; the logit of skipping is not recorded",
         notes="a token that skips is counted as using expert 0, with weight 0",
     ),
@@ -234,7 +234,7 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 FAMILIES = {family.name: family for family in _ALL}
 """Families that moetool lists, by name."""
 
-_found: dict[str, Family] = {}
+_inferred: dict[str, Family] = {}
 """Families inferred in this process, when a model of theirs was opened."""
 
 INFERRED = (
@@ -261,13 +261,13 @@ def find_or_add(model_type: str, infer: Callable[[], Family]) -> Family:
     """Return the family of a model, inferred if the table does not list it."""
     family = known(model_type)
     if family is None:
-        family = _found[model_type] = infer()
+        family = _inferred[model_type] = infer()
     return family
 
 
 def known(model_type: str) -> Family | None:
     """Return the family from the table, or as inferred when a model of it was opened."""
-    return FAMILIES.get(model_type) or _found.get(model_type)
+    return FAMILIES.get(model_type) or _inferred.get(model_type)
 
 
 def find(model_type: str) -> Family:

@@ -3,10 +3,10 @@
 A weight [N, K] that would be `X` is stored as
 
     X            float8_e4m3fn [N, K]; for 4-bit experts int8 [N, K / 2], two E2M1 numbers per byte, low half first
-    X_scale_inv float32, bfloat16 or E8M0 [ceil(N / 128), ceil(K / 128)]: the weight is the value times its block's
-    scale; one number for the whole weight if the config has no block size
+    X_scale_inv  float32, bfloat16 or E8M0 [ceil(N / 128), ceil(K / 128)], a factor per block; one number for the
+                 whole weight if the config has no block size
 
-Some checkpoints name the scale `.scale` instead of `.weight_scale_inv`.
+Some checkpoints name the scale `.scale` or `.qscale_weight` instead of `.weight_scale_inv`.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ from moetool.models.value_scaling import CHUNK, four_bits
 from moetool.models.weight_format import Stored
 
 Undo = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-"""Makes a weight from the tensors that the converter made of it, by role."""
+"""Restores a weight from the tensors that llama.cpp's converter made of it, by role."""
 _MXFP4, _MXFP4_BYTES = 39, 17
 
 
@@ -35,7 +35,7 @@ def unpack_blocks(blocks: torch.Tensor, kind: int) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """One byte is the exponent of 32 values; 16 bytes hold two values each, first the first half of all."""
+    """An exponent byte for 32 values, then 16 bytes: lower halves hold the first 16 values, upper halves the rest."""
     parts = blocks.reshape(len(blocks), -1, _MXFP4_BYTES)
     exponent = parts[..., :1].to(torch.int32)
     half = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23).view(torch.float32)
@@ -45,7 +45,7 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GgmlCodec:
-    """A weight made of one or several tensors.
+    """Codec of a weight that one or several tensors make.
 
     Attributes:
         kinds: role and ggml type of its tensors.

@@ -1,13 +1,13 @@
 """Numbers in ggml's blocks as vectors of float32, in their order in the weight.
 
-They are those of the gguf package to the bit. A product of a number and its scales has at most 24 bits, so it is exact,
-and only adding or subtracting a minimum rounds.
+They are bit-identical to those of the gguf package. A product of a number and its scales has at most 24 bits, so it is
+exact, and only adding or subtracting a minimum rounds.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moetool.models.ggml_codebooks import CODED, coded_groups
+from moetool.models.ggml_codebooks import CODED
 from moetool.models.ggml_reader import BlockReader
 from moetool.models.llvm_vectors import LANES, Vectors
 
@@ -27,12 +27,12 @@ def block_numbers(vectors: Vectors, kind: int, address: Any) -> list[Any]:
     block = BlockReader(vectors, address)
     if kind not in CODED:
         return _READ[kind](block)
-    return [vectors.builder.fmul(plane, group.scale) for group in coded_groups(block, kind) for plane in group.planes]
+    return [vectors.builder.fmul(plane, group.scale) for group in CODED[kind](block) for plane in group.planes]
 
 
 def _q4_0(block: BlockReader) -> list[Any]:
     scale = block.vectors.broadcast(block.scale(0))
-    numbers = [block.floats(block.low(block.nibbles(2, upper), 15), less=8) for upper in (0, 1)]
+    numbers = [block.floats(block.masked(block.nibbles(2, upper), 15), less=8) for upper in (0, 1)]
     return [block.builder.fmul(each, scale) for each in numbers]
 
 
@@ -53,13 +53,13 @@ def _q5_1(block: BlockReader) -> list[Any]:
 
 
 def _five_bits(block: BlockReader, offset: int) -> list[Any]:
-    """32 numbers as int32: four bytes hold their fifth bits, 16 more the lower ones."""
+    """32 numbers as int32: four bytes hold their fifth bits, and the next 16 their lower bits."""
     vectors, builder = block.vectors, block.builder
     made = []
     for upper in (0, 1):
         fifths = vectors.load(block.at(offset + 2 * upper), vectors.int16, 1)
-        fifth = block.low(block.spread(fifths, range(LANES)), 1)
-        low = block.low(block.nibbles(offset + 4, upper), 15)
+        fifth = block.masked(block.spread(fifths, range(LANES)), 1)
+        low = block.masked(block.nibbles(offset + 4, upper), 15)
         made.append(builder.or_(low, builder.shl(fifth, vectors.all(vectors.int32, 4))))
     return made
 
@@ -73,31 +73,31 @@ def _q2_k(block: BlockReader) -> list[Any]:
     vectors, builder = block.vectors, block.builder
     both = block.bytes(0)
     scales, least = (vectors.broadcast(block.scale(offset)) for offset in (80, 82))
-    scales = builder.fmul(block.floats(block.low(both, 15)), scales)
-    minima = builder.fmul(block.floats(block.low(both, 15, moved=-4)), builder.fneg(least))
+    scales = builder.fmul(block.floats(block.masked(both, 15)), scales)
+    minima = builder.fmul(block.floats(block.masked(both, 15, shift=-4)), builder.fneg(least))
     made = []
-    for place, half, part, first in _SIXTEENTHS:
-        number = block.floats(block.low(block.bytes(16 + 32 * half + first), 3, moved=-2 * part))
-        scale, least = (vectors.chosen(each, [place] * LANES) for each in (scales, minima))
+    for index, half, part, first in _SIXTEENTHS:
+        number = block.floats(block.masked(block.bytes(16 + 32 * half + first), 3, shift=-2 * part))
+        scale, least = (vectors.shuffled(each, [index] * LANES) for each in (scales, minima))
         made.append(vectors.multiply_add(number, scale, least))
     return made
 
 
 def _q3_k(block: BlockReader) -> list[Any]:
-    """A number is less by four unless its third bit is set."""
+    """Subtract four from each number whose third bit is not set."""
     vectors, builder = block.vectors, block.builder
     first, second, upper = block.words(96, 3)
     words = []
-    for place, (word, moved) in enumerate(((first, 0), (second, 0), (first, 4), (second, 4))):
-        high = builder.shl(_bits(block, upper, 0x03030303, 2 * place), vectors.ir.Constant(vectors.int32, 4))
-        words.append(builder.or_(_bits(block, word, 0x0F0F0F0F, moved), high))
+    for index, (word, shift) in enumerate(((first, 0), (second, 0), (first, 4), (second, 4))):
+        high = builder.shl(_bits(block, upper, 0x03030303, 2 * index), vectors.ir.Constant(vectors.int32, 4))
+        words.append(builder.or_(_bits(block, word, 0x0F0F0F0F, shift), high))
     scales = builder.fmul(block.floats(_bytes_of(block, words), less=32), vectors.broadcast(block.scale(108)))
     made = []
-    for place, half, part, first in _SIXTEENTHS:
-        low = block.low(block.bytes(32 + 32 * half + first), 3, moved=-2 * part)
-        third = block.low(block.bytes(first), 4, moved=2 - 4 * half - part)
+    for index, half, part, first in _SIXTEENTHS:
+        low = block.masked(block.bytes(32 + 32 * half + first), 3, shift=-2 * part)
+        third = block.masked(block.bytes(first), 4, shift=2 - 4 * half - part)
         number = block.floats(builder.or_(low, third), less=4)
-        made.append(builder.fmul(number, vectors.chosen(scales, [place] * LANES)))
+        made.append(builder.fmul(number, vectors.shuffled(scales, [index] * LANES)))
     return made
 
 
@@ -114,14 +114,14 @@ def _q5_k(block: BlockReader) -> list[Any]:
     scales, made = six_bits(block), []
     for part in range(8):
         for first in (0, LANES):
-            low = block.low(block.nibbles(48 + part // 2 * 32 + first, part % 2), 15)
-            fifth = block.low(block.bytes(16 + first), 16, moved=4 - part)
+            low = block.masked(block.nibbles(48 + part // 2 * 32 + first, part % 2), 15)
+            fifth = block.masked(block.bytes(16 + first), 16, shift=4 - part)
             made.append(_scaled(block, block.floats(block.builder.or_(low, fifth)), scales, part))
     return made
 
 
 def six_bits(block: BlockReader) -> Any:
-    """Of Q4_K and Q5_K the scales of eight parts of a block, and their minima, negative."""
+    """Scales of the eight parts of a Q4_K or Q5_K block, then their minima, negated, as one vector."""
     vectors, builder = block.vectors, block.builder
     lower, minima, upper = block.words(4, 3)
     words = [
@@ -134,31 +134,31 @@ def six_bits(block: BlockReader) -> Any:
     ones = vectors.ir.Constant(vectors.of(vectors.int32), [0] * 8 + [1] * 8)
     pair = vectors.ir.Constant(vectors.of(vectors.float32, 2), vectors.ir.Undefined)
     least = builder.fsub(vectors.ir.Constant(vectors.float32, -0.0), block.scale(2))
-    for place, value in enumerate((block.scale(0), least)):
-        pair = builder.insert_element(pair, value, vectors.ir.Constant(vectors.int32, place))
+    for index, value in enumerate((block.scale(0), least)):
+        pair = builder.insert_element(pair, value, vectors.ir.Constant(vectors.int32, index))
     both = builder.shuffle_vector(pair, vectors.ir.Constant(pair.type, vectors.ir.Undefined), ones)
     return builder.fmul(builder.sitofp(numbers, vectors.floats), both)
 
 
-def _bits(block: BlockReader, word: Any, mask: int, moved: int = 0) -> Any:
-    """Some bits of an int32, moved down first."""
+def _bits(block: BlockReader, word: Any, mask: int, shift: int = 0) -> Any:
+    """Some bits of an int32 that is shifted right first."""
     vectors, builder = block.vectors, block.builder
-    number = vectors.ir.Constant(vectors.int32, moved)
+    number = vectors.ir.Constant(vectors.int32, shift)
     return builder.and_(builder.lshr(word, number), vectors.ir.Constant(vectors.int32, mask))
 
 
 def _bytes_of(block: BlockReader, words: Sequence[Any]) -> Any:
-    """The bytes of four int32, each as int32 without a sign."""
+    """The bytes of four int32, unsigned, as int32."""
     vectors, builder = block.vectors, block.builder
     packed = vectors.ir.Constant(vectors.of(vectors.int32, 4), vectors.ir.Undefined)
-    for place, word in enumerate(words):
-        packed = builder.insert_element(packed, word, vectors.ir.Constant(vectors.int32, place))
+    for index, word in enumerate(words):
+        packed = builder.insert_element(packed, word, vectors.ir.Constant(vectors.int32, index))
     return builder.zext(builder.bitcast(packed, vectors.of(vectors.int8)), vectors.words)
 
 
 def _scaled(block: BlockReader, number: Any, scales: Any, part: int) -> Any:
     vectors = block.vectors
-    scale, least = (vectors.chosen(scales, [place] * LANES) for place in (part, 8 + part))
+    scale, least = (vectors.shuffled(scales, [index] * LANES) for index in (part, 8 + part))
     return vectors.multiply_add(number, scale, least)
 
 
@@ -166,11 +166,11 @@ def _q6_k(block: BlockReader) -> list[Any]:
     vectors, builder = block.vectors, block.builder
     scales = builder.fmul(block.signed(192), vectors.broadcast(block.scale(208)))
     made = []
-    for place, half, part, first in _SIXTEENTHS:
-        low = block.low(block.nibbles(64 * half + part % 2 * 32 + first, part // 2), 15)
-        high = block.low(block.bytes(128 + 32 * half + first), 0x30, moved=4 - 2 * part)
+    for index, half, part, first in _SIXTEENTHS:
+        low = block.masked(block.nibbles(64 * half + part % 2 * 32 + first, part // 2), 15)
+        high = block.masked(block.bytes(128 + 32 * half + first), 0x30, shift=4 - 2 * part)
         number = block.floats(builder.or_(low, high), less=32)
-        made.append(builder.fmul(number, vectors.chosen(scales, [place] * LANES)))
+        made.append(builder.fmul(number, vectors.shuffled(scales, [index] * LANES)))
     return made
 
 
@@ -180,15 +180,15 @@ def _iq4_nl(block: BlockReader) -> list[Any]:
 
 
 def _iq4_xs(block: BlockReader) -> list[Any]:
-    """Scales of six bits, the upper two of all before the lower four of all."""
+    """Six-bit scales: the upper two bits of all precede the lower four of all."""
     vectors, builder = block.vectors, block.builder
-    high = block.low(block.spread(vectors.load(block.at(2), vectors.int16, 1), [n % 8 * 2 for n in range(LANES)]), 3)
-    low = block.low(block.spread(block.words(4, 1)[0], [n % 8 * 4 for n in range(LANES)]), 15)
+    high = block.masked(block.spread(vectors.load(block.at(2), vectors.int16, 1), [n % 8 * 2 for n in range(LANES)]), 3)
+    low = block.masked(block.spread(block.words(4, 1)[0], [n % 8 * 4 for n in range(LANES)]), 15)
     scales = block.floats(builder.or_(low, builder.shl(high, vectors.all(vectors.int32, 4))), less=32)
     scales = builder.fmul(scales, vectors.broadcast(block.scale(0)))
     made = []
     for part in range(8):
-        scale = vectors.chosen(scales, [part] * LANES)
+        scale = vectors.shuffled(scales, [part] * LANES)
         numbers = [vectors.levels(block.nibbles(8 + 16 * part, upper), _IQ4) for upper in (0, 1)]
         made += [builder.fmul(each, scale) for each in numbers]
     return made
@@ -210,8 +210,8 @@ def _mxfp4(block: BlockReader) -> list[Any]:
     return [builder.fmul(builder.fadd(each, each), half) for each in numbers]
 
 
-_SIXTEENTHS = [(place, place // 8, place // 2 % 4, place % 2 * LANES) for place in range(16)]
-"""Vectors of a block of 256 numbers: their place, the half of the block, the bits of a byte and its first byte."""
+_SIXTEENTHS = [(index, index // 8, index // 2 % 4, index % 2 * LANES) for index in range(16)]
+"""For each vector of a block of 256 numbers: its index, half of the block, bit pair of a byte, and first byte."""
 _READ: dict[int, Callable[[BlockReader], list[Any]]] = {
     _Q4_0: _q4_0,
     _Q4_1: _q4_1,

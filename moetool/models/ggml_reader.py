@@ -10,8 +10,8 @@ class RowGroup(NamedTuple):
     """Vectors of numbers whose products are added before they are scaled.
 
     Attributes:
-        planes: float32.
-        scale: of each lane of the sum; None where the block's scales lie apart from it or are part of the numbers.
+        planes: vectors of float32.
+        scale: scale of each lane of the sum; None if scales are stored outside the block or already applied.
     """
 
     planes: list[Any]
@@ -52,20 +52,20 @@ class BlockReader:
 
     def nibbles(self, offset: int, upper: int) -> Any:
         """The lower or upper half of `LANES` bytes, as int32 with undefined higher bits."""
-        return self.moved(self.bytes(offset), -4 * upper)
+        return self.shifted(self.bytes(offset), -4 * upper)
 
-    def low(self, words: Any, mask: int, moved: int = 0) -> Any:
-        """Mask bits of each word and shift them."""
-        return self.builder.and_(self.moved(words, moved), self.vectors.all(self.vectors.int32, mask))
+    def masked(self, words: Any, mask: int, shift: int = 0) -> Any:
+        """Shift each int32 (see `shifted`), then mask it."""
+        return self.builder.and_(self.shifted(words, shift), self.vectors.all(self.vectors.int32, mask))
 
-    def moved(self, words: Any, places: int) -> Any:
-        """The bits of each int32 moved up, or down if negative."""
-        return self.moved_by(words, [places] * LANES) if places else words
+    def shifted(self, words: Any, bits: int) -> Any:
+        """Shift each int32 left, or right if `bits` is negative."""
+        return self.shifted_each(words, [bits] * LANES) if bits else words
 
-    def moved_by(self, words: Any, places: list[int]) -> Any:
-        """The bits of each int32 moved by a number of its own, all up or all down."""
-        shift = self.builder.shl if max(places) > 0 else self.builder.lshr
-        return shift(words, self.vectors.ir.Constant(words.type, [abs(each) for each in places]))
+    def shifted_each(self, words: Any, bits: list[int]) -> Any:
+        """Shift each int32 by its own number of bits, all left or all right."""
+        shift = self.builder.shl if max(bits) > 0 else self.builder.lshr
+        return shift(words, self.vectors.ir.Constant(words.type, [abs(each) for each in bits]))
 
     def words_of(self, offset: int, second: int | None = None) -> Any:
         """64 bytes as int32, or 32 from each of two offsets."""
@@ -90,9 +90,9 @@ class BlockReader:
         """Two bytes as int64, unsigned."""
         return self.builder.zext(self.vectors.load(self.at(offset), self.vectors.int16, 1), self.vectors.int64)
 
-    def spread(self, bits: Any, places: Sequence[int]) -> Any:
-        """An integer in each of `LANES` words, moved down by so many bits."""
-        if bits.type != self.vectors.int32:
-            bits = self.builder.zext(bits, self.vectors.int32)
-        words = self.vectors.ir.Constant(self.vectors.words, [*places])
-        return self.builder.lshr(self.vectors.broadcast(bits), words)
+    def spread(self, number: Any, bits: Sequence[int]) -> Any:
+        """Copies of an integer in `LANES` int32, each shifted right by its own number of bits."""
+        if number.type != self.vectors.int32:
+            number = self.builder.zext(number, self.vectors.int32)
+        shifts = self.vectors.ir.Constant(self.vectors.words, [*bits])
+        return self.builder.lshr(self.vectors.broadcast(number), shifts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from moetool.errors import UsageError
 from moetool.models.ggml_blocks import Undo
-from moetool.models.gguf_changes import Grouped, Halves, Interwoven, Joining, Latent, LessOne, Logarithm
+from moetool.models.gguf_changes import Grouped, Interleaved, Joining, Latent, Logarithm, MinusOne, RotaryHalves
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -102,6 +102,7 @@ class Metadata:
 
     @property
     def gating(self) -> int:
+        """Score function of the router, as ggml's number."""
         return int(self.get("expert_gating_func", _SIGMOID if self.has("exp_probs_b.bias") else _SOFTMAX))
 
 
@@ -116,10 +117,11 @@ class Architecture:
     Attributes:
         family: the `model_type` of transformers.
         config: further fields of the config.
-        names: module names within a layer that differ from the usual ones.
+        names: module names within a layer that differ from the usual ones. A final `!` marks a parameter without a
+            suffix, a final `_` a prefix of `weight` or `bias`.
         experts: the module that holds a layer's experts.
         undo: inverse of llama.cpp's changes, by suffix of the parameter's name.
-        joined: parameters below a layer made from several tensors, their leaves, and the function.
+        joined: parameters of a layer that several tensors make, the leaves of these tensors, and the function.
         interleaved: whether rows of gate and up alternate and matrices are transposed.
         embedding_norm: name of the last norm if the file calls it `token_embd_norm`.
         gating: required score function of the router, as ggml's number; None: any.
@@ -334,11 +336,11 @@ def _olmoe(meta: Metadata) -> dict[str, Any]:
 
 def _halves(meta: Metadata) -> dict[str, Undo]:
     heads = {"q": meta("attention.head_count"), "k": meta("attention.head_count_kv")}
-    return {f"{x}_proj.{end}": Halves(n) for x, n in heads.items() for end in ("weight", "bias")}
+    return {f"{x}_proj.{end}": RotaryHalves(n) for x, n in heads.items() for end in ("weight", "bias")}
 
 
 def _norms(meta: Metadata) -> dict[str, Undo]:
-    return dict.fromkeys(("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight"), LessOne())
+    return dict.fromkeys(("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight"), MinusOne())
 
 
 def _grouped(meta: Metadata) -> dict[str, Undo]:
@@ -355,7 +357,7 @@ def _grouped(meta: Metadata) -> dict[str, Undo]:
 
 
 def _qwen3_next(meta: Metadata) -> Sequence[Joined]:
-    undo = Interwoven(meta("ssm.group_count"), meta("ssm.state_size"))
+    undo = Interleaved(meta("ssm.group_count"), meta("ssm.state_size"))
     return [("linear_attn.in_proj_qkvz.weight", ("attn_qkv.weight", "attn_gate.weight"), undo)]
 
 

@@ -22,8 +22,12 @@ def _only(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
-    """llama.cpp stores the two numbers that rotate together side by side; transformers, half a head apart."""
+class RotaryHalves:
+    """Move two outputs that rotate together half a head apart; llama.cpp stores them side by side.
+
+    Attributes:
+        heads: attention heads of the projection.
+    """
 
     heads: int
 
@@ -33,8 +37,8 @@ class Halves:
 
 
 @dataclass(frozen=True, slots=True)
-class LessOne:
-    """Stored norms include the 1 that the model adds."""
+class MinusOne:
+    """Subtract the 1 that stored norms include and the model adds."""
 
     def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return _only(parts) - 1
@@ -42,9 +46,7 @@ class LessOne:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Join keys and values of one projection [heads * (keys + values), rank], stored separately: keys [heads, rank,
-    keys], values [heads, values, rank].
-    """
+    """Join keys [heads, rank, keys] and values [heads, values, rank] to [heads * (keys + values), rank]."""
 
     def shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         keys, values = shapes
@@ -57,12 +59,12 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Restore the order of value heads, which are stored apart within one group of keys.
+    """Restore the order of value heads: those of one key head follow each other.
 
     Attributes:
-        keys, each: heads of keys, and of values for each.
-        first: rows before the first value.
-        inputs: whether values are the columns.
+        keys, each: key heads, and value heads of each.
+        first: rows before the first value head.
+        inputs: whether value heads are columns.
         logarithm: whether the tensor holds -exp(x).
     """
 
@@ -84,9 +86,12 @@ class Grouped:
 
 
 @dataclass(frozen=True, slots=True)
-class Interwoven:
-    """Join queries, keys, values and gates [heads * width, inputs], stored as all queries, all keys, all values and all
-    gates, for this number of key heads.
+class Interleaved:
+    """Join queries, keys, values and gates, head by head; stored are all queries, all keys, all values and all gates.
+
+    Attributes:
+        keys: key heads.
+        width: rows of a key head.
     """
 
     keys: int
@@ -105,7 +110,7 @@ class Interwoven:
 
 @dataclass(frozen=True, slots=True)
 class Logarithm:
-    """The tensor stores -exp(x)."""
+    """Restore x from a tensor that stores -exp(x)."""
 
     def __call__(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return (-_only(parts)).log()

@@ -38,7 +38,7 @@ class GgufHeader(NamedTuple):
     """Headers of a model's files.
 
     Attributes:
-        metadata: values by key; the length of a list of strings.
+        metadata: values by key; for a list of strings only its length.
         tensors: by ggml names.
         num_bytes: smallest valid size of each file.
     """
@@ -56,8 +56,8 @@ class GgufHeader(NamedTuple):
                 mine = {name: tensor for name, tensor in self.tensors.items() if tensor.file == number}
                 lost = next(name for name, tensor in mine.items() if tensor.offset + tensor.num_bytes > stamp.num_bytes)
                 raise MismatchError(
-                    f"{file} is truncated: it has {stamp.num_bytes:,} bytes, expected {expected:,}; {lost} and what "
-                    "follows it are not whole; download the model again"
+                    f"{file} is truncated: it has {stamp.num_bytes:,} bytes, expected {expected:,}; {lost} and "
+                    "later tensors are incomplete; download the model again"
                 )
 
 
@@ -75,12 +75,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
     for number, file in enumerate(files):
         stamps.append(FileStamp.of(file.stat()))
         found, mine, num_bytes = _read(file, number)
-        place = found.get("split.no", 0), found.get("split.count", 1) or 1
-        if not all(isinstance(part, int) for part in place):
+        part = found.get("split.no", 0), found.get("split.count", 1) or 1
+        if not all(isinstance(value, int) for value in part):
             raise MismatchError(f"{file} has no number of its part of the model; download the model again")
-        if place != (number, len(files)):
+        if part != (number, len(files)):
             raise MismatchError(
-                f"{file} is part {place[0] + 1} of {place[1]} by its header, expected {number + 1} of {len(files)}; "
+                f"{file} is part {part[0] + 1} of {part[1]} by its header, expected {number + 1} of {len(files)}; "
                 "download the model again"
             )
         if repeated := sorted(mine.keys() & tensors.keys()):
@@ -125,16 +125,16 @@ class _Reader:
         self._file = file
         with file.open("rb") as stream:
             self._data = stream.read(_MOST_BYTES)
-        self.place = 0
+        self.position = 0
 
     def error(self, problem: str, kind: type[MismatchError] = MismatchError) -> MismatchError:
         return kind(f"{self._file} is a damaged GGUF file: {problem}; download the model again")
 
     def take(self, count: int) -> bytes:
-        if count > len(self._data) - self.place:
+        if count > len(self._data) - self.position:
             raise self.error(f"it ends at byte {len(self._data):,}, inside its header", HeaderCut)
-        self.place += count
-        return self._data[self.place - count : self.place]
+        self.position += count
+        return self._data[self.position - count : self.position]
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -187,7 +187,7 @@ def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor
     alignment = metadata.get("general.alignment", 32)
     if not (isinstance(alignment, int) and alignment > 0):
         raise reader.error(f"its alignment is {alignment!r}")
-    start = end = -(-reader.place // alignment) * alignment
+    start = end = -(-reader.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     before = "the header"
     for name, shape, kind, offset in sorted(found, key=lambda entry: entry[3]):
@@ -197,7 +197,7 @@ def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor
         if start + offset != expected:
             raise reader.error(
                 f"{name} begins at byte {start + offset:,}, expected {expected:,}, where {before} ends: the data type, "
-                "shape or place of one of them is wrong"
+                "shape or offset of one of them is wrong"
             )
         tensors[name] = GgufTensor(number, start + offset, _num_bytes(file, name, shape, kind), shape, kind)
         end, before = start + offset + tensors[name].num_bytes, name

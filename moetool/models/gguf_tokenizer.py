@@ -1,8 +1,8 @@
 """Tokenizers that GGUF files hold.
 
-transformers builds one from the vocabulary and the merges of a file, whatever its architecture. How text is split
-before it is merged the file only names (`tokenizer.ggml.pre`). transformers knows some of these names and splits as
-GPT-2 does for all others, which gives other tokens than the model was trained on. The others are here or are refused.
+transformers builds one from the vocabulary and the merges of a file, whatever its architecture. The file only names the
+rule that splits text before merging (`tokenizer.ggml.pre`). transformers knows some of these rules. For all others it
+splits as GPT-2 does, which gives tokens that the model was not trained on. This module adds rules and refuses the rest.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from typing import Any
 from moetool.errors import UsageError
 
 _SAME_AS = {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe", "hunyuan": "qwen2"}
-"""Names of rules, and those that transformers has for the same."""
+"""Names of rules, and the names under which transformers has the same rules."""
 _DIGITS = ("refact", "starcoder")
 _GPT2 = ("gpt-2", "olmo", *_DIGITS)
-"""Names of GPT-2's rule; with `_DIGITS` each digit is apart."""
+"""Names of GPT-2's rule; those in `_DIGITS` also split off each digit."""
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -34,7 +34,7 @@ def read_gguf_tokenizer(file: Path, kind: Any, rule: Any) -> Any:
 
     Raises:
         UsageError: moetool does not know the rule.
-        Exception: any other; transformers checks little of what a file holds.
+        Exception: any error of transformers, which checks little.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
@@ -56,7 +56,7 @@ def read_gguf_tokenizer(file: Path, kind: Any, rule: Any) -> Any:
 
 
 def _pre_tokenizer(patterns: Sequence[str], digits: bool) -> Any:
-    """Splits by some patterns in turn; without any, as GPT-2 does."""
+    """Pre-tokenizer that splits by patterns in turn; without patterns as GPT-2 does."""
     from tokenizers import Regex, pre_tokenizers
 
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]

@@ -20,7 +20,7 @@ from moetool.models.tensor_index import Tensor, TensorIndex
 from moetool.models.weight_format import StoredWeight, as_dense
 
 _EXPERTS = (("gate_up_proj", ("gate", "up")), ("gate_up_proj", ("gate_up",)), ("down_proj", ("down",)))
-"""Parameters of the experts, and their tensors."""
+"""Parameters of the experts, and the leaves of their tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class GgufPart:
     Attributes:
         tensors: their ggml names, by role.
         shape: shape of the weight.
+        undo, interleaved, transposed: see `GgmlCodec`.
     """
 
     tensors: Mapping[str, str]
@@ -74,7 +75,7 @@ class GgufFile:
         config: the model's config, as in a config.json.
         content: identity of the model.
         index: its tensors, by ggml's names.
-        tokenizer: kind of its tokenizer, and the name of the rule by which that splits text.
+        tokenizer: kind of its tokenizer, and the name of the rule that splits text.
     """
 
     config: dict[str, Any]
@@ -131,7 +132,7 @@ def _tensor(tensor: GgufTensor) -> Tensor:
 
 def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> dict[str, GgufPart]:
     """Return the weights of the model, and their tensors."""
-    left = {name: tensor.shape for name, tensor in header.tensors.items() if not _predicts_further(name, meta)}
+    left = {name: tensor.shape for name, tensor in header.tensors.items() if not _is_prediction_layer(name, meta)}
     found = {}
     for layer in range(meta.num_layers):
         for target, leaves, undo in architecture.joined(meta):
@@ -164,7 +165,7 @@ def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> di
     return found
 
 
-def _predicts_further(name: str, meta: Metadata) -> bool:
+def _is_prediction_layer(name: str, meta: Metadata) -> bool:
     """Whether a tensor belongs to a multi-token prediction layer."""
     return name.startswith("blk.") and int(name.split(".")[1]) >= meta.num_layers
 

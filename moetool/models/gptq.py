@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moetool.models.packed_product import Grouping
+from moetool.models.packed_product import Grouping, paired_bytes
 from moetool.models.value_scaling import Groups, four_bits, write_scaled
 from moetool.models.weight_format import (
     Stored,
@@ -22,9 +22,6 @@ from moetool.models.weight_format import (
     claim_packed,
     packed_weight_of,
 )
-
-BITS = (2, 4, 8)  # widths whose values never span two words
-_EVEN = 0x0F0F0F0F  # the lower half of each byte of a word
 
 
 def unsigned_values(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -75,9 +72,7 @@ class GptqCodec:
     def arrange(self, stored: Stored, words: torch.Tensor, tile: int) -> Grouping:
         values, order = stored["values"].unflatten(1, (-1, 2, tile // 2)), None
         first, second = values.unbind(2)  # [I / 8, tile, row], the inputs of a word from the lowest bits
-        both = [(first & _EVEN) | ((second & _EVEN) << 4), ((first >> 4) & _EVEN) | (second & ~_EVEN)]
-        bytes_of = [each.contiguous().view(torch.uint8).unflatten(2, (-1, 4)) for each in both]
-        made_TIR = torch.stack(bytes_of, dim=-1).permute(1, 0, 3, 4, 2).flatten(1, 3)
+        made_TIR = paired_bytes(first, second).permute(1, 0, 3, 4, 2).flatten(1, 3)
         if (group_of := stored.get("order")) is not None:
             if not (group_of.bincount(minlength=1) == self.group).all():
                 raise ValueError(f"g_idx has groups whose size differs from the config's group_size {self.group}")

@@ -20,7 +20,7 @@ from moetool import durable, tables
 from moetool.assets import cache_folder
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import read_json
-from moetool.models.hub_transfers import PARTIAL, Blob, Transfers, broke, fetch_range
+from moetool.models.hub_transfers import MOST_FAILURES, PARTIAL, Blob, Transfers, fetch_range, is_connection_error
 
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?P<file>/[\w./-]+\.gguf)?(?:@(?P<revision>[\w.-][\w./-]*))?")
 _INDEX = "model.safetensors.index.json"
@@ -31,8 +31,7 @@ _TOKENIZER = (
 )
 _INDEX_BYTES = 64 << 20
 FIRST_BYTES = 4 << 20
-"""Bytes of a GGUF file fetched for its header; four times as many if they are too few."""
-_TRIES = 5  # consecutive requests without data
+"""Bytes of a GGUF file fetched first for its header; each further step fetches four times as many."""
 _KEPT_FREE = 64 << 20  # kept free on the disk for other files written during a download
 
 
@@ -95,7 +94,7 @@ def download(name: HubName, *, weights: bool) -> Path:
     """Download a model's missing files into the hub's cache.
 
     Args:
-        weights: also download its weights, not only config and tokenizer, or the headers of its GGUF files.
+        weights: also download its weights; otherwise only config and tokenizer, or the headers of its GGUF files.
 
     Returns:
         The folder of the snapshot, or the GGUF file in it; without weights the file may be only its header, in the
@@ -144,7 +143,7 @@ class _Download:
         self._api = HfApi(endpoint=endpoint, library_name="moetool")
 
     def run(self, weights: bool) -> Path:
-        """The path of the snapshot or file."""
+        """Download what is missing; returns the path of the snapshot or file."""
         commit, files = self._describe()
         small = [path for path in files if _is_small(path)]
         if self._name.file:
@@ -161,19 +160,16 @@ class _Download:
             wanted = self._weights(commit, files) if weights else []
         self._fetch([files[path] for path in wanted], commit)
         self._link(commit, [*small, *wanted])
-        self._keep_reference(commit)
+        self._keep_reference(self._folder, commit)
         snapshot = self._folder / "snapshots" / commit
         return snapshot / self._name.file if self._name.file else snapshot
 
     def _headers(self, files: Sequence[Blob], commit: str) -> Path:
-        """Fetch files with the headers of GGUF files; returns the path of the named one."""
+        """Fetch the headers of GGUF files; returns the path of the named one."""
         folder = _header_folder(self._name.repository) / commit
         for file in files:
             _read_header(folder / file.path, file, partial(fetch_range, self._name.repository, commit, self._endpoint))
-        reference = _header_folder(self._name.repository) / "refs" / self._revision
-        if self._revision != commit:
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            durable.write_text(reference, commit)
+        self._keep_reference(folder.parent, commit)
         return folder / self._name.file
 
     def _describe(self) -> tuple[str, dict[str, Blob]]:
@@ -209,9 +205,9 @@ class _Download:
             library_name="moetool",
         )
 
-    def _keep_reference(self, commit: str) -> None:
+    def _keep_reference(self, folder: Path, commit: str) -> None:
         """Record the commit of a branch or tag, as huggingface_hub does, for use without the hub."""
-        reference = self._folder / "refs" / self._revision
+        reference = folder / "refs" / self._revision
         if self._revision != commit and not (reference.is_file() and reference.read_text() == commit):
             reference.parent.mkdir(parents=True, exist_ok=True)
             durable.write_text(reference, commit)
@@ -254,7 +250,7 @@ class _Download:
         if (free := shutil.disk_usage(blobs).free) < needed + _KEPT_FREE:
             raise self._full(needed, free)
         total = sum(file.num_bytes for file in missing)
-        again = f", {tables.count(total - needed, 'B')} of them already here" if needed < total else ""
+        again = f", {tables.count(total - needed, 'B')} of them already downloaded" if needed < total else ""
         tables.narrate(
             f"moetool: downloading {tables.numbered(len(missing), 'file')} of {self._name.model}@{commit[:12]}, "
             f"{tables.count(total, 'B')}{again}, to {self._cache}"
@@ -293,8 +289,8 @@ def _cached(name: HubName, weights: bool, why: str, kind: type[MoetoolError] = U
             f"cannot get {name.model!r}{at} from the hub: it is not in {constants.HF_HUB_CACHE}, and {why}; or give a "
             "local directory or 'reference'"
         )
-    if weights and not name.file and (lost := _lost(snapshot)):
-        raise kind(f"{name.model} lies in {constants.HF_HUB_CACHE} without {lost}, and {why}")
+    if weights and not name.file and (lost := _missing_weights(snapshot)):
+        raise kind(f"{name.model} is in {constants.HF_HUB_CACHE} without {lost}, and {why}")
     return path if name.file else snapshot
 
 
@@ -320,7 +316,7 @@ def _read_header(to: Path, file: Blob, fetch: Callable[[Blob, int, int], bytes])
     Raises:
         MismatchError, UsageError: see `read_gguf_header`; and errors that `fetch` raises repeatedly.
     """
-    from moetool.models.gguf_header import HeaderCut, require_header  # imports torch, which help does not need
+    from moetool.models.gguf_header import HeaderCut, require_header  # imports torch, which --help does not need
 
     if to.is_file():
         return
@@ -333,7 +329,7 @@ def _read_header(to: Path, file: Blob, fetch: Callable[[Blob, int, int], bytes])
             failures = 0
         except Exception as error:
             failures += 1
-            if not broke(error) or failures == _TRIES:
+            if not is_connection_error(error) or failures == MOST_FAILURES:
                 raise
             time.sleep(failures)
             continue
@@ -351,7 +347,7 @@ def _read_header(to: Path, file: Blob, fetch: Callable[[Blob, int, int], bytes])
             return
 
 
-def _lost(snapshot: Path) -> str:
+def _missing_weights(snapshot: Path) -> str:
     """The first weight file that a snapshot lacks; empty if its weights are complete."""
     index = snapshot / _INDEX
     if not index.is_file():
@@ -443,6 +439,6 @@ def _hub_errors(name: HubName) -> Iterator[None]:
             raise CapacityError(
                 f"the disk of {constants.HF_HUB_CACHE} is full; make room there, or set HF_HOME to a larger disk"
             ) from None
-        if broke(error):
+        if is_connection_error(error):
             raise _Unreachable(f"the hub at {constants.ENDPOINT} cannot be reached ({first_line(error)})") from None
         raise

@@ -15,7 +15,7 @@ from moetool.durable import sha256_file
 from moetool.errors import MismatchError, MoetoolError, first_line
 
 _WORKERS = 4  # concurrent downloads
-_TRIES = 5
+MOST_FAILURES = 5  # consecutive attempts without data
 _POLL_SECONDS = 0.2  # between checks of another process's lock; Ctrl-C ends the wait
 PARTIAL = ".moetool-partial"
 """Suffix of an incomplete blob."""
@@ -34,7 +34,7 @@ class _Stopped(Exception):
 
 
 def fetch_range(repository: str, commit: str, endpoint: str, file: Blob, first: int, end: int) -> bytes:
-    """Yield bytes of a file from `first` to before `end`, or to its end; fewer if the connection breaks.
+    """Return bytes of a file from `first` to before `end`, or to its end; fewer if the connection breaks.
 
     Raises: errors of huggingface_hub and its HTTP client, if the hub refuses or does not answer.
     """
@@ -53,12 +53,12 @@ def fetch_range(repository: str, commit: str, endpoint: str, file: Blob, first: 
                 if len(found) >= skipped + end - first:
                     break
         except Exception as error:
-            if not (broke(error) and len(found) > skipped):
+            if not (is_connection_error(error) and len(found) > skipped):
                 raise
     return bytes(found[skipped : skipped + end - first])
 
 
-def broke(error: Exception) -> bool:
+def is_connection_error(error: Exception) -> bool:
     """Whether an error comes from the connection, not from the hub."""
     return type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError)
 
@@ -81,7 +81,7 @@ class Transfers:
         self._on_progress = on_progress
         self._headers = build_hf_headers(library_name="moetool")
         self._done = 0
-        self._told = False
+        self._narrated = False
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
@@ -125,8 +125,8 @@ class Transfers:
                 return fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with self._lock:
-                    told, self._told = self._told, True
-            if not told:
+                    narrated, self._narrated = self._narrated, True
+            if not narrated:
                 tables.narrate(f"moetool: waiting for another download of {self._repository}/{file.path}")
             if self._stopping.wait(_POLL_SECONDS):
                 raise _Stopped
@@ -163,7 +163,7 @@ class Transfers:
                     raise
                 stream.flush()
                 failures = 0 if stream.tell() > before else failures + 1
-                if failures == _TRIES:
+                if failures == MOST_FAILURES:
                     raise MoetoolError(
                         f"the download of {file.path} stopped at {tables.count(stream.tell(), 'B')} of "
                         f"{tables.count(file.num_bytes, 'B')} ({first_line(error)}); run the command again to continue"

@@ -6,7 +6,7 @@ from typing import Any
 
 LANES = 16  # float32 in a vector of AVX-512; two of AVX2
 _POWERS = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
-"""Taylor's coefficients of 2 to the power of a number between -0.5 and 0.5."""
+"""Taylor coefficients of 2**x for x between -0.5 and 0.5."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -58,20 +58,20 @@ class Vectors:
         """Write to an address."""
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = align
 
-    def chosen(self, vector: Any, places: list[int]) -> Any:
-        """Elements of a vector by position."""
-        mask = self.ir.Constant(self.of(self.int32, len(places)), places)
+    def shuffled(self, vector: Any, indices: list[int]) -> Any:
+        """Elements of a vector by index."""
+        mask = self.ir.Constant(self.of(self.int32, len(indices)), indices)
         return self.builder.shuffle_vector(vector, self.ir.Constant(vector.type, self.ir.Undefined), mask)
 
-    def merged(self, first: Any, second: Any, places: list[int]) -> Any:
-        """Elements of two vectors by position; those of the second follow those of the first."""
-        mask = self.ir.Constant(self.of(self.int32, len(places)), places)
+    def merged(self, first: Any, second: Any, indices: list[int]) -> Any:
+        """Elements of two vectors by index; those of the second follow those of the first."""
+        mask = self.ir.Constant(self.of(self.int32, len(indices)), indices)
         return self.builder.shuffle_vector(first, second, mask)
 
     def broadcast(self, value: Any) -> Any:
         """A vector with all elements equal."""
         one = self.ir.Constant(self.of(value.type), self.ir.Undefined)
-        return self.chosen(self.builder.insert_element(one, value, self.ir.Constant(self.int32, 0)), [0] * LANES)
+        return self.shuffled(self.builder.insert_element(one, value, self.ir.Constant(self.int32, 0)), [0] * LANES)
 
     def function(self, name: str, result: Any, *arguments: Any) -> Any:
         """Call an LLVM function."""
@@ -85,7 +85,7 @@ class Vectors:
         return self.builder.call(fused, [a, b, c])
 
     def exponential(self, x: Any) -> Any:
-        """e to the power of vectors of numbers that are at most 0, to about 2 ulp; below -87 that of -87."""
+        """exp(x) for vectors of numbers that are at most 0, within about 2 ulp; exp(-87) below -87."""
         builder, least = self.builder, self.all(self.float32, -87.0)
         x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
         binary = builder.fmul(x, self.all(self.float32, math.log2(math.e)))
@@ -95,8 +95,8 @@ class Vectors:
         power = self.all(self.float32, _POWERS[-1])
         for factor in reversed(_POWERS[:-1]):
             power = self.multiply_add(power, rest, self.all(self.float32, factor))
-        moved = builder.shl(builder.fptosi(whole, self.words), self.all(self.int32, 23))
-        scaled = builder.bitcast(builder.add(builder.bitcast(power, self.words), moved), self.floats)
+        shifted = builder.shl(builder.fptosi(whole, self.words), self.all(self.int32, 23))
+        scaled = builder.bitcast(builder.add(builder.bitcast(power, self.words), shifted), self.floats)
         return builder.select(builder.fcmp_unordered("uno", x, x), x, scaled)
 
     def prefetch(self, address: Any) -> None:
@@ -107,10 +107,10 @@ class Vectors:
         self.builder.call(prefetch, [self.builder.inttoptr(address, byte), reading, keep, data])
 
     def halves(self, words: Any) -> Any:
-        """FP8 numbers in the upper bytes of int16 words as float16 of 2**-8 of their value."""
+        """FP8 numbers in the upper bytes of int16 words, as float16 numbers of 2**-8 times their value."""
         count = words.type.count
-        moved = self.builder.ashr(words, self.all(self.int16, 1, count))
-        kept = self.builder.and_(moved, self.all(self.int16, 0xBF80, count))
+        shifted = self.builder.ashr(words, self.all(self.int16, 1, count))
+        kept = self.builder.and_(shifted, self.all(self.int16, 0xBF80, count))
         return self.builder.bitcast(kept, self.of(self.half, count))
 
     def e2m1(self, words: Any) -> Any:
@@ -119,8 +119,8 @@ class Vectors:
         if has_avx512():
             return self.looked_up(words, (*_E2M1, *(-value for value in _E2M1)))
         twice = 0xC8643210 - 2**32  # twice the value, by the lowest three bits
-        places = builder.shl(builder.and_(words, self.all(self.int32, 7, count)), self.all(self.int32, 2, count))
-        values = builder.and_(builder.lshr(self.all(self.int32, twice, count), places), self.all(self.int32, 15, count))
+        shifts = builder.shl(builder.and_(words, self.all(self.int32, 7, count)), self.all(self.int32, 2, count))
+        values = builder.and_(builder.lshr(self.all(self.int32, twice, count), shifts), self.all(self.int32, 15, count))
         half = builder.fmul(builder.sitofp(values, self.of(self.float32, count)), self.all(self.float32, 0.5, count))
         sign = builder.and_(builder.shl(words, self.all(self.int32, 28, count)), self.all(self.int32, -(2**31), count))
         return builder.bitcast(
@@ -134,7 +134,7 @@ class Vectors:
         return self.builder.sitofp(self.builder.and_(words, self.all(self.int32, 15)), self.floats)
 
     def levels(self, words: Any, table: tuple[int, ...]) -> Any:
-        """Numbers of a table of 16 signed bytes by the lowest four bits of int32 words, as float32."""
+        """Values of a table of 16 signed bytes by the lowest four bits of int32 words, as float32."""
         if has_avx512():
             return self.looked_up(words, tuple(map(float, table)))
         builder = self.builder
@@ -143,9 +143,9 @@ class Vectors:
         for bit in (4, 8):
             unset = builder.icmp_signed("==", builder.and_(words, self.all(self.int32, bit)), self.all(self.int32, 0))
             chosen = [builder.select(unset, *pair) for pair in zip(chosen[::2], chosen[1::2], strict=True)]
-        places = builder.shl(builder.and_(words, self.all(self.int32, 3)), self.all(self.int32, 3))
-        moved = builder.shl(builder.lshr(chosen[0], places), self.all(self.int32, 24))
-        return builder.sitofp(builder.ashr(moved, self.all(self.int32, 24)), self.floats)
+        shifts = builder.shl(builder.and_(words, self.all(self.int32, 3)), self.all(self.int32, 3))
+        shifted = builder.shl(builder.lshr(chosen[0], shifts), self.all(self.int32, 24))
+        return builder.sitofp(builder.ashr(shifted, self.all(self.int32, 24)), self.floats)
 
     def looked_up(self, words: Any, table: tuple[float, ...]) -> Any:
         """Table values by the lowest four bits of int32 words; AVX-512 only."""
@@ -180,7 +180,7 @@ class Vectors:
         return self.builder.bitcast(bits, self.floats)
 
     def _each(self, kind: Any, value: Any) -> Any:
-        """A constant number, or vector of one value."""
+        """A constant: a number, or a vector of equal ones."""
         if isinstance(kind, self.ir.VectorType):
             return self.all(kind.element, value, kind.count)
         return self.ir.Constant(kind, value)
@@ -189,15 +189,15 @@ class Vectors:
         """2 to the power of bytes with a bias of 127, as float32; infinity for 255."""
         builder, count = self.builder, exponents.type.count
         wide = builder.zext(exponents, self.of(self.int32, count))
-        moved = builder.shl(wide, self.all(self.int32, 23, count))
+        shifted = builder.shl(wide, self.all(self.int32, 23, count))
         least = builder.icmp_unsigned("==", wide, self.all(self.int32, 0, count))
-        bits = builder.select(least, self.all(self.int32, 1 << 22, count), moved)
+        bits = builder.select(least, self.all(self.int32, 1 << 22, count), shifted)
         return builder.bitcast(bits, self.of(self.float32, count))
 
 
 @functools.cache
 def has_avx512() -> bool:
-    """Whether this CPU looks up vector elements by vectors of positions."""
+    """Whether this CPU has AVX-512, which looks up 16 elements of a table at once."""
     import llvmlite.binding
 
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
@@ -213,8 +213,8 @@ def pairwise_sum(builder: Any, vectors: list[Any]) -> Any:
     while width > 1:
         width //= 2
         nothing = ir.Constant(total.type, ir.Undefined)
-        places = (
+        halves = (
             ir.Constant(ir.VectorType(ir.IntType(32), width), [*range(first, first + width)]) for first in (0, width)
         )
-        total = builder.fadd(*(builder.shuffle_vector(total, nothing, mask) for mask in places))
+        total = builder.fadd(*(builder.shuffle_vector(total, nothing, mask) for mask in halves))
     return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))

@@ -56,7 +56,7 @@ class LoadedModel:
     model: Any
     layers: list[MoeLayer]
     files: ExpertFiles | None
-    pool: "ExpertPool | None" = None
+    pool: ExpertPool | None = None
     device: torch.device = CPU
 
     def begin_forward(self, info: ForwardInfo) -> None:
@@ -124,8 +124,7 @@ def use_threads(config: Any, threads: int = 0) -> int:
     """Set torch's number of compute threads; returns it.
 
     Args:
-        threads: 0: automatic: one for a narrow model, whose products are too small to split (on two cores two threads
-            were slower than one, and ten times slower beside other work), else torch's default.
+        threads: 0: automatic: one for a narrow model, whose products are too small to split, else torch's default.
     """
     if threads == 0 and config.hidden_size < 1024:
         threads = 1
@@ -154,7 +153,7 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
         try:
             model = _from_pretrained(path, dtype, _MISSING).eval()
         except MismatchError:
-            checkpoint.expert_files().shards.close()  # names file and tensor if an expert's fails
+            checkpoint.expert_files().shards.close()  # its error names the file and the tensor
             raise
     try:
         model = model.to(device)
@@ -184,7 +183,7 @@ def transformers_unpacks(checkpoint: Checkpoint) -> bool:
 
 
 def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Load a plain model that transformers cannot load directly: quantized, or part of another model."""
+    """Load a plain model that transformers cannot load itself: quantized, or part of another model."""
     with contextlib.closing(load_lazy(checkpoint, dtype, device, whole_embedding=True)) as loaded:
         assert loaded.files is not None
         for layer in loaded.layers:
@@ -207,9 +206,7 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
 
 
 _MISSING = ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors")
-"""Tensors that transformers would initialize at random with only a warning."""
-
-
+"""Kinds of its loading report: tensors that it would initialize at random with only a warning."""
 _REFUSALS = (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError)
 """Exceptions of transformers on unchecked files."""
 
@@ -335,7 +332,7 @@ def _leave_embedding(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: 
     name = checkpoint.stored_embedding(dtype)
     if name is not None:
         source = checkpoint.sources[f"{name}.weight"]
-        (stored,) = (stored for names in source.names.values() for stored in names)
+        (stored,) = source.tensor_names
         model.set_submodule(name, StoredEmbedding(checkpoint.weight_index, stored, dtype, shards.stop))
 
 
@@ -359,28 +356,32 @@ def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype
     complete(model, experts, checkpoint.path)
 
 
-Read = Callable[[str, torch.dtype], torch.Tensor]
-"""Returns a weight by name; of this type if it is unpacked."""
+ReadWeight = Callable[[str, torch.dtype], torch.Tensor]
+"""Returns a weight by its name in an unquantized checkpoint; in this data type if it is unpacked."""
 
 
 def fill(
     model: Any,
     wanted: Iterable[TensorSource],
     checkpoint: Checkpoint,
-    read: Read,
+    read: ReadWeight,
     dtype: torch.dtype,
     device: torch.device = CPU,
 ) -> None:
     """Load parameters and buffers of a model from `Checkpoint.empty_model`.
 
+    Args:
+        wanted: sources of these parameters and buffers.
+        read: reads their tensors.
+
     Raises:
         MismatchError: a tensor has another shape than the config says.
     """
-    places = model.state_dict()
+    parameters = model.state_dict()
     wide = tuple(model._get_dtype_plan(dtype))  # parameters that transformers keeps in float32
     for source in wanted:
-        kind = torch.float32 if any(part in source.parameter for part in wide) else places[source.parameter].dtype
-        tensors = {name: read(name, kind).to(kind) for names in source.names.values() for name in names}
+        kind = torch.float32 if any(part in source.parameter for part in wide) else parameters[source.parameter].dtype
+        tensors = {name: read(name, kind).to(kind) for name in source.tensor_names}
         index = checkpoint.weight_index
         file = index.file_of(index.weights[next(iter(tensors))])
         try:
@@ -388,9 +389,9 @@ def fill(
         except MismatchError as error:
             raise MismatchError(f"{file}: {error}; download the model again") from None
         for name, value in converted.items():
-            place = places.get(name)
-            if place is None or value.shape != place.shape:
-                expected = None if place is None else list(place.shape)
+            parameter = parameters.get(name)
+            if parameter is None or value.shape != parameter.shape:
+                expected = None if parameter is None else list(parameter.shape)
                 raise MismatchError(f"{file}: {name} has shape {list(value.shape)}, expected {expected} by the config")
             _put(model, name, value.to(device))
 
@@ -400,10 +401,10 @@ def complete(model: Any, absent: Collection[str], path: Path) -> None:
 
     Args:
         absent: parameters and buffers that stay on the meta device.
-        path: of the checkpoint, for errors.
+        path: path of the checkpoint, for errors.
 
     Raises:
-        MismatchError: another one is still there.
+        MismatchError: another tensor is still on the meta device.
     """
     device = next(p.device for p in model.parameters() if not p.is_meta)
     model.tie_weights()
@@ -431,9 +432,9 @@ def _put(model: Any, name: str, value: torch.Tensor) -> None:
 
 
 def _compute_buffers(model: Any, absent: Collection[str], path: Path) -> None:
-    """Compute the buffers that no file holds (rotary frequencies, decays, scales), as transformers does.
+    """Compute the buffers that no file holds (rotary frequencies, decays, scales).
 
-    They are computed on the CPU, as transformers does, so that they are the same on every device.
+    Like transformers, it computes them on the CPU, so that they are the same on every device.
     """
     missing = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in absent]
     owners = {}

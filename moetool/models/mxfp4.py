@@ -5,7 +5,7 @@ gpt-oss stores the experts [E, K, N] of a layer, which would be `X`, as
     X_blocks  uint8 [E, N, K / 32, 16], two E2M1 numbers per byte, the first in the low half
     X_scales  uint8 [E, N, K / 32]: an exponent of two with a bias of 127
 
-compressed-tensors (`mxfp4-pack-quantized`) a weight [N, K] that would be `X.weight` as
+compressed-tensors (`mxfp4-pack-quantized`) stores a weight [N, K] that would be `X.weight` as
 
     X.weight_packed  uint8 [N, K / 2]
     X.weight_scale   uint8 [N, K / 32]

@@ -34,7 +34,7 @@ class Nvfp4Codec:
     def into(self, stored: Stored, out: torch.Tensor) -> None:
         values, scale, whole = stored["values"], stored["scale"].to(torch.float32), stored["whole"]
         groups = Groups(scale_NG=scale / whole if self.divides else scale * whole, size=GROUP)
-        # compressed-tensors makes bfloat16 of it
+        # compressed-tensors rounds the weight to bfloat16
         write_scaled(out, lambda part: four_bits(values[part], e2m1=True), groups, torch.bfloat16)
 
 

@@ -7,8 +7,8 @@ import torch
 from moetool.models import packed_product
 from moetool.models.packed import PACKED, SCALE, SHAPE, ZERO, Block
 from moetool.models.packed_product import Grouping
-from moetool.models.tensor_index import Tensor
-from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
+from moetool.models.tensor_index import FLOATS, Tensor
+from moetool.models.weight_format import Stored, StoredWeight, Unclaimed, ceil_div
 
 
 @dataclass(frozen=True, slots=True)

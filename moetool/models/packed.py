@@ -21,7 +21,6 @@ from moetool.errors import UsageError
 FORMAT = "pack-quantized"
 METHOD = "compressed-tensors"
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
-ORDER = "weight_g_idx"
 _CHUNK = 2**19  # numbers unpacked at a time
 BITS = (2, 4, 8)  # widths whose values never span two words
 
@@ -31,7 +30,7 @@ class Scheme:
     """Quantization scheme of weights.
 
     Attributes:
-        bits: of each value: 2, 4 or 8.
+        bits: bits per value: 2, 4 or 8.
         group: consecutive inputs of a row that share a scale.
         symmetric: whether all zero points are 0.
     """
@@ -50,12 +49,6 @@ class Scheme:
     def lowest(self) -> int:
         """The smallest value; the largest is -lowest - 1."""
         return -(1 << (self.bits - 1))
-
-    def weight_bytes(self, rows: int, columns: int, scale_bytes: int) -> int:
-        """Bytes of a weight [rows, columns] with its scales and zero points, without its stored shape."""
-        words = rows * -(-columns * self.bits // 32)
-        zeros = 0 if self.symmetric else -(-rows * self.bits // 32) * (columns // self.group)
-        return 4 * (words + zeros) + rows * (columns // self.group) * scale_bytes
 
 
 class Rounded(NamedTuple):
@@ -86,10 +79,11 @@ def round_weight(
 
 
 Ranges = tuple[torch.Tensor, torch.Tensor | None]
+"""Width and lower end of each group's range; None: the range is symmetric."""
 
 
 def ranges(group: torch.Tensor, scheme: Scheme) -> Ranges:
-    """Width [..., G] of the smallest range that covers each group [..., G, s], and its lower end if it has one."""
+    """The smallest range that covers each group [..., G, s]: width and lower end [..., G]."""
     if scheme.symmetric:
         return 2 * group.abs().amax(-1), None
     low, high = group.amin(-1).clamp(max=0), group.amax(-1).clamp(min=0)
@@ -135,14 +129,14 @@ def write_dense(
     zero: torch.Tensor | None,
     multiple: int = 1,
 ) -> None:
-    """Write a weight [O, I] in the type of its scales, then that of `out`, a few rows at a time.
+    """Write a weight [O, I], rounded to the type of its scales, a few rows at a time.
 
     Args:
         values: returns the int8 values of rows.
         scale, zero: [O, I / group].
         multiple: number of rows that must be requested together.
     """
-    # Other devices have no CPU cache, and each call costs a launch.
+    # A few rows stay in the CPU cache between steps. On a GPU each call costs a launch.
     rows = max(1, _CHUNK // (out.shape[1] * multiple)) * multiple if out.device.type == "cpu" else max(1, len(out))
     for first in range(0, len(out), rows):
         part = slice(first, first + rows)
@@ -165,7 +159,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Words int32 [..., O, ceil(I * bits / 32)] of values int8 [..., O, I]."""
     per_word = 32 // bits
     padding = -values.shape[-1] % per_word
-    shifted = torch.nn.functional.pad(values.to(torch.int32) + (1 << (bits - 1)), (0, padding))
+    shifted = functional.pad(values.to(torch.int32) + (1 << (bits - 1)), (0, padding))
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=values.device)
     return (shifted.unflatten(-1, (-1, per_word)) << shifts).sum(-1, dtype=torch.int32)
 
@@ -180,9 +174,9 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 
 
 def unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
-    """Values int8 [..., O, I] of bytes [..., O, I / 2]: widen each byte and move its upper half.
+    """Values int8 [..., O, I] of bytes [..., O, I / 2]: widen each byte, then shift its upper half.
 
-    All steps use whole vectors, and all but one work in place: half the time of interleaving the halves.
+    Unlike interleaving the halves, all steps use whole vectors, and all but one work in place.
     """
     wide = pairs.to(torch.int16)
     wide |= wide << 4
@@ -226,9 +220,7 @@ class Block(NamedTuple):
         return out
 
     def into(self, out: torch.Tensor, bits: int) -> None:
-        """Write the weight to `out`, rounded to the type of its scales; a few rows at a time, so that they stay in the
-        CPU cache between steps.
-        """
+        """Write the weight to `out` as `write_dense` does."""
         zero = self.zero_points(bits)
         write_dense(out, lambda part: unpack(self.words[part], bits, self.columns), self.scale, zero)
 

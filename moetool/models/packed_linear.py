@@ -27,8 +27,8 @@ class PackedLinear(nn.Module):
 
     Args:
         stored: its weight, as `find_packed_linears` finds it.
-        shards: to read it from, once.
-        bias: of the layer that it replaces.
+        shards: the files that hold it.
+        bias: bias of the layer that it replaces.
 
     Raises:
         OSError: the disk failed.
@@ -85,12 +85,12 @@ def form_of_linear(stored: StoredWeight) -> PackedSlot | ScaledSlot | None:
 
 
 def estimate_packed_linears(model: Any, quantization: Quantization, declared: torch.dtype) -> dict[str, int]:
-    """Bytes of the linear layers that would be `PackedLinear`, by name, where only the config is there.
+    """Bytes of the linear layers that would be `PackedLinear`, by name, from the config alone.
 
-    Writers leave the output head as it is, whether the config says so or not.
+    Checkpoint writers leave the output head unpacked, whether the config says so or not.
 
     Args:
-        declared: the model's own data type, which scales have where the format fixes none.
+        declared: the model's data type, used for scales unless the format fixes theirs.
     """
     found = {}
     for name, module in _linears(model):
@@ -116,17 +116,16 @@ def find_packed_linears(
         model: the model that the names refer to.
         sources: sources of its parameters.
         weights: weights of the checkpoint.
-        read: gives the bytes of a small tensor.
+        read: returns the bytes of a small tensor.
     """
     found = {}
     for name, module in _linears(model):
         source = sources.get(f"{name}.weight")
         if source is None or source.converter is not None:
             continue
-        names = [stored for some in source.names.values() for stored in some]
-        if len(names) != 1:
+        if len(source.tensor_names) != 1:
             continue
-        stored = weights[names[0]]
+        stored = weights[source.tensor_names[0]]
         if stored.shape != tuple(module.weight.shape) or form_of_linear(stored) is None:
             continue
         order = stored.tensors.get("order")

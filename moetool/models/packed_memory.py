@@ -18,10 +18,13 @@ _PACKED = "packed_weights"  # attribute of the module that holds them
 
 
 def load_packed(checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
-    """The decoder of a packed checkpoint: linear modules and experts packed, embeddings as stored, the rest as `dtype`.
+    """Load the decoder of a packed checkpoint: linear modules and experts packed, embeddings as stored.
 
     It has no output head, for callers that only need gates: call `get_decoder()`. In addition to `held_bytes` it needs
     `unpacking_bytes` while it runs.
+
+    Args:
+        dtype: data type of computation and of all other weights.
 
     Raises:
         MismatchError: the files do not match the model.
@@ -31,7 +34,7 @@ def load_packed(checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
     assert files is not None
     try:
         for name, source in checkpoint.sources.items():
-            stored = next(iter(source.names.values()))[0]
+            stored = source.tensor_names[0]
             owner, _, leaf = name.rpartition(".")
             if source.converter is not None or leaf != "weight":
                 continue
@@ -101,9 +104,9 @@ def _keep_experts(layer: MoeLayer, loaded: LoadedModel) -> None:
     def forward(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         output_TD = torch.zeros_like(hidden_TD)
         for expert in index_TK.unique().tolist():
-            rows, place = torch.where(index_TK == expert)
+            rows, rank = torch.where(index_TK == expert)
             made = layer.form.compute(hidden_TD[rows], kept[expert])
-            output_TD.index_add_(0, rows, made * weights_TK[rows, place, None].to(made.dtype))
+            output_TD.index_add_(0, rows, made * weights_TK[rows, rank, None].to(made.dtype))
         return output_TD
 
     setattr(layer.experts, _PACKED, kept)

@@ -11,9 +11,10 @@ from moetool.models.fp8_block import Fp8BlockCodec
 from moetool.models.mxfp4 import GROUP, Mxfp4Codec
 from moetool.models.pack_quantized import PackCodec
 from moetool.models.scaled import ScaledCodec
-from moetool.models.slot_unpacking import is_by_rows, rows_of
-from moetool.models.stored_expert import StoredLayout
-from moetool.models.weight_format import FLOATS, Dense
+from moetool.models.slot_unpacking import is_by_rows, pool_of
+from moetool.models.stored_expert import StoredLayout, rows_of
+from moetool.models.tensor_index import FLOATS
+from moetool.models.weight_format import Dense
 
 WIDEST = 512
 """Inputs per kernel step; larger groups are multiples of it."""
@@ -69,8 +70,7 @@ def packed_parts(
         slots: all slots of a pool, one stride apart.
     """
     layout = files.stored_layout(files.spec.expert_key(layer, 0))
-    stride = slots[1].data_ptr() - slots[0].data_ptr() if len(slots) > 1 else slots[0].numel()
-    pool_SB = slots[0].as_strided((len(slots), slots[0].numel()), (stride, 1))
+    pool_SB = pool_of(slots)
     second, found = len(files.shapes) // 2, []
     for number, shape in enumerate(files.shapes):
         transposed = {0: form.up_transposed, second: form.down_transposed}.get(number, False)
@@ -137,6 +137,6 @@ def _splits(group: int, inputs: int) -> bool:
 
 
 def _from(pool_SB: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    """View the pool from one byte of each slot on as numbers, without incomplete last bytes."""
+    """View each slot from a byte on as numbers, without an incomplete last one."""
     end = offset + (pool_SB.shape[1] - offset) // dtype.itemsize * dtype.itemsize
     return pool_SB[:, offset:end].view(dtype)

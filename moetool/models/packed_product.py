@@ -20,6 +20,7 @@ FEW_ROWS = 128
 """Most tokens for which the kernel is faster than unpacking and a dense product."""
 _GROUPS = (32, 64, 128, 256)  # supported group sizes
 _TILES = (64, 32)  # rows of a tile: four vectors of float32, by AVX-512 and by AVX2
+_LOWER = 0x0F0F0F0F  # the lower half of each byte of a word
 CHUNK_BYTES = 2**19  # reordered at a time, so that they stay in the CPU cache
 
 
@@ -92,11 +93,24 @@ def product(x: torch.Tensor, words: torch.Tensor, pairs_GO2: torch.Tensor) -> to
     return made
 
 
+def paired_bytes(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The kernel's bytes of two rows, from words that hold eight values of one row each.
+
+    Args:
+        first, second: int32 [..., M].
+
+    Returns:
+        uint8 [..., M, 4, 2]: each byte of a word of `first` and `second`, by its lower halves, then its upper halves.
+    """
+    halves = (first & _LOWER) | ((second & _LOWER) << 4), ((first >> 4) & _LOWER) | (second & ~_LOWER)
+    return torch.stack([half.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)) for half in halves], dim=-1)
+
+
 class Grouping(NamedTuple):
     """Scales and zero points of a 4-bit weight [O, I], whose values are 0 to 15.
 
     Attributes:
-        scale_OG: of each group of inputs.
+        scale_OG: scale of each group of inputs.
         zero_OG: the zero points, [O, G]; None: 8.
         order_I: the inputs sorted by group, if groups are not consecutive.
     """
@@ -114,7 +128,7 @@ class KernelBlock(NamedTuple):
         pairs_GO2: result of `pairs`.
         scale: [O, G] if it is not bfloat16.
         zero: uint8 [O, G] if it is not 8.
-        order: see `Grouping`; the order of the words' inputs.
+        order: order of the words' inputs (`Grouping.order_I`).
         tile: rows of a tile.
     """
 
@@ -152,7 +166,7 @@ class KernelWeight(NamedTuple):
     blocks: tuple[KernelBlock, ...]
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight."""
+        """The weight [O, I]."""
         made = []
         for block in self.blocks:
             dense = self._dense(block, dtype)
@@ -179,12 +193,6 @@ class KernelWeight(NamedTuple):
         out = torch.empty(len(block.words), block.columns, dtype=dtype)
         block.into(out)
         return out
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        tensors = (tensor for block in self.blocks for tensor in block[:5])
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _parts(pairs: torch.Tensor) -> list[slice]:

@@ -41,7 +41,7 @@ class _Run(NamedTuple):
     Attributes:
         blocks: range of blocks of the part.
         offset: position in the slot.
-        scale: data type of the scale if it is kept besides the kernel's.
+        scale: data type of the scales if they are kept besides the kernel's.
     """
 
     blocks: tuple[int, ...]
@@ -82,7 +82,7 @@ class PackedSlot:
     """A slot with a packed expert: for each part the values, scales and other data of the weight.
 
     Args:
-        layout: of the experts as stored.
+        layout: layout of the stored experts.
         tile: rows of a tile of the kernel.
     """
 
@@ -182,10 +182,10 @@ def takes_packed(format: WeightFormat, rows: int, columns: int) -> bool:
 
 
 def packed_bytes(format: WeightFormat, rows: int, columns: int, declared: torch.dtype) -> int:
-    """Bytes that a matrix which `takes_packed` accepts takes in a slot, by the config.
+    """Bytes in a slot of a matrix that `takes_packed` accepts, by the config.
 
     Args:
-        declared: the model's own data type, which scales have where the format fixes none.
+        declared: the model's data type, used for scales unless the format fixes theirs.
     """
     assert isinstance(format, Gptq | Awq | PackQuantized)
     each, order = 4 + torch.float16.itemsize + 1, 0  # the kernel's two numbers, the scale, the zero point

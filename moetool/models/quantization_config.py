@@ -9,15 +9,16 @@ from typing import Any
 from moetool.errors import UsageError
 from moetool.models.awq import Awq
 from moetool.models.fp8_block import Fp8Block
-from moetool.models.gptq import BITS, Gptq
+from moetool.models.gptq import Gptq
 from moetool.models.mxfp4 import GROUP, Mxfp4Blocks, Mxfp4Packed
 from moetool.models.nvfp4 import Nvfp4
 from moetool.models.pack_quantized import PackQuantized
+from moetool.models.packed import BITS
 from moetool.models.scaled import Scaled
 from moetool.models.tensor_index import Tensor
 from moetool.models.weight_format import StoredWeight, Unclaimed, WeightFormat, as_dense
 
-READ = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "fbgemm_fp8", "modelopt")
 """Supported values of `quant_method`."""
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 _PARTS = (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_global_scale", ".scales", ".g_idx")
@@ -28,7 +29,7 @@ class Targets:
     """Modules that share a weight format.
 
     Attributes:
-        names: module names; `re:` begins a pattern; a class name such as `Linear` stands for all of the class.
+        names: module names; `re:` begins a pattern; a class name such as `Linear` stands for all its modules.
         format: None: not quantized.
     """
 
@@ -133,7 +134,7 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | Non
     """Quantization of a checkpoint from its config.json; None if it is not quantized.
 
     Raises:
-        UsageError: in a way that is not read, or a value is of the wrong kind.
+        UsageError: its quantization is not supported, or a value is of the wrong kind.
     """
     try:
         found = _quantization_of(config, path)
@@ -159,10 +160,10 @@ def _quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | No
     if not isinstance(found, Mapping):
         raise UsageError(f"{path}: quantization_config is {type(found).__name__}, expected an object")
     method = str(found.get("quant_method"))
-    if method not in READ:
+    if method not in METHODS:
         raise UsageError(
             f"{path} is quantized ({method}); moetool reads float32, float16, bfloat16 and the methods "
-            f"{', '.join(READ)}; use the unquantized model"
+            f"{', '.join(METHODS)}; use the unquantized model"
         )
     ignore = tuple(map(str, found.get("modules_to_not_convert") or ()))
     if method == "compressed-tensors":

@@ -16,8 +16,8 @@ _THREADS, _BATCH = 8, 512
 def revision_of(config: bytes, index: TensorIndex) -> str:
     """Revision of a checkpoint: its kind, and a sha256 over the config and a digest of each tensor.
 
-    The digest of a tensor covers name, data type, shape, and the first, middle and last KiB of its bytes; for stacked
-    tensors (three dimensions or more), of every slice over three KiB, so that each expert is sampled. The split of
+    The digest of a tensor covers name, data type, shape, and the first, middle and last KiB of its bytes. Tensors of
+    three dimensions or more are sampled so in every slice over three KiB, since a slice may be an expert. The split of
     tensors over files does not matter.
 
     It misses a change of a few values between the samples of a tensor or expert, such as new rows in the middle of an
@@ -71,4 +71,4 @@ def _samples(tensor: Tensor) -> list[tuple[int, int]]:
         return [(tensor.offset, tensor.num_bytes)]
     within = (0, (size - SAMPLE_BYTES) // 2, size - SAMPLE_BYTES)
     starts = range(tensor.offset, tensor.offset + tensor.num_bytes, size)
-    return [(start + place, SAMPLE_BYTES) for start in starts for place in within]
+    return [(start + offset, SAMPLE_BYTES) for start in starts for offset in within]

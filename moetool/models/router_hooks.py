@@ -17,32 +17,32 @@ Routes = Callable[[torch.Tensor, torch.Tensor], None]
 """Called with the experts [T, K] and their weights [T, K] of one forward of one layer."""
 
 
-class _Beside(threading.local):
+class _Unrecorded(threading.local):
     running = False
 
 
-_BESIDE = _Beside()
+_UNRECORDED = _Unrecorded()
 
 
 @contextlib.contextmanager
-def beside() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """Mark this thread's computation as outside the model's own forward, so that recording hooks skip it."""
-    _BESIDE.running = True
+    _UNRECORDED.running = True
     try:
         yield
     finally:
-        _BESIDE.running = False
+        _UNRECORDED.running = False
 
 
-def is_beside() -> bool:
+def is_unrecorded() -> bool:
     """Whether this thread computes outside the model's own forward."""
-    return _BESIDE.running
+    return _UNRECORDED.running
 
 
 def watch(layer: MoeLayer, on_routes: Routes) -> RemovableHandle:
     """Call `on_routes` when the layer has chosen its experts, before they are computed.
 
-    Computation `beside` the model's own forward is skipped.
+    `unrecorded` computation is skipped.
 
     Most families pass the choice to their experts' module, after grouping, bias and correction; others return it from
     the router in various forms. It is never recomputed from the logits.
@@ -50,7 +50,7 @@ def watch(layer: MoeLayer, on_routes: Routes) -> RemovableHandle:
     if layer.form.call in (Call.INTERFACE, Call.EXPERTS):
 
         def before_experts(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            if not is_beside():
+            if not is_unrecorded():
                 on_routes(args[1], args[2])
 
         handle: RemovableHandle = layer.experts.register_forward_pre_hook(before_experts)
@@ -58,7 +58,7 @@ def watch(layer: MoeLayer, on_routes: Routes) -> RemovableHandle:
     read = {Call.SCALED: scaled_routes, Call.BLOCK: sorted_routes}[layer.form.call]
 
     def after_router(module: Any, args: Any, output: Any) -> None:
-        if not is_beside():
+        if not is_unrecorded():
             on_routes(*read(output, layer.top_k))
 
     handle = layer.router.register_forward_hook(after_router)
@@ -73,10 +73,10 @@ def scaled_routes(output: Any, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def sorted_routes(output: Any, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts and weights from positions in [T * K], sorted by expert, and each expert's count (jetmoe)."""
-    places, _, weights, sizes, _ = output
-    experts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(places.device)
+    positions, _, weights, sizes, _ = output
+    experts = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(positions.device)
     experts_TK, weights_TK = torch.empty_like(experts), torch.empty_like(weights)
-    experts_TK[places], weights_TK[places] = experts, weights
+    experts_TK[positions], weights_TK[positions] = experts, weights
     return experts_TK.view(-1, top_k), weights_TK.view(-1, top_k)
 
 

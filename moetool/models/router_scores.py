@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from moetool.errors import UsageError
 from moetool.models import families
 from moetool.models.expert_form import Call
-from moetool.models.router_hooks import is_beside, to_float16
+from moetool.models.router_hooks import is_unrecorded, to_float16
 from moetool.models.spec import MoeLayer
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
@@ -18,7 +18,7 @@ _BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class SelectionScores:
-    """Scores of all experts plus the router's correction bias (DeepSeek-V3 and its kin), from logits.
+    """Scores of all experts plus the router's correction bias (as in DeepSeek-V3), from logits.
 
     A token's top-k are the largest of them, within the groups chosen by a group-limited router.
 
@@ -76,7 +76,7 @@ def watch_norms(layer: MoeLayer, on_norms: Norms) -> RemovableHandle:
         return handle
 
     def before(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-        if is_beside():
+        if is_unrecorded():
             return
         hidden, index_TK, weights_TK = args[:3]
         ones_T1 = torch.ones_like(weights_TK[:, :1])

@@ -1,15 +1,15 @@
 """Blocks of a weight as kernels multiply them, and the order of x that they need.
 
-The numbers of ggml's K types are read as whole words, a byte of each at a time, and the scales of a block multiply sums
-of products instead of numbers. So a number takes few operations, with the rounding of one more addition in float32.
+The numbers of ggml's K types are read as whole words, one byte of each at a time, and the scales of a block multiply
+sums of products instead of numbers. This saves operations per number, and adds the rounding of one float32 addition.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moetool.models.ggml_codebooks import CODED, coded_groups
-from moetool.models.ggml_numbers import block_numbers, six_bits
+from moetool.models.ggml_codebooks import CODED
+from moetool.models.ggml_numbers import six_bits
 from moetool.models.ggml_reader import BlockReader, RowGroup
 from moetool.models.llvm_vectors import LANES, Vectors
 from moetool.models.row_kinds import RowKind
@@ -24,48 +24,46 @@ class RowBlock(NamedTuple):
     """A block of a weight.
 
     Attributes:
-        of_sums: what the sums of x (`RowOrder.lanes`) are multiplied by; None where there are none.
+        sum_factors: factors of the sums of x (`RowOrder.lanes`); None without sums.
     """
 
     groups: list[RowGroup]
-    of_sums: Any = None
+    sum_factors: Any = None
 
 
 class RowOrder(NamedTuple):
     """The order in which a block multiplies numbers of x, and the sums of x that follow them.
 
     Attributes:
-        places: of the numbers of x, in the order in which the block gives its own.
+        indices: indices of x in the order of the block's numbers.
         summed: numbers of x in a sum.
-        lanes: the number and the factor of the sum in each lane of a vector that follows the numbers; empty for none.
+        lanes: index and factor of the sum in each lane of a vector that follows the numbers; empty without sums.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     summed: int = 0
     lanes: tuple[tuple[int, float], ...] = ()
 
     @property
     def floats(self) -> int:
-        """Numbers that a block reads of x, sums included."""
-        return len(self.places) + len(self.lanes)
+        """Numbers of x that a block reads, sums included."""
+        return len(self.indices) + len(self.lanes)
 
 
 @functools.cache
 def row_order(kind: RowKind) -> RowOrder:
     """The order of x for a kind of weight."""
-    if kind.name in _OF_WORDS:
-        return _OF_WORDS[kind.name][0]
+    if kind.name in _BY_WORDS:
+        return _BY_WORDS[kind.name][0]
     return RowOrder(tuple(word * kind.ways + way for way in range(kind.ways) for word in range(kind.words)))
 
 
 def row_block(vectors: Vectors, kind: RowKind, address: Any) -> RowBlock:
     """The block at an address."""
-    if kind.name in _OF_WORDS:
-        return _OF_WORDS[kind.name][1](BlockReader(vectors, address))
+    if kind.name in _BY_WORDS:
+        return _BY_WORDS[kind.name][1](BlockReader(vectors, address))
     if kind.ggml in CODED:
-        return RowBlock(coded_groups(BlockReader(vectors, address), kind.ggml))
-    if kind.ggml is not None:
-        return RowBlock([RowGroup(block_numbers(vectors, kind.ggml, address))])
+        return RowBlock(CODED[kind.ggml](BlockReader(vectors, address)))
     return RowBlock([RowGroup(planes(vectors, kind, address))])
 
 
@@ -74,28 +72,28 @@ def _q4_k(block: BlockReader) -> RowBlock:
     for half in (0, 1):
         words = block.words_of(16 + 64 * half)
         for upper in (0, 1):
-            numbers = [block.vectors.nibbles(block.moved(words, -8 * byte - 4 * upper)) for byte in range(4)]
+            numbers = [block.vectors.nibbles(block.shifted(words, -8 * byte - 4 * upper)) for byte in range(4)]
             groups.append(RowGroup(numbers, _scales_of_parts(block, scales, half, upper)))
     return RowBlock(groups, scales)
 
 
 def _q5_k(block: BlockReader) -> RowBlock:
-    """A bit of each of 32 bytes is the fifth of a number of each part."""
+    """Each of 32 bytes holds the fifth bits of eight numbers, one of each part."""
     scales, groups = six_bits(block), []
     fifths = block.words_of(16, 16)
     for half in (0, 1):
         words = block.words_of(48 + 64 * half)
         for upper in (0, 1):
-            low = block.low(words, 0x0F0F0F0F, moved=-4 * upper)
-            places = [4 - 4 * half - upper - 2 * (lane // 8) for lane in range(LANES)]
-            fifth = block.low(block.moved_by(fifths, places), 0x10101010)
+            low = block.masked(words, 0x0F0F0F0F, shift=-4 * upper)
+            shifts = [4 - 4 * half - upper - 2 * (lane // 8) for lane in range(LANES)]
+            fifth = block.masked(block.shifted_each(fifths, shifts), 0x10101010)
             numbers = _offset_bytes(block, block.builder.or_(low, fifth))
             groups.append(RowGroup(numbers, _scales_of_parts(block, scales, half, upper)))
     return RowBlock(groups, scales)
 
 
 def _scales_of_parts(block: BlockReader, scales: Any, half: int, upper: int) -> Any:
-    return block.vectors.chosen(scales, [4 * half + upper + 2 * (lane // 8) for lane in range(LANES)])
+    return block.vectors.shuffled(scales, [4 * half + upper + 2 * (lane // 8) for lane in range(LANES)])
 
 
 def _q6_k(block: BlockReader) -> RowBlock:
@@ -103,36 +101,36 @@ def _q6_k(block: BlockReader) -> RowBlock:
     scales = builder.fmul(block.signed(192), vectors.broadcast(block.scale(208)))
     low, high = [block.words_of(first, 64 + first) for first in (0, 32)], block.words_of(128)
     for quarter in range(4):
-        four = block.low(low[quarter % 2], 0x0F0F0F0F, moved=-4 * (quarter // 2))
-        two = block.low(high, 0x30303030, moved=4 - 2 * quarter)
-        places = [8 * (lane // 8) + 2 * quarter + lane % 8 // 4 for lane in range(LANES)]
-        groups.append(RowGroup(_offset_bytes(block, builder.or_(four, two)), vectors.chosen(scales, places)))
+        four = block.masked(low[quarter % 2], 0x0F0F0F0F, shift=-4 * (quarter // 2))
+        two = block.masked(high, 0x30303030, shift=4 - 2 * quarter)
+        lanes = [8 * (lane // 8) + 2 * quarter + lane % 8 // 4 for lane in range(LANES)]
+        groups.append(RowGroup(_offset_bytes(block, builder.or_(four, two)), vectors.shuffled(scales, lanes)))
     return RowBlock(groups, scales)
 
 
 def _offset_bytes(block: BlockReader, words: Any) -> list[Any]:
-    """The bytes of each word, which are below 64, plus 128: without the cost of converting an integer."""
+    """The bytes of each word, which are below 64, plus 128: as bits of float32, without converting integers."""
     made = []
     for byte in range(4):
-        bits = block.low(words, _SIX_BITS, moved=16 - 8 * byte)
+        bits = block.masked(words, _SIX_BITS, shift=16 - 8 * byte)
         whole = block.builder.or_(bits, block.vectors.all(block.vectors.int32, _OFFSET_BITS))
         made.append(block.builder.bitcast(whole, block.vectors.floats))
     return made
 
 
 def _order_of_parts(offset: float) -> RowOrder:
-    """Of a block that gives the lower or upper halves of 64 bytes, one byte of each word at a time."""
-    places = tuple(
+    """Order for a block that yields the lower or upper halves of 64 bytes, one byte of each word at a time."""
+    indices = tuple(
         _PART * (4 * half + upper + 2 * (lane // 8)) + 4 * (lane % 8) + byte
         for half in (0, 1)
         for upper in (0, 1)
         for byte in range(4)
         for lane in range(LANES)
     )
-    return RowOrder(places, _PART, tuple((part, factor) for factor in (-offset, 1.0) for part in range(_PARTS)))
+    return RowOrder(indices, _PART, tuple((part, factor) for factor in (-offset, 1.0) for part in range(_PARTS)))
 
 
-_OF_WORDS: dict[str, tuple[RowOrder, Callable[[BlockReader], RowBlock]]] = {
+_BY_WORDS: dict[str, tuple[RowOrder, Callable[[BlockReader], RowBlock]]] = {
     "q4_k": (_order_of_parts(0.0), _q4_k),
     "q5_k": (_order_of_parts(_OFFSET), _q5_k),
     "q6_k": (

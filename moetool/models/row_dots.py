@@ -25,8 +25,8 @@ class RowJob(NamedTuple):
         x: address of rows as `moetool.models.row_inputs` orders them.
         output: address, [R, O] of float32 or bfloat16; for unpacked weights bfloat16 [O, I].
         narrow: 1 if the output is in bfloat16, else 0.
-        ahead: bytes.
-        weights: their number.
+        ahead: prefetch distance in bytes.
+        weights: number of weights.
     """
 
     next_task: int
@@ -42,12 +42,12 @@ class RowShape(NamedTuple):
 
     Attributes:
         outputs: O.
-        x_bytes: of a row of x.
-        row_bytes: of a row of a weight.
-        groups: of columns that have a scale each, or 1.
-        vectors: in such a group.
+        x_bytes: bytes of a row of x.
+        row_bytes: bytes of a row of a weight.
+        groups: groups of columns with a scale each, or 1.
+        vectors: blocks in such a group.
         scale_rows: rows of the weight that share a row of scales.
-        scale_bytes: of a row of scales.
+        scale_bytes: bytes of a row of scales.
     """
 
     outputs: int
@@ -61,7 +61,8 @@ class RowShape(NamedTuple):
 
 SCALE_BYTES = 4
 """Bytes of a row's own scale, before those of its groups."""
-PLACES = {name: place for place, name in enumerate(RowJob._fields + RowShape._fields)}
+PLACES = {name: index for index, name in enumerate(RowJob._fields + RowShape._fields)}
+"""Index of each number in a job."""
 
 
 def dot_of(kind: RowKind, count: int) -> Any:
@@ -77,21 +78,21 @@ def dot_of(kind: RowKind, count: int) -> Any:
         weight, scale, job, pair, row = arguments
         vectors = Vectors(builder)
 
-        def number(place: Any) -> Any:
-            return builder.load(builder.gep(job, [place]))
+        def number(index: Any) -> Any:
+            return builder.load(builder.gep(job, [index]))
 
         def field(name: str) -> Any:
             return number(vectors.number(PLACES[name]))
 
-        def places(chains: int) -> list[list[Any]]:
+        def accumulators(chains: int) -> list[list[Any]]:
             return [[cgutils.alloca_once(builder, vectors.floats) for _ in range(chains)] for _ in range(count)]
 
         def clear(sums: list[list[Any]]) -> None:
-            for place in (place for each in sums for place in each):
-                builder.store(vectors.all(vectors.float32, 0.0), place)
+            for pointer in (pointer for each in sums for pointer in each):
+                builder.store(vectors.all(vectors.float32, 0.0), pointer)
 
         def add(first: Any, sums: list[list[Any]]) -> None:
-            """Products of `unroll` vectors, starting with `first`."""
+            """Add the products of `unroll` blocks, starting with block `first`."""
             chain = 0
             for step in range(kind.unroll):
                 vector = builder.add(first, vectors.number(step))
@@ -106,46 +107,46 @@ def dot_of(kind: RowKind, count: int) -> Any:
                         add_group(group, builder.add(row_x, x_offset), chains, chain)
                     x_offset = builder.add(x_offset, vectors.number(4 * LANES * len(group.planes)))
                     chain += 1 if group.scale is not None else len(group.planes)
-                if block.of_sums is not None:
+                if block.sum_factors is not None:
                     for row_x, chains in zip(rows, sums, strict=True):
                         value = vectors.load(builder.add(row_x, x_offset), vectors.floats)
-                        place = chains[chain % kind.chains]
-                        builder.store(vectors.multiply_add(block.of_sums, value, builder.load(place)), place)
+                        pointer = chains[chain % kind.chains]
+                        builder.store(vectors.multiply_add(block.sum_factors, value, builder.load(pointer)), pointer)
                     chain += 1
 
         def add_group(group: RowGroup, x: Any, chains: list[Any], first: int) -> None:
-            """The products of a group with a row: each to a chain in turn, or their sum, scaled, to one."""
+            """Add the products of a group with a row: each to the next chain, or their scaled sum to one chain."""
             total = vectors.all(vectors.float32, 0.0)
             for number, plane in enumerate(group.planes):
                 value = vectors.load(builder.add(x, vectors.number(4 * LANES * number)), vectors.floats)
                 if group.scale is not None:
                     total = vectors.multiply_add(plane, value, total)
                     continue
-                place = chains[(first + number) % kind.chains]
-                builder.store(vectors.multiply_add(plane, value, builder.load(place)), place)
+                pointer = chains[(first + number) % kind.chains]
+                builder.store(vectors.multiply_add(plane, value, builder.load(pointer)), pointer)
             if group.scale is not None:
-                place = chains[first % kind.chains]
-                builder.store(vectors.multiply_add(group.scale, total, builder.load(place)), place)
+                pointer = chains[first % kind.chains]
+                builder.store(vectors.multiply_add(group.scale, total, builder.load(pointer)), pointer)
 
         rows = []
         for each in range(count):
             source = number(builder.add(pair, vectors.number(2 * each)))
             rows.append(builder.add(field("x"), builder.mul(source, field("x_bytes"))))
         whole_at, groups_at = scale, builder.add(scale, vectors.number(SCALE_BYTES if kind.scale == "float8" else 0))
-        totals = places(kind.chains)
+        totals = accumulators(kind.chains)
         clear(totals)
         if not kind.has_scales:
             steps = builder.sdiv(field("vectors"), vectors.number(kind.unroll))
             with cgutils.for_range(builder, steps) as loop:
                 add(vectors.times(loop.index, kind.unroll), totals)
         else:
-            sums = places(kind.chains)
+            sums = accumulators(kind.chains)
             with cgutils.for_range(builder, field("groups")) as group:
                 clear(sums)
                 if each := kind.scales_a_block:
                     add(group.index, sums)
                     at = builder.add(groups_at, vectors.times(group.index, each))
-                    factor = vectors.chosen(
+                    factor = vectors.shuffled(
                         byte_scales(vectors, kind, at, each), [n * each // LANES for n in range(LANES)]
                     )
                 else:
@@ -155,11 +156,11 @@ def dot_of(kind: RowKind, count: int) -> Any:
                     at = builder.add(scale, vectors.times(group.index, 4))
                     factor = vectors.broadcast(vectors.load(at, vectors.float32))
                 for chains, whole in zip(sums, totals, strict=True):
-                    for place, total in zip(chains, whole, strict=True):
-                        made = vectors.multiply_add(factor, builder.load(place), builder.load(total))
+                    for pointer, total in zip(chains, whole, strict=True):
+                        made = vectors.multiply_add(factor, builder.load(pointer), builder.load(total))
                         builder.store(made, total)
         for each, chains in enumerate(totals):
-            made = pairwise_sum(builder, [builder.load(place) for place in chains])
+            made = pairwise_sum(builder, [builder.load(pointer) for pointer in chains])
             if kind.scale == "float8":
                 whole = vectors.load(whole_at, vectors.float32)
                 made = builder.fdiv(made, whole) if kind.divides else builder.fmul(made, whole)
@@ -192,7 +193,7 @@ def unpacking_of(kind: RowKind, *, at_once: bool = False) -> Any:
     run_bytes = kind.row_bytes(length)
 
     def factors_of(vectors: Vectors, scale: Any, group: Any) -> list[Any]:
-        """For each vector of a run."""
+        """Scale of each vector of a run."""
         builder, planes_a_run = vectors.builder, length // LANES
         if not kind.scales_a_block:
             one = vectors.load(builder.add(scale, vectors.times(group, 4)), vectors.float32)
@@ -201,7 +202,7 @@ def unpacking_of(kind: RowKind, *, at_once: bool = False) -> Any:
         start = vectors.number(SCALE_BYTES if kind.scale == "float8" else 0)
         at = builder.add(builder.add(scale, start), vectors.times(group, each))
         scales = byte_scales(vectors, kind, at, each)
-        made = [vectors.chosen(scales, [n * each // planes_a_run] * LANES) for n in range(planes_a_run)]
+        made = [vectors.shuffled(scales, [n * each // planes_a_run] * LANES) for n in range(planes_a_run)]
         if kind.scale == "exponent":
             return made
         whole = vectors.broadcast(vectors.load(scale, vectors.float32))
@@ -214,8 +215,8 @@ def unpacking_of(kind: RowKind, *, at_once: bool = False) -> Any:
         with cgutils.for_range(builder, runs) as loop:
             at = builder.add(builder.mul(group, runs), loop.index)
             target = builder.add(output, vectors.times(at, 2 * length))
-            for place, numbers in enumerate(run(vectors, kind, builder.add(weight, vectors.times(at, run_bytes)))):
-                scaled = numbers if factors is None else builder.fmul(numbers, factors[place])
+            for index, numbers in enumerate(run(vectors, kind, builder.add(weight, vectors.times(at, run_bytes)))):
+                scaled = numbers if factors is None else builder.fmul(numbers, factors[index])
                 vectors.store(vectors.converted(scaled) if at_once else vectors.rounded(scaled), target, 2)
                 target = builder.add(target, vectors.number(2 * LANES))
         return context.get_dummy_value()

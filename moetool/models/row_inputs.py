@@ -16,7 +16,7 @@ def ordered_rows(x_TI: torch.Tensor, kind: RowKind) -> torch.Tensor:
     """Rows on the CPU as the kernel of a kind of weight reads them.
 
     Returns:
-        float32 [T, V, *]: what each of V blocks of a row of the weight multiplies.
+        float32 [T, V, *]: the inputs of each of V blocks of a row of the weight.
     """
     num_rows, num_inputs = x_TI.shape
     num_blocks = -(-num_inputs // kind.numbers)
@@ -32,7 +32,7 @@ def ordered_rows(x_TI: torch.Tensor, kind: RowKind) -> torch.Tensor:
 
 @functools.cache
 def _ordering(kind: RowKind, narrow: bool) -> Callable[[int, int, int], None]:
-    """A compiled function of the address of rows, that of ordered ones, and the number of blocks.
+    """Compile a function of the address of rows, that of the ordered rows, and the number of blocks.
 
     A sum in float64 is exact unless its numbers differ by more than 2^40, so its order does not matter.
 
@@ -43,22 +43,22 @@ def _ordering(kind: RowKind, narrow: bool) -> Callable[[int, int, int], None]:
     from numba import types
 
     order = row_order(kind)
-    places, size, summed = np.array(order.places), order.floats, order.summed
+    indices, size, summed = np.array(order.indices), order.floats, order.summed
     parts, factors = (np.array([lane[of] for lane in order.lanes] or [0]) for of in (0, 1))
-    numbers, lanes = len(order.places), len(order.lanes)
-    number = _bfloat16_at() if narrow else numba.njit(lambda x, place: x[place])
+    numbers, lanes = len(order.indices), len(order.lanes)
+    number = _bfloat16_at() if narrow else numba.njit(lambda x, index: x[index])
     rows = types.CPointer(types.uint16 if narrow else types.float32)
 
     @numba.cfunc(types.void(rows, types.CPointer(types.float32), types.int64), nopython=True)
     def arrange(x: Any, ordered: Any, blocks: Any) -> None:
         for block in range(blocks):
             first, target = block * numbers, block * size
-            for place in range(numbers):
-                ordered[target + place] = number(x, first + places[place])
+            for n in range(numbers):
+                ordered[target + n] = number(x, first + indices[n])
             for lane in range(lanes):
                 total, start = 0.0, first + parts[lane] * summed
-                for place in range(start, start + summed):
-                    total += np.float64(number(x, place))
+                for n in range(start, start + summed):
+                    total += np.float64(number(x, n))
                 ordered[target + numbers + lane] = total * factors[lane]
 
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(arrange.address)
@@ -67,13 +67,13 @@ def _ordering(kind: RowKind, narrow: bool) -> Callable[[int, int, int], None]:
 
 
 def _bfloat16_at() -> Any:
-    """numba's `number(x, place)`: a bfloat16 of which there are the bits, as float32."""
+    """numba's `number(x, index)`: the bfloat16 whose bits are at an index, as float32."""
     from llvmlite import ir
     from numba.core import types
     from numba.extending import intrinsic
 
     @intrinsic
-    def number(typing_context: Any, x: Any, place: Any) -> Any:
+    def number(typing_context: Any, x: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             word = ir.IntType(32)
             bits = builder.zext(builder.load(builder.gep(arguments[0], [arguments[1]])), word)

@@ -15,13 +15,13 @@ class RowKind:
         ways: numbers per word of the block.
         chains: accumulators of a row that hide the latency of an addition.
         unroll: blocks at a time.
-        rows: numbers of rows of x per pass over a row of the weight, largest first.
+        rows: numbers of rows of x that one pass over a row of the weight can multiply, largest first.
         scale: `none`; `float32`, for blocks of rows and columns; `exponent`, a byte per 32 numbers of a row;
             `float8`, a float32 per row, then a byte per 16 numbers; `own`: blocks contain their scales.
         one: bytes that, repeated, encode ones.
         block_bytes: bytes of a block.
         factor: factor on float32 scales, because of how the kernel reads numbers.
-        ggml: type of ggml's blocks.
+        ggml: ggml type of the blocks; None for other formats.
         divides: whether a row's scale divides the others.
     """
 
@@ -87,7 +87,7 @@ GGML_KINDS = (
     _blocks("q6_k", 14, 256, b"\x11" * 128 + b"\xaa" * 64 + b"\x01" * 16 + _ONE),
     _blocks("iq4_nl", 20, 32, _ONE + b"\x88" * 16),
     _blocks("iq4_xs", 23, 256, _ONE + b"\xaa" * 2 + b"\x11" * 4 + b"\x88" * 128),
-    # eight times an eighth, which IQ1 adds to each number: here to those of a place with eight zeros
+    # a scale of 8 times the 0.125 that IQ1 adds to each number, here to those of an entry of eight zeros
     _blocks("iq1_s", 19, 256, _EIGHT + b"\x05" * 32 + b"\x24\x09" * 8),
     _blocks("iq1_m", 29, 256, b"\x05" * 32 + b"\x44" * 16 + b"\x00\x00\x00\x00\x00\x80\x00\x40"),
     _blocks("iq2_xxs", 16, 256, _ONE + b"\x00" * 64),

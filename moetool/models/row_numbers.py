@@ -17,10 +17,10 @@ def planes(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
     if kind is FP8:
         words = vectors.load(address, vectors.of(vectors.int16, 2 * LANES))
         made = []
-        for moved in (builder.shl(words, vectors.all(vectors.int16, 8, 2 * LANES)), words):
-            halves = vectors.halves(moved)
+        for shifted in (builder.shl(words, vectors.all(vectors.int16, 8, 2 * LANES)), words):
+            halves = vectors.halves(shifted)
             for first in (0, LANES):
-                part = vectors.chosen(halves, [*range(first, first + LANES)])
+                part = vectors.shuffled(halves, [*range(first, first + LANES)])
                 made.append(builder.fpext(part, vectors.floats))
         return made
     words = vectors.load(address, vectors.words)
@@ -29,14 +29,14 @@ def planes(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
         high = builder.and_(words, vectors.all(vectors.int32, 0xFFFF0000 - 2**32))
         return [builder.bitcast(bits, vectors.floats) for bits in (low, high)]
     if kind is INT8:
-        moved = [builder.shl(words, vectors.all(vectors.int32, 24 - 8 * byte)) for byte in range(4)]
-        numbers = [builder.ashr(each, vectors.all(vectors.int32, 24)) for each in moved]
+        shifted = [builder.shl(words, vectors.all(vectors.int32, 24 - 8 * byte)) for byte in range(4)]
+        numbers = [builder.ashr(each, vectors.all(vectors.int32, 24)) for each in shifted]
         return [builder.sitofp(each, vectors.floats) for each in numbers]
-    return [vectors.e2m1(builder.lshr(words, vectors.all(vectors.int32, 4 * place))) for place in range(8)]
+    return [vectors.e2m1(builder.lshr(words, vectors.all(vectors.int32, 4 * n))) for n in range(8)]
 
 
 def byte_scales(vectors: Vectors, kind: RowKind, address: Any, count: int) -> Any:
-    """One-byte scales: powers of two, or 2**-8 of FP8 numbers."""
+    """One-byte scales as float32: powers of two, or FP8 numbers times 2**-8."""
     builder, stored = vectors.builder, vectors.load(address, vectors.of(vectors.int8, count), 1)
     if kind.scale == "exponent":
         return vectors.powers(stored)
@@ -58,13 +58,13 @@ def run(vectors: Vectors, kind: RowKind, address: Any) -> list[Any]:
     if kind.ways == 8:
         made = []
         for first in range(0, _RUN, LANES):
-            wide = builder.zext(vectors.chosen(stored, [(first + lane) // 2 for lane in range(LANES)]), vectors.words)
+            wide = builder.zext(vectors.shuffled(stored, [(first + lane) // 2 for lane in range(LANES)]), vectors.words)
             halves = vectors.ir.Constant(vectors.words, [lane % 2 * 4 for lane in range(LANES)])
             made.append(vectors.e2m1(builder.lshr(wide, halves)))
         return made
-    parts = [vectors.chosen(stored, [*range(first, first + LANES)]) for first in range(0, _RUN, LANES)]
+    parts = [vectors.shuffled(stored, [*range(first, first + LANES)]) for first in range(0, _RUN, LANES)]
     if kind is INT8:
         return [builder.sitofp(builder.sext(part, vectors.words), vectors.floats) for part in parts]
     wide = [builder.zext(part, vectors.of(vectors.int16)) for part in parts]
-    moved = [builder.shl(part, vectors.all(vectors.int16, 8)) for part in wide]
-    return [builder.fpext(vectors.halves(part), vectors.floats) for part in moved]
+    shifted = [builder.shl(part, vectors.all(vectors.int16, 8)) for part in wide]
+    return [builder.fpext(vectors.halves(part), vectors.floats) for part in shifted]

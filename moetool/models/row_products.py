@@ -23,10 +23,12 @@ from moetool.models.scaled_weight import ScaledWeight, StackedWeight, kernel_of
 from moetool.models.tile_products import MOST_ROWS, TILE_INPUTS, Rows, find_tiles, tile_products
 
 MAX_ROWS = 2
-"""Most rows for which the bfloat16 kernel is faster (`tests/bench/test_row_products.py`): beyond them
-arithmetic bounds both, and tiles or torch's products use the CPU's bfloat16 pair products."""
+"""Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
+
+More rows are bound by arithmetic, and tiles and torch use the CPU's bfloat16 pair products.
+"""
 MAX_SCALED_ROWS = 8
-"""The same for weights that torch must unpack."""
+"""`MAX_ROWS` for weights that torch must unpack."""
 MIN_ELEMENTS = 2**18
 """Smallest weight, in numbers, for which calling and compiling the kernel pays."""
 
@@ -155,7 +157,7 @@ def _multiply_few(
 
 
 def _addresses(weight: torch.Tensor | ScaledWeight | StackedWeight) -> tuple[int, int]:
-    """Of a weight's values and of its scales."""
+    """Addresses of a weight's values and of its scales."""
     assert not isinstance(weight, StackedWeight)
     if isinstance(weight, ScaledWeight):
         return weight.values.data_ptr(), weight.scale.data_ptr()
@@ -186,7 +188,7 @@ class RowLinear(torch.nn.Linear):
 
 
 class RowParameter(torch.nn.Parameter):
-    """A weight [O, I] of another module, whose `torch.nn.functional.linear` with it is computed likewise."""
+    """A weight [O, I] of another module: `torch.nn.functional.linear` with it uses the kernels like `RowLinear`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +218,7 @@ def adopt(model: torch.nn.Module, routers: Iterable[torch.nn.Module] = ()) -> in
     """Let the kernel compute a model's linear layers that it supports; returns their number.
 
     Args:
-        routers: modules whose own weights are multiplied likewise.
+        routers: modules that multiply by their own weights.
 
     Effects: changes the class of those layers to `RowLinear` and of those weights to `RowParameter`, and moves their
         weights into huge pages; compiles the kernel if there is one such layer.

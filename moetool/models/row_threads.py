@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 PoolCall = Callable[[Sequence[int], int], None]
-"""A call with a job's numbers on so many threads."""
+"""Runs a job, given by its numbers, on this many threads."""
 
 
 def on_pool(work: Any) -> PoolCall:
-    """A call of a compiled function on threads of torch's pool."""
+    """Return a call that runs a compiled function on threads of torch's pool."""
     on_threads = _thread_pool()
     address = work.address
     single = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
@@ -29,7 +29,7 @@ def on_pool(work: Any) -> PoolCall:
         else:
             on_threads(address, at, threads, 0)
 
-    call.work = work  # type: ignore[attr-defined]  # keeps the machine code
+    call.work = work  # type: ignore[attr-defined]  # keeps the machine code alive
     return call
 
 
@@ -50,8 +50,8 @@ def _thread_pool() -> Any:
     return None
 
 
-def next_task_of(place: int = 0) -> Any:
-    """numba's `next_task(job)`: the number at a place of a job, which is one more for the next caller."""
+def next_task_of(index: int = 0) -> Any:
+    """numba's `next_task(job)`: fetch the number at an index of a job, and add one to it atomically."""
     from llvmlite import ir
     from numba.core import types
     from numba.extending import intrinsic
@@ -59,7 +59,7 @@ def next_task_of(place: int = 0) -> Any:
     @intrinsic
     def next_task(typing_context: Any, job: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            at = builder.gep(arguments[0], [ir.Constant(ir.IntType(64), place)])
+            at = builder.gep(arguments[0], [ir.Constant(ir.IntType(64), index)])
             return builder.atomic_rmw("add", at, ir.Constant(ir.IntType(64), 1), "monotonic")
 
         return types.int64(job), generate

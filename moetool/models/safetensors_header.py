@@ -13,7 +13,7 @@ from moetool.errors import MismatchError, first_line
 from moetool.json_files import parse_object
 
 DTYPE_BITS = {
-    **dict.fromkeys(("F4",), 4),
+    "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
@@ -67,7 +67,7 @@ def parse_header(header: dict[str, Any], base: int, size: int) -> dict[str, Head
         metadata = {}
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise ValueError("its __metadata__ is not a table of strings")
-    "".join([*header, *metadata, *metadata.values()]).encode()  # half of a surrogate pair is not text
+    "".join([*header, *metadata, *metadata.values()]).encode()  # refuses lone surrogates
     entries = {name: _entry(name, entry, base) for name, entry in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     at = base

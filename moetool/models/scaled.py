@@ -6,7 +6,7 @@ A weight that would be `X` is stored as
     X_scale       a number for the weight, per row ([N, 1]), or per group or block of inputs
     X_zero_point  int8, of the scale's shape: it is subtracted first; absent if symmetric
 
-Settings of activations are ignored: only weights are rounded here.
+Activation settings are ignored: moetool rounds only weights.
 """
 
 import math
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from moetool.models.tensor_index import FLOATS
 from moetool.models.value_scaling import Groups, eight_bits, scale_values, write_scaled
-from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
+from moetool.models.weight_format import Stored, StoredWeight, Unclaimed, ceil_div
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ _GGML = {kind.ggml: kind for kind in GGML_KINDS}
 _KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
 
 
-class _Place(NamedTuple):
+class _Segment(NamedTuple):
     """A part of an expert in a slot, or rows of a part whose kind differs from that of its other rows.
 
     Attributes:
@@ -72,37 +72,37 @@ class ScaledSlot:
     dtype: torch.dtype
 
     @cached_property
-    def _places(self) -> tuple[tuple[_Place, ...], ...]:
-        offset, places = 0, []
+    def _segments(self) -> tuple[tuple[_Segment, ...], ...]:
+        offset, segments = 0, []
         for part, shape in enumerate(self.shapes):
             found = []
-            for place in _scaling_of(self.layout, part) or (_Place(None, shape, 0),):
-                place = place._replace(offset=offset)
+            for segment in _scaling_of(self.layout, part) or (_Segment(None, shape, 0),):
+                segment = segment._replace(offset=offset)
                 offset += math.prod(shape) * self.dtype.itemsize
-                if place.kind is not None:
-                    place = place._replace(scale_offset=_aligned(place.offset + place.value_bytes))
-                    offset = place.scale_offset + place.scale_bytes
+                if segment.kind is not None:
+                    segment = segment._replace(scale_offset=_aligned(segment.offset + segment.value_bytes))
+                    offset = segment.scale_offset + segment.scale_bytes
                 offset = _aligned(offset)
-                found.append(place)
-            places.append(tuple(found))
-        return tuple(places)
+                found.append(segment)
+            segments.append(tuple(found))
+        return tuple(segments)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a slot."""
-        last = self._places[-1][-1]
+        last = self._segments[-1][-1]
         if last.kind is None:
             return last.offset + math.prod(last.shape) * self.dtype.itemsize
         return last.scale_offset + last.scale_bytes
 
     def views(self, slot: torch.Tensor) -> tuple[Weight, ...]:
         """The parts of the expert in a slot."""
-        return tuple(self._view(places, slot) for places in self._places)
+        return tuple(self._view(segments, slot) for segments in self._segments)
 
     def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:
         """Write an expert from memory into a slot."""
-        for part, places in enumerate(self._places):
-            view, blocks = self._view(places, slot), layout.blocks(stored, part)
+        for part, segments in enumerate(self._segments):
+            view, blocks = self._view(segments, slot), layout.blocks(stored, part)
             if isinstance(view, torch.Tensor):
                 shapes = layout.shapes[part]
                 made = [unpack(*each, self.dtype) for each in zip(layout.codecs[part], blocks, shapes, strict=True)]
@@ -129,23 +129,23 @@ class ScaledSlot:
             if view.kind is FP8 and _has_nan(view.values):
                 view.scale.fill_(torch.nan)  # the kernel reads NaN as a number
 
-    def _view(self, places: tuple[_Place, ...], slot: torch.Tensor) -> torch.Tensor | ScaledWeight | StackedWeight:
-        place = places[0]
-        if place.kind is None:
-            end = place.offset + math.prod(place.shape) * self.dtype.itemsize
-            return slot[place.offset : end].view(self.dtype).view(place.shape)
-        weights = tuple(self._scaled(place, slot) for place in places)
+    def _view(self, segments: tuple[_Segment, ...], slot: torch.Tensor) -> torch.Tensor | ScaledWeight | StackedWeight:
+        segment = segments[0]
+        if segment.kind is None:
+            end = segment.offset + math.prod(segment.shape) * self.dtype.itemsize
+            return slot[segment.offset : end].view(self.dtype).view(segment.shape)
+        weights = tuple(self._scaled(segment, slot) for segment in segments)
         return weights[0] if len(weights) == 1 else StackedWeight(weights)
 
     @staticmethod
-    def _scaled(place: _Place, slot: torch.Tensor) -> ScaledWeight:
-        assert place.kind is not None
-        rows, columns = place.shape
-        values = slot[place.offset : place.offset + place.value_bytes].view(rows, -1)
-        scale = slot[place.scale_offset :][: place.scale_bytes]
-        if place.kind.scale == "float32":
+    def _scaled(segment: _Segment, slot: torch.Tensor) -> ScaledWeight:
+        assert segment.kind is not None
+        rows, columns = segment.shape
+        values = slot[segment.offset : segment.offset + segment.value_bytes].view(rows, -1)
+        scale = slot[segment.scale_offset :][: segment.scale_bytes]
+        if segment.kind.scale == "float32":
             scale = scale.view(torch.float32)
-        return ScaledWeight(place.kind, values, scale, columns, place.group, place.scale_rows, place.transposed)
+        return ScaledWeight(segment.kind, values, scale, columns, segment.group, segment.scale_rows, segment.transposed)
 
 
 def scaled_slot(layout: StoredLayout, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> ScaledSlot | None:
@@ -159,13 +159,13 @@ def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, dec
     """Whether slots hold experts of this format as stored, by the config, when computed in `dtype`.
 
     Args:
-        declared: the model's own data type, which scales have where the format fixes none.
+        declared: the model's data type, used for scales unless the format fixes theirs.
     """
     shapes = [part.shape for part in form.parts if len(part.shape) == 2]
     if dtype != torch.bfloat16 or len(shapes) != 2 or any(math.prod(shape) < MIN_ELEMENTS for shape in shapes):
         return False
     if form.up_transposed and isinstance(format, Scaled) and format.strategy == "channel":
-        return False  # an output is a column there
+        return False  # its scales belong to columns
     if form.up_transposed and format.name == "mxfp4":
         shapes = [shape[::-1] for shape in shapes]
     (rows, columns), down = shapes
@@ -196,16 +196,16 @@ def takes_scaled(format: WeightFormat, rows: int, columns: int, declared: torch.
     return scaled_weight.multiplies(kind, columns, group) and rows % math.lcm(BLOCK_ROWS, shared) == 0
 
 
-def _scaling_of(layout: StoredLayout, part: int) -> tuple[_Place, ...]:
+def _scaling_of(layout: StoredLayout, part: int) -> tuple[_Segment, ...]:
     """Numbers and scales of a part for the kernels, by kind; empty if they do not multiply all of it."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
     if isinstance(codecs[0], GgmlCodec):
         return _blocks_of(codecs[0], shapes[0]) if len(codecs) == 1 else ()
-    place = _scales_of(layout, part)
-    return () if place is None else (place,)
+    segment = _scales_of(layout, part)
+    return () if segment is None else (segment,)
 
 
-def _scales_of(layout: StoredLayout, part: int) -> _Place | None:
+def _scales_of(layout: StoredLayout, part: int) -> _Segment | None:
     """Scales of a part, for the kernel; its blocks are concatenated."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
     values, scales = layout.of_part(part, "values"), layout.of_part(part, "scale")
@@ -222,9 +222,9 @@ def _scales_of(layout: StoredLayout, part: int) -> _Place | None:
     if rows * columns < MIN_ELEMENTS or any(size[0] % BLOCK_ROWS for size in sizes):
         return None
     if isinstance(codec, Mxfp4Codec):
-        place = _byte_scaled(MXFP4, (rows, columns), GROUP, transposed)
+        segment = _byte_scaled(MXFP4, (rows, columns), GROUP, transposed)
     elif isinstance(codec, Nvfp4Codec):
-        place = _byte_scaled(_nvfp4(codec.divides), (rows, columns), nvfp4.GROUP, transposed)
+        segment = _byte_scaled(NVFP4_DIVIDED if codec.divides else NVFP4, (rows, columns), nvfp4.GROUP, transposed)
     elif isinstance(codec, Fp8BlockCodec | ScaledCodec):
         kind = _KINDS.get(values[0].dtype) if len({field.dtype for field in values}) == 1 else None
         if kind is None or (isinstance(codec, Fp8BlockCodec) and kind is INT8):
@@ -242,21 +242,17 @@ def _scales_of(layout: StoredLayout, part: int) -> _Place | None:
         numbers = [math.prod(field.shape) for field in scales]
         if any(number != size[0] // shared * (columns // group) for number, size in zip(numbers, sizes, strict=True)):
             return None
-        place = _Place(kind, (rows, columns), 0, 0, group, shared, 4 * sum(numbers), transposed)
+        segment = _Segment(kind, (rows, columns), 0, 0, group, shared, 4 * sum(numbers), transposed)
     else:
         return None
-    assert place.kind is not None
-    return place if scaled_weight.multiplies(place.kind, columns, place.group) else None
+    assert segment.kind is not None
+    return segment if scaled_weight.multiplies(segment.kind, columns, segment.group) else None
 
 
-def _byte_scaled(kind: RowKind, shape: tuple[int, int], group: int, transposed: bool) -> _Place:
-    """One-byte scales; a kernel reads some beyond those of the last row."""
+def _byte_scaled(kind: RowKind, shape: tuple[int, int], group: int, transposed: bool) -> _Segment:
+    """A part with one-byte scales, padded because a kernel reads beyond those of the last row."""
     num_bytes = shape[0] * scaled_weight.scale_bytes(kind, shape[1], group) + kind.scales_a_block
-    return _Place(kind, shape, 0, 0, group, 1, num_bytes, transposed)
-
-
-def _nvfp4(divides: bool) -> RowKind:
-    return NVFP4_DIVIDED if divides else NVFP4
+    return _Segment(kind, shape, 0, 0, group, 1, num_bytes, transposed)
 
 
 def _fill_byte_scales(view: ScaledWeight, blocks: Sequence[Stored]) -> None:
@@ -272,7 +268,7 @@ def _fill_byte_scales(view: ScaledWeight, blocks: Sequence[Stored]) -> None:
     rows_OS.view(torch.float32)[:, 0] = torch.nan if _has_nan(scales) else whole * view.kind.factor
 
 
-def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> tuple[_Place, ...]:
+def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> tuple[_Segment, ...]:
     """ggml blocks, which contain their scales: a matrix, or a matrix for each tensor if their types differ."""
     kinds = [_GGML[kind] for _, kind in codec.kinds if kind in _GGML]
     if len(kinds) < len(codec.kinds) or codec.undo is not None or len(shape) != 2:
@@ -288,7 +284,7 @@ def _blocks_of(codec: GgmlCodec, shape: tuple[int, ...]) -> tuple[_Place, ...]:
     if not all(scaled_weight.multiplies(kind, columns, kind.numbers) for kind in kinds):
         return ()
     return tuple(
-        _Place(kind, (rows, columns), 0, group=kind.numbers, scale_rows=1, transposed=codec.transposed)
+        _Segment(kind, (rows, columns), 0, group=kind.numbers, scale_rows=1, transposed=codec.transposed)
         for kind in kinds
     )
 
@@ -309,7 +305,7 @@ def _shared_by(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, in
 
 def _has_nan(values: torch.Tensor) -> bool:
     """Whether a byte is FP8's NaN: 0x7F or 0xFF."""
-    numbers = values.numpy()  # numpy's maxima take a tenth of torch's time
+    numbers = values.numpy()  # numpy's maxima are faster than torch's
     return bool(numbers.view(np.int8).max() == 0x7F or numbers.max() == 0xFF)
 
 

@@ -17,7 +17,7 @@ from moetool.models.row_kinds import FP8, INT8, RowKind
 
 MOST_UNPACKED = 2**24
 """Approximate number of unpacked values in memory at a time; experts have fewer."""
-_room = threading.local()
+_scratch = threading.local()
 
 
 class ScaledWeight(NamedTuple):
@@ -51,11 +51,6 @@ class ScaledWeight(NamedTuple):
         return len(self.values), self.columns
 
     @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return self.values.nbytes + self.scale.nbytes
-
-    @property
     def row_shape(self) -> RowShape:
         """The sizes that its kernel is called with."""
         outputs, row_bytes = self.values.shape
@@ -74,11 +69,11 @@ class ScaledWeight(NamedTuple):
         if step < len(self.values):
             return torch.cat([part.times(x) for part in self._parts(step)], dim=1)
         size = self.values.shape[0] * self.columns
-        room: torch.Tensor | None = getattr(_room, "memory", None)
-        if room is None or room.numel() < size:
+        memory: torch.Tensor | None = getattr(_scratch, "memory", None)
+        if memory is None or memory.numel() < size:
             with torch.inference_mode(False):
-                room = _room.memory = torch.empty(size, dtype=torch.bfloat16)
-        dense = self._unpacked(room[:size].view(self.shape))
+                memory = _scratch.memory = torch.empty(size, dtype=torch.bfloat16)
+        dense = self._unpacked(memory[:size].view(self.shape))
         return functional.linear(x, dense.to(x.dtype))
 
     def _parts(self, step: int) -> "Iterator[ScaledWeight]":
@@ -97,7 +92,7 @@ class ScaledWeight(NamedTuple):
 
 
 class StackedWeight(NamedTuple):
-    """A stored weight [O, I] whose rows are those of several weights, of a kind each, one after the other.
+    """A stored weight [O, I] that concatenates the rows of several weights of different kinds.
 
     Attributes:
         parts: the weights, none of them transposed.
@@ -114,11 +109,6 @@ class StackedWeight(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """[O, I]."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].columns
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return sum(part.nbytes for part in self.parts)
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, rounded to bfloat16."""
@@ -159,7 +149,7 @@ def unpacked_at_once(numbers: int) -> int:
 
 
 def kernel_of(kind: RowKind) -> RowKernel:
-    """The kernel of a kind; a weight of that kind exists."""
+    """The kernel of a kind of which a weight exists."""
     kernel = find_kernel(kind)
     assert kernel is not None, "a weight is kept as stored only if a kernel exists"
     return kernel

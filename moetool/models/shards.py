@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from moetool.errors import MismatchError
-from moetool.models.tensor_index import DTYPES, OTHER_DTYPES, FileStamp, Tensor
+from moetool.models.tensor_index import FLOATS, OTHER_DTYPES, FileStamp, Tensor
 from moetool.models.weight_format import STORED_DTYPES, Dense, unpack
 from moetool.models.weight_index import WeightIndex
 
@@ -118,9 +118,9 @@ class Shards:
         """
         weight = self.weights[name]
         if isinstance(weight.codec, Dense):
-            return self._load(name, weight.tensors["weight"], DTYPES | OTHER_DTYPES)
+            return self._load(name, weight.tensors["weight"], FLOATS | OTHER_DTYPES)
         stored = self.stored(name)
-        if self._wide_scales and stored["scale"].dtype in DTYPES.values():
+        if self._wide_scales and stored["scale"].dtype in FLOATS.values():
             stored["scale"] = stored["scale"].float()
         return unpack(weight.codec, stored, weight.shape, dtype)
 
@@ -132,7 +132,7 @@ class Shards:
         dtype = dtypes.get(tensor.dtype)
         if dtype is None:
             raise MismatchError(
-                f"{self.files[tensor.file]}: {name} is stored as {tensor.dtype}, expected one of {', '.join(DTYPES)}"
+                f"{self.files[tensor.file]}: {name} is stored as {tensor.dtype}, expected one of {', '.join(FLOATS)}"
             )
         if not tensor.num_bytes:
             return torch.empty(tensor.shape, dtype=dtype)
@@ -140,7 +140,7 @@ class Shards:
         return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
 
     def _require_unchanged(self, file: int) -> None:
-        """Raises: WeightsChanged."""
+        """Raises: WeightsChanged: the file has changed."""
         found, expected = FileStamp.of(os.fstat(self._descriptors[file])), self._stamps[file]
         if found != expected and not self.changed:
             name = self.files[file].name

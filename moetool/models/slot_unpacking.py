@@ -7,24 +7,24 @@ from moetool.models.fp8_block import Fp8BlockCodec
 from moetool.models.mxfp4 import Mxfp4Codec
 from moetool.models.pack_quantized import PackCodec
 from moetool.models.scaled import ScaledCodec
-from moetool.models.stored_expert import Field, StoredLayout
-from moetool.models.weight_format import Codec, Dense
+from moetool.models.stored_expert import Field, StoredLayout, rows_of
+from moetool.models.weight_format import Dense
 
 _ROOM_BYTES = 2**27
 """Bytes for unpacked experts. Temporary memory is about three times as much."""
-_MOST = 64
+_MOST = 64  # experts unpacked together
 
 
 class SlotUnpacking:
-    """Memory for some unpacked experts.
+    """Memory for unpacked experts.
 
     Formats with row-wise tensors (compressed-tensors integers, FP8 by block, row or group, MXFP4) are gathered from all
     slots and unpacked as one tall weight; others slot by slot.
 
     Args:
-        files: describe the content of slots.
+        files: describes the content of slots.
         slots: all slots of a pool, one stride apart.
-        dtype: of the unpacked weights.
+        dtype: data type of the unpacked weights.
 
     Attributes:
         capacity: experts unpacked together.
@@ -33,8 +33,7 @@ class SlotUnpacking:
     def __init__(self, files: ExpertFiles, slots: list[torch.Tensor], dtype: torch.dtype) -> None:
         self._files = files
         self._slots = slots
-        stride = slots[1].data_ptr() - slots[0].data_ptr() if len(slots) > 1 else slots[0].numel()
-        self._pool = slots[0].as_strided((len(slots), slots[0].numel()), (stride, 1))
+        self._pool = pool_of(slots)
         self._sizes = [torch.Size(shape).numel() for shape in files.shapes]
         self.capacity = max(1, min(_MOST, len(slots), _ROOM_BYTES // (sum(self._sizes) * dtype.itemsize)))
         self._room = [torch.empty(self.capacity * size, dtype=dtype, device=slots[0].device) for size in self._sizes]
@@ -42,7 +41,7 @@ class SlotUnpacking:
     def unpack(self, layer: int, slots: list[int]) -> tuple[torch.Tensor, ...]:
         """Parts [capacity, ...] of a layer's experts; the first ones are those in `slots`.
 
-        Valid until the next call. Computations queued with the earlier ones run first, on the same stream.
+        Valid until the next call. Work queued before that call on the same stream still reads the old weights.
         """
         layout = self._files.stored_layout(self._files.spec.expert_key(layer, 0))
         index_A = torch.tensor(slots, dtype=torch.int64)
@@ -57,8 +56,8 @@ class SlotUnpacking:
             if is_by_rows(layout, part):
                 self._unpack_rows(layout, part, index_A, out_ANK[: len(slots)])
             else:
-                for place, slot in enumerate(slots):
-                    self._unpack_one(layout, part, self._slots[slot], out_ANK[place])
+                for index, slot in enumerate(slots):
+                    self._unpack_one(layout, part, self._slots[slot], out_ANK[index])
             made.append(out_ANK.transpose(1, 2) if transposed else out_ANK)
         return tuple(made)
 
@@ -88,9 +87,10 @@ class SlotUnpacking:
         return taken.view(first.dtype).reshape(-1, *first.shape[1:])
 
 
-def rows_of(codec: Codec, shape: tuple[int, ...]) -> int:
-    """Rows of a codec's output for a weight of this shape."""
-    return shape[1] if codec.transposed else shape[0]
+def pool_of(slots: list[torch.Tensor]) -> torch.Tensor:
+    """One view uint8 [slots, bytes] of all slots of a pool, which are one stride apart."""
+    stride = slots[1].data_ptr() - slots[0].data_ptr() if len(slots) > 1 else slots[0].numel()
+    return slots[0].as_strided((len(slots), slots[0].numel()), (stride, 1))
 
 
 def is_by_rows(layout: StoredLayout, part: int) -> bool:

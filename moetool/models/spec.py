@@ -21,9 +21,9 @@ class MoeLayer:
         experts: the module that holds the experts; called with hidden states, indices and weights.
         router: the module that returns the logits, as `_can_record_outputs` names it.
         logits_index: position of the logits in the router's output.
-        path: the experts' name in the model, such as `model.layers.0.mlp.experts`.
+        path: name of `experts` in the model, such as `model.layers.0.mlp.experts`.
         top_k: experts that a token uses.
-        form: matrices of one expert.
+        form: weights and computation of one expert.
     """
 
     index: int
@@ -91,8 +91,8 @@ def _router_classes(model: Any, family: families.Family | None) -> dict[str, int
 
 def _top_k(model: Any, parent: Any, router: Any) -> int:
     # gemma4 keeps it on the config only.
-    places = ((router, "top_k"), (parent, "top_k"), (model.config.get_text_config(), "top_k_experts"))
-    top_k = next((value for place, name in places if (value := getattr(place, name, None))), None)
+    owners = ((router, "top_k"), (parent, "top_k"), (model.config.get_text_config(), "top_k_experts"))
+    top_k = next((value for owner, name in owners if (value := getattr(owner, name, None))), None)
     if not isinstance(top_k, int):
         raise UsageError(f"the config of {type(model).__name__} lacks the number of experts per token; add it")
     return top_k
@@ -101,7 +101,7 @@ def _top_k(model: Any, parent: Any, router: Any) -> int:
 def spec_of(
     model: Any, layers: list[MoeLayer], *, name: str, revision: str, expert_bytes_L: tuple[int, ...]
 ) -> ModelSpec:
-    """The ModelSpec of a model, empty or not.
+    """The ModelSpec of a model, with or without its weights.
 
     Args:
         layers: its MoE layers.

@@ -11,7 +11,7 @@ from torch import nn
 from moetool.errors import MismatchError
 from moetool.models.conversion import TensorSource
 from moetool.models.ggml_blocks import GgmlCodec
-from moetool.models.tensor_index import DTYPES, FileStamp
+from moetool.models.tensor_index import FLOATS, FileStamp
 from moetool.models.weight_format import STORED_DTYPES, Dense, StoredWeight, unpack
 from moetool.models.weight_index import WeightIndex
 
@@ -27,7 +27,7 @@ class StoredEmbedding(nn.Module):
     Args:
         weights: index of the checkpoint.
         name: the embedding's weight in it; `is_readable` must hold.
-        dtype: type of the rows that `forward` returns. Numbers are converted as in memory.
+        dtype: type of the rows that `forward` returns. Values are converted as if they were loaded.
         on_change: called before the error when a forward finds that the file was written to.
 
     Effects: keeps one file open while the module lives.
@@ -63,7 +63,7 @@ class StoredEmbedding(nn.Module):
             IndexError: an id is outside the vocabulary.
             OSError: the file cannot be read, or was written to.
         """
-        ids, places = torch.unique(tokens, return_inverse=True)
+        ids, inverse = torch.unique(tokens, return_inverse=True)
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self.num_embeddings:
             raise IndexError(f"token ids {int(ids[0])} to {int(ids[-1])}, expected 0 to {self.num_embeddings - 1}")
         offsets = [self._tensor.offset + row * self._row_bytes for row in ids.tolist()]
@@ -75,7 +75,7 @@ class StoredEmbedding(nn.Module):
         for number, offset in enumerate(offsets):
             self._read(view[number * self._row_bytes :][: self._row_bytes], offset)
         self._require_unchanged()
-        return self._unpacked(data, len(offsets))[places]
+        return self._unpacked(data, len(offsets))[inverse]
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self._path.name}"
@@ -114,7 +114,7 @@ def embedding_to_store(model: Any, dtype: torch.dtype) -> str | None:
 
 def is_readable(source: TensorSource, weights: dict[str, StoredWeight]) -> bool:
     """Whether rows of a parameter can be read alone: it is one stored tensor of plain numbers or blocks."""
-    names = [name for some in source.names.values() for name in some]
+    names = source.tensor_names
     if source.converter is not None or len(names) != 1:
         return False
     weight = weights[names[0]]
@@ -123,4 +123,4 @@ def is_readable(source: TensorSource, weights: dict[str, StoredWeight]) -> bool:
     (tensor,) = weight.tensors.values()
     if isinstance(weight.codec, GgmlCodec):
         return len(weight.codec.kinds) == 1 and weight.codec.undo is None and not weight.codec.transposed
-    return isinstance(weight.codec, Dense) and tensor.dtype in DTYPES
+    return isinstance(weight.codec, Dense) and tensor.dtype in FLOATS

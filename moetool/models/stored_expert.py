@@ -23,7 +23,7 @@ class LazyWeight(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight."""
+        """The weight [O, I]."""
         parts = zip(self.codecs, self.blocks, self.shapes, strict=True)
         made = [unpack(codec, block, shape, dtype) for codec, block, shape in parts]
         return made[0] if len(made) == 1 else torch.cat(made)
@@ -31,11 +31,6 @@ class LazyWeight(NamedTuple):
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, I] times the transposed weight [O, I], in the type of `x`."""
         return functional.linear(x, self.to(x.dtype))
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes, as stored."""
-        return sum(tensor.nbytes for block in self.blocks for tensor in block.values())
 
 
 Weight = torch.Tensor | PackedWeight | KernelWeight | ScaledWeight | StackedWeight | LazyWeight
@@ -64,8 +59,10 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """Memory layout of stored experts: wide types first, so that all are aligned and none is
-    padded; within a type, a part's tensors of one role are adjacent.
+    """Memory layout of stored experts.
+
+    Wide types come first, so that all tensors are aligned without padding. Within a type, a part's tensors of one role
+    are adjacent.
 
     Attributes:
         codecs: codecs by part and block.
@@ -81,11 +78,6 @@ class StoredLayout:
     def num_bytes(self) -> int:
         """Bytes of an expert."""
         return sum(field.num_bytes for field in self.fields)
-
-    @cached_property
-    def dense(self) -> bool:
-        """Whether every tensor is an unpacked weight."""
-        return all(isinstance(codec, Dense) for part in self.codecs for codec in part)
 
     @cached_property
     def packed(self) -> bool:
@@ -112,7 +104,7 @@ class StoredLayout:
         codecs = self.codecs[part]
         plain = self.of_part(part, "weight")
         if len(plain) == len(codecs) and len({field.dtype for field in plain}) == 1:
-            return _lying_together(memory, plain).view(shape)
+            return _adjacent(memory, plain).view(shape)
         first = codecs[0]
         if not isinstance(first, PackCodec) or set(codecs) != {first}:
             return LazyWeight(self.blocks(memory, part), codecs, self.shapes[part])
@@ -122,9 +114,9 @@ class StoredLayout:
         cuts = [slice(None)] if together else [slice(i, i + 1) for i in range(len(words))]
         made = [
             Block(
-                _lying_together(memory, words[cut]),
-                _lying_together(memory, scale[cut]),
-                _lying_together(memory, zero[cut]) if zero else None,
+                _adjacent(memory, words[cut]),
+                _adjacent(memory, scale[cut]),
+                _adjacent(memory, zero[cut]) if zero else None,
                 first.columns,
             )
             for cut in cuts
@@ -132,7 +124,7 @@ class StoredLayout:
         return PackedWeight(tuple(made), first.bits)
 
 
-def _lying_together(memory: torch.Tensor, fields: Sequence[Field]) -> torch.Tensor:
+def _adjacent(memory: torch.Tensor, fields: Sequence[Field]) -> torch.Tensor:
     """View consecutive tensors in memory as one."""
     first = fields[0]
     flat = memory[first.offset : first.offset + sum(field.num_bytes for field in fields)]
@@ -160,14 +152,19 @@ def layout_of(parts: Sequence[Sequence[StoredWeight]]) -> StoredLayout:
     )
 
 
+def rows_of(codec: Codec, shape: tuple[int, ...]) -> int:
+    """Rows of a codec's output for a weight of this shape."""
+    return shape[1] if codec.transposed else shape[0]
+
+
 @dataclass(frozen=True, slots=True)
 class DenseSlot:
     """A slot with an unpacked expert, its parts contiguous.
 
     Attributes:
-        shapes: of the parts.
+        shapes: shapes of the parts.
         transposed: by part, whether it is stored transposed, for a faster product.
-        dtype: of the numbers.
+        dtype: data type of all parts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -198,6 +195,6 @@ class DenseSlot:
                 if codec.transposed != self.transposed[part]:
                     view.copy_(unpack(codec, block, shape, self.dtype))
                     continue
-                rows = shape[1] if codec.transposed else shape[0]
+                rows = rows_of(codec, shape)
                 codec.into(block, natural[row : row + rows])
                 row += rows

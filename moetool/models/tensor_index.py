@@ -10,7 +10,7 @@ from moetool.errors import MismatchError, UsageError
 from moetool.json_files import read_json
 from moetool.models.safetensors_header import read_header
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 OTHER_DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 _INDEX = "model.safetensors.index.json"

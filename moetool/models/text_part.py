@@ -19,8 +19,7 @@ def stands_alone(config: Any) -> bool:
 def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
     """Build the language model of a config on the meta device.
 
-    If transformers builds a text part only inside a larger model, it is that model without the other parts; its forward
-    is transformers' own for text only.
+    If transformers builds the text part only inside a larger model, the result is that model without its other parts.
 
     Args:
         whole: the checkpoint's full config.

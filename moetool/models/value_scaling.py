@@ -1,6 +1,6 @@
 """Arithmetic of weight formats: low-bit values as numbers, and numbers times their group's scale.
 
-On a CPU tables of pairs convert values to numbers, several times as fast as torch's own conversion.
+On a CPU, tables of value pairs convert values to numbers faster than torch does.
 """
 
 import functools
@@ -45,7 +45,7 @@ def four_bits(pairs: torch.Tensor, e2m1: bool) -> torch.Tensor:
     """Values [..., 2 * K] of bytes [..., K] with two values each, the first in the lower half, as float32.
 
     Args:
-        e2m1: whether they are numbers of sign, exponent and fraction; otherwise they are 0 to 15.
+        e2m1: whether the values are E2M1 floats; otherwise integers 0 to 15.
     """
     pairs = pairs.view(torch.uint8)
     table = _four_bits(e2m1, pairs.device)
@@ -122,7 +122,7 @@ def write_scaled(
         multiple: number of rows that must be requested together.
     """
     rows, columns = out.shape
-    # Other devices have no CPU cache, and each call costs a launch.
+    # A few rows stay in the CPU cache between steps. On a GPU each call costs a launch.
     step = max(1, CHUNK // max(1, columns * multiple)) * multiple if out.device.type == "cpu" else max(1, rows)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))

@@ -13,9 +13,8 @@ from typing import Protocol
 import torch
 
 from moetool.errors import MismatchError
-from moetool.models.tensor_index import Tensor
+from moetool.models.tensor_index import FLOATS, Tensor
 
-FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 STORED_DTYPES = FLOATS | {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -65,9 +64,6 @@ class Dense:
         out.copy_(stored["weight"])
 
 
-DENSE = Dense()
-
-
 @dataclass(frozen=True, slots=True)
 class DenseTransposed:
     """Plain numbers of a weight [out, in] that are stored [in, out]."""
@@ -82,7 +78,7 @@ def unpack(codec: Codec, stored: Stored, shape: Sequence[int], dtype: torch.dtyp
     """Unpack stored tensors to their weight.
 
     Args:
-        shape: of the weight.
+        shape: shape of the weight.
     """
     stacked = len(shape) > 2 and max(tensor.dim() for tensor in stored.values()) >= len(shape)
     if stacked and not isinstance(codec, Dense):
@@ -136,7 +132,7 @@ def _cut(tensor: Tensor, index: int, count: int) -> Tensor:
 
 def as_dense(name: str, tensor: Tensor) -> StoredWeight:
     """Return a tensor that is the weight itself."""
-    return StoredWeight(name=name, shape=tensor.shape, tensors={"weight": tensor}, codec=DENSE, format="dense")
+    return StoredWeight(name=name, shape=tensor.shape, tensors={"weight": tensor}, codec=Dense(), format="dense")
 
 
 class WeightFormat(Protocol):

@@ -166,7 +166,7 @@ def _require_layout(path: Path, name: str, made_of: Mapping[str, TensorSource]) 
     """Raise UsageError for a computed weight, or for experts stored as one tensor."""
     if (source := made_of.get(name)) is None:
         raise MismatchError(f"{path} lacks {name}, or has another name for it; download the model again")
-    stored = [stored for names in source.names.values() for stored in names]
+    stored = source.tensor_names
     stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     if stacked != (source.converter is not None) or not all(one.endswith(".weight") for one in stored):
         raise UsageError(

@@ -143,7 +143,7 @@ class Maker:
         rest: dict[str, torch.Tensor] = {}
         for name, source in self._made_of.items():
             if not name.startswith(self._prefix):
-                for stored in (stored for names in source.names.values() for stored in names):
+                for stored in source.tensor_names:
                     rest[stored] = self._shards.load(stored)
         save_file(rest, self._shard(self.num_layers), metadata={"format": "pt"})
         weight_map: dict[str, str] = {}
@@ -237,13 +237,13 @@ class Maker:
             local = name.removeprefix(prefix)
             square = squares.get(local) if self.options.clip else None
             if local not in schemes:
-                stored = next(iter(source.names.values()))[0]
+                stored = source.tensor_names[0]
                 # Norms and gates with a folded scale keep full precision.
                 tensors[stored] = parameters[local].float().clone() if local in changed else self._shards.load(stored)
                 continue
             scheme, bits = schemes[local], self.options.bits
             if source.converter is None:
-                stored = next(iter(source.names.values()))[0]
+                stored = source.tensor_names[0]
                 made = round_clipped(parameters[local], scheme, self._scale_dtype, square)
                 tensors |= to_tensors(stored, made, bits)
                 continue
@@ -268,7 +268,7 @@ class Maker:
             prefix = f"{self._prefix}{number}."
             for name, parameter in self._run.layers[number].named_parameters():
                 if parameter is moe.router.weight or name.endswith("shared_expert_gate.weight"):
-                    stored = next(iter(self._made_of[prefix + name].names.values()))[0]
+                    stored = self._made_of[prefix + name].tensor_names[0]
                     for full in (prefix + name, stored):
                         short = re.sub(r".*\.\d+\.", "", full).removesuffix(".weight")
                         found.add(rf"re:.*\.{re.escape(short)}$")

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from moetool.errors import MoetoolError
-from moetool.models.shards import DTYPES, Shards
+from moetool.models.shards import Shards
+from moetool.models.tensor_index import FLOATS
 
 
 def require_finite_weights(shards: Shards, path: Path) -> None:
@@ -18,7 +19,7 @@ def require_finite_weights(shards: Shards, path: Path) -> None:
     """
     tensors = {name: weight.tensors["weight"] for name, weight in shards.weights.items()}
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in FLOATS:
             continue  # integers
         weight = shards.load(name)
         # A finite sum shows that all values are finite; an infinite one may be an overflow.

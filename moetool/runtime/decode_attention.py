@@ -249,7 +249,7 @@ class _Attention:
                 for place, number in zip(places, numbers, strict=True):
                     builder.store(v.multiply_add(weight, number, builder.load(place)), place)
         for g, places in enumerate(sums):
-            factor = v.chosen(inverse, [g] * LANES)
+            factor = v.shuffled(inverse, [g] * LANES)
             for plane, place in zip(planes, places, strict=True):
                 target = self._at(output, 2 * LANES * (g * self._planes + plane))
                 v.store(v.bfloat16(builder.fmul(builder.load(place), factor)), target, 2)
@@ -295,7 +295,7 @@ class _Attention:
                 ]
                 sums *= 2
             else:
-                held = [builder.fadd(*(v.chosen(held[0], half) for half in halves))]
+                held = [builder.fadd(*(v.shuffled(held[0], half) for half in halves))]
         return held[0]
 
     def _folded(self, vector: Any, combine: Any) -> Any:
@@ -303,7 +303,7 @@ class _Attention:
         distance = LANES // 2
         while distance >= self._padded:
             turned = [(lane + distance) % LANES for lane in range(LANES)]
-            vector = combine(vector, self._v.chosen(vector, turned))
+            vector = combine(vector, self._v.shuffled(vector, turned))
             distance //= 2
         return vector
 

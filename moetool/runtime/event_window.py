@@ -63,9 +63,9 @@ class EventWindow:
             self._rows += len(events) * len(info.request_T)
             self.passed += 1
             while self._forwards and (self._events > self._most_events or self._rows > self._most_rows):
-                gone = self._forwards.popleft()
-                self._events -= len(gone.events)
-                self._rows -= len(gone.events) * len(gone.info.request_T)
+                dropped = self._forwards.popleft()
+                self._events -= len(dropped.events)
+                self._rows -= len(dropped.events) * len(dropped.info.request_T)
 
     def forwards(self) -> list[WindowForward]:
         """The events in the window, oldest first."""

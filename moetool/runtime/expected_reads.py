@@ -21,7 +21,7 @@ from moetool.types import ModelSpec
 SHORTEST = 256
 TURN_PROMPT, TURN_ANSWER = 128, 256
 _BEGINNING = 1 / 8  # turns without a cached prefix
-_NEAR = 0.02  # a longer context is worth as much
+_NEAR = 0.02  # share of further loads that a longer context is worth
 _LENGTHS, _CANDIDATES, _POINTS = 16, 32, 32
 LEAST_TOKENS = 128
 """Fewest kept tokens whose routes give a miss curve."""
@@ -52,7 +52,7 @@ class MissCurve:
 PUBLISHED = MissCurve(
     shares=(0, 0.125, 0.25, 0.5, 1), loads=(1, 0.614, 0.418, 0.207, 0), source="misses of DeepSeek-V2-Lite's routes"
 )
-"""foresight, equal slots per layer, law (`moetool bench policies`, `moetool guide benchmarks`)."""
+"""Misses of foresight with equal slots per layer on task law (`moetool bench policies`, `moetool guide benchmarks`)."""
 
 
 def miss_curve(spec: ModelSpec, routes_NP: np.ndarray) -> MissCurve | None:
@@ -114,12 +114,12 @@ def best_split(
     curve: MissCurve = PUBLISHED,
     lend: Callable[[MemorySplit], Mapping[str, int]] = lambda split: {},
 ) -> ExpectedSplit:
-    """Choose the largest KV cache with which a turn is expected to load at most `_NEAR` more than the fewest experts.
+    """Choose the largest KV cache whose expected loads per turn exceed the minimum by at most `_NEAR`.
 
     Args:
         memory_bytes, chunk_tokens: as for `divide`.
         kv_tokens: fixed by the user; None: chosen, at least `LEAST_CONTEXT`.
-        longest: tokens of the longest expected conversation; at most those that the model's context holds count.
+        longest: tokens of the longest expected conversation, limited by the model's context.
         lend: options for borrowing slots with a given division.
 
     Raises:
@@ -172,7 +172,7 @@ def expected_loads(
 
 
 def _prompt_loads(model: Footprint, share: MemoryShare, slots: int, tokens: float) -> float:
-    """Loads of a prompt whose chunks each need experts chosen evenly, those in slots aside."""
+    """Loads of experts without slots for a prompt whose tokens choose experts uniformly."""
     chunks = max(1.0, tokens / share.chunk_tokens)
     unused = (1 - model.token_experts / model.num_experts) ** (tokens / chunks)
     kept = max(0, slots - share.borrowed(int(tokens / chunks)))

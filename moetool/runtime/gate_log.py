@@ -1,14 +1,14 @@
-"""The server's own trace: every forward's gate stream as it happened, and the decisions about it.
+"""A server's own trace: the routing of every forward, and a digest of the cache decisions.
 
-`moetool replay` reads it like any other trace, in the recorded order, and takes the same decisions, unless a forward
-failed: that one leaves no rows, though decisions were taken in it. The manifest counts such forwards. Under a policy
-that routes, the experts are those that the router chose, and a replay puts the same ones in their place.
+`moetool replay` reads it like any other trace, in the recorded order, and takes the same decisions. The exception is a
+failed forward: it leaves no rows, although decisions were taken in it. The manifest counts such forwards. Under a
+policy that substitutes experts, rows hold the router's choice, and a replay substitutes the same ones.
 
 Tokens of a prompt that were in the KV cache are not forwarded and have no rows: the first row of a request has the
 position after them. The manifest counts them.
 
-The trace can be read at any time, and what a killed server leaves is read in the same way: it ends with the newest
-segment (`moetool.trace.segments`), and its manifest holds the digest of the decisions up to there.
+The trace can be read at any time, also after its server was killed. It then ends with the newest segment
+(`moetool.trace.segments`), and its manifest holds the digest of the decisions up to there.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class ServeLog:
         keep: columns besides the experts, as in `moetool capture --keep`.
         ahead: number of layers that the column `ahead` looks ahead, if it is kept.
         facts: other inputs that a replay needs for the same decisions: policy, options, slots, devices, learned state.
-        limits: of a segment.
+        limits: limits of a segment.
 
     Effects: `attach` hooks the model and makes `out`. A killed server's log there is renamed to `out.1`, or the next
     free number.
@@ -77,7 +77,7 @@ class ServeLog:
         self._lent: list[tuple[int, int]] = []
         self._ends: list[tuple[int, int]] = []
         self._last: dict[int, int] = {}  # running requests, and the last forward of each
-        self._forward = -1  # the newest
+        self._forward = -1  # newest forward
         self._failed_forwards = 0
         self._reused_tokens = 0
         self._unseen: set[int] = set()  # requests without a forward so far
@@ -125,7 +125,7 @@ class ServeLog:
         self._unseen.add(request)
 
     def begin_forward(self, batch: Batch) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         self._batch, self._forward = batch, batch.info.forward_id
         self._last |= dict.fromkeys(batch.info.request_T, self._forward)
         for request, position in zip(batch.info.request_T, batch.info.position_T, strict=True):
@@ -161,9 +161,9 @@ class ServeLog:
             if embedding_TD is not None:
                 means_TD = request_means(self._batch.info, torch.from_numpy(embedding_TD))
                 requests = list(dict.fromkeys(self._batch.info.request_T))
-                places = [self._batch.info.request_T.index(request) for request in requests]
-                iterations = [self._batch.iteration_T[place] for place in places]
-                embeddings = np.array(requests), np.array(iterations), means_TD[places]
+                rows_of = [self._batch.info.request_T.index(request) for request in requests]
+                iterations = [self._batch.iteration_T[row] for row in rows_of]
+                embeddings = np.array(requests), np.array(iterations), means_TD[rows_of]
             self._writer.append(rows, embeddings, self._decided())
         self._batch = None
 
@@ -172,7 +172,7 @@ class ServeLog:
         assert self._writer is not None
         self._writer.end_request(request)
         self._unseen.discard(request)
-        if self._last.pop(request, self._forward) != self._forward:  # cancelled: its rows do not say when
+        if self._last.pop(request, self._forward) != self._forward:  # cancelled: its rows do not show when it ended
             self._ends.append((self._forward, request))
 
     def status(self) -> SegmentStatus:

@@ -93,7 +93,7 @@ class LiveOracle:
         self._policies, self._every_s = policies, every_s
         self._on_choice, self._changes = on_choice, changes
         self._serving = policies.serving
-        self._turn = 0  # of the candidates
+        self._turn = 0  # index of the next candidate
         self._wins: Counter[PolicyChoice] = Counter()
         self._counted: dict[PolicyChoice, int] = {}  # forward count when it last won
         self._changed = 0  # forward count at the last change
@@ -186,7 +186,7 @@ class LiveOracle:
         best = min(ready, key=lambda choice: tried[choice]["loads"])
         if self._on_choice(best):
             _LOG.info(
-                "%s takes over from %s: %.3f loads per needed expert over the last %d forwards, not %.3f",
+                "%s takes over from %s: %.3f loads per needed expert over the last %d forwards, instead of %.3f",
                 *(best.name, self._serving, tried[best]["loads"], compared, loads),
             )
             self._changed = self._window.passed + 1  # a forward may be running
@@ -213,7 +213,7 @@ class LiveOracle:
         return counts
 
     def _replay_choice(self, choice: PolicyChoice, forwards: Sequence[WindowForward], skipped: int) -> Counts | None:
-        """None if it takes too long."""
+        """Replay a candidate; None if it takes too long."""
         assert self._changes is not None, "candidates need a policy that may change"
         options = self._changes.options_of(choice.policy)
         policy = build_policy(choice.policy, self._spec, options, self._num_slots)

@@ -41,7 +41,7 @@ def own_cache(config: Any) -> bool:
 def resumes_cache(config: Any) -> bool:
     """Whether a cache of the family's own can take the next turn of a chat, by its text config."""
     family = families.known(config.model_type)
-    return family is not None and family.goes_on
+    return family is not None and family.appends
 
 
 def open_batcher(

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from moetool.errors import UsageError
 from moetool.models import families
 from moetool.models.expert_form import Call
-from moetool.models.router_hooks import beside, is_beside, read_logits
+from moetool.models.router_hooks import is_unrecorded, read_logits, unrecorded
 from moetool.models.spec import MoeLayer
 from moetool.runtime.paged_attention import Unwritten
 
@@ -104,7 +104,7 @@ class PartialForward:
     def __init__(self, model: Any, layers: list[MoeLayer]) -> None:
         self._layers = decoder_layers(model, layers)
         self._family = families.known(model.config.get_text_config().model_type)
-        self._residual: torch.Tensor | None = None  # of the last layer run, and its block's input
+        self._residual: torch.Tensor | None = None  # of the last layer run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._handles: list[RemovableHandle] = []
         for part in self._layers:
@@ -117,16 +117,16 @@ class PartialForward:
             self._handles.pop().remove()
 
     def through(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Return the logits [T, E] of MoE layer i + 1, from layer i's block with resident experts.
+        """Return the logits [T, E] of MoE layer i + 1 if layer i's block computes only resident experts.
 
-        Layer i's block runs again (`beside`); the binding of its experts restricts it to resident ones.
+        Layer i's block runs again (`unrecorded`); its experts' binding restricts it to resident ones.
 
         Args:
             args, kwargs: arguments of layer i + 1's attention in this forward, without its hidden states.
         """
         before, part = self._layers[i : i + 2]
         assert self._residual is not None
-        with beside():
+        with unrecorded():
             given, named = self._given
             added = before.block(*given, **named)
             partial = self._residual + (added[0] if isinstance(added, tuple) else added).view_as(self._residual)
@@ -152,7 +152,7 @@ class PartialForward:
 
         def on_router(layer: MoeLayer) -> Callable[..., None]:
             def hook(module: Any, args: Any, output: Any) -> None:
-                if not is_beside():
+                if not is_unrecorded():
                     true.append(read_logits(layer, output, self._family).float())
 
             return hook
@@ -175,7 +175,7 @@ class PartialForward:
         self._residual = args[0]
 
     def _on_block(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_beside():
+        if not is_unrecorded():
             self._given = args, kwargs
 
 

@@ -38,11 +38,11 @@ def save_state(
     """Write the learned state of policy `name` atomically; write nothing if it has none.
 
     Args:
-        residents: keys of experts, kept with it.
-        facts: kept with it, for `read_facts`.
+        residents: keys of resident experts, stored too.
+        facts: strings for `read_facts`, stored too.
 
     Raises:
-        MoetoolError: the disk failed. The former file is intact.
+        MoetoolError: the disk failed. The previous file stays intact.
     """
     arrays = policy.state()
     if residents is not None:
@@ -122,7 +122,7 @@ def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
         )
     try:
         for array_name, array in arrays.items():
-            if array.dtype.kind == "f" and not (array < np.inf).all():  # -inf is no trust at all
+            if array.dtype.kind == "f" and not (array < np.inf).all():  # -inf is a valid trust: none
                 raise ValueError(f"{array_name} has values that are not finite")
         residents = _residents(arrays, policy.spec) if _RESIDENTS in arrays else []
         if arrays:

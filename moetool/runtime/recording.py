@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.models import families
-from moetool.models.router_hooks import is_beside, logits_ahead, read_logits, to_float16, watch
+from moetool.models.router_hooks import is_unrecorded, logits_ahead, read_logits, to_float16, watch
 from moetool.models.router_scores import SelectionScores, watch_norms
 from moetool.models.spec import MoeLayer
 from moetool.runtime.decoding import Batch
@@ -60,7 +60,7 @@ class GateRecorder:
         self._ahead: list[torch.Tensor] | None = [] if "ahead" in keep else None
         self._resident: list[torch.Tensor] | None = [] if "resident" in keep else None
         made_here = self._resident is not None and looks is None
-        self._beside = ResidentForward(model, layers, resident, self._on_resident) if made_here else None
+        self._resident_forward = ResidentForward(model, layers, resident, self._on_resident) if made_here else None
         self._distance = ahead
         self._layers = layers
         self._embedding: torch.Tensor | None = None
@@ -81,13 +81,13 @@ class GateRecorder:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
-        if self._beside is not None:
-            self._beside.close()
+        if self._resident_forward is not None:
+            self._resident_forward.close()
 
     def begin_batch(self) -> None:
         """Reset the assumed residents of column `resident`."""
-        if self._beside is not None:
-            self._beside.begin()
+        if self._resident_forward is not None:
+            self._resident_forward.begin()
 
     def discard(self) -> None:
         """Drop the data collected since the last `hold` or `take`, after a failed forward."""
@@ -165,7 +165,7 @@ class GateRecorder:
         following = self._layers[layer.index + 1 : layer.index + 1 + self._distance]
 
         def hook(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if is_beside():
+            if is_unrecorded():
                 return
             if self._logits is not None:
                 self._logits.append(read_logits(layer, output, self._family))

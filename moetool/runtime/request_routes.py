@@ -23,8 +23,8 @@ class RequestRoutes:
         self._dtype = np.uint8 if loaded.spec.num_experts <= 256 else np.uint16
         self._recorder: GateRecorder | None = None
         self._batch: Batch | None = None
-        self._rows: dict[int, list[TokenBatch]] = {}  # not yet delivered
-        self._positions: dict[int, int] = {}  # the next one
+        self._rows: dict[int, list[TokenBatch]] = {}  # rows not yet delivered
+        self._positions: dict[int, int] = {}  # next position of each request
 
     def __contains__(self, request: int) -> bool:
         return request in self._rows
@@ -43,7 +43,7 @@ class RequestRoutes:
         self._rows[request], self._positions[request] = [], 0
 
     def begin_forward(self, batch: Batch) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         if self._recorder is not None:
             self._recorder.discard()
             self._batch = batch

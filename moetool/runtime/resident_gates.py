@@ -1,4 +1,4 @@
-"""Record the next router's logits if only resident experts were computed: the column `resident`.
+"""Record the next router's logits as if only resident experts were computed: the column `resident`.
 
 A second, smaller forward runs at every MoE layer but the first (`moetool.runtime.partial_forward`). In addition:
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moetool.errors import UsageError
-from moetool.models.router_hooks import is_beside
+from moetool.models.router_hooks import is_unrecorded
 from moetool.models.spec import MoeLayer
 from moetool.runtime.partial_forward import PartialForward
 
@@ -29,7 +29,7 @@ class ResidentForward(PartialForward):
     """Hooks on a model's layers that run the second forward.
 
     Args:
-        share: of a layer's experts that are resident.
+        share: share of a layer's experts that are resident.
         on_logits: called with the logits [T, E] of each MoE layer but the first, before that layer runs.
 
     Effects: adds hooks, which `close` removes; runs a few tokens to check that the second forward with every expert
@@ -73,7 +73,7 @@ class ResidentForward(PartialForward):
     def _on_experts(self, i: int) -> Callable[..., Any]:
         def hook(module: Any, args: tuple[Any, ...]) -> Any:
             _, index_TK, weights_TK = args[:3]
-            if is_beside():
+            if is_unrecorded():
                 here_E = self._here_L[i]
                 assert here_E is not None
                 return (args[0], index_TK, weights_TK * here_E[index_TK], *args[3:])

@@ -12,7 +12,7 @@ from moetool.caching._devices import Pool
 from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import UsageError
 from moetool.models.loading import LoadedModel
-from moetool.models.router_hooks import is_beside, to_float16
+from moetool.models.router_hooks import is_unrecorded, to_float16
 from moetool.models.spec import MoeLayer
 from moetool.runtime.device_stores import Stores
 from moetool.runtime.expert_store import ExpertStore
@@ -33,7 +33,7 @@ class ResidentLook(PartialForward):
         store: holds the experts; None if it does not hold all.
 
     Attributes:
-        aside: outputs of the experts during the partial forward, else None.
+        aside: computes the experts' output during the partial forward; None otherwise.
 
     Effects: see `PartialForward`; allocates a stream on a GPU.
 
@@ -62,7 +62,7 @@ class ResidentLook(PartialForward):
         self._store = store
         self._spec = residency.policy.spec
         self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # of the current event
-        self._under_way: set[int] = set()  # its loads in progress
+        self._under_way: set[int] = set()  # keys of its loads in progress
         self._watchers: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._stream = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
@@ -78,7 +78,7 @@ class ResidentLook(PartialForward):
         partial_logits: list[torch.Tensor] = []
 
         def identity(hidden_TD: torch.Tensor) -> torch.Tensor:
-            if not is_beside() and len(partial_logits) < len(self._layers) - 1:
+            if not is_unrecorded() and len(partial_logits) < len(self._layers) - 1:
                 partial_logits.append(self._logits(len(partial_logits)).to(hidden_TD.device))
             return hidden_TD
 
@@ -122,9 +122,9 @@ class ResidentLook(PartialForward):
         def resident_sum(hidden_TD: torch.Tensor) -> torch.Tensor:
             out_TD = torch.zeros_like(hidden_TD)
             for expert, key in here.items():
-                rows, places = torch.where(index_TK == expert)
+                rows, ranks = torch.where(index_TK == expert)
                 x = layer.form.compute(hidden_TD[rows], self._store.ready(key, slot_of[key]))
-                out_TD[rows] += (x * weights_TK[rows, places, None]).to(out_TD.dtype)
+                out_TD[rows] += (x * weights_TK[rows, ranks, None]).to(out_TD.dtype)
             return out_TD
 
         self.aside = resident_sum

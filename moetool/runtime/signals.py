@@ -9,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.models import families
-from moetool.models.router_hooks import is_beside, logits_ahead, read_logits, to_float16
+from moetool.models.router_hooks import is_unrecorded, logits_ahead, read_logits, to_float16
 from moetool.models.spec import MoeLayer
 from moetool.trace.events import ahead_scores, router_scores
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
@@ -72,7 +72,7 @@ class Signals:
         following = self._layers[start : start + self._distance]
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if is_beside():
+            if is_unrecorded():
                 return
             seen: dict[str, np.ndarray] = {}
             self._seen[layer.index] = seen

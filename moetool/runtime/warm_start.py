@@ -1,4 +1,4 @@
-"""Residents, statistics and the choice of the cache policy, in the user's cache folder from one server to the next."""
+"""Warm-start state in the user's cache folder: residents, policy statistics and the policy in force."""
 
 import logging
 import re
@@ -20,9 +20,9 @@ MOST_BYTES = 1 << 30
 """Limit of all files together; beyond it the oldest are removed."""
 _SUFFIX = ".warm.safetensors"
 _ALL = "auto"
-"""Stands for a policy's name: the state of all policies that took turns, and the one in force at the end."""
+"""Policy name in a file with the state of all policies that may take over, and the one in force at the end."""
 _REMEMBERED = (*CANDIDATES, PolicyChoice("lru"))
-_ALIKE = 0.8
+_LEAST_RATIO = 0.8
 """Smallest ratio of two pool sizes for which one policy is assumed best for both."""
 
 
@@ -61,7 +61,7 @@ def policy_in_force(spec: ModelSpec, num_slots: int) -> PolicyChoice | None:
     """
     facts = read_facts(_file(spec, _ALL), _ALL, spec.revision)
     slots = int(text) if (text := facts.get("slots", "")).isdecimal() else 0
-    if not _ALIKE <= num_slots / max(slots, 1) <= 1 / _ALIKE:
+    if not _LEAST_RATIO <= num_slots / max(slots, 1) <= 1 / _LEAST_RATIO:
         return None
     kept = (facts.get("in_force"), facts.get("pool"))
     return next((choice for choice in _REMEMBERED if (choice.policy, choice.pool) == kept), None)
@@ -84,7 +84,7 @@ def _file(spec: ModelSpec, policy: str) -> Path:
 
 
 class WarmStart:
-    """State file of one checkpoint, by name and revision, and of one policy, or all that take turns.
+    """State file of one checkpoint, by name and revision, and of one policy or all that may take over.
 
     Two servers of one model each replace the whole file; the later one wins.
 
@@ -120,7 +120,7 @@ class WarmStart:
     def restore(self) -> Sequence[int]:
         """Restore the policy's state from earlier runs.
 
-        An unusable file is left alone, with one warning, and replaced when this run is saved.
+        An unusable file causes one warning; `save` replaces it.
 
         Returns:
             Keys of the experts that were resident, the longest resident first.

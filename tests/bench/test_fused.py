@@ -123,7 +123,7 @@ def score(model: Predictor, way: str, parts: Sequences, most: int) -> dict[str, 
                 if (layer := event.layer + distance) < num_layers:
                     said = {"fused": model.scores(layer)[0]}
                     if way == "learning":
-                        f_ES = model.path.said[layer][0][0]
+                        f_ES = model.path.computed[layer][0][0]
                         said |= {name: f_ES[:, s] for s, name in enumerate(SIGNALS) if s}
                     true = events[layer].experts_TK[0]
                     tally.count(distance, layer, torch.tensor(said["fused"][None]), torch.tensor([true]), phase_T)

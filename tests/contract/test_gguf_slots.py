@@ -70,7 +70,7 @@ def test_processors_without_a_look_up_read_the_same_numbers(kind: RowKind, monke
 def test_rows_of_several_kinds_are_multiplied_as_those_of_each() -> None:
     weights = tuple(_weight(kind, 256, 1024)[0] for kind in GGML_KINDS if kind.name in ("iq2_xxs", "q4_k"))
     both = StackedWeight(weights)
-    assert both.shape == (512, 1024) and both.nbytes == sum(weight.nbytes for weight in weights)
+    assert both.shape == (512, 1024)
     for rows, dtype in ((3, torch.float32), (40, torch.bfloat16)):
         x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(rows)).to(dtype)
         assert torch.equal(both.times(x), torch.cat([weight.times(x) for weight in weights], dim=1))

@@ -16,6 +16,7 @@ from moetool.caching._residency import Residency
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy, load_unpacked
+from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import PackedWeight, Scheme, quantization_config, round_weight, to_tensors
 from moetool.models.packed_memory import held_bytes, load_packed
 from moetool.models.shards import Shards
@@ -127,8 +128,10 @@ def test_bytes_are_what_the_format_says(case: Case) -> None:
     spec, options = Checkpoint.open(case.replica).spec, OPTIONS
     full = Checkpoint.open(case.path).spec
     width = full.expert_bytes_L[0] // 4 // 3 // full.hidden_size
-    up = 2 * options.experts.weight_bytes(width, full.hidden_size, 4)
-    assert spec.slot_bytes == up + options.experts.weight_bytes(full.hidden_size, width, 4)
+    scheme = options.experts
+    format = PackQuantized(scheme.bits, scheme.group, scheme.symmetric)
+    up = 2 * format.stored_bytes(width, full.hidden_size, 4)
+    assert spec.slot_bytes == up + format.stored_bytes(full.hidden_size, width, 4)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])

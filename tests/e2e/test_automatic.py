@@ -77,7 +77,7 @@ def test_what_foresight_remembers_leaves_fewer_slots(monkeypatch: pytest.MonkeyP
     spec = make_spec(layers=6, experts=32, top_k=4)
     memory = TokenMemory(spec, 200, 8)
     for _ in range(8):
-        memory.walk()
+        memory.open_window()
     arrays = [value for value in vars(memory).values() if hasattr(value, "nbytes")]
     assert sum(array.nbytes for array in arrays) == pytest.approx(memory_bytes(spec, 200), rel=0.05)
 

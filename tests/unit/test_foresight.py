@@ -13,7 +13,7 @@ from moetool.caching.foresight import Policy
 from moetool.errors import UsageError
 from moetool.learning import token_kernels, token_memory
 from moetool.learning.predictor import Predictor, build
-from moetool.learning.token_memory import TokenMemory, WalkBatch, compile_loops
+from moetool.learning.token_memory import TokenMemory, WindowBatch, compile_loops
 from moetool.learning.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec, run_forwards
@@ -47,9 +47,9 @@ def made(name: str = "foresight", slots: int = SLOTS, **options: object) -> Resi
     return Residency(build_policy(name, SPEC, options, slots))
 
 
-def alone_in(batch: WalkBatch, number: int) -> WalkBatch:
+def alone_in(batch: WindowBatch, number: int) -> WindowBatch:
     """One request of a batch."""
-    return replace(batch, walks=[batch.walks[number]], row_R3=batch.row_R3[number : number + 1])
+    return replace(batch, windows=[batch.windows[number]], row_R3=batch.row_R3[number : number + 1])
 
 
 def test_it_learns_a_cycle_that_lru_never_hits_in() -> None:
@@ -149,7 +149,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_a_forward_that_breaks_off_leaves_a_window_that_adds_up() -> None:
     memory = TokenMemory(SPEC, 40, 8)
-    window = memory.walk()
+    window = memory.open_window()
     for number, route_LK in enumerate(walk(60)):
         broken = number % 11 == 10
         batch = memory.begin([window], [[0]])
@@ -159,7 +159,7 @@ def test_a_forward_that_breaks_off_leaves_a_window_that_adds_up() -> None:
             memory.clear(window)
             continue
         stored = min(number - number // 11, 40)
-        now_N, shared_LN = memory.now_WN[window.place], memory.shared_WLN[window.place]
+        now_N, shared_LN = memory.now_WN[window.index], memory.shared_WLN[window.index]
         assert (now_N == shared_LN.sum(0, dtype=np.int32))[:stored].all()
         memory.store(window, batch.path_TP[0])
 
@@ -189,7 +189,7 @@ def test_requests_share_forwards_and_forwards_may_break_off() -> None:
 def test_values_are_those_of_the_formula(size: int) -> None:
     """Against a plain computation from all tokens, also where the memory is full and places are used again."""
     neighbours, memory = 3, TokenMemory(SPEC, size, 3)
-    window, value_A = memory.walk(), np.zeros(64, np.float32)
+    window, value_A = memory.open_window(), np.zeros(64, np.float32)
     key_TLK = walk(40) + np.arange(SPEC.num_layers)[:, None] * SPEC.num_experts
     sets = [[set(keys) for keys in token] for token in key_TLK.tolist()]
     use_A = np.zeros(64)
@@ -285,24 +285,24 @@ def test_requests_of_a_batch_are_followed_as_if_each_were_alone() -> None:
     """Windows, similar tokens and values of four requests side by side, and the highest value of each expert."""
     routes_BTLK = np.stack([walk(30, seed=seed) for seed in range(4)])
     together = TokenMemory(SPEC, 200, 8)
-    alone = together.walk()
+    alone = together.open_window()
     for token_LK in walk(60, seed=9):  # a past that all share
         batch = together.begin([alone], [[0]])
         for layer in range(SPEC.num_layers):
             together.observe(batch, layer, [token_LK[layer].tolist()])
         together.store(alone, batch.path_TP[0])
-    walks = [together.walk() for _ in range(4)]
+    windows = [together.open_window() for _ in range(4)]
     all_A, one_A = np.zeros(64, np.float32), np.zeros(64, np.float32)
     for token in range(5):
-        batch = together.begin(walks, [[0], [1], [2], [3]])
+        batch = together.begin(windows, [[0], [1], [2], [3]])
         for layer in range(SPEC.num_layers):
             together.observe(batch, layer, routes_BTLK[:, token, layer].tolist())
             together.value(batch, 0, 64, all_A)
             expected_A = np.zeros(64, np.float32)
-            for number, window in enumerate(walks):
+            for number, window in enumerate(windows):
                 together.value(alone_in(batch, number), 0, 64, one_A)
                 expected_A = np.maximum(expected_A, one_A)
-                shared_N = together.now_WN[window.place][: 60 + 4 * token]
+                shared_N = together.now_WN[window.index][: 60 + 4 * token]
                 mine = {SPEC.expert_key(x, e) for x in range(layer + 1) for e in routes_BTLK[number, token, x].tolist()}
                 past_LK = routes_BTLK[number, token - 1]
                 before = {SPEC.expert_key(x, e) for x in range(layer + 1, 4) for e in past_LK[x].tolist()}
@@ -318,19 +318,19 @@ def test_requests_of_a_batch_are_followed_as_if_each_were_alone() -> None:
                         for now, last in zip(state["path_RP"], previous, strict=True)
                     ]
             np.testing.assert_array_equal(all_A, expected_A)
-        for number, window in enumerate(walks):
+        for number, window in enumerate(windows):
             together.store(window, batch.path_TP[number])
 
 
 def test_values_of_a_batch_are_asked_in_turns() -> None:
     """Each valuation asks a few requests anew; after enough of them, the values are those of all."""
     memory = TokenMemory(SPEC, 200, 8)
-    walks = [memory.walk() for _ in range(5)]
+    windows = [memory.open_window() for _ in range(5)]
     for token_LK in walk(20):
-        batch = memory.begin(walks, [[row] for row in range(5)])
+        batch = memory.begin(windows, [[row] for row in range(5)])
         for layer in range(SPEC.num_layers):
             memory.observe(batch, layer, [((token_LK[layer] + row) % 16).tolist() for row in range(5)])
-        for row, window in enumerate(walks):
+        for row, window in enumerate(windows):
             memory.store(window, batch.path_TP[row])
     all_A, turns_A = np.zeros(64, np.float32), np.zeros(64, np.float32)
     memory.value(batch, 0, 64, all_A)
@@ -342,17 +342,17 @@ def test_values_of_a_batch_are_asked_in_turns() -> None:
 def test_values_survive_requests_that_need_more_room() -> None:
     """Room for their values grows between two valuations; those asked before keep what they had."""
     memory = TokenMemory(SPEC, 200, 8)
-    walks = [memory.walk() for _ in range(2)]
+    windows = [memory.open_window() for _ in range(2)]
     value_A, later_A = np.zeros(64, np.float32), np.zeros(64, np.float32)
     for token_LK in walk(20):
-        batch = memory.begin(walks, [[0], [1]])
+        batch = memory.begin(windows, [[0], [1]])
         for layer in range(SPEC.num_layers):
             memory.observe(batch, layer, [((token_LK[layer] + row) % 16).tolist() for row in range(2)])
-        for row, window in enumerate(walks):
+        for row, window in enumerate(windows):
             memory.store(window, batch.path_TP[row])
     memory.value_all(batch, value_A)
-    new = [memory.walk() for _ in range(6)]
-    everyone = memory.begin([*walks, *new], [[row] for row in range(8)])
+    new = [memory.open_window() for _ in range(6)]
+    everyone = memory.begin([*windows, *new], [[row] for row in range(8)])
     memory.value_all(everyone, later_A)  # asks new requests first
     assert value_A.max() > 0 and (later_A >= value_A).all()
 
@@ -360,17 +360,17 @@ def test_values_survive_requests_that_need_more_room() -> None:
 def test_an_expert_stays_unused_where_every_request_leaves_it_so() -> None:
     """Past use, which is of whole forwards, counts once and not for each request."""
     memory, none = TokenMemory(SPEC, 200, 8), np.zeros(64, bool)
-    walks = [memory.walk() for _ in range(3)]
+    windows = [memory.open_window() for _ in range(3)]
     for token_LK in walk(30):
-        batch = memory.begin(walks, [[0], [1], [2]])
+        batch = memory.begin(windows, [[0], [1], [2]])
         for layer in range(SPEC.num_layers):
             memory.observe(batch, layer, [((token_LK[layer] + 5 * row) % 16).tolist() for row in range(3)])
             if layer + 1 == SPEC.num_layers:
                 break
             rest_E, masses, use_E = np.ones(16), [], memory.use_A[16 * layer + 16 : 16 * layer + 32].copy()
-            for row, window in enumerate(walks):
+            for row, window in enumerate(windows):
                 memory.expect(alone_in(batch, row), layer + 1, NEVER, none)
-                shared_N = memory.now_WN[window.place]
+                shared_N = memory.now_WN[window.index]
                 most = np.sort(shared_N)[::-1][:8]
                 weight_M = np.exp(-token_memory.SHARPNESS * (most[0] - most) / 8)
                 masses.append(weight_M[weight_M >= 1e-3].sum() if len(memory.state()["path_RP"]) > 8 else 0.0)
@@ -382,7 +382,7 @@ def test_an_expert_stays_unused_where_every_request_leaves_it_so() -> None:
                 share = token_memory.PRIOR / (np.mean(masses) + token_memory.PRIOR)
                 expected_E = (1 - share) * rest_E + share * (1 - use_E)
                 np.testing.assert_allclose(memory.unused_E, expected_E, atol=2e-3)
-        for row, window in enumerate(walks):
+        for row, window in enumerate(windows):
             memory.store(window, batch.path_TP[row])
 
 

@@ -181,7 +181,7 @@ def test_what_is_judged_was_hidden_and_is_not_learned_by_the_network() -> None:
     part = predictor.parts[0]
     judged_N = part.judged_N >= 0
     assert sorted(set(prepared.request_T[judged_N].tolist())) == [3]  # of fewer than four only the last
-    said_DES = part.said_JLDES[:, 1:].float()
+    said_DES = part.signals_JLDES[:, 1:].float()
     own = SIGNALS.index("own") - GIVEN
     assert not said_DES[:6, ..., own].any()  # a prompt has no path of its own before it
     index = torch.nonzero(judged_N).flatten()

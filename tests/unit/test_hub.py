@@ -181,7 +181,7 @@ def test_the_next_command_continues_what_an_earlier_one_left(hub: Hub, capsys: p
     assert [(file, first) for file, first in hub.gets if file.endswith("1.safetensors")] == [
         ("model-1.safetensors", 100_000)
     ]
-    assert "100.0 kB of them already here" in capsys.readouterr().err
+    assert "100.0 kB of them already downloaded" in capsys.readouterr().err
     for number in range(2):
         file = f"model-{number}.safetensors"
         assert (path / file).read_bytes() == (hub.folders[NAME] / file).read_bytes()

@@ -5,6 +5,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor, pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import Block, PackedWeight, Scheme, pack, round_weight, to_tensors, unpack
 
 SCHEMES = [Scheme(bits=bits, group=16, symmetric=symmetric) for bits in (2, 4, 8) for symmetric in (True, False)]
@@ -30,7 +31,7 @@ def test_files_hold_what_compressed_tensors_unpacks(scheme: Scheme) -> None:
     block = Block(tensors["layer.weight_packed"], tensors["layer.weight_scale"], zero, 48)
     assert torch.equal(PackedWeight((block, block), scheme.bits).to(torch.bfloat16), torch.cat([theirs, theirs]))
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("shape"))
-    assert stored == scheme.weight_bytes(12, 48, 2)
+    assert stored == PackQuantized(scheme.bits, scheme.group, scheme.symmetric).stored_bytes(12, 48, 2)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
