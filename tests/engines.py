@@ -23,7 +23,9 @@ from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.gate_log import ServeLog
 from moetool.runtime.own_caches import OwnCaches
+from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
+from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
 from moetool.types import ForwardInfo, GateEvent
 
 
@@ -166,6 +168,19 @@ def engine(
     )
     made.state = "ready"
     return made
+
+
+def require_replayed(
+    made: Engine, log: Path, policy: str, slots: int = 60, setup: ReplaySetup = AS_RECORDED
+) -> tuple[Trace, ReplayRow]:
+    """Close an engine, and require that a replay of its log takes its decisions; returns the log and the replay."""
+    counts = made.residency.counts
+    made.close()
+    trace = Trace(log)
+    (row,) = replay(trace, [policy], [slots * trace.spec.slot_bytes], setup)
+    assert row.counts == counts
+    assert row.digest == trace.manifest["provenance"]["decisions"]
+    return trace, row
 
 
 def run_all(batcher: Batcher | OwnCaches) -> dict[int, list[Output]]:

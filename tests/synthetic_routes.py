@@ -1,6 +1,7 @@
 """Small traces with learnable routing: each layer mostly follows from the previous one and the task."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,26 +10,15 @@ from moetool import durable
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec
+from tests import synthetic
 
 TASKS = ("arithmetic", "code", "chat")
 
 
 def make_spec(num_layers: int = 4, num_experts: int = 8, top_k: int = 2, revision: str = "a" * 64) -> ModelSpec:
     """The spec of a synthetic model."""
-    return ModelSpec(
-        name="synthetic",
-        revision=revision,
-        layer_ids_L=tuple(range(num_layers)),
-        num_experts_L=(num_experts,) * num_layers,
-        top_k_L=(top_k,) * num_layers,
-        has_logits_L=(True,) * num_layers,
-        num_shared_experts=0,
-        num_groups=1,
-        hidden_size=16,
-        expert_bytes_L=(1024,) * num_layers,
-        score_function="softmax",
-        renormalize=True,
-    )
+    made = synthetic.make_spec(num_layers, num_experts, top_k, expert_bytes=(1024,) * num_layers)
+    return replace(made, revision=revision, hidden_size=16)
 
 
 def make_routes(spec: ModelSpec, num_tokens: int, task: int, rng: np.random.Generator) -> np.ndarray:

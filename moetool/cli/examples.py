@@ -60,7 +60,6 @@ EXAMPLES = {
     ),
     "plan score": (f"moetool plan score placement.json {_SERVERS}",),
     "plan compare": (f"moetool plan compare {_SERVERS} {_CLUSTER} --planner uniform,prism,eplb --split 0.5",),
-    "plan stream": (f"moetool plan stream --trace A --trace B {_CLUSTER} --planner director --batches 8",),
     "plan migrate": (f"moetool plan migrate old.json new.json {_SERVERS} --horizon-tokens 100000 --out moves.json",),
     "plan export": (
         "moetool plan export even.json --format sglang --out even.sglang.json",

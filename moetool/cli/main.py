@@ -108,7 +108,6 @@ _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
         "placement": placement.placement,
         "score": placement.score,
         "compare": placement.compare,
-        "stream": placement.stream,
         "migrate": placement.migrate,
         "export": placement.export,
     },

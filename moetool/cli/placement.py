@@ -1,4 +1,4 @@
-"""The placement commands: `moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`."""
+"""The placement commands: `moetool plan placement`, `score`, `compare`, `migrate` and `export`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json, Overwrite, open_predictor, settable
+from moetool.cli.flags import Json, Overwrite, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
@@ -146,53 +146,6 @@ def compare(
     _print(rows, machines, setting, f"{costs}; in {rows[0].score.unit}", _c_max(options))
     for line in verdict(rows):
         tables.print_paragraph(line)
-
-
-def stream(
-    trace: Annotated[list[Path], typer.Option(help="Trace directory; requests of all traces are mixed. Repeatable.")],
-    cluster: ClusterFile,
-    planner: Annotated[str, typer.Option(help="Planner name.")] = "director",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per request; each batch has one request per GPU.")] = 64,
-    batches: Annotated[int, typer.Option(min=2, help="Number of batches.")] = 20,
-    predictor: Annotated[
-        Path | None, typer.Option(help="Directory of a trained predictor (default: recall of earlier tokens).")
-    ] = None,
-    settings: Settings = [],
-    as_json: Json = False,
-) -> None:
-    """Compare offline, reactive and proactive placement over a stream of mixed batches."""
-    from moetool.placement._cluster_file import load_cluster
-    from moetool.placement._modes import BatchStream, run_stream
-    from moetool.trace.reader import Trace
-
-    setting, options = _settings(settings)
-    for name in ("starts", "routing", "value_bytes"):
-        if name in parse_settings(settings):
-            raise UsageError(f"--set {name} has no effect here: a stream has requests on every GPU and unit costs")
-    rows = run_stream(
-        [Trace(path) for path in trace],
-        load_cluster(cluster),
-        planner,
-        options,
-        BatchStream(tokens=tokens, batches=batches),
-        predictor=open_predictor(predictor),
-        setting=setting,
-    )
-    if as_json:
-        tables.print_json([row.to_json() for row in rows])
-        return
-    tables.print_table(
-        f"{planner} on {rows[0].batches} batches of {tokens} tokens per GPU (mean over batches and layers)",
-        ["mode", "T_comp + T_comm", "share of the oracle's gain", "experts moved per batch"],
-        [
-            [r.mode, tables.significant(r.latency), tables.percent(r.share_of_truth, ".0f"), f"{r.moved:,.1f}"]
-            for r in rows
-        ],
-    )
-    tables.print_paragraph(
-        f"settings: tokens start one request per GPU; sides {setting.sides}; seed {setting.seed}; "
-        f"options {options or 'default'}"
-    )
 
 
 def migrate(

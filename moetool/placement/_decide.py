@@ -1,7 +1,7 @@
 """The one re-placement decision: whether to migrate, and by which moves.
 
-`plan stream` and `plan migrate`, the simulator, the scheduler of an edge cluster and the head of expert-parallel ranks
-all call `decide`. They differ in their observations and in the execution of a decision.
+`plan migrate`, the simulator, the scheduler of an edge cluster and the head of expert-parallel ranks all call
+`decide`. They differ in their observations and in the execution of a decision.
 """
 
 import logging

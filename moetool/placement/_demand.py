@@ -207,15 +207,11 @@ def read_batches(
     tokens: int,
     seed: int,
     uses: Callable[[str, int], bool],
-    allowed: "Callable[[Trace], Container[int]] | None" = None,
 ) -> Iterator[Batch]:
     """Read batches that mix the requests of traces: in each, every GPU of the cluster gets one piece of a request.
 
     A request of more than `tokens` tokens is cut into independent pieces of this length, without the remainder. A
     shorter one is one piece. Pieces that fill no whole batch are dropped.
-
-    Args:
-        allowed: requests of a trace that may be used (None: all).
 
     Raises:
         UsageError: there is no whole batch.
@@ -226,8 +222,7 @@ def read_batches(
         spec = spec or trace.spec
         table = trace.requests
         tasks = dict(zip(table["request"].to_pylist(), table["task"].to_pylist(), strict=True))
-        free = tasks if allowed is None else allowed(trace)
-        wanted = {request for place, request in enumerate(tasks) if uses("", place) and request in free}
+        wanted = {request for place, request in enumerate(tasks) if uses("", place)}
         rows: dict[int, list[np.ndarray]] = {}
         for batch in trace.batches():
             for request in np.unique(batch.request_T).tolist():

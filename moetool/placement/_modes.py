@@ -2,25 +2,23 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.errors import MismatchError, UsageError
+from moetool.errors import MismatchError
 from moetool.json_files import JsonRecord
 from moetool.placement import _planner as planner
 from moetool.placement._decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
-from moetool.placement._demand import Batch, Demand, held_out, planned_share, read_batches
-from moetool.placement._latency import Latency, layers_s, unit_latency
+from moetool.placement._demand import Batch, Demand
+from moetool.placement._latency import Latency, layers_s
 from moetool.placement._planner import Problem
 from moetool.placement._recall import Recall
-from moetool.types import Cluster, ModelSpec
+from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
     from moetool.learning.predictor import Predictor
-    from moetool.placement._comparing import Setting
-    from moetool.trace.reader import Trace
 
 Predict = Callable[[Batch], Demand]
 
@@ -45,74 +43,6 @@ class PlacementModeScore(JsonRecord):
     batches: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchStream:
-    """The batches of a stream.
-
-    Attributes:
-        tokens: tokens of each request; each GPU gets one request per batch.
-        batches: maximum number of batches.
-    """
-
-    tokens: int = 64
-    batches: int = 20
-
-
-def run_stream(
-    traces: Sequence["Trace"],
-    cluster: Cluster,
-    name: str,
-    options: Mapping[str, Any],
-    stream: BatchStream,
-    *,
-    predictor: "Predictor | None" = None,
-    setting: "Setting | None" = None,
-) -> list[PlacementModeScore]:
-    """Serve batches of held-out requests (every other one of each trace); the rest is the history.
-
-    Source: DIRECTOR § III and § VIII-B for the modes. The paper's reactive baseline sees the current and recent
-    batches; here it sees the last one, as in § III. Migration is assumed to fit between batches; `moved` reports its
-    size.
-
-    Args:
-        name: planner, with its options.
-        predictor: predictor of the mode `predicted` (`calibrated`), on held-out requests that it was not trained on (by
-            its card). Without one the mode uses `moetool.placement._recall.Recall`.
-
-    Raises:
-        UsageError: too few requests for two batches or a history, or the predictor was trained on a whole trace.
-        MismatchError: the predictor is of another model.
-    """
-    from moetool.placement._comparing import Setting
-
-    setting = setting or Setting()
-    if not traces:
-        raise UsageError("no trace to stream; pass --trace DIR")
-    for other in traces[1:]:
-        other.spec.require_same(traces[0].spec, "a trace", "the first trace")
-    uses = planned_share(0.5)
-    history = list(read_batches(traces, cluster, stream.tokens, setting.seed, uses))
-    allowed = _not_trained_on(predictor) if predictor is not None and predictor.card else None
-    batches = read_batches(traces, cluster, stream.tokens, setting.seed, held_out(uses), allowed)
-    coming = list(islice(batches, stream.batches))
-    if len(coming) < 2:
-        raise UsageError(f"the held-out requests make {len(coming)} batch, expected at least two; give more traces")
-    predict: Predict
-    if predictor is None:
-        predict = Recall(history)
-    else:
-        traces[0].spec.require_same(predictor.spec, "the trace", "the predictor")
-        predict = calibrated(predictor, history)
-    latency = unit_latency(cluster, sides=setting.sides)
-    return modes(coming, [demand for demand, _ in history], name, options, latency, predict, setting.seed)
-
-
-def _not_trained_on(predictor: "Predictor") -> "Callable[[Trace], frozenset[int]]":
-    from moetool.learning import unseen
-
-    return lambda trace: unseen.held_out(predictor.card, trace)
-
-
 def modes(
     coming: Sequence[Batch],
     history: Sequence[Demand],
@@ -122,7 +52,12 @@ def modes(
     predict: Predict | None = None,
     seed: int = 0,
 ) -> list[PlacementModeScore]:
-    """Score each mode on the same batches."""
+    """Score each mode on the same batches.
+
+    Source: DIRECTOR § III and § VIII-B for the modes. The paper's reactive baseline sees the current and recent
+    batches; here it sees the last one, as in § III. Migration is assumed to fit between batches; `moved` reports its
+    size.
+    """
     past = replace(history[0], tokens_GLE=np.sum([demand.tokens_GLE for demand in history], axis=0))
     problem = Problem(demand=past, latency=latency, seed=seed)
     begins = {"vanilla": planner.place("uniform", problem), "offline": planner.place(name, problem, dict(options))}

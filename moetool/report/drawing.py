@@ -62,20 +62,8 @@ def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -
         height: height in inches of a figure `WIDTH` wide.
         paint: draws into a given figure.
     """
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    # From the defaults, not the user's matplotlibrc: the same trace gives the same page.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_NUMBERS)
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        paint(figure)
-        written = io.StringIO()
-        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return _inline(key, written.getvalue(), alt)
+    unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    return _inline(key, _painted(height, paint, format="svg", metadata=unsaid).decode(), alt)
 
 
 def require_drawable(path: Path) -> None:
@@ -91,18 +79,25 @@ def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
         UsageError: the suffix is not .svg, .png or .pdf.
     """
     require_drawable(path)
+    dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
+    metadata = {dated: None} if dated else None
+    durable.write_bytes(path, _painted(height, paint, format=path.suffix[1:], dpi=150, metadata=metadata))
+
+
+def _painted(height: float, paint: Callable[["Figure"], None], **options: Any) -> bytes:
+    """Return a figure as a file; `options` are those of matplotlib's `savefig`."""
     import matplotlib
     from matplotlib.figure import Figure
 
+    # From the defaults, not the user's matplotlibrc: the same trace gives the same page.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_NUMBERS)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         paint(figure)
         drawn = io.BytesIO()
-        dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
-        figure.savefig(drawn, format=path.suffix[1:], dpi=150, metadata={dated: None} if dated else None)
-    durable.write_bytes(path, drawn.getvalue())
+        figure.savefig(drawn, **options)
+    return drawn.getvalue()
 
 
 def _inline(key: str, svg: str, alt: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from moetool.placement._demand import count_experts
 from moetool.report.sample import SampledRoutes, entropy
 from moetool.trace.diff import divergence
+from moetool.tuning.advice_counts import covered
 
 SHARES = tuple(i / 16 for i in range(17))
 """Shares of a layer's experts at which coverage is computed."""
@@ -117,20 +118,13 @@ def coverage(routes: SampledRoutes, found: Popularity) -> Coverage:
     tasks = _largest_tasks(found.tokens_QHLE)
     counted, held = found.tokens_QHLE[tasks, 0], found.tokens_QHLE[tasks, 1]
 
-    def covered(by_LE: np.ndarray, on_LE: np.ndarray) -> np.ndarray:
-        shares = []
-        for layer, num_experts in enumerate(routes.spec.num_experts_L):
-            order = np.argsort(-by_LE[layer, :num_experts], kind="stable")
-            taken = np.concatenate([[0.0], np.cumsum(on_LE[layer][order])])
-            keep = [round(share * num_experts) for share in SHARES]
-            shares.append(taken[keep] / max(taken[-1], 1.0))
-        mean: np.ndarray = np.mean(shares, axis=0)
-        return mean
+    def kept(by_LE: np.ndarray, on_LE: np.ndarray) -> list[float]:
+        return covered(routes.spec, by_LE, on_LE, SHARES)
 
     some = [i for i in range(len(tasks)) if held[i].any()]
-    own = [covered(counted[i], held[i]) for i in some]
-    other = [covered(counted[i], held[j]) for i in range(len(tasks)) for j in some if i != j and counted[i].any()]
-    mixed = [covered(counted.sum(axis=0), held[i]) for i in some]
+    own = [kept(counted[i], held[i]) for i in some]
+    other = [kept(counted[i], held[j]) for i in range(len(tasks)) for j in some if i != j and counted[i].any()]
+    mixed = [kept(counted.sum(axis=0), held[i]) for i in some]
     means = [tuple(np.mean(part, axis=0).tolist()) if part else () for part in (own, other, mixed)]
     return Coverage(tasks=len(tasks), own=means[0], other=means[1], mixed=means[2])
 

@@ -20,8 +20,6 @@ class ReportOptions:
         choices: most counted choices of routers (tokens x layers x k).
         uses: most replayed uses (distinct experts of a forward in a layer).
         score_requests: most requests whose router probabilities are read, if the trace has logits.
-        affinity_layers: absolute ids of layers whose affinity to the next is drawn (default: the strongest, the median
-            and the weakest pair).
         seed: seed of the sample.
         by: groups to compare: `task`, or the `label` of the prompt file.
         tokenizer: model whose tokenizer gives the text of tokens in the expert atlas (default: token ids).
@@ -30,7 +28,6 @@ class ReportOptions:
     choices: int = 40_000_000
     uses: int = 250_000
     score_requests: int = 128
-    affinity_layers: tuple[int, ...] = ()
     seed: int = 0
     tokenizer: str | None = None
     by: str = "task"

@@ -8,7 +8,6 @@ import numpy as np
 
 from moetool.caching._policy import MIN_SLOTS
 from moetool.config import parse_bytes
-from moetool.errors import UsageError
 from moetool.report.measures import SHARES, Coverage, Popularity, Spread, coverage, popularity, spread
 from moetool.report.reuse import Reuse, read_reuse
 from moetool.report.sample import (
@@ -128,14 +127,12 @@ def measure(
         on_progress: called with the completed percentage.
 
     Raises:
-        UsageError: the trace has no tokens; a policy is unknown or needs a predictor; the model lacks a layer of
-            `affinity_layers`.
+        UsageError: the trace has no tokens, or a policy is unknown or needs a predictor.
         MismatchError: the trace lacks a column that a policy needs, or is damaged.
         CapacityError: a budget is too small for a policy.
     """
     options = options or ReportOptions()
     spec = trace.spec
-    pairs = _asked_pairs(trace, options)
     routes = read_routes(trace, options)
     found = popularity(routes)
     chained = affinity(routes)
@@ -166,7 +163,7 @@ def measure(
         spread=spread(routes, found),
         router=router,
         affinity=chained,
-        lifts={layer: lift(routes, layer) for layer in pairs or _telling_pairs(chained)},
+        lifts={layer: lift(routes, layer) for layer in _telling_pairs(chained)},
         reuse=reuse,
         replayed=tuple(sorted(replayed)),
         replayed_tokens=sum(ends[request] for request in replayed),
@@ -174,17 +171,6 @@ def measure(
         rows=tuple(rows),
         whole_bytes=whole,
     )
-
-
-def _asked_pairs(trace: Trace, options: ReportOptions) -> list[int]:
-    """Return the layers of `affinity_layers` as indices."""
-    known = list(trace.spec.layer_ids_L[:-1])
-    if unknown := [layer for layer in options.affinity_layers if layer not in known]:
-        raise UsageError(
-            f"affinity_layers has {unknown[0]}, expected MoE layers of {trace.path} before the last: "
-            f"{', '.join(map(str, known)) or 'there is none'}"
-        )
-    return [known.index(layer) for layer in options.affinity_layers]
 
 
 def _telling_pairs(chained: Affinity) -> list[int]:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, Grammar, SamplingParams, TokenLogprob
 from moetool.serving import http_errors as refusal
 from moetool.serving import openapi, routed_answers, token_routes
-from moetool.serving import unsupported_routes as absent
 from moetool.serving.access import Access, AccessRecord, RequireKey, record_of
 from moetool.serving.connections import Connections
 from moetool.serving.detokenize import Vocabulary
@@ -27,7 +27,7 @@ from moetool.serving.http_errors import BodyLimit, Refusal
 from moetool.serving.index_page import HEADERS as PAGE_HEADERS
 from moetool.serving.index_page import index_page
 from moetool.serving.metrics import Metrics
-from moetool.serving.origins import OriginRules, Origins
+from moetool.serving.origins import CORS, OriginRules, Origins
 from moetool.serving.prompt_tokens import PromptTokens, chat_prompt, completion_prompts, echo
 from moetool.serving.replies import ChatReply, CompletionReply, Reply
 from moetool.serving.request_schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -71,7 +71,11 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s)
     if api_key is not None:
         app.add_middleware(RequireKey, api_key=api_key)
-    app.add_middleware(Origins, rules=OriginRules.of(options, keyless=api_key is None))
+    rules = OriginRules.of(options, keyless=api_key is None)
+    if rules.origins:
+        # Outside the key's layer: a preflight carries no key.
+        app.add_middleware(CORSMiddleware, allow_origins=rules.origins, **CORS)
+    app.add_middleware(Origins, rules=rules)
     app.add_middleware(Access, report=report)  # the last one added is the outermost
     refusal.install(app)
     openapi.install(app, api_key=api_key is not None)
@@ -146,7 +150,6 @@ def create_app(
         return HTMLResponse(index_page(short_name, asks_for_key=api_key is not None), headers=PAGE_HEADERS)
 
     token_routes.install(app, engine, require_model)
-    absent.install(app)
     return app
 
 

@@ -6,7 +6,6 @@ Both release text as early as it is certain and never revoke it, in time linear 
 import codecs
 import re
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -167,79 +166,29 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.matched = False
-        self._searches = [_Search(stop) for stop in stops]
-        self._held: deque[str] = deque()
-        self._num_given = 0
-        self._num_seen = 0
-        self._cut: int | None = None  # start of the leftmost complete stop string
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
 
     def push(self, text: str) -> str:
         """Return the text that can no longer be part of a stop string."""
-        if self.matched:
-            return ""
-        if not self._searches:
-            return text
-        self._held.append(text)
-        for char in text:
-            self._num_seen += 1
-            for search in self._searches:
-                if search.step(char):
-                    start = self._num_seen - len(search.stop)
-                    self._cut = start if self._cut is None else min(self._cut, start)
-            if self._cut is not None and self._undecided() >= self._cut:
-                return self._finish_at(self._cut)
-        return self._give(self._undecided())
+        return self._release(text, last=False)
 
     def finish(self) -> str:
         """Return the remaining text, cut at a complete stop string."""
+        return self._release("", last=True)
+
+    def _release(self, text: str, *, last: bool) -> str:
         if self.matched:
             return ""
-        return self._give(self._num_seen) if self._cut is None else self._finish_at(self._cut)
+        self._held += text
+        cut = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=len(self._held))
+        end = cut if last else self._undecided(cut)
+        self.matched = end == cut < len(self._held)
+        given, self._held = self._held[:end], self._held[end:]
+        return given
 
-    def _undecided(self) -> int:
-        """Start of the leftmost stop string that may still become complete."""
-        return self._num_seen - max(search.num_matched for search in self._searches)
-
-    def _finish_at(self, end: int) -> str:
-        self.matched = True
-        return self._give(end)
-
-    def _give(self, end: int) -> str:
-        """Remove and return the held text up to a position."""
-        given: list[str] = []
-        while self._held and self._num_given < end:
-            text = self._held.popleft()
-            if len(text) > end - self._num_given:
-                self._held.appendleft(text[end - self._num_given :])
-                text = text[: end - self._num_given]
-            given.append(text)
-            self._num_given += len(text)
-        return "".join(given)
-
-
-class _Search:
-    """Knuth-Morris-Pratt search for one stop string, a character at a time.
-
-    Attributes:
-        num_matched: length of the longest prefix of the stop string that ends the text.
-    """
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0
-        self._shorter = [0] * len(stop)  # longest proper prefix that is also a suffix of stop[: i + 1]
-        for i in range(1, len(stop)):
-            k = self._shorter[i - 1]
-            while k and stop[k] != stop[i]:
-                k = self._shorter[k - 1]
-            self._shorter[i] = k + (stop[k] == stop[i])
-
-    def step(self, char: str) -> bool:
-        """Consume one character; True where it completes the stop string."""
-        k = self.num_matched
-        while k and self.stop[k] != char:
-            k = self._shorter[k - 1]
-        k += self.stop[k] == char
-        complete = k == len(self.stop)
-        self.num_matched = self._shorter[k - 1] if complete else k
-        return complete
+    def _undecided(self, cut: int) -> int:
+        """Return the start of the first stop string before `cut` that may still become complete, else `cut`."""
+        starts = range(max(0, len(self._held) - self._longest + 1), cut)
+        return next((at for at in starts if any(stop.startswith(self._held[at:]) for stop in self._stops)), cut)

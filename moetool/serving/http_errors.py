@@ -80,14 +80,16 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        message = str(error.detail)
+        message, code = str(error.detail), None
         if message == _FASTAPI_WORDS:
             message = "the body cannot be read: it is not JSON in UTF-8, or nested too deeply, or has numbers too long"
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
             if request.url.path.startswith("/v1/"):
-                message += "; this server has /v1/models, /v1/completions and /v1/chat/completions"
-        return JSONResponse(error_object(message, error.status_code), error.status_code, error.headers)
+                message += "; this server has /v1/models, /v1/completions for a 'prompt' "
+                message += "and /v1/chat/completions for 'messages'"
+                code = "unknown_url" if error.status_code == 404 else None
+        return JSONResponse(error_object(message, error.status_code, code=code), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> JSONResponse:

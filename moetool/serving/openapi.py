@@ -4,8 +4,6 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from moetool.serving.unsupported_routes import ABSENT
-
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -76,8 +74,6 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     answers.pop("422", None)
     parameters = operation.setdefault("parameters", [])
     parameters.append(_REQUEST_ID)
-    if path in ABSENT:
-        answers["404"] = _answer("Always: not supported; the message names the alternative")
     if path == "/health":
         answers["503"] = {"description": "Requests are not accepted; `status` gives the reason"}
     if path.startswith("/v1/models/"):

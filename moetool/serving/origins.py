@@ -1,4 +1,4 @@
-"""Access of web pages to the server: the Host and Origin of a request, and CORS.
+"""Access of web pages to the server: the Host and Origin of a request.
 
 A browser lets any page send requests to a loopback address, and a page whose name has been rebound to 127.0.0.1 may
 read the answers. Both show in headers that a page cannot change.
@@ -6,20 +6,23 @@ read the answers. Both show in headers that a page cannot change.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moetool.serving.http_errors import error_object
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.web_names import ANY, DEFAULT_PORTS, host_name, is_address, name_in, origin_name
 
-_METHODS = "GET, POST"
-_EXPOSED = "x-request-id, retry-after"
-_PREFLIGHT_AGE_S = 600
+CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),
+    "expose_headers": ("x-request-id", "retry-after"),
+}
+"""Rights of the pages in `OriginRules.origins`, for Starlette's CORSMiddleware."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +56,10 @@ class OriginRules:
         # Every browser sends a Host, so a client without one is not a browser.
         if host is not None and (self.keyless or self.hosts) and not self._serves(host):
             return f"this server does not answer for the host {host[:200]!r}; allow its name with --allowed-host NAME"
-        if origin is not None and self.keyless and not (self.shares_with(origin) or _same(origin, host)):
+        shared = ANY in self.origins or origin in self.origins
+        if origin is not None and self.keyless and not (shared or _same(origin, host)):
             return f"pages of {origin[:200]!r} may not use this server; allow them with --cors-origin ORIGIN"
         return None
-
-    def shares_with(self, origin: str) -> bool:
-        """Whether pages of an origin may read answers."""
-        return ANY in self.origins or origin.lower() in self.origins
 
     def _serves(self, host: str) -> bool:
         name = name_in(host)
@@ -69,49 +69,18 @@ class OriginRules:
 
 
 class Origins:
-    """Middleware: applies `OriginRules`, answers preflights, and lets allowed pages read answers."""
+    """Middleware: applies `OriginRules`."""
 
     def __init__(self, app: ASGIApp, *, rules: OriginRules) -> None:
         self._app = app
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        if (why := self._rules.refusal(headers)) is not None:
+        why = self._rules.refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        if why is not None:
             await JSONResponse(error_object(why, 403, code="origin_refused"), 403)(scope, receive, send)
             return
-        if origin is None or not self._rules.shares_with(origin):
-            await self._app(scope, receive, self._varied(send))
-            return
-        allowed = {"Access-Control-Allow-Origin": origin}
-        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-            # A preflight carries no key, so it is answered before the key is checked.
-            allowed |= {
-                "Access-Control-Allow-Methods": _METHODS,
-                "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "authorization"),
-                "Access-Control-Max-Age": str(_PREFLIGHT_AGE_S),
-                "Vary": "Origin",
-            }
-            await Response(status_code=204, headers=allowed)(scope, receive, send)
-            return
-        await self._app(scope, receive, self._varied(send, {**allowed, "Access-Control-Expose-Headers": _EXPOSED}))
-
-    def _varied(self, send: Send, extra: dict[str, str] | None = None) -> Send:
-        if not self._rules.origins:
-            return send
-
-        async def varied(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers.update(extra or {})
-                headers.add_vary_header("Origin")
-            await send(message)
-
-        return varied
+        await self._app(scope, receive, send)
 
 
 def _same(origin: str, host: str | None) -> bool:

@@ -12,8 +12,6 @@ from moetool.placement._replacement_record import ReplacementRecord
 from moetool.simulation.event_loop import EventLoop
 
 PERCENTILES = (50, 90, 95, 99)
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
 _MIGRATION = (
     *("at_s", "calls_before", "calls_after", "saved_s", "cost_s", "worth_it", "made", "copies", "bytes"),
     *("plan_s", "waited_s", "done_s"),
@@ -164,8 +162,9 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     count = len(values)
     if count < 2:
         return float(values[0]), None
-    t = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
-    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(count)
+    from scipy.special import stdtrit
+
+    return float(np.mean(values)), float(stdtrit(count - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
 def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[ReplacementRecord]) -> Simulated:

@@ -9,10 +9,8 @@ conversation, so it is scored on the second half of the new tokens. Prefetching 
 `known_routes` is foresight that also knows the experts of the next layer, or of the next 48, and keeps those.
 """
 
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,16 +24,14 @@ from moetool.formats._model_facts import ModelFacts
 from moetool.learning.predictor import Predictor, build
 from moetool.learning.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from tests.published_routes import DEEPSEEK, QWEN, needs_routes
 from tests.synthetic import make_forward
 
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
-ROUTES = SHARED / "data" / "routes" / "deepseek_v2_lite"
-CONVERSATION = SHARED / "data" / "routes" / "bigmoeonedge" / "qwen3_30b_a3b.route.csv"
 SHARES = (0.125, 0.25, 0.5)
 WARM, SCORED = 1000, 1500
 OFF: dict[str, object] = {"prefetch": False}
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")]
+pytestmark = [pytest.mark.slow, needs_routes]
 
 Sequences = list[np.ndarray]
 ORACLES = ("next layer known", "next 48 layers known")
@@ -54,14 +50,14 @@ COLD_RUNS: list[Run] = [
 
 def sequences(task: str) -> tuple[ModelSpec, Sequences]:
     """The spec, and experts [T, L, K] of each sequence."""
-    routes = topk_parquet.read_routes(ROUTES / f"{task}.parquet", ModelFacts())
+    routes = topk_parquet.read_routes(DEEPSEEK / f"{task}.parquet", ModelFacts())
     shape = (-1, routes.spec.num_layers, routes.spec.top_k_L[0])
     return routes.spec, [sequence.experts_TS.astype(np.int64).reshape(shape) for sequence in routes.sequences]
 
 
 def conversation() -> tuple[ModelSpec, Sequences]:
     """Qwen3's spec, and experts [T, L, K] of the new tokens."""
-    routes = route_csv.read_routes(CONVERSATION, ModelFacts())
+    routes = route_csv.read_routes(QWEN, ModelFacts())
     (sequence,) = routes.sequences
     new_T = slice(len(sequence.experts_TS) - 128, None)
     experts_TS = sequence.experts_TS[new_T].astype(np.int64)

@@ -3,17 +3,14 @@
 python -m pytest tests/bench/test_placement_reach.py -m '' -s
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from moetool.formats._import import import_trace
 from moetool.learning import predictor
 from moetool.learning.tokens import Tokens
 from moetool.placement import annealing, director, prism_exact
@@ -27,22 +24,14 @@ from moetool.placement._scoring import latency_bound, score
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 from tests.clusters import make_cluster
+from tests.published_routes import TASKS, by_task, needs_routes
 from tests.regression import regressed
 from tests.synthetic import make_spec
-
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
-ROUTES = SHARED / "data" / "routes" / "deepseek_v2_lite"
-TASKS = ("intent", "law", "translation")
-
-needs_routes = pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    folder = tmp_path_factory.mktemp("routes")
-    for task in TASKS:
-        import_trace([ROUTES / f"{task}.parquet"], "topk_parquet", folder / task, tokens_as="prefill")
-    return {task: Trace(folder / task) for task in TASKS}
+    return by_task(tmp_path_factory.mktemp("routes"))
 
 
 def _cluster(spec: ModelSpec, slots: dict[str, list[int]]) -> Cluster:

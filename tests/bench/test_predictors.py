@@ -40,10 +40,7 @@ from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
 from moetool.tuning.profile import ProfileOptions, profile
 from moetool.tuning.replay import ReplaySetup, replay
-
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
-DEEPSEEK = SHARED / "data" / "routes" / "deepseek_v2_lite"
-QWEN = SHARED / "data" / "routes" / "bigmoeonedge" / "qwen3_30b_a3b.route.csv"
+from tests.published_routes import DEEPSEEK, QWEN
 
 PROMPTS, NEW_TOKENS, AHEAD = 12, 32, 6
 UNSEEN = "code"

@@ -45,7 +45,8 @@ from moetool.runtime.prompt_chunks import LEAST_WAITED_CHUNK
 from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MemorySplit, divide
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests import families
-from tests.bench.test_foresight import ROUTES, sequences
+from tests.bench.test_foresight import sequences
+from tests.published_routes import needs_routes
 from tests.synthetic import DEEPSEEK_V2_LITE, make_forward
 
 pytestmark = pytest.mark.slow
@@ -317,7 +318,7 @@ def test_four_requests(family: str, layers_and_experts: tuple[int, int, int], tm
     print_ratios(f"{family}, {layers} layers, {top_k} of {experts}", made.spec, *streams, slots)
 
 
-@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+@needs_routes
 def test_four_requests_of_published_routes() -> None:
     """120 prompt tokens and 60 new ones of each, of one task and of two."""
     spec, law = sequences("law")
@@ -342,7 +343,7 @@ def test_four_requests_of_published_routes() -> None:
         print_ratios(f"DeepSeek-V2-Lite, {title}", spec, turn, both, round(SHARE * spec.total_experts))
 
 
-@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+@needs_routes
 def test_second_start_on_published_routes() -> None:
     """Hits of the first 50 tokens of another request, by what a first run of 600 tokens has left."""
     spec, law = sequences("law")
@@ -411,7 +412,7 @@ def test_default_settings_on_the_embedded_model(
     print(f"  {read['without flags'] / best:.3f} x the best by hand")
 
 
-@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+@needs_routes
 @pytest.mark.parametrize(("count", "prompt", "new"), [(12, 120, 120), (6, 2000, 200)])
 def test_default_settings_on_published_routes(count: int, prompt: int, new: int) -> None:
     """Loads of DeepSeek-V2-Lite without flags over those with KV cache and chunk of exactly the longest request.
@@ -438,7 +439,7 @@ def test_default_settings_on_published_routes(count: int, prompt: int, new: int)
     print(f"  {ours} loads without flags, {ours / best:.3f} x the best")
 
 
-@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+@needs_routes
 @pytest.mark.parametrize("kv_tokens", [None, 1024, 8192])
 def test_chats_by_size_of_the_cache_on_published_routes(kv_tokens: int | None) -> None:
     """Loads of two chats without flags, and with KV caches of a fixed size in the same memory."""

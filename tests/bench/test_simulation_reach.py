@@ -3,7 +3,6 @@
 python -m pytest tests/bench/test_simulation_reach.py -m '' -s
 """
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,22 +19,17 @@ from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.sweep import resize, sweep
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
+from tests.published_routes import DEEPSEEK, TASKS, by_task, needs_routes
 
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
-ROUTES = SHARED / "data" / "routes" / "deepseek_v2_lite"
-TASKS = ("intent", "law", "translation")
 SEEDS = range(5)
 T_95 = 2.776  # Student's t, four degrees of freedom
 
-pytestmark = pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+pytestmark = needs_routes
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    folder = tmp_path_factory.mktemp("routes")
-    for task in TASKS:
-        import_trace([ROUTES / f"{task}.parquet"], "topk_parquet", folder / task, tokens_as="prefill")
-    return {task: Trace(folder / task) for task in TASKS}
+    return by_task(tmp_path_factory.mktemp("routes"))
 
 
 def _edge(spec: ModelSpec, bits_s: float = 500e6) -> Cluster:
@@ -141,7 +135,7 @@ def test_the_order_of_modes_in_director_figure_7(tmp_path: Path, lookahead: str)
     A GPU has eight experts of each layer, and room for half as many more while they move. Proactive is below offline,
     offline below reactive, and that below uniform, whether migration is free or overlaps with serving.
     """
-    files = [ROUTES / f"{task}.parquet" for task in TASKS]
+    files = [DEEPSEEK / f"{task}.parquet" for task in TASKS]
     trace = Trace(import_trace(files, "topk_parquet", tmp_path / "mixed", tokens_as="prefill").out)
     gpu = Gpu(memory_bytes=12 * trace.spec.num_layers * trace.spec.slot_bytes, host_to_device_bytes_s=400e9)
     node = Cluster(servers=(Server(name="node", gpus=(gpu,) * 8, gpu_link_bytes_s=200e9),))

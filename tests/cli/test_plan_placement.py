@@ -1,4 +1,4 @@
-"""`moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`, as a user calls them."""
+"""`moetool plan placement`, `score`, `compare`, `migrate` and `export`, as a user calls them."""
 
 import json
 from dataclasses import asdict
@@ -68,7 +68,7 @@ def test_from_traces_to_plans_scores_and_migrations(run: Run, folder: Path, tmp_
     )
 
 
-def test_planners_side_by_side_and_on_a_stream(run: Run, folder: Path) -> None:
+def test_planners_side_by_side(run: Run, folder: Path) -> None:
     code, out, _ = run(
         "compare", *_inputs(folder), "--planner", "prism,prism_exact", "--unseen-task", folder / "unseen"
     )
@@ -78,9 +78,6 @@ def test_planners_side_by_side_and_on_a_stream(run: Run, folder: Path) -> None:
     assert code == 0 and "c_max 5 for annealing; " in out
     code, out, _ = run("compare", *_inputs(folder), "--planner", "uniform", "--json")
     assert [row["requests"] for row in json.loads(out)] == ["planned on", "held out"]
-    code, out, err = run("stream", "--trace", folder / "a", _inputs(folder)[2], "--tokens", 4, "--json")
-    assert (code, err) == (0, "")
-    assert [row["mode"] for row in json.loads(out)] == ["vanilla", "offline", "reactive", "proactive", "predicted"]
 
 
 def test_a_plan_is_scored_as_it_was_made(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -132,12 +129,7 @@ def test_what_cannot_be_exported_or_compared_is_said_in_one_line(run: Run, folde
         (["compare", *_inputs(folder), "--set", "prizm.fill=true"], "write PLANNER.OPTION=VALUE"),
         (["compare", *_inputs(folder), "--planner", ","], "no planner to compare, expected some of annealing"),
         (["compare", *_inputs(folder), "--unseen-task", folder / "a"], "is the trace of server a, expected"),
-        (
-            ["stream", _inputs(folder)[2], "--trace", folder / "a", "--set", "starts=first"],
-            "--set starts has no effect",
-        ),
         (["score", plan, *_inputs(folder)[:2], "--set", "kicks=1"], "'kicks' is unknown here"),
-        (["stream", _inputs(folder)[2], "--trace", folder / "none"], "no trace at"),
     ):
         code, out, err = run(*args)
         assert (code, out) == (2, ""), err

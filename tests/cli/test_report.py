@@ -22,17 +22,17 @@ def test_the_page_is_written_and_its_sentences_printed(
     printed = capsys.readouterr().out
     assert printed.startswith(f"{page}: synthetic, ")
     assert "  Which cache policy? " in printed
-    small = ("--policy", "lru", "--budget", "25%", "--set", "report.uses=2000", "--set", "report.affinity_layers=[3]")
+    small = ("--policy", "lru", "--budget", "25%", "--set", "report.uses=2000")
     assert _run(monkeypatch, trace, "--out", page, *small) == 2
     assert "exists already" in capsys.readouterr().err
     assert _run(monkeypatch, trace, "--out", page, *small, "--json", "--overwrite") == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert list(numbers["affinity"]["lift_EE"]) == ["3"]
+    assert len(numbers["affinity"]["lift_EE"]) == 3
     assert [row["policy"] for row in numbers["replay"]] == ["lru", "belady"]
     assert numbers["findings"][0]["topic"] == "caching"
     assert any("Router probabilities have an entropy of" in finding["text"] for finding in numbers["findings"])
     text = page.read_text(encoding="utf-8")
-    assert "layers 3 to 4" in text and "Entropy of the routers&#39; own probabilities" in text
+    assert "Expert affinity" in text and "Entropy of the routers&#39; own probabilities" in text
     style, body = text.split("</style>")
     assert "prefers-color-scheme: dark" in style and "#0072b2" in style and "#0072b2" not in body
     assert '<td class="text">lru' in body  # sentences are wrapped, not cut off

@@ -366,24 +366,10 @@ def test_other_errors(url: str, client: openai.OpenAI) -> None:
     assert get(url, "/v1/completions")[0] == 405 and '"error"' in get(url, "/v1/completions")[2]
 
 
-def test_what_other_servers_have(url: str, client: openai.OpenAI) -> None:
-    with pytest.raises(
-        openai.NotFoundError, match=r"no /v1/responses: .* 'messages' to /v1/chat/completions"
-    ) as caught:
+def test_what_other_servers_have(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"/v1/responses; .* /v1/chat/completions for 'messages'") as caught:
         client.responses.create(model="reference", input="hello")
     assert caught.value.code == "unknown_url"
-    with pytest.raises(openai.NotFoundError, match="does not compute embeddings"):
-        client.embeddings.create(model="reference", input="hello")
-    with pytest.raises(openai.NotFoundError, match="text from text"):
-        client.images.generate(model="reference", prompt="a cat")
-    with pytest.raises(openai.NotFoundError, match="text from text"):
-        client.audio.speech.create(model="reference", input="a", voice="alloy")
-    for path in ("/v1/responses/resp_1", "/v1/files", "/v1/fine_tuning/jobs", "/v1/threads/t/runs"):
-        status, _, text = get(url, path)
-        assert status == 404 and json.loads(text)["error"]["code"] == "unknown_url", path
-    paths = json.loads(get(url, "/openapi.json")[2])["paths"]
-    assert set(paths["/v1/responses"]["post"]["responses"]) == {"404", "503"}
-    assert "/v1/chat/completions" in paths["/v1/responses"]["post"]["description"]
 
 
 def test_large_bodies(url: str) -> None:

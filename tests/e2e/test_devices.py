@@ -20,11 +20,10 @@ from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.runtime.device_stores import Stores, open_stores
 from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, Phase
 from tests import families
-from tests.engines import AllHosted, Answered, Chaos, Hosting, engine, every_read_fails_once, generate
+from tests.engines import AllHosted, Answered, Chaos, Hosting, engine, every_read_fails_once, generate, require_replayed
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
 SLOT = 73_728
@@ -103,15 +102,12 @@ def test_replay_decides_as_serve_did(
         made.step()
     while not made.idle:
         made.step()
-    counts, num_slots = made.residency.counts, made.store.num_slots
-    made.close()
-    trace = Trace(tmp_path / "log")
-    budget = slots * trace.spec.slot_bytes
-    (row,) = replay(trace, [policy], [budget], ReplaySetup(options={policy: options}, **asked))
-    assert (row.slots, row.devices) == (num_slots, devices)
-    assert row.counts == counts and counts.needed > 300
-    assert row.digest == trace.manifest["provenance"]["decisions"]
-    (other,) = replay(trace, [policy], [budget], ReplaySetup(options={policy: options}, predictor=predictor))
+    trace, row = require_replayed(
+        made, tmp_path / "log", policy, slots, ReplaySetup(options={policy: options}, **asked)
+    )
+    assert (row.slots, row.devices) == (made.store.num_slots, devices) and row.counts.needed > 300
+    one_device = ReplaySetup(options={policy: options}, predictor=predictor)
+    (other,) = replay(trace, [policy], [slots * trace.spec.slot_bytes], one_device)
     assert other.digest != row.digest
 
 

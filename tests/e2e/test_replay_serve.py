@@ -23,7 +23,7 @@ from moetool.runtime.copies import stride_of
 from moetool.runtime.engine import Engine
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import SERVED, ReplaySetup, replay
-from tests.engines import engine
+from tests.engines import engine, require_replayed
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
 
@@ -76,18 +76,12 @@ def test_replay_decides_as_serve_did(
     made.cancel(requests[3])
     while not made.idle:
         made.step()
-    counts, num_slots = made.residency.counts, made.store.num_slots
-    made.close()
+    trace, row = require_replayed(made, log, policy, slots, ReplaySetup(predictor=predictor))
     if policy == "layerwise":
-        assert made.store.stats.reads == counts.loads  # nothing of a whole layer is spared, needed or not
-
-    trace = Trace(log)
+        assert made.store.stats.reads == row.counts.loads  # nothing of a whole layer is spared, needed or not
     assert trace.manifest["composition"] == {"kind": "log"}
-    (row,) = replay(trace, [policy], [slots * trace.spec.slot_bytes], ReplaySetup(predictor=predictor))
-    assert row.slots == num_slots
-    assert row.counts == counts
-    assert row.digest == trace.manifest["provenance"]["decisions"]
-    assert counts.needed > 500
+    assert row.slots == made.store.num_slots
+    assert row.counts.needed > 500
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -97,13 +91,8 @@ def test_replay_decides_as_serve_did_with_predictions_on_a_thread(
     options = {"lag": lag, "slots_per_layer": 7}
     made = engine(reference, tokenizer, "duoserve", 60, predictor=predictor, log=tmp_path / "log", options=options)
     _answer_all(made, tokenizer, 3, 2)
-    counts = made.residency.counts
-    made.close()
-    trace = Trace(tmp_path / "log")
     setup = ReplaySetup(predictor=predictor, options={"duoserve": options})
-    (row,) = replay(trace, ["duoserve"], [60 * trace.spec.slot_bytes], setup)
-    assert row.counts == counts and counts.prefetched
-    assert row.digest == trace.manifest["provenance"]["decisions"]
+    assert require_replayed(made, tmp_path / "log", "duoserve", setup=setup)[1].counts.prefetched
 
 
 @pytest.mark.parametrize("policy", ["foresight", "moe_infinity"])
@@ -128,13 +117,8 @@ def test_replay_decides_as_serve_did_where_a_request_is_cancelled_while_others_a
         made.submit(prompt, params, lambda output: None)
     while not made.idle:
         made.step()
-    counts = made.residency.counts
-    made.close()
-    trace = Trace(tmp_path / "log")
+    trace, _ = require_replayed(made, tmp_path / "log", policy)
     assert [request for _, request in trace.manifest["provenance"]["ends"]] == [first]
-    (row,) = replay(trace, [policy], [60 * trace.spec.slot_bytes])
-    assert row.counts == counts
-    assert row.digest == trace.manifest["provenance"]["decisions"]
 
 
 @pytest.mark.parametrize("policy", ["lfru", "foresight"])
@@ -145,15 +129,9 @@ def test_replay_decides_as_serve_did_with_slots_for_each_layer(
     slots = equal_slots(Checkpoint.open(reference).spec, 60, 0.8)
     made = engine(reference, tokenizer, policy, 60, log=log, layer_slots=slots)
     _answer_all(made, tokenizer, 3, 2)
-    counts = made.residency.counts
-    made.close()
-    trace = Trace(log)
-    budget = 60 * trace.spec.slot_bytes
-    (row,) = replay(trace, [policy], [budget], ReplaySetup(layer_slots=slots))
-    assert row.counts == counts and counts.kept
-    assert row.digest == trace.manifest["provenance"]["decisions"]
-    (one,) = replay(trace, [policy], [budget])
-    assert one.digest != row.digest
+    trace, row = require_replayed(made, log, policy, setup=ReplaySetup(layer_slots=slots))
+    (one,) = replay(trace, [policy], [60 * trace.spec.slot_bytes])
+    assert row.counts.kept and one.digest != row.digest
 
 
 @pytest.mark.parametrize("name", ["gate_ahead", "promoe", "lstm", "cascade", "activation_matrix"])
@@ -167,16 +145,10 @@ def test_replay_decides_as_serve_did_with_every_kind_of_signal(
     if name == "activation_matrix":
         experts_TPK = torch.randint(0, 32, (200, 8, 4))
         predictor.count(Tokens(experts_TPK=experts_TPK, request_T=torch.arange(200) // 20))
-    log = tmp_path / "log"
-    made = engine(reference, tokenizer, "promoe", 60, predictor=predictor, log=log)
+    made = engine(reference, tokenizer, "promoe", 60, predictor=predictor, log=tmp_path / "log")
     _answer_all(made, tokenizer, 3, 2)
-    counts = made.residency.counts
-    made.close()
-    trace = Trace(log)
-    again = copy.deepcopy(predictor)
-    (row,) = replay(trace, ["promoe"], [60 * trace.spec.slot_bytes], ReplaySetup(predictor=again))
-    assert row.counts == counts and counts.prefetch_loads
-    assert row.digest == trace.manifest["provenance"]["decisions"]
+    setup = ReplaySetup(predictor=copy.deepcopy(predictor))
+    assert require_replayed(made, tmp_path / "log", "promoe", setup=setup)[1].counts.prefetch_loads
 
 
 @pytest.mark.parametrize("policy", ["smoe", "hybrimoe"])
@@ -186,14 +158,10 @@ def test_replay_decides_by_the_costs_that_the_server_measured(
     log = tmp_path / "log"
     made = engine(reference, tokenizer, policy, 60, log=log, options={"live": True}, host_memory_bytes=40 * 73_728)
     _answer_all(made, tokenizer, 4, 3)
-    counts = made.residency.counts
-    made.close()
-    trace = Trace(log)
+    trace, row = require_replayed(made, log, policy, setup=ReplaySetup(options={policy: {"live": True}}))
     costs = trace.manifest["provenance"]["costs"]
-    assert counts.hosted and counts.missed and costs and all(load_s > 0 and host_s > 0 for _, load_s, host_s in costs)
-    (row,) = replay(trace, [policy], [60 * trace.spec.slot_bytes], ReplaySetup(options={policy: {"live": True}}))
-    assert row.counts == counts
-    assert row.digest == trace.manifest["provenance"]["decisions"]
+    assert row.counts.hosted and row.counts.missed
+    assert costs and all(load_s > 0 and host_s > 0 for _, load_s, host_s in costs)
     trace.manifest["provenance"]["costs"] = [[0, 1.0, "a"]]
     with pytest.raises(MismatchError, match=r"costs\.0: .*a forward and two times"):
         replay(trace, [policy], [60 * trace.spec.slot_bytes])
@@ -271,8 +239,7 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
                     assert sizes["expert_slots"] + sizes["lent_by_expert_slots"] == made.store.pool_bytes
                     seen.add((made.residency.lent, sizes["kv_cache"]))
         answers.append(tokens)
-        counts = made.residency.counts
-        made.close()
+        assert require_replayed(made, log, SERVED)[1].counts.kept
         lent = [slots for slots, _ in seen]
         assert (max(lent) > 10) == bool(kept)
         caches = {num_bytes for _, num_bytes in seen}
@@ -281,8 +248,4 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
             assert made.batcher.evicted_pages > 0
         else:
             assert len(caches) == 1 and min(lent) == 0
-        trace = Trace(log)
-        (row,) = replay(trace, [SERVED], [60 * trace.spec.slot_bytes])
-        assert row.counts == counts and counts.kept
-        assert row.digest == trace.manifest["provenance"]["decisions"]
     assert answers[0] == answers[1] == answers[2]

@@ -17,7 +17,6 @@ from moetool.request import SamplingParams, Sink, TokenLogprob
 from moetool.serving.chat import Conversation
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.status_line import Rates
-from moetool.serving.unsupported_routes import ABSENT
 from tests.scripted_engine import ScriptedEngine
 from tests.servers import client_of, connect, eventually, get, post, serving
 
@@ -230,15 +229,16 @@ def test_a_page_in_a_browser_cannot_ask(kind: str) -> None:
 
 def test_what_is_not_served_is_said() -> None:
     with serving(ScriptedEngine()) as (url, _):
-        for path in ("/v1/nothing", "/v1/responsesx"):
+        for path in ("/v1/nothing", "/v1/responses"):
             status, body = post(url, path, {"model": "reference", "input": "a"})
             assert status == 404 and f"{path}; this server has /v1/models, /v1/completions" in body["error"]["message"]
+            assert body["error"]["code"] == "unknown_url"
         paths = json.loads(get(url, "/openapi.json")[2])["paths"]
         answers = paths["/v1/completions"]["post"]["responses"]
         assert set(answers) == {"200", "400", "404", "408", "413", "429", "503"}
         served = {"/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions"}
         others = {"/", "/health", "/metrics", "/stats", "/tokenize", "/detokenize"}
-        assert set(paths) == served | others | set(ABSENT)
+        assert set(paths) == served | others
 
 
 def test_the_description_says_what_is_taken_and_given() -> None:

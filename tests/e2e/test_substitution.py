@@ -12,9 +12,8 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import FAMILIES
 from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine
-from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
-from tests.engines import engine, generate
+from tests.engines import engine, generate, require_replayed
 
 COSTS = {"load_s": 3.0, "host_s": 1.0}
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
@@ -65,13 +64,9 @@ def test_replay_substitutes_as_serve_did(
         made.step()
     while not made.idle:
         made.step()
-    counts = made.residency.counts
-    made.close()
-    trace = Trace(tmp_path / "log")
+    trace, row = require_replayed(made, tmp_path / "log", "smoe", slots, ReplaySetup(options={"smoe": options}))
+    counts = row.counts
     assert trace.columns >= {"experts", "logits"} | ({"ahead"} if options.get("prefetch", True) else set())
-    (row,) = replay(trace, ["smoe"], [slots * trace.spec.slot_bytes], ReplaySetup(options={"smoe": options}))
-    assert row.counts == counts
-    assert row.digest == trace.manifest["provenance"]["decisions"]
     (other,) = replay(
         trace, ["smoe"], [slots * trace.spec.slot_bytes], ReplaySetup(options={"smoe": {**options, "alpha": 0}})
     )

@@ -12,7 +12,7 @@ from moetool.learning import predictor
 from moetool.learning.tokens import Tokens
 from moetool.placement._demand import Demand, count_experts, planned_share, read_batches
 from moetool.placement._latency import unit_latency
-from moetool.placement._modes import Batch, BatchStream, calibrated, modes, run_stream
+from moetool.placement._modes import Batch, calibrated, modes
 from moetool.placement._planner import Problem
 from tests.clusters import make_cluster, make_problem
 from tests.regression import regressed
@@ -51,41 +51,15 @@ def test_a_stream_is_made_of_held_out_requests(tmp_path: Path) -> None:
     affinity = predictor.build("affinity", spec)
     routes = np.concatenate([rows.reshape(len(rows), 3, 2) for _, parts in history for _, rows in parts])
     affinity.count(Tokens(experts_TPK=torch.from_numpy(routes.astype(np.int16))))
-    rows = run_stream([trace], cluster, "smartmoe", {}, BatchStream(tokens=4, batches=3), predictor=affinity)
+    past = [demand for demand, _ in history]
+    rows = modes(coming[:3], past, "smartmoe", {}, unit_latency(cluster), calibrated(affinity, history))
     assert [row.mode for row in rows] == ["vanilla", "offline", "reactive", "proactive", "predicted"]
     guess = calibrated(affinity, history)(coming[0])
     assert (guess.tokens_GLE[:, 0] == coming[0][0].tokens_GLE[:, 0]).all()
     assert guess.tokens_GLE.sum() == pytest.approx(coming[0][0].tokens_GLE.sum(), rel=0.3)
     Problem(demand=replace(guess), latency=unit_latency(cluster))
-
-
-def test_a_stream_has_no_request_that_the_predictor_was_trained_on(tmp_path: Path) -> None:
-    spec, cluster = make_spec(), make_cluster([[12, 12]])
-    trace = write_trace(tmp_path / "t", spec, num_requests=12)
-    affinity = predictor.build("affinity", spec)
-    routes = next(iter(trace.batches())).experts_TS.reshape(-1, 3, 2)
-    affinity.count(Tokens(experts_TPK=torch.from_numpy(routes.astype(np.int16))))
-
-    def trained_on(train: list[int]) -> None:
-        test = sorted(set(range(12)) - set(train))
-        affinity.card = {
-            "trace": {"sha256": trace.sha256},
-            "requests": {"train": train, "test": test},
-            "seen_prompts": [],
-        }
-
-    def batches() -> int:
-        return run_stream([trace], cluster, "smartmoe", {}, BatchStream(tokens=11, batches=9), predictor=affinity)[
-            0
-        ].batches
-
-    trained_on([1, 3, 5, 7, 9, 11])  # the history
-    assert batches() == 3
-    trained_on([0, 1, 3, 5, 7, 9, 11])  # and one of the six that are streamed
-    assert batches() == 2
-    trained_on([0, 2, 4, 6, 8, 10])
-    with pytest.raises(UsageError, match="0 pieces of requests make no batch"):
-        batches()
+    with pytest.raises(UsageError, match="make no batch of 2 GPUs"):
+        next(read_batches([trace], cluster, 400, 0, lambda server, place: place == 0))
 
 
 def test_a_regression_learns_what_follows_from_the_first_layer() -> None:
@@ -99,12 +73,3 @@ def test_a_regression_learns_what_follows_from_the_first_layer() -> None:
 
     guess = regressed([batch(seed) for seed in range(20)], penalty=1e-6)(batch(99))
     assert np.abs(guess.tokens_GLE - batch(99)[0].tokens_GLE).max() < 1e-3
-
-
-def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    cluster = make_cluster([[12, 12, 12]])
-    trace = write_trace(tmp_path / "t", make_spec(), num_requests=3)
-    with pytest.raises(UsageError, match="no trace to stream"):
-        run_stream([], cluster, "smartmoe", {}, BatchStream(tokens=4, batches=3))
-    with pytest.raises(UsageError, match="make no batch of 3 GPUs"):
-        run_stream([trace], cluster, "smartmoe", {}, BatchStream(tokens=400, batches=3))

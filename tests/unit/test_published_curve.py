@@ -5,25 +5,22 @@ authors have the textbook's, which gives up nothing of an event before the event
 """
 
 import csv
-import os
-from pathlib import Path
 
 import pytest
 
 from moetool.formats._import import import_trace
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
+from tests.published_routes import QWEN, needs_routes
 
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
-ROUTES = SHARED / "data" / "routes" / "bigmoeonedge"
 TOLERANCES = {"lru": 0.02, "lfu": 0.01, "belady": 0.001}  # points, of the 100 of a hit rate
 
-pytestmark = pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+pytestmark = needs_routes
 
 
 @pytest.fixture(scope="module")
 def published() -> dict[tuple[str, int], dict[str, str]]:
-    with (ROUTES / "qwen3_30b_a3b.curve.csv").open() as file:
+    with QWEN.with_name("qwen3_30b_a3b.curve.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["policy"] in TOLERANCES]
     return {(row["policy"], int(row["budget_mib"]) << 20): row for row in rows}
 
@@ -31,7 +28,7 @@ def published() -> dict[tuple[str, int], dict[str, str]]:
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     out = tmp_path_factory.mktemp("published") / "trace"
-    import_trace([ROUTES / "qwen3_30b_a3b.route.csv"], "route_csv", out)
+    import_trace([QWEN], "route_csv", out)
     return Trace(out)
 
 

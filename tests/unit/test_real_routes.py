@@ -1,11 +1,9 @@
 """Routes of real models go through the engines' formats and come back, and replay the same."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-import pytest
 
 from moetool.formats._export import export_trace
 from moetool.formats._import import import_trace
@@ -13,11 +11,9 @@ from moetool.trace.edit import sample
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay
+from tests.published_routes import DEEPSEEK, QWEN, needs_routes
 
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
-ROUTES = SHARED / "data" / "routes"
-
-pytestmark = pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+pytestmark = needs_routes
 
 
 def rows_of(trace: Trace) -> TokenBatch:
@@ -25,7 +21,7 @@ def rows_of(trace: Trace) -> TokenBatch:
 
 
 def test_deepseek_v2_lite_goes_through_vllm_and_replays_the_same(tmp_path: Path) -> None:
-    import_trace([ROUTES / "deepseek_v2_lite" / "law.parquet"], "topk_parquet", tmp_path / "law")
+    import_trace([DEEPSEEK / "law.parquet"], "topk_parquet", tmp_path / "law")
     trace = sample(Trace(tmp_path / "law"), tmp_path / "some", requests=2)
     assert trace.spec.layer_ids_L == tuple(range(1, 27))  # layer 0 has no experts
     export_trace(trace.path, "vllm_routed_experts", tmp_path / "v.jsonl")
@@ -40,7 +36,7 @@ def test_deepseek_v2_lite_goes_through_vllm_and_replays_the_same(tmp_path: Path)
 
 
 def test_deepseek_v2_lite_comes_back_as_published(tmp_path: Path) -> None:
-    file = ROUTES / "deepseek_v2_lite" / "translation.parquet"
+    file = DEEPSEEK / "translation.parquet"
     import_trace([file], "topk_parquet", tmp_path / "t")
     export_trace(tmp_path / "t", "topk_parquet", tmp_path / "out.parquet")
     given, made = pq.read_table(file), pq.read_table(tmp_path / "out.parquet")
@@ -50,7 +46,7 @@ def test_deepseek_v2_lite_comes_back_as_published(tmp_path: Path) -> None:
 
 
 def test_qwen3_comes_back_row_by_row(tmp_path: Path) -> None:
-    file = ROUTES / "bigmoeonedge" / "qwen3_30b_a3b.route.csv"
+    file = QWEN
     import_trace([file], "route_csv", tmp_path / "t")
     export_trace(tmp_path / "t", "route_csv", tmp_path / "out.csv")
 

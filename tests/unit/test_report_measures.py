@@ -1,7 +1,6 @@
 """The measures of a report against hand computation, brute force, and replay."""
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,10 +26,9 @@ from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.tuning.replay import replay
 from moetool.types import ModelSpec, Phase
+from tests.published_routes import DEEPSEEK, needs_routes
 from tests.synthetic import make_spec
 
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
-ROUTES = SHARED / "data" / "routes" / "deepseek_v2_lite"
 Request = tuple[str, Sequence[Sequence[int]]]  # its task, and of each token the experts of all layers
 
 
@@ -208,11 +206,11 @@ def test_samples_cover_every_task_within_the_limit(tmp_path: Path) -> None:
     assert choose_replayed(routes, ReportOptions(uses=4)) < set(routes.requests)
 
 
-@pytest.mark.skipif(not ROUTES.is_dir(), reason="shared/data/routes is not here")
+@needs_routes
 def test_affinity_on_published_routes(tmp_path: Path) -> None:
     # Every other sequence of intent and law counted, the rest scored: 0.57 by affinity, 0.19 by popularity,
     # on a split of the same kind; which sequences it takes moves either by as much as 0.02.
-    files = [ROUTES / f"{task}.parquet" for task in ("intent", "law")]
+    files = [DEEPSEEK / f"{task}.parquet" for task in ("intent", "law")]
     import_trace(files, "topk_parquet", tmp_path / "t")
     found = affinity(read_routes(Trace(tmp_path / "t"), ReportOptions()))
     assert found.match_M.mean() == pytest.approx(0.57, abs=0.02)

@@ -166,8 +166,6 @@ def test_findings_follow_from_the_measures(made: TraceMeasures) -> None:
 def test_invalid_options_and_traces_are_refused(tmp_path: Path) -> None:
     spec = synthetic.make_spec(layers=2)
     trace = synthetic.write_trace(tmp_path / "t", spec)
-    with pytest.raises(UsageError, match=r"affinity_layers has 1, expected MoE layers .* before the last: 0$"):
-        measure(trace, options=ReportOptions(affinity_layers=(1,)))
     with pytest.raises(UsageError, match="did you mean 'lfu'"):
         measure(trace, policies=["lfv"])
     with pytest.raises(CapacityError):

@@ -47,7 +47,6 @@ _MADE_BY = (
     "placement",
     "prompts",
     "quantize",
-    "reference",
     "runtime",
     "trace",
     "tuning",

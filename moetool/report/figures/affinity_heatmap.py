@@ -38,7 +38,7 @@ def affinity_maps(made: TraceMeasures) -> Plot | None:
         paint=paint,
         caption="For tokens that used the expert on the left: how many times likelier each expert of the next layer is "
         "than over all tokens. 1 everywhere: the next layer does not depend on this one. Blank: experts with fewer "
-        "than 20 tokens. By default the pairs with the strongest, median and weakest held-out match.",
+        "than 20 tokens. The pairs have the strongest, median and weakest held-out match.",
     )
 
 
