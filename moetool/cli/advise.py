@@ -35,7 +35,7 @@ def advise(
     ] = [],
     compute: Annotated[
         str | None,
-        typer.Option(help="Compute time per token, e.g. 20ms (default: reading its experts at 1 TB/s)."),
+        typer.Option(help="Compute time per token, e.g. 20ms (default: time to read its experts at 1 TB/s)."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Maximum tokens to replay from each half of the trace.")] = 400,
     overwrite: Overwrite = False,

@@ -145,7 +145,8 @@ def plan_maps(
     trace: TraceDir,
     out: Out,
     capacity: Annotated[
-        str | None, typer.Option(help="Maps to keep: a number, 2LJ or LJlnLJ/2 (default: LJlnLJ/2).")
+        str | None,
+        typer.Option(help="Maps to keep: a number, or 2LJ or LJlnLJ/2 for L layers of J experts (default: LJlnLJ/2)."),
     ] = None,
     settings: Annotated[list[str], settable("Option of the predictor expert_map, e.g. source=topk.")] = [],
     seed: Annotated[int, typer.Option(help="Seed of the split into stored and held-out requests.")] = 0,

@@ -4,9 +4,10 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from moetool import assets, durable, logs, tables
 from moetool.bounded_read import read_toml
@@ -157,6 +158,33 @@ def _with_verbosity(callback: Callable[..., Any]) -> Callable[..., Any]:
     command.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
     command.__annotations__ = {**callback.__annotations__, "verbose": count, "quiet": off}
     return command
+
+
+def shorten_types(app: typer.Typer) -> None:
+    """Show short types in the help of every option of an application, and none for switches, which take no value."""
+    callbacks = [command.callback for command in app.registered_commands]
+    if app.registered_callback is not None:
+        callbacks.append(app.registered_callback.callback)
+    for callback in filter(None, callbacks):
+        for parameter in inspect.signature(callback).parameters.values():
+            kind, *infos = get_args(parameter.annotation) or (parameter.annotation,)
+            for info in infos:
+                if isinstance(info, OptionInfo) and info.metavar is None:
+                    info.metavar = _short_type(kind, info)
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        shorten_types(group.typer_instance)
+
+
+def _short_type(kind: Any, info: OptionInfo) -> str:
+    if info.default == "--set":  # Typer keeps an option's first name there
+        return "<key=value>"
+    kinds = [one for one in get_args(kind) or (kind,) if one is not type(None)]
+    if kinds == [bool] or info.count:
+        return ""
+    if get_origin(kind) is list:
+        return "<list>"
+    return f"<{kinds[0].__name__.lower()}>"
 
 
 def listed(values: list[str]) -> list[str]:

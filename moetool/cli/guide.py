@@ -31,28 +31,44 @@ def topics() -> dict[str, str]:
 
 
 def sections(texts: Mapping[str, str], words: Sequence[str]) -> list[dict[str, str]]:
-    """Return topic, heading and best sentence or table row of the sections that contain all words, or their beginnings.
+    """Return topic, heading and best line of the sections that contain all words, or their beginnings.
 
-    A glossary entry comes first, then sections with more of the words in their heading, then those with more of them in
-    one sentence.
+    If no section has all, those with the most of them are returned. A glossary entry comes first, then sections with
+    more of the words in their heading, then those with more of them in one line: a sentence, a table row or code.
     """
     wanted = " ".join(words).lower().split()
 
     def matches(text: str) -> int:
         return sum(re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None for word in wanted)
 
-    found: list[tuple[int, int, dict[str, str]]] = []
+    found: list[tuple[int, int, int, dict[str, str]]] = []
     for topic, text in texts.items():
-        for part in re.split(r"^(?=##? )", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M):
-            heading, _, body = part.partition("\n")
-            if matches(part) < len(wanted):
+        for heading, lines in _parts(text):
+            if not (count := matches("\n".join((heading, *lines)))):
                 continue
-            text_of = re.sub(r"(?<!\n)\n(?![|\n-]) *", " ", body.replace("**", ""))  # a paragraph in one line
-            lines = [line.strip("|- ") for line in re.split(r"\n|(?<=[.:]) (?=[A-Z`*])", text_of)]
             line = max(lines, key=matches, default="")
             named = len(wanted) + 1 if line.startswith(f"{' '.join(wanted)} |") else matches(heading)
-            found.append((-named, -matches(line), {"topic": topic, "section": heading.lstrip("# "), "text": line}))
-    return [row for *_, row in sorted(found, key=lambda one: one[:2])]
+            found.append((-count, -named, -matches(line), {"topic": topic, "section": heading, "text": line}))
+    most = min((one[0] for one in found), default=0)
+    return [row for count, *_, row in sorted(found, key=lambda one: one[:3]) if count == most]
+
+
+def _parts(text: str) -> list[tuple[str, list[str]]]:
+    """Return heading and lines of each section of a guide: sentences, table rows and lines of code."""
+    parts: list[tuple[str, list[str]]] = []
+    for number, block in enumerate(re.split(r"^```.*\n", text, flags=re.M)):
+        if number % 2:  # code, in which a comment is not a heading
+            parts[-1][1].extend(filter(None, map(str.strip, block.splitlines())))
+            continue
+        for part in re.split(r"^(?=##? )", block, flags=re.M):
+            heading, _, body = part.partition("\n") if part.startswith("#") else ("", "", part)
+            if heading or not parts:
+                parts.append((heading.lstrip("# "), []))
+            joined = re.sub(r"(?<!\n)\n(?![|\n-]) *", " ", body.replace("**", ""))  # a paragraph in one line
+            for line in joined.splitlines():
+                pieces = [line] if line.startswith("|") else re.split(r"(?<=[.:]) (?=[A-Z`*])", line)
+                parts[-1][1].extend(filter(None, (piece.strip("|- ") for piece in pieces)))
+    return parts
 
 
 def guide(
@@ -82,7 +98,7 @@ def guide(
     if not found:
         if len(words) == 1:
             raise unknown_name("topic", words[0], texts)
-        raise UsageError(f"no section of the guides has {' '.join(words)!r}; topics: {', '.join(texts)}")
+        raise UsageError(f"no section of the guides has any of {' '.join(words)!r}; topics: {', '.join(texts)}")
     if as_json:
         tables.print_json(found)
         return

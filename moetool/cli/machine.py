@@ -90,11 +90,11 @@ def profile(
 def doctor(
     cluster: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of a Ray head to check this machine against, within 5 s."),
+        typer.Option(help="HOST:PORT of a Ray head: check the connection, token and versions instead (at most 5 s)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine (GPUs, memory, disk speed of the working directory, libraries) or its path to a cluster."""
+    """Check this machine: GPUs, memory, speed of the current disk, libraries; or its connection to a cluster."""
     if cluster is not None:
         _doctor_cluster(cluster, as_json)
         return

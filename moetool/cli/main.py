@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from moetool import __version__, garbage, logs, plugins, tables
 from moetool.cli import (
@@ -38,7 +38,7 @@ from moetool.cli import (
     user_cache,
     verify,
 )
-from moetool.cli.flags import Quiet, Verbose, listening
+from moetool.cli.flags import Quiet, Verbose, listening, shorten_types
 from moetool.errors import CapacityError, MoetoolError
 
 # Refusals of the machine are not bugs of moetool: full disks and quotas, permissions, read-only file systems.
@@ -59,7 +59,27 @@ _ORDER = (
 )
 
 
-class _Commands(TyperGroup):
+class _Command(TyperCommand):
+    """A command whose `--help` shows no type, like the other switches (`shorten_types`)."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
+
+
+class _Group(TyperGroup):
+    """A group of commands, with the same `--help`."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
+
+
+def _without_type(option: Any) -> Any:
+    if option is not None:
+        option.metavar = ""
+    return option
+
+
+class _Commands(_Group):
     """Commands and groups of commands in the order of use."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
@@ -73,12 +93,13 @@ app = typer.Typer(
     cls=_Commands,
     help="Capture expert routing, predict it, plan caches and placements, and serve MoE models larger than memory.",
     no_args_is_help=True,
+    epilog="First steps: 'moetool demo', then 'moetool guide quickstart'.",
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-trace_app = typer.Typer(help="Inspect, split, merge and convert traces.", no_args_is_help=True)
-plan_app = typer.Typer(help="Plan expert caches and placements.", no_args_is_help=True)
-bench_app = typer.Typer(help="Run paired benchmarks.", no_args_is_help=True)
+trace_app = typer.Typer(cls=_Group, help="Inspect, split, merge and convert traces.", no_args_is_help=True)
+plan_app = typer.Typer(cls=_Group, help="Plan expert caches and placements.", no_args_is_help=True)
+bench_app = typer.Typer(cls=_Group, help="Run paired benchmarks.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
@@ -133,7 +154,7 @@ _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
 }
 for group, commands in _COMMANDS.items():
     for name, command in commands.items():
-        group.command(name)(command)
+        group.command(name, cls=_Command)(command)
 
 
 @app.callback(invoke_without_command=True)
@@ -148,7 +169,7 @@ def _top(
     logs.set_verbosity(verbose, quiet)
 
 
-@app.command()
+@app.command(cls=_Command)
 def demo(
     out: Annotated[Path, typer.Option(help="Output directory; existing files are replaced.")] = Path("moetool-demo"),
 ) -> None:
@@ -159,6 +180,7 @@ def demo(
 
 
 examples.explain(app)
+shorten_types(app)
 listening(app)
 
 

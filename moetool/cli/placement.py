@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from moetool.placement._comparing import PlannerRow, Setting
     from moetool.types import Cluster
 
+_SETTINGS = ("seed", "starts", "sides", "routing", "value_bytes")
+_MORE = f"{', '.join(_SETTINGS)} (see 'moetool guide placements')"
+
 Traces = Annotated[list[str], typer.Option("--trace", help="SERVER=DIR: trace of a server's requests. Repeatable.")]
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="TOML file with servers, GPUs and links.")]
-Profile = Annotated[Path | None, typer.Option("--profile", help="Cost profile (default: unit costs).")]
+Profile = Annotated[
+    Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile' (default: unit costs).")
+]
 Split = Annotated[float, typer.Option("--split", help="Share of the requests to plan on; the rest is held out.")]
-Settings = Annotated[list[str], settable("Option of the planner, or seed, starts, sides, routing, value_bytes.")]
+Settings = Annotated[list[str], settable(f"Option of the planner, or {_MORE}.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Placement plan (JSON).")]
 CMax = Annotated[
     int | None, typer.Option("--c-max", help="Maximum experts of a layer per GPU (default: as memory allows).")
 ]
-
-_SETTINGS = ("seed", "starts", "sides", "routing", "value_bytes")
 
 
 def placement(
@@ -107,9 +110,7 @@ def compare(
     unseen_task: Annotated[Path | None, typer.Option(help="Trace directory of a task that no planner sees.")] = None,
     profile: Profile = None,
     c_max: CMax = None,
-    settings: Annotated[
-        list[str], settable("Option of a planner, PLANNER.OPTION=VALUE, or seed, starts, sides, routing, value_bytes.")
-    ] = [],
+    settings: Annotated[list[str], settable(f"Option of a planner, PLANNER.OPTION=VALUE, or {_MORE}.")] = [],
     as_json: Json = False,
 ) -> None:
     """Compare planners on held-out requests."""

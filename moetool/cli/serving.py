@@ -73,8 +73,8 @@ def serve(
     settings: Annotated[
         list[str],
         settable(
-            "Further setting, e.g. kv_tokens=8192: kv_tokens, dtype, devices, io_threads, policy.OPTION, "
-            "server.max_queue, ..."
+            "Further setting: kv_tokens=8192, dtype, devices, io_threads, policy.OPTION, server.max_queue, ... "
+            "(see 'moetool guide serving')."
         ),
     ] = [],
     revision: Revision = None,

@@ -34,7 +34,9 @@ def simulate(
     ] = "poisson:10s",
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 200,
     plan: Annotated[Path | None, typer.Option(help="Initial placement plan (default: made by the planner).")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Cost profile (default: assumed costs).")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Machine costs from 'moetool profile' (default: assumed costs).")
+    ] = None,
     predictor: Annotated[
         Path | None,
         typer.Option(

@@ -197,7 +197,7 @@ def import_files(
         list[str],
         settable(
             "Facts that the files lack: model=PATH, or num_experts, top_k, expert_bytes, first_k_dense or "
-            "moe_layers=1..26, num_hidden_layers; task; drop_tokens=true."
+            "moe_layers=1..26, num_hidden_layers; task=NAME; drop_tokens=true."
         ),
     ] = [],
     overwrite: Overwrite = False,

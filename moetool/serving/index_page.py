@@ -21,6 +21,7 @@ def index_page(model: str, *, asks_for_key: bool) -> str:
     key = "<p>Requests need the header <code>Authorization: Bearer KEY</code>.</p>" if asks_for_key else ""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>moetool</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<style>:root{color-scheme:light dark}"
         "body{font:16px/1.5 system-ui;max-width:40em;margin:3em auto;padding:0 1em}</style>"
         f"<h1>moetool</h1><p>Serves <code>{html.escape(model)}</code> through an OpenAI-compatible API.</p>{key}"

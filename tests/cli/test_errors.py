@@ -442,6 +442,7 @@ def test_every_command_has_examples_whose_flags_it_has(run: Run, monkeypatch: py
     for words, lines in EXAMPLES.items():
         code, out, _ = run(*words.split(), "--help")
         assert code == 0 and "Usage" in out
+        assert "<bool>" not in out  # switches take no value
         for line in lines:
             assert line in out
             program, *parts = shlex.split(line)

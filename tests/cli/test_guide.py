@@ -53,6 +53,11 @@ def test_a_wrong_topic_is_answered_with_the_nearest(run: Run) -> None:
         ("cite", "project", "Trust and cite the numbers"),
         ("delete", "serving", "Warm start"),
         ("which policy", "policies", "Which one"),
+        ("limit memory", "quickstart", "Common questions"),
+        ("gate log", "traces", "Gate log of a server"),
+        ("report result", "project", "Report a result or a bug"),
+        ("def evict", "plugins", "A cache policy: `lab/newest.py`"),  # a line of code
+        ("chat.completions.create", "serving", "Clients"),  # a line of code
     ],
 )
 def test_words_find_the_section_that_answers(run: Run, words: str, topic: str, section: str) -> None:
