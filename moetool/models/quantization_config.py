@@ -18,7 +18,7 @@ from moetool.models.scaled import Scaled
 from moetool.models.tensor_index import Tensor
 from moetool.models.weight_format import StoredWeight, Unclaimed, WeightFormat, as_dense
 
-METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+METHODS = ("fp8", "mxfp4", "gptq", "awq", "auto-round", "compressed-tensors", "fbgemm_fp8", "modelopt")
 """Supported values of `quant_method`."""
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 _PARTS = (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_global_scale", ".scales", ".g_idx")
@@ -174,6 +174,7 @@ def _quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | No
         "fbgemm_fp8": lambda: [Targets(names=("Linear",), format=Scaled("channel"))],
         "gptq": lambda: _gptq(found, path),
         "awq": lambda: [_awq(found, path)],
+        "auto-round": lambda: _auto_round(found, path),
         "modelopt": lambda: [_modelopt(found, path)],
     }[method]()
     if method == "fp8" and "fp4" in (c.get("expert_dtype") for c in (found, config, inner)):
@@ -227,6 +228,45 @@ def _awq(found: Mapping[str, Any], path: Path) -> Targets:
     if not isinstance(group, int) or (group < 1 and group != -1):
         raise UsageError(f"{path}: group_size is {group!r}, expected a positive number or -1")
     return Targets(names=("Linear",), format=Awq(group))
+
+
+def _auto_round(found: Mapping[str, Any], path: Path) -> list[Targets]:
+    """Formats that AutoRound packs: those of GPTQ, of AWQ and of compressed-tensors.
+
+    Source: the `packing_format` of auto_round/inference/convert_model.py and backend.py, auto-round 0.16.
+    """
+    packing = str(found.get("packing_format", "auto_round:auto_gptq"))
+    kind = packing.removeprefix("auto_round:").removeprefix("auto_")
+    if found.get("rotation_config") or found.get("spinquant_config"):
+        raise UsageError(f"{path} also rotates weights, which moetool does not support; use another export")
+
+    def read(values: Mapping[str, Any]) -> WeightFormat | None:
+        bits, group, data = values.get("bits"), values.get("group_size", 128), values.get("data_type", "int")
+        if isinstance(bits, int) and bits >= 16:
+            return None
+        if kind in ("gptq", "round", "gptqmodel") and data == "int":  # the others keep zero points
+            version = "gptq" if kind == "gptq" else "gptq_v2"
+            return _gptq({"bits": bits, "group_size": group, "checkpoint_format": version}, path)[0].format
+        if kind == "awq" and data == "int":
+            return _awq({"bits": bits, "group_size": group}, path).format
+        if kind == "llm_compressor" and (data, bits, group) == ("mx_fp", 4, GROUP):
+            return Mxfp4Packed()
+        if kind == "llm_compressor" and (data, bits, group) == ("mx_fp", 8, GROUP):
+            return Scaled("group", (1, GROUP))
+        if kind == "llm_compressor" and (data, bits, group) == ("nv_fp", 4, 16):
+            return Nvfp4()
+        if kind == "fp8_static" and (data, bits, group) == ("fp", 8, -1):
+            return Scaled("channel")
+        raise UsageError(
+            f"{path} is quantized by auto-round to {bits!r} bits ({data}, groups of {group!r}) and stored as "
+            f"{packing}, which moetool does not support; use another export, such as auto_gptq"
+        )
+
+    groups = [Targets(names=("Linear",), format=read(found))]
+    for name, values in (found.get("extra_config") or {}).items():
+        plain = re.fullmatch(r"[\w.]+", name)
+        groups.append(Targets(names=(name if plain else f"re:.*({name})",), format=read({**found, **values})))
+    return groups
 
 
 def _modelopt(found: Mapping[str, Any], path: Path) -> Targets:

@@ -14,7 +14,7 @@ _QUANTIZED = {
     "mimo_v2_flash": ("fp8_block",),
     "minimax_m2": ("fp8_block", "awq"),
     "mixtral": ("gptq", "awq"),
-    "qwen3_moe": ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "awq", "int4"),
+    "qwen3_moe": ("fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4"),
     "qwen3_5_moe_text": ("fp8_block",),
     "qwen3_next": ("fp8_block", "int4"),
 }
