@@ -65,12 +65,12 @@ class Predictor(moetool.learning.predictor.Predictor):
         if len(requests) > (history := len(self.past_HLE)):
             requests = requests[((np.arange(history) + 0.5) * len(requests) / history).astype(int)]
         self.past_HLE.zero_()
-        for place, request in enumerate(requests.tolist()):
+        for row, request in enumerate(requests.tolist()):
             used_NLK = experts_TLK[request_T == request]
             cell_NLK = used_NLK + np.arange(self.num_layers)[:, None] * self.num_experts
             counts = np.bincount(cell_NLK.ravel(), minlength=self.num_layers * self.num_experts)
             unit_LE = unit_rows(counts.reshape(self.num_layers, self.num_experts).astype(np.float32))
-            self.past_HLE[place] = torch.from_numpy(unit_LE)
+            self.past_HLE[row] = torch.from_numpy(unit_LE)
         self._matrices = None
 
     def observe(self, event: GateEvent) -> None:

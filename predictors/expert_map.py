@@ -158,9 +158,9 @@ class Predictor(moetool.learning.predictor.Predictor):
         if not self.maps.size:
             return []
         if self.options.neighbours == 1:
-            best = search.by_path() or search.by_meaning()
+            best = search.by_trajectory() or search.by_embedding()
             return [] if best is None else [best[0]]
-        score_C = search.path_C() if search.num_observed else search.meaning_C()
+        score_C = search.trajectory_C() if search.num_observed else search.semantic_C()
         rows: list[int] = np.argsort(-score_C, kind="stable")[: self.options.neighbours].tolist()
         return rows
 

@@ -1,12 +1,13 @@
 """Fused: learned trust in each cheap signal of a coming expert, by layer, distance and recent success.
 
-    logit = sum over signals s of (trust[d, s] + trust[l, s] + sum over g of sure[g] gate[g, s] + offset[s]) signal[s]
+    logit = sum over signals s of trust[s] signal[s]
+    trust[s] = trust[d, s] + trust[l, s] + sum over g of context[g] gate[g, s] + offset[s]
 
 for layer l predicted from d layers before. `moetool.learning.path_signals` has the signals: popularity, affinity, the
 request's habits and last token, the path network of `path_mlp`, and votes of a memory of paths. With `ahead` it adds
 the router's scores on earlier hidden states, and with `states` the networks of `promoe` on them; both are on by default
-if the trace has the columns. `sure` is the similarity of the memory's best paths. A forward through resident experts
-(`resident_forward`) is not a signal, since it takes about as long as the layer.
+if the trace has the columns. `context` holds the similarity of the memory's best paths and the number of tokens. A
+forward through resident experts (`resident_forward`) is not a signal, since it takes about as long as the layer.
 
 It learns online. The memory adds each forward: at once for its own request, and for others after that request's end.
 `offset` follows the gradient of the loss of the next layer's prediction in the same way. If a single signal has
@@ -76,7 +77,7 @@ class Options:
 
 
 class Predictor(moetool.learning.predictor.Predictor):
-    """Scores are the fused logits.
+    """Scores an expert by its fused logit.
 
     Attributes:
         net: path network.
@@ -240,7 +241,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         assert tokens.weights_TPK is not None
         rows_N = row_N[row_N >= 0]
         given = part.signals_JLDES[rows_N, layer_N.cpu()].to(layer_N.device).float()  # [N, D, E, S - GIVEN]
-        sure = part.context_JLDG[rows_N, layer_N.cpu()].to(layer_N.device).float()
+        context = part.context_JLDG[rows_N, layer_N.cpu()].to(layer_N.device).float()
         training = self.net.training
         self.net.eval()
         with torch.no_grad():
@@ -253,14 +254,14 @@ class Predictor(moetool.learning.predictor.Predictor):
             states_NDE = torch.zeros_like(path_NDE)
             if self.states is not None:
                 assert tokens.hidden_TPD is not None
-                for place, distance in enumerate(DISTANCES):
+                for index, distance in enumerate(DISTANCES):
                     for last in range(self.num_layers - distance) if distance <= self.states.lookahead else ():
-                        mine_N = from_ND[:, place] == last
-                        states_NDE[mine_N, place] = self.states.said(tokens.hidden_TPD[mine_N, last], last, distance)
+                        mine_N = from_ND[:, index] == last
+                        states_NDE[mine_N, index] = self.states.logits(tokens.hidden_TPD[mine_N, last], last, distance)
         self.net.train(training)
         live = torch.stack([torch.ones_like(path_NDE), path_NDE, states_NDE], dim=-1)
         signal = torch.cat([live, given], dim=-1)
-        trust_NDS = _STEEP * (self.trust_DS + self.trust_LS[layer_N][:, None] + sure @ self.gate_GS)
+        trust_NDS = _STEEP * (self.trust_DS + self.trust_LS[layer_N][:, None] + context @ self.gate_GS)
         logit_NDE = (signal * trust_NDS[:, :, None]).sum(-1)
         chosen_NK = tokens.experts_TPK[torch.arange(len(layer_N), device=layer_N.device), layer_N]
         chosen_NE = torch.zeros_like(logit_NDE[:, 0]).scatter_(1, chosen_NK, 1.0)

@@ -1,8 +1,8 @@
 """NextUse: stored routes of many tokens, searched for those most similar to the running one.
 
 The policy `foresight` uses it as prior memory and keeps these tokens (`moetool.learning.token_memory`) in addition to
-served ones. Used alone, it predicts the coming layers of a token by the shares of each expert among the stored tokens
-with the most experts in common.
+served ones. Used alone, it predicts a token's coming layers: by the share of each expert among the stored tokens with
+the most experts in common.
 
 Source: moetool. Counted, not fitted. From a trace with more tokens, evenly spaced whole requests are kept.
 """

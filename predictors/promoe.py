@@ -83,9 +83,9 @@ class Predictor(moetool.learning.predictor.Predictor):
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         assert tokens.hidden_TPD is not None
         last = tokens.num_layers - 1
-        return self.said(tokens.hidden_TPD[:, last], last, layer - last)
+        return self.logits(tokens.hidden_TPD[:, last], last, layer - last)
 
-    def said(self, hidden_TD: Tensor, last: int, distance: int) -> Tensor:
+    def logits(self, hidden_TD: Tensor, last: int, distance: int) -> Tensor:
         """Return logit_TE of the layer `distance` after `last`, from that layer's hidden states."""
         heads = slice((distance - 1) * self.num_experts, distance * self.num_experts)
         x_TD = (hidden_TD - self.mean_MD[last]) * self.scale_MD[last]

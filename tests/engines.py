@@ -29,7 +29,7 @@ from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
 from moetool.types import ForwardInfo, GateEvent
 
 
-class Chaos(Policy):
+class RandomPolicy(Policy):
     """A policy that prefetches and evicts at random: decisions must never affect the result."""
 
     def __init__(self, spec: Any, num_slots: int, seed: int) -> None:
@@ -62,7 +62,7 @@ class Chaos(Policy):
         return [self._draw.randrange(self.spec.total_experts) for _ in range(self._draw.randrange(6))]
 
 
-class Hosting(Chaos):
+class SomeOnHost(RandomPolicy):
     """Has some misses computed on the host, at random, and otherwise prefetches and evicts at random."""
 
     computes_on_host = True
@@ -71,7 +71,7 @@ class Hosting(Chaos):
         return self._draw.sample(misses, self._draw.randrange(len(misses) + 1))
 
 
-class AllHosted(Chaos):
+class AllOnHost(RandomPolicy):
     """Has every miss computed on the host; nothing is ever loaded on demand."""
 
     computes_on_host = True
@@ -80,7 +80,7 @@ class AllHosted(Chaos):
         return misses
 
 
-class Seeing(lru.Policy):
+class EventRecorder(lru.Policy):
     """LRU that records the experts of every event."""
 
     def __init__(self, spec: Any, num_slots: int) -> None:
@@ -92,10 +92,10 @@ class Seeing(lru.Policy):
         return super().gate(event, hits, misses)
 
 
-class Perverse(Seeing):
+class WrongPrefetches(EventRecorder):
     """A policy that prefetches only experts that the next layer does not need."""
 
-    def __init__(self, spec: Any, num_slots: int, seen: Seeing) -> None:
+    def __init__(self, spec: Any, num_slots: int, seen: EventRecorder) -> None:
         super().__init__(spec, num_slots)
         self._coming = seen.needed
         self.wrong = 0

@@ -1,6 +1,6 @@
 """GGUF files of tiny models by llama.cpp's converter, with the dense models that they come from.
 
-Weights are exact in float16 and derived from their names, so a model can be made again anywhere and compared with the
+Weights are exact in float16 and derived from their names. So a model can be made again anywhere, and compared with the
 converted file bit by bit. `python -m tests.gguf_oracle LLAMA_CPP FOLDER` converts all of them; the files in
 tests/golden/gguf are its output.
 """

@@ -24,7 +24,7 @@ class Hub:
         folders: files of each repository.
         gated: repositories that require accepted terms.
         breaks: for each file, the bytes after which its next downloads break off.
-        spoils: files whose bytes are corrupted.
+        corrupts: files whose bytes are corrupted.
         gets: (file, first byte) of every download.
         commit: commit of the main branch.
         moves: commits that the main branch moves to after the download of a file, by file.
@@ -36,7 +36,7 @@ class Hub:
         self.folders: dict[str, Path] = {}
         self.gated: set[str] = set()
         self.breaks: dict[str, list[int]] = {}
-        self.spoils: set[str] = set()
+        self.corrupts: set[str] = set()
         self.gets: list[tuple[str, int]] = []
         self.commit = COMMIT
         self.moves: dict[str, str] = {}
@@ -106,7 +106,7 @@ class Hub:
         self.gets.append((path, first))
         self.commit = self.moves.pop(path, self.commit)
         body = content[first:end]
-        if path in self.spoils:
+        if path in self.corrupts:
             body = bytes(byte ^ 1 for byte in body)
         headers["Content-Length"] = str(len(body))
         if wanted:

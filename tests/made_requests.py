@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 Json = Any
 
-_RUBBISH: st.SearchStrategy[Json] = st.recursive(
+_ANY_JSON: st.SearchStrategy[Json] = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
@@ -47,7 +47,7 @@ class Call:
 
 
 def calls(description: Json) -> st.SearchStrategy[Call]:
-    """Requests to every operation of an OpenAPI description, and to none of them."""
+    """Requests to every operation of an OpenAPI description, and to undefined paths."""
     operations = [
         (method, path, operation)
         for path, methods in description["paths"].items()
@@ -98,7 +98,7 @@ def _bodies(draw: st.DrawFn, allowed: st.SearchStrategy[Json]) -> bytes:
     if kind >= 6 and isinstance(value, dict):
         names = draw(st.lists(st.sampled_from([*sorted(value), "top_k", "unheard of"]), min_size=1, max_size=2))
         for name in names:
-            value[name] = draw(_RUBBISH)
+            value[name] = draw(_ANY_JSON)
         if draw(st.booleans()):
             value.pop(names[0])
     return json.dumps(value).encode("utf-8", "surrogatepass")
@@ -138,7 +138,7 @@ def of_schema(schema: Json, description: Json) -> st.SearchStrategy[Json]:
             return st.booleans()
         case "null":
             return st.none()
-    return st.none() | _RUBBISH
+    return st.none() | _ANY_JSON
 
 
 @st.composite
@@ -153,14 +153,14 @@ def _objects(draw: st.DrawFn, schema: Json, description: Json) -> Json:
 
 
 def verdict(call: Call, status: int, headers: Mapping[str, str], body: bytes, description: Json) -> str | None:
-    """The faults of an answer, in words."""
+    """The fault of an answer, in words; None without one."""
     described = description["paths"].get(call.template, {}).get(call.method.lower())
     if status >= 500 and status != 503:
         return f"status {status}"
     if described is not None and str(status) not in described["responses"]:
         return f"status {status} is not in the description"
     if described is None and not 400 <= status < 500:
-        return f"status {status} where nothing is"
+        return f"status {status} for an undefined path"
     if status >= 400 and call.method != "HEAD" and call.template != "/health":
         try:
             error = json.loads(body)["error"]
@@ -171,7 +171,7 @@ def verdict(call: Call, status: int, headers: Mapping[str, str], body: bytes, de
     if status in (429, 503) and "Retry-After" not in headers:
         return f"status {status} without Retry-After"
     if "X-Request-Id" not in headers:
-        return "an answer without a number"
+        return "an answer without X-Request-Id"
     return None
 
 

@@ -13,7 +13,7 @@ from moetool.models.packed_product import KernelWeight
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, Phase
-from tests.engines import Chaos
+from tests.engines import RandomPolicy
 
 
 def served_logits(
@@ -33,7 +33,7 @@ def served_logits(
     """
     loaded = load_lazy(Checkpoint.open(path), dtype, products=products)
     assert loaded.files is not None
-    policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else Chaos(loaded.spec, slots, seed)
+    policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else RandomPolicy(loaded.spec, slots, seed)
     store = ExpertStore(loaded.files, slots)
     runtime = ExpertRuntime(loaded, Residency(policy), store)
     made, cache = [], None

@@ -143,7 +143,7 @@ class Policy(policy.Policy):
         self._wanted = [[] for _ in self._wanted]
         if self.options.meaning:
             for running in self._requests.values():
-                running.match = running.search.by_meaning()
+                running.match = running.search.by_embedding()
             self._use(-1, range(min(self.options.distance, self.spec.num_layers)))
         else:
             self._stale = True
@@ -313,7 +313,7 @@ class Policy(policy.Policy):
 def _search_on(search: MapSearch, chance_E: np.ndarray) -> tuple[int, float] | None:
     """Observe one more layer, and search."""
     search.observe(chance_E)
-    return search.by_path()
+    return search.by_trajectory()
 
 
 @dataclass(slots=True, eq=False)

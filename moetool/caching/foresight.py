@@ -43,15 +43,15 @@ class Options:
 class Policy(policy.Policy):
     """Evicts the expert whose next use is expected latest, and prefetches likely experts of the next layer.
 
-    After each layer's routing, a memory of the last tokens (`moetool.learning.token_memory`) estimates how soon each
-    expert is needed again, from the tokens with the most similar routes. It needs no training. A `next_use` predictor
-    adds the tokens that it was made from; other predictors are ignored.
+    A memory of the last tokens (`moetool.learning.token_memory`) estimates after each layer's routing how soon each
+    expert is needed again. It uses the tokens with the most similar routes, and needs no training. A `next_use`
+    predictor adds the tokens that it was made from; other predictors are ignored.
 
     An expert's value falls with the number of layers until its layer runs again. A prefetch saves a load on the
-    critical path only if its expert is used and the evicted expert is not needed in the same layer. It is made if the
+    critical path only if its expert is used and the evicted one is not needed in the same layer. It is made if the
     probability of that exceeds the expected cost: an unused prefetch (`waste`), and the value of an expert that was
-    evicted in vain. Nothing is prefetched for the first layer. Nothing is prefetched either if a whole forward of
-    events like this one needs more experts than there are slots: then every load is on the critical path.
+    evicted in vain. Nothing is prefetched for the first layer. The same holds while a forward of events like this
+    one needs more experts than there are slots: every load is then on the critical path.
 
     Each request has its own route; for a prompt, that of its last token.
 

@@ -2,8 +2,8 @@
 
 An iteration is one request in one forward: its prompt, or one new token. Its *map* holds a distribution over the
 experts for each MoE layer, with the iteration's *embedding*, the mean output of the embedding layer. Two searches find
-the stored iteration most similar to the running one: by embedding, before the first gate (`MapSearch.by_meaning`), and
-by the observed gates (`MapSearch.by_path`).
+the stored iteration most similar to the running one: before the first gate by embedding (`MapSearch.by_embedding`),
+then by the observed gates (`MapSearch.by_trajectory`).
 
 Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1 to 4.4; each function names its equation.
 
@@ -86,14 +86,15 @@ class MapStore:
     """At most `capacity` maps, each with its embedding and the next iteration of its request.
 
     Args:
-        width: width of the embeddings; 0 without embeddings, which disables the search by meaning.
-        distance: d of RDY: number of layers searched by meaning.
+        width: width of the embeddings; 0 without embeddings, which disables the search by embedding.
+        distance: d of RDY: number of layers searched by embedding.
 
     Attributes:
         size: number of stored maps.
         maps_LCE: float32, layer-major, so that a search reads one block per layer; rows from `size` on are unused.
         embedding_CD: float32, rows of length 1.
         next_C: int32, row of the same request's next iteration, or -1 if there is none or it was replaced.
+        squares_LC: float32, squared norm of each map up to a layer.
     """
 
     def __init__(self, num_layers: int, num_experts: int, capacity: int, width: int, distance: int) -> None:
@@ -104,7 +105,7 @@ class MapStore:
         self.embedding_CD = np.zeros((0, width), np.float32)
         self.next_C = np.zeros(0, np.int32)
         self._last_C = np.zeros(0, np.int32)  # row of the previous iteration
-        self._squares_LC = np.zeros((num_layers, 0), np.float32)  # squared norm of each map up to a layer
+        self.squares_LC = np.zeros((num_layers, 0), np.float32)
 
     @classmethod
     def of(
@@ -133,8 +134,8 @@ class MapStore:
         made._last_C = np.full(size, -1, np.int32)
         linked = np.flatnonzero(made.next_C >= 0)
         made._last_C[made.next_C[linked]] = linked
-        made._squares_LC = np.cumsum(np.einsum("lce,lce->lc", maps_LCE, maps_LCE), axis=0, dtype=np.float32)
-        if not (np.isfinite(made._squares_LC).all() and np.isfinite(embedding_CD).all()):
+        made.squares_LC = np.cumsum(np.einsum("lce,lce->lc", maps_LCE, maps_LCE), axis=0, dtype=np.float32)
+        if not (np.isfinite(made.squares_LC).all() and np.isfinite(embedding_CD).all()):
             raise ValueError("maps or embeddings that are not finite")
         return made
 
@@ -159,7 +160,7 @@ class MapStore:
         """
         num_layers = len(self.maps_LCE)
         share = self.distance / num_layers if self.embedding_CD.shape[1] else 0.0
-        return np.stack([share * s.meaning_C() + (1 - share) * s.path_C() for s in searches])
+        return np.stack([share * s.semantic_C() + (1 - share) * s.trajectory_C() for s in searches])
 
     def add(self, searches: Sequence["MapSearch"], after: Sequence[int]) -> list[int]:
         """Store the maps of complete iterations of one forward.
@@ -174,7 +175,7 @@ class MapStore:
         Effects: replaces maps, and cuts links to replaced maps.
 
         Returns:
-            The rows; -1 for an iteration that found no room because a forward holds more than `capacity`.
+            The rows; -1 for an iteration without a row, if a forward holds more than `capacity`.
         """
         num_new = len(searches)
         score_BC = self.redundancy(searches) if self.size + num_new > self.capacity else None
@@ -199,7 +200,7 @@ class MapStore:
                 continue
             map_LE = search.map_LE
             self.maps_LCE[:, row] = map_LE
-            self._squares_LC[:, row] = np.cumsum(np.einsum("le,le->l", map_LE, map_LE), dtype=np.float32)
+            self.squares_LC[:, row] = np.cumsum(np.einsum("le,le->l", map_LE, map_LE), dtype=np.float32)
             if self.embedding_CD.shape[1]:
                 self.embedding_CD[row] = search.unit_D
             if last >= 0 and last not in taken:
@@ -223,7 +224,7 @@ class MapStore:
         more = min(self.capacity, max(64, 2 * rows)) - rows
         self.maps_LCE = np.pad(self.maps_LCE, ((0, 0), (0, more), (0, 0)))
         self.embedding_CD = np.pad(self.embedding_CD, ((0, more), (0, 0)))
-        self._squares_LC = np.pad(self._squares_LC, ((0, 0), (0, more)))
+        self.squares_LC = np.pad(self.squares_LC, ((0, 0), (0, more)))
         self.next_C = np.pad(self.next_C, (0, more), constant_values=-1)
         self._last_C = np.pad(self._last_C, (0, more), constant_values=-1)
 
@@ -244,7 +245,7 @@ class MapSearch:
         unit_D: embedding normalized to length 1.
     """
 
-    __slots__ = ("_dots_C", "_meaning_C", "_size", "_square", "_store", "map_LE", "num_observed", "unit_D")
+    __slots__ = ("_dots_C", "_semantic_C", "_size", "_square", "_store", "map_LE", "num_observed", "unit_D")
 
     def __init__(self, store: MapStore, embedding_D: np.ndarray | None = None, *, compare: bool = True) -> None:
         self._store = store
@@ -252,7 +253,7 @@ class MapSearch:
         self.num_observed = 0
         self._square = np.float32(0)
         self._dots_C = np.zeros(self._size, np.float32)
-        self._meaning_C: np.ndarray | None = None
+        self._semantic_C: np.ndarray | None = None
         num_layers, _, num_experts = store.maps_LCE.shape
         self.map_LE = np.zeros((num_layers, num_experts), np.float32)
         self.unit_D = np.zeros(store.embedding_CD.shape[1], np.float32)
@@ -275,25 +276,25 @@ class MapSearch:
         self._square += np.einsum("e,e->", chance_E, chance_E)
         self.num_observed += 1
 
-    def meaning_C(self) -> np.ndarray:
+    def semantic_C(self) -> np.ndarray:
         """Return score^sem, the cosine of the embedding with each stored one (Eq. 4)."""
-        if self._meaning_C is None:
-            self._meaning_C = np.einsum("cd,d->c", self._store.embedding_CD[: self._size], self.unit_D)
-        return self._meaning_C
+        if self._semantic_C is None:
+            self._semantic_C = np.einsum("cd,d->c", self._store.embedding_CD[: self._size], self.unit_D)
+        return self._semantic_C
 
-    def path_C(self) -> np.ndarray:
+    def trajectory_C(self) -> np.ndarray:
         """Return score^traj, the cosine of the observed layers with the same layers of each stored map (Eq. 5)."""
-        squares_C = self._store._squares_LC[self.num_observed - 1, : self._size] * self._square
+        squares_C = self._store.squares_LC[self.num_observed - 1, : self._size] * self._square
         score_C: np.ndarray = self._dots_C / np.sqrt(np.maximum(squares_C, np.float32(1e-30)))
         return score_C
 
-    def by_meaning(self) -> tuple[int, float] | None:
+    def by_embedding(self) -> tuple[int, float] | None:
         """Return the stored iteration with the most similar embedding and its score; None for an empty store."""
-        return _best(self.meaning_C()) if self._size and len(self.unit_D) else None
+        return _best(self.semantic_C()) if self._size and len(self.unit_D) else None
 
-    def by_path(self) -> tuple[int, float] | None:
+    def by_trajectory(self) -> tuple[int, float] | None:
         """Return the stored iteration with the most similar gates and its score; None before the first layer."""
-        return _best(self.path_C()) if self._size and self.num_observed else None
+        return _best(self.trajectory_C()) if self._size and self.num_observed else None
 
 
 def _best(score_C: np.ndarray) -> tuple[int, float]:

@@ -1,9 +1,9 @@
 """Fused predictions during a run: fitted trust in the signals of a path, adapted online.
 
 This applies the fit of `predictors/fused.py` without torch and learns online. Each request updates an `Offset` of the
-trust after each of its tokens, by the error on the next layer, and shares it with the others when it ends. The same
-holds for its `HitRecord`: if one of `ALONE` has recently been right more often than the fused logits, for a layer at
-some distance, that signal ranks the experts.
+trust after each of its tokens, by the error on the next layer. When it ends, it shares the offset with the others. The
+same holds for its `HitRecord`: if one of `ALONE` has recently been right more often than the fused logits, for a layer
+at some distance, that signal ranks the experts.
 
 Shapes: D distances, S signals, G as in `moetool.learning.path_signals`; R the fused logits, then `ALONE`; P prompts,
     then tokens by themselves.

@@ -173,8 +173,8 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
                 f"{self.name or type(self).__module__} predicts from token ids, but some are withheld (-1), expected "
                 f"all of a prompt; use a trace from moetool capture"
             )
-        place_RS = torch.searchsorted(self.id_V, token_id_RS).clamp(max=len(self.id_V) - 1)
-        row_RS = torch.where(self.id_V[place_RS] == token_id_RS, place_RS + 1, 0)
+        index_RS = torch.searchsorted(self.id_V, token_id_RS).clamp(max=len(self.id_V) - 1)
+        row_RS = torch.where(self.id_V[index_RS] == token_id_RS, index_RS + 1, 0)
         if self.training:  # trains row 0, for unknown ids
             row_RS = row_RS * (torch.rand(row_RS.shape, device=row_RS.device) >= self.dropout)
         x_RSW = self.embedding(row_RS)

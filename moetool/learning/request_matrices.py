@@ -13,15 +13,15 @@ from moetool.types import GateEvent
 class RunningRequest:
     """A running request.
 
-    Shapes: counts_LE, number of its tokens that used each expert; likeness_HL, cosine with each earlier request in each
+    Shapes: counts_LE, number of its tokens that used each expert; similarity_HL, cosine with each earlier request by
     layer.
     """
 
-    __slots__ = ("counts_LE", "likeness_HL")
+    __slots__ = ("counts_LE", "similarity_HL")
 
     def __init__(self, past_HLE: np.ndarray) -> None:
         self.counts_LE = np.zeros(past_HLE.shape[1:], np.float32)
-        self.likeness_HL = np.zeros(past_HLE.shape[:2], np.float32)
+        self.similarity_HL = np.zeros(past_HLE.shape[:2], np.float32)
 
 
 class ActivationMatrices:
@@ -54,14 +54,14 @@ class ActivationMatrices:
         for request in set(event.forward.request_T):
             running = self.running[request]
             unit_E = unit_rows(running.counts_LE[event.layer])
-            running.likeness_HL[:, event.layer] = np.einsum("he,e->h", self.past_HLE[:, event.layer], unit_E)
+            running.similarity_HL[:, event.layer] = np.einsum("he,e->h", self.past_HLE[:, event.layer], unit_E)
 
     def match(self, request: int) -> int:
         """Return the earlier request with the most similar matrix: cosine of each layer's counts, averaged over layers.
 
         Ties go to the lowest row. At least one earlier request must be kept.
         """
-        return int(self.running[request].likeness_HL[: self.num_past].sum(axis=1).argmax())
+        return int(self.running[request].similarity_HL[: self.num_past].sum(axis=1).argmax())
 
     def used(self, match: int, layers: slice) -> np.ndarray:
         """Return used_LE: shares of an earlier request's choices by expert of these layers; rows sum to 1 or 0."""
@@ -84,15 +84,15 @@ class ActivationMatrices:
     def remember(self, request: int) -> None:
         """End a request and keep its matrix; a full history drops the one that matched least often."""
         counts_LE = self.running.pop(request).counts_LE
-        place = self.num_past
-        if place < len(self._matches):
+        row = self.num_past
+        if row < len(self._matches):
             self.num_past += 1
         else:
-            place = self._matches.index(min(self._matches))
-        self.past_HLE[place] = unit_rows(counts_LE)
-        self._matches[place] = 1
+            row = self._matches.index(min(self._matches))
+        self.past_HLE[row] = unit_rows(counts_LE)
+        self._matches[row] = 1
         for running in self.running.values():
-            running.likeness_HL[place] = np.einsum("le,le->l", self.past_HLE[place], unit_rows(running.counts_LE))
+            running.similarity_HL[row] = np.einsum("le,le->l", self.past_HLE[row], unit_rows(running.counts_LE))
 
     def state(self) -> dict[str, np.ndarray]:
         """Return state for `restore`: the earlier requests' matrices and their numbers of matches."""

@@ -1,8 +1,8 @@
 """Map checkpoint tensors to model parameters, by transformers' own conversion mapping.
 
 Checkpoints name and split their tensors as their authors did; transformers renames, stacks and joins them when it
-loads. This module reads the same tables in the same order, so that it supports every layout that transformers loads,
-and keeps the mapping instead of the tensors.
+loads. This module reads the same tables in the same order, so that it supports every layout that transformers loads. It
+keeps the mapping instead of the tensors.
 """
 
 import copy

@@ -185,10 +185,12 @@ def stored_bytes(layer: MoeLayer, quantization: Quantization | None, dtype: torc
 class ExpertFiles:
     """Reads single experts of a model into memory, and writes them into slots.
 
-    Memory holds an expert as stored: its tensors contiguous, in fixed order. A slot holds the same, or, if this CPU
-    computes from it and it is not sent elsewhere, the fastest form: 4-bit integers in the order of
-    `moetool.models.packed_product` if that can multiply them, other numbers of up to eight bits as stored if
-    `moetool.models.row_kernels` can multiply them, and everything else unpacked.
+    Memory holds an expert as stored: its tensors contiguous, in fixed order. A slot holds the same, unless this CPU
+    computes from it and it is not sent elsewhere. Then it holds the fastest form:
+
+    - 4-bit integers in the order of `moetool.models.packed_product`, if that can multiply them;
+    - other numbers of up to eight bits as stored, if `moetool.models.row_kernels` can multiply them;
+    - everything else unpacked.
 
     Args:
         weights: the stored weights of the experts.

@@ -110,9 +110,9 @@ class ExpertForm:
     def compute_each(self, xs: Sequence[torch.Tensor], weights: Sequence[tuple[Weight, ...]]) -> list[torch.Tensor]:
         """Return the outputs of several experts, each bit-identical whatever others are computed with it.
 
-        One gate call serves all only if that is safe. A CPU computes most of a tensor by vectors and the remainder, at
-        the end or at a thread's border, by single numbers, which may round differently. So rows must be whole vectors,
-        and one thread must compute all.
+        One gate call serves all only if that is safe. A CPU computes most of a tensor by vectors. The remainder, at
+        the end or at a thread's border, is computed by single numbers, which may round differently. So rows must be
+        whole vectors, and one thread must compute all.
         """
         second = len(self.parts) // 2
         firsts = self._linear(xs, weights, 0, self.up_transposed)

@@ -1,7 +1,7 @@
 """GGUF files of llama.cpp: config, tensors and weights of a model.
 
-A layer's experts are stacked, [experts, out, bytes of a row], so that one expert is a contiguous slice of each tensor
-and is read in place.
+A layer's experts are stacked: [experts, out, bytes of a row]. One expert is a contiguous slice of each tensor, and is
+read in place.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Download the files that moetool reads from the Hugging Face hub, so that an interruption loses nothing.
 
-Small files go through huggingface_hub. Weights are written next to their final path in the hub's own cache, continued
-by range requests when the file is requested again, and checked against the hub's sha256 when complete.
+Small files go through huggingface_hub. Weights are written next to their final path in the hub's own cache. A later
+request continues an incomplete file by range requests. A complete file is checked against the hub's sha256.
 """
 
 import contextlib

@@ -20,8 +20,7 @@ def revision_of(config: bytes, index: TensorIndex) -> str:
     three dimensions or more are sampled so in every slice over three KiB, since a slice may be an expert. The split of
     tensors over files does not matter.
 
-    It misses a change of a few values between the samples of a tensor or expert, such as new rows in the middle of an
-    embedding table.
+    It misses a change of a few values between samples, such as new rows in the middle of an embedding table.
     """
     digests: dict[str, bytes] = {}
     by_file: list[list[tuple[str, Tensor]]] = [[] for _ in index.files]

@@ -1,7 +1,7 @@
 """Blocks of a weight as kernels multiply them, and the order of x that they need.
 
-The numbers of ggml's K types are read as whole words, one byte of each at a time, and the scales of a block multiply
-sums of products instead of numbers. This saves operations per number, and adds the rounding of one float32 addition.
+The numbers of ggml's K types are read as whole words, one byte of each at a time. The scales of a block multiply sums
+of products instead of numbers. This saves operations per number, and adds the rounding of one float32 addition.
 """
 
 import functools

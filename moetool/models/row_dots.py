@@ -1,8 +1,8 @@
 """Dot products of a weight's row with rows of x, and unpacking, as functions for numba.
 
 Each output is one dot product, accumulated in float32 by fused multiply-adds over interleaved partial sums that are
-added pairwise. That order depends only on the kind of weight and its width, not on the CPU, the number of threads, or
-the rows and weights computed together. So a row's result is bit-identical in any batch.
+added pairwise. That order depends only on the kind of weight and its width. It does not depend on the CPU, the number
+of threads, or the rows and weights computed together, so a row's result is bit-identical in any batch.
 """
 
 from typing import Any, NamedTuple

@@ -68,8 +68,8 @@ def read_index(folder: Path) -> TensorIndex:
 
     Raises:
         UsageError: there is no file, or one in the index is missing.
-        MismatchError: a file is damaged, two hold a tensor of the same name, or the index names a file outside the
-            folder or a tensor that its file lacks.
+        MismatchError: a file is damaged; two hold a tensor of the same name; the index names a file outside the folder,
+            or a tensor that its file lacks.
     """
     files, weight_map = _weight_files(folder)
     stamps = tuple(FileStamp.of(file.stat()) for file in files)

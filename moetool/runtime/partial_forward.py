@@ -1,7 +1,7 @@
 """Partial forward: the next router's logits if only resident and shared experts had been computed.
 
-It takes the hidden states before an MoE layer's block, adds the output of resident and shared experts, and runs the
-next layer's norms, attention and router. The model's own forward is unchanged.
+It takes the hidden states before an MoE layer's block and adds the output of resident and shared experts. Then it runs
+the next layer's norms, attention and router. The model's own forward is unchanged.
 
 Source: SMoE (Zhu et al., "Enabling MoE on the Edge via Importance-Driven Expert Scheduling"), § IV-C. Readings and
 deviations:

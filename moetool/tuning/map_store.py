@@ -158,7 +158,7 @@ class _Pairs:
         self.iterations = 0
         self._likeness: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         self._hits: list[np.ndarray] = []
-        self._meaning = store.embedding_CD.shape[1] > 0
+        self._has_embeddings = store.embedding_CD.shape[1] > 0
         self._top_LCK = np.argsort(-store.maps_LCE, axis=2, kind="stable")[..., : spec.top_k_L[0]]
 
     def take(self, search: MapSearch, events: list[GateEvent]) -> None:
@@ -169,9 +169,9 @@ class _Pairs:
             used_E[list(event.experts_TK[0])] = 1
             hits_C += used_E[self._top_LCK[event.layer]].mean(axis=1)
         self._hits.append((hits_C / len(events)).astype(np.float32))
-        if self._meaning:
-            self._likeness[0].append(search.meaning_C())
-        self._likeness[1].append(search.path_C())
+        if self._has_embeddings:
+            self._likeness[0].append(search.semantic_C())
+        self._likeness[1].append(search.trajectory_C())
 
     def likeness(self, kind: int) -> Likeness:
         like_NC, hits_NC = np.stack(self._likeness[kind]), np.stack(self._hits)
@@ -203,11 +203,11 @@ class _Selections:
         self._match_L: list[tuple[int, float] | None] = []
 
     def begin(self, search: MapSearch) -> None:
-        self._match_L = [search.by_meaning()] * self.distance
+        self._match_L = [search.by_embedding()] * self.distance
 
     def take(self, search: MapSearch, event: GateEvent) -> None:
         """Record the selection at a layer that `search` has observed."""
-        self._match_L.append(search.by_path())
+        self._match_L.append(search.by_trajectory())
         match = self._match_L[event.layer]
         if match is None:
             return

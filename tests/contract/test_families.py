@@ -33,7 +33,7 @@ from moetool.runtime.recording import GateRecorder
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
-from tests.engines import Chaos, Perverse, Seeing, every_read_fails_once
+from tests.engines import EventRecorder, RandomPolicy, WrongPrefetches, every_read_fails_once
 from tests.greedy import generated, prompts, served
 
 SUPPORTED = sorted(name for name, family in FAMILIES.items() if not family.refused)
@@ -297,13 +297,13 @@ def _decode(
 
 
 def test_no_eviction_prefetch_or_failed_read_changes_a_bit(case: Case) -> None:
-    seen, expected = _decode(case.path, lambda spec: Seeing(spec, spec.total_experts))
-    assert isinstance(seen, Seeing)
+    seen, expected = _decode(case.path, lambda spec: EventRecorder(spec, spec.total_experts))
+    assert isinstance(seen, EventRecorder)
     for seed, slots in ((1, 2), (2, 5), (3, 11)):
-        assert _same(_decode(case.path, lambda spec, a=(slots, seed): Chaos(spec, *a))[1], expected)  # type: ignore[misc]
-    perverse, found = _decode(case.path, lambda spec: Perverse(spec, 9, seen))
-    assert isinstance(perverse, Perverse) and perverse.wrong and _same(found, expected)
-    assert _same(_decode(case.path, lambda spec: Seeing(spec, 4), failing=True)[1], expected)
+        assert _same(_decode(case.path, lambda spec, a=(slots, seed): RandomPolicy(spec, *a))[1], expected)  # type: ignore[misc]
+    perverse, found = _decode(case.path, lambda spec: WrongPrefetches(spec, 9, seen))
+    assert isinstance(perverse, WrongPrefetches) and perverse.wrong and _same(found, expected)
+    assert _same(_decode(case.path, lambda spec: EventRecorder(spec, 4), failing=True)[1], expected)
 
 
 @pytest.mark.parametrize("name", ALL_POLICIES)

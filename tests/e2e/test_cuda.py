@@ -31,7 +31,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.contract.test_quantized import written
-from tests.engines import AllHosted, Chaos, Hosting, engine, generate
+from tests.engines import AllOnHost, RandomPolicy, SomeOnHost, engine, generate
 from tests.greedy import forward_logits
 from tests.servers import eventually
 
@@ -144,7 +144,7 @@ def test_every_policy_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", [Chaos, Hosting, AllHosted])
+@pytest.mark.parametrize("kind", [RandomPolicy, SomeOnHost, AllOnHost])
 def test_no_order_of_loads_changes_a_bit(
     kind: Any, seed: int, baseline: Any, reference: Path, tokenizer: Any, cuda: torch.device
 ) -> None:
@@ -152,7 +152,7 @@ def test_no_order_of_loads_changes_a_bit(
     made = engine(
         reference, tokenizer, kind(Checkpoint.open(reference).spec, 12, seed), 12, device=cuda, io_threads=1 + seed % 3
     )
-    if kind is Chaos:
+    if kind is RandomPolicy:
         _check(made, baseline)
         return
     ids, tokens, logits = baseline

@@ -23,7 +23,16 @@ from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, Phase
 from tests import families
-from tests.engines import AllHosted, Answered, Chaos, Hosting, engine, every_read_fails_once, generate, require_replayed
+from tests.engines import (
+    AllOnHost,
+    Answered,
+    RandomPolicy,
+    SomeOnHost,
+    engine,
+    every_read_fails_once,
+    generate,
+    require_replayed,
+)
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
 SLOT = 73_728
@@ -55,7 +64,7 @@ def test_logits_are_those_of_one_device(
     assert metrics["slots_bytes"] == metrics["slots"] * SLOT
 
 
-@pytest.mark.parametrize("kind", [Chaos, Hosting, AllHosted])
+@pytest.mark.parametrize("kind", [RandomPolicy, SomeOnHost, AllOnHost])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_no_order_of_loads_changes_a_bit(
     kind: Any, devices: int, baseline: Answered, reference: Path, tokenizer: Any
@@ -67,7 +76,7 @@ def test_no_order_of_loads_changes_a_bit(
         metrics = baseline.require_same(made)
     assert metrics["reads_retried"] > 10
     assert metrics["host_pool_bytes"] == devices * 12 * SLOT
-    assert bool(metrics["hosted"]) == (kind is not Chaos)
+    assert bool(metrics["hosted"]) == (kind is not RandomPolicy)
 
 
 @pytest.mark.parametrize(

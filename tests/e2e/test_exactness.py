@@ -12,7 +12,7 @@ from moetool import plugins
 from moetool.caching._policy import policy_class
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
-from tests.engines import Answered, Chaos, engine, generate
+from tests.engines import Answered, RandomPolicy, engine, generate
 
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
 
@@ -53,7 +53,7 @@ def test_every_policy_that_serves_is_among_these() -> None:
 def test_no_order_of_loads_changes_a_bit(
     slots: int, seed: int, io_threads: int, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
-    policy = Chaos(Checkpoint.open(reference).spec, slots, seed)
+    policy = RandomPolicy(Checkpoint.open(reference).spec, slots, seed)
     baseline.require_same(engine(reference, tokenizer, policy, slots, io_threads=io_threads))
 
 

@@ -330,14 +330,14 @@ def test_a_router_that_gives_no_number_is_refused(case: Case, tmp_path: Path, mo
     out, layer, number = tmp_path / "t", case.loaded.layers[1], case.plan.batches[1][0].request
     forwards = [0]
 
-    def spoil(module: Any, args: Any, output: Any) -> Any:
+    def corrupt(module: Any, args: Any, output: Any) -> Any:
         forwards[0] += 1
-        spoiled = [o.clone() if isinstance(o, torch.Tensor) else o for o in output]
+        corrupted = [o.clone() if isinstance(o, torch.Tensor) else o for o in output]
         if forwards[0] > 2:  # the first batch had two forwards
-            spoiled[layer.logits_index][-1, 2] = float("nan")
-        return tuple(spoiled)
+            corrupted[layer.logits_index][-1, 2] = float("nan")
+        return tuple(corrupted)
 
-    hook = layer.router.register_forward_hook(spoil)
+    hook = layer.router.register_forward_hook(corrupt)
     try:
         with pytest.raises(MoetoolError) as caught:
             case.run(out)

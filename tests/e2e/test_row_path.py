@@ -14,7 +14,7 @@ from moetool.models.loading import load_lazy
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
 from moetool.types import ForwardInfo, Phase
-from tests.engines import Chaos
+from tests.engines import RandomPolicy
 
 EXPERTS, TOP_K, LAYERS = 8, 3, 2
 
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _logits(path: Path, slots: int, batches: list[list[int]], *, from_pool: bool, seed: int | None = None) -> Any:
     """The logits of some forwards, each of one token a request."""
     loaded = load_lazy(Checkpoint.open(path), torch.bfloat16)
-    policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else Chaos(loaded.spec, slots, seed)
+    policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else RandomPolicy(loaded.spec, slots, seed)
     residency = Residency(policy)
     kind = type("Runtime", (ExpertRuntime,), {"from_pool": from_pool})
     runtime = kind(loaded, residency, open_store(loaded, residency))

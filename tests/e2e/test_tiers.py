@@ -15,7 +15,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
 from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
 from moetool.trace.reader import Trace
-from tests.engines import AllHosted, Answered, Chaos, Hosting, engine
+from tests.engines import AllOnHost, Answered, RandomPolicy, SomeOnHost, engine
 from tests.streams import Eager
 
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
@@ -59,7 +59,9 @@ def test_decisions_do_not_depend_on_the_tiers(reference: Path, tokenizer: Any, b
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(("policy", "experts"), [(Hosting, None), (Hosting, 5), (Hosting, 256), (AllHosted, 64)])
+@pytest.mark.parametrize(
+    ("policy", "experts"), [(SomeOnHost, None), (SomeOnHost, 5), (SomeOnHost, 256), (AllOnHost, 64)]
+)
 def test_experts_computed_on_the_host_give_the_same_bits(
     policy: Any, experts: int | None, baseline: Answered, reference: Path, tokenizer: Any
 ) -> None:
@@ -67,7 +69,7 @@ def test_experts_computed_on_the_host_give_the_same_bits(
     made = engine(reference, tokenizer, policy(_spec(reference), 16, seed=3), 16, host_memory_bytes=memory)
     metrics = baseline.require_same(made)
     assert metrics["hosted"] > 100
-    assert policy is not AllHosted or metrics["misses"] == 0
+    assert policy is not AllOnHost or metrics["misses"] == 0
 
 
 def test_experts_computed_by_the_thread_beside_a_device(
@@ -75,7 +77,10 @@ def test_experts_computed_by_the_thread_beside_a_device(
 ) -> None:
     """The way that a GPU takes, on a made-up one whose computing happens at once and whose copies do not."""
     monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
-    for policy, slots in ((Hosting(_spec(reference), 16, seed=5), 16), (Chaos(_spec(reference), 6, seed=5), 6)):
+    for policy, slots in (
+        (SomeOnHost(_spec(reference), 16, seed=5), 16),
+        (RandomPolicy(_spec(reference), 6, seed=5), 6),
+    ):
         made = engine(reference, tokenizer, policy, slots)
         metrics = baseline.require_same(made)
         assert metrics["host_pool_bytes"] == 256 * SLOT  # a ring, which has room for all
@@ -84,7 +89,7 @@ def test_experts_computed_by_the_thread_beside_a_device(
 @pytest.mark.parametrize("experts", [None, 12, 256])
 def test_reads_that_fail_now_and_then(experts: int | None, baseline: Answered, reference: Path, tokenizer: Any) -> None:
     memory = None if experts is None else experts * SLOT
-    made = engine(reference, tokenizer, Hosting(_spec(reference), 12, seed=8), 12, host_memory_bytes=memory)
+    made = engine(reference, tokenizer, SomeOnHost(_spec(reference), 12, seed=8), 12, host_memory_bytes=memory)
     shards, draw, failed = made.store.files.shards, random.Random(0), set[int]()
     read = shards.read
 
@@ -122,7 +127,7 @@ def test_serve_options_make_the_tier(reference: Path) -> None:
 
 
 def test_a_host_tier_that_is_too_small_to_compute_from_is_refused(reference: Path, tokenizer: Any) -> None:
-    policy = Hosting(_spec(reference), 16, seed=0)
+    policy = SomeOnHost(_spec(reference), 16, seed=0)
     with pytest.raises(CapacityError, match="--host-memory 100,000 holds 1 experts of 73,728 bytes, expected at least"):
         engine(reference, tokenizer, policy, 16, host_memory_bytes=100_000)
     assert build_policy("lru", _spec(reference), {}, 4).computes_on_host is False

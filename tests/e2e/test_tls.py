@@ -58,10 +58,10 @@ def test_https(files: dict[str, str]) -> None:
 
 
 def test_files_that_cannot_be_used(files: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "rubbish").write_text("no PEM")
+    (tmp_path / "garbage").write_text("no PEM")
     wrong = [
         (str(tmp_path / "missing"), "", "No such file"),
-        (str(tmp_path / "rubbish"), "", "cannot use"),
+        (str(tmp_path / "garbage"), "", "cannot use"),
         (files["cert"], files["other"], "cannot use"),
         (files["cert"], files["locked"], "is encrypted"),
         (files["cert"], "", "cannot use"),

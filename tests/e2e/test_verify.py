@@ -139,7 +139,7 @@ def test_weights_are_compared_with_those_of_the_formats_library(layer_by_layer: 
 def test_an_error_of_our_unpacking_differs(
     layer_by_layer: bool, unpacked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoiled(real: Callable[..., Any]) -> Callable[..., Any]:
+    def corrupted(real: Callable[..., Any]) -> Callable[..., Any]:
         def into(self: Any, stored: Any, out: torch.Tensor) -> None:
             real(self, stored, out)
             out.mul_(1.25)
@@ -150,7 +150,7 @@ def test_an_error_of_our_unpacking_differs(
         real = ggml_blocks.unpack_blocks
         monkeypatch.setattr(ggml_blocks, "unpack_blocks", lambda blocks, kind: real(blocks, kind) * 1.25)
     for codec in (Nvfp4Codec, PackCodec, ScaledCodec):
-        monkeypatch.setattr(codec, "into", spoiled(codec.into))
+        monkeypatch.setattr(codec, "into", corrupted(codec.into))
     made = _verify(unpacked, replace(SMALL, layer_by_layer=layer_by_layer))
     assert made.verdict == "differs" and any(problem.startswith("layer 0: ") for problem in made.problems)
     assert unpacked.parent.name.startswith("int4") or any("hold other weights" in text for text in made.problems)
@@ -226,7 +226,7 @@ def _other_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("corrupt", "said"),
     [
         (_other_weights, "layer 1: the slots of expert 5 hold other weights"),
         (_other_router, "layer 2: mlp.gate.weight differs from plain transformers"),
@@ -235,19 +235,19 @@ def _other_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("layer_by_layer", [False, True])
 def test_a_broken_model_differs_by_layer_and_expert(
-    spoil: Callable[[pytest.MonkeyPatch], None],
+    corrupt: Callable[[pytest.MonkeyPatch], None],
     said: str,
     layer_by_layer: bool,
     reference: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spoil(monkeypatch)
+    corrupt(monkeypatch)
     made = _verify(reference, VerifyOptions(policies=("lru",), prompts=1, tokens=2, layer_by_layer=layer_by_layer))
     assert made.verdict == "differs"
     assert made.first.startswith(said), made.problems
-    if spoil is _other_router:
+    if corrupt is _other_router:
         assert "tokens chose other experts, such as experts " in made.problems[1]
-    if spoil is _other_sum:
+    if corrupt is _other_sum:
         assert "most at a token of experts " in made.first
 
 

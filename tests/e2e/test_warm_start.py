@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(cache: Path, caplo
     first.close()
     path = kept_models()[0].path
     good = path.read_bytes()
-    for bad in (b"", b"rubbish" * 100, good[: len(good) // 2]):
+    for bad in (b"", b"garbage" * 100, good[: len(good) // 2]):
         path.write_bytes(bad)
         caplog.clear()
         engine = _open()
@@ -142,7 +142,7 @@ def test_no_policy_is_in_force_without_its_file_or_where_the_user_says_otherwise
     assert _policy(_setup(num_slots=72)) == IN_FORCE
     path = kept_models()[0].path
     good = path.read_bytes()
-    for bad in (b"", b"rubbish" * 100, good[: len(good) // 2], good.replace(b'"in_force":"lfu"', b'"in_force":"./l"')):
+    for bad in (b"", b"garbage" * 100, good[: len(good) // 2], good.replace(b'"in_force":"lfu"', b'"in_force":"./l"')):
         assert bad != good
         path.write_bytes(bad)
         assert _policy(_setup()) == AS_BEFORE

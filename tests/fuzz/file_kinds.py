@@ -1,4 +1,4 @@
-"""The kinds of files that moetool reads: how to spoil one of each, and what reads it."""
+"""The kinds of files that moetool reads: how to corrupt one of each, and what reads it."""
 
 import contextlib
 import hashlib
@@ -43,7 +43,7 @@ from moetool.trace.expert_counts import Counted, open_workload, write_counts
 from moetool.trace.reader import Trace
 from moetool.trace.rows import SIGNALS
 from moetool.tuning.replay import replay
-from tests import artefacts, edge_workers, foreign, spoiling, traces
+from tests import artefacts, corruption, edge_workers, foreign, traces
 from tests.clusters import make_cluster
 from tests.synthetic import make_forward, make_spec, random_experts
 from tests.tiny_shape import CONFIG
@@ -102,16 +102,16 @@ def _parquet(table: Any) -> bytes:
 
 @st.composite
 def _folders(draw: st.DrawFn, files: Files) -> Files:
-    """A folder of a manifest and Parquet files: one of them spoilt, its checksum right more often than not."""
+    """A folder of a manifest and Parquet files: one of them corrupted, its checksum right more often than not."""
     name = draw(st.sampled_from([name for name in sorted(files) if name.endswith((".json", ".parquet"))]))
     data = files[name]
     if name == "manifest.json":
-        return {**files, name: draw(spoiling.json_files(json.loads(data)))}
+        return {**files, name: draw(corruption.json_files(json.loads(data)))}
     if draw(st.integers(0, 2)):
         table = pq.read_table(io.BytesIO(data))
-        data = _parquet(draw(spoiling.columns(table)))
+        data = _parquet(draw(corruption.columns(table)))
     else:
-        data = draw(spoiling.spoilt_bytes(data))
+        data = draw(corruption.corrupted_bytes(data))
     changed = {**files, name: data}
     return _with_hashes(changed) if draw(st.integers(0, 5)) else changed
 
@@ -169,11 +169,11 @@ def _predictors(draw: st.DrawFn) -> Files:
     files = _example(_write_predictor(draw(st.sampled_from(sorted(_PREDICTORS)))))
     card = json.loads(files[CARD])
     if draw(st.booleans()):
-        files[WEIGHTS] = draw(spoiling.safetensors_files(files[WEIGHTS]))
+        files[WEIGHTS] = draw(corruption.safetensors_files(files[WEIGHTS]))
         if draw(st.integers(0, 5)):
             card["weights"] = {"bytes": len(files[WEIGHTS]), "sha256": hashlib.sha256(files[WEIGHTS]).hexdigest()}
     else:
-        files[CARD] = draw(spoiling.json_files(card))
+        files[CARD] = draw(corruption.json_files(card))
         return files
     return {**files, CARD: json.dumps(card).encode()}
 
@@ -208,7 +208,7 @@ def _states(draw: st.DrawFn) -> Files:
         save_state(folder / name, name, _policy(name))
 
     files = _example(write)
-    return {one: draw(spoiling.safetensors_files(data)) for one, data in files.items()}
+    return {one: draw(corruption.safetensors_files(data)) for one, data in files.items()}
 
 
 def _read_state(folder: Path) -> None:
@@ -219,10 +219,10 @@ def _read_state(folder: Path) -> None:
 
 @st.composite
 def _frames(draw: st.DrawFn) -> bytes:
-    head: Any = draw(spoiling.spoilt({"kind": "compute", "layer": 3, "experts": [1, 2]}))
+    head: Any = draw(corruption.corrupted({"kind": "compute", "layer": 3, "experts": [1, 2]}))
     parts = draw(st.lists(st.binary(max_size=40), max_size=3))
     data = pack(head, parts) + b"".join(parts) if isinstance(head, dict) and _plain(head) else b"moe1"
-    return draw(spoiling.spoilt_bytes(data)) if draw(st.integers(0, 3)) else data
+    return draw(corruption.corrupted_bytes(data)) if draw(st.integers(0, 3)) else data
 
 
 def _plain(head: Any) -> bool:
@@ -366,13 +366,13 @@ def _foreign(draw: st.DrawFn) -> Files:
     format = draw(st.sampled_from(sorted(_FOREIGN)))
     data = _foreign_file(format)
     if format == "policylang" and draw(st.booleans()):
-        return {format: _parquet(draw(spoiling.columns(pq.read_table(io.BytesIO(data)))))}
+        return {format: _parquet(draw(corruption.columns(pq.read_table(io.BytesIO(data)))))}
     if data[:1] == b"{" and draw(st.booleans()):
         lines = data.splitlines()
         at = draw(st.integers(0, len(lines) - 1))
-        lines[at] = draw(spoiling.json_files(json.loads(lines[at])))
+        lines[at] = draw(corruption.json_files(json.loads(lines[at])))
         return {format: b"\n".join(lines) + b"\n"}
-    return {format: draw(spoiling.spoilt_bytes(data))}
+    return {format: draw(corruption.corrupted_bytes(data))}
 
 
 def _read_foreign(folder: Path) -> None:
@@ -409,28 +409,30 @@ def _targets() -> dict[str, Target]:
     recipes = assets.path("recipes")
     made: dict[str, Target] = {
         "cache_plan": _single(
-            "plan.json", lambda: spoiling.json_files(artefacts.CACHE_PLAN()), lambda p: CachePlan.load(p).save(p)
+            "plan.json", lambda: corruption.json_files(artefacts.CACHE_PLAN()), lambda p: CachePlan.load(p).save(p)
         ),
         "placement_plan": _single(
             "plan.json",
-            lambda: spoiling.json_files(artefacts.PLACEMENT_PLAN()),
+            lambda: corruption.json_files(artefacts.PLACEMENT_PLAN()),
             lambda p: PlacementPlan.load(p).save(p),
         ),
         "migration_plan": _single(
             "plan.json",
-            lambda: spoiling.json_files(artefacts.MIGRATION_PLAN()),
+            lambda: corruption.json_files(artefacts.MIGRATION_PLAN()),
             lambda p: MigrationPlan.load(p).save(p),
         ),
-        "profile": _single("profile.json", lambda: spoiling.json_files(artefacts.PROFILE()), _read_profile),
+        "profile": _single("profile.json", lambda: corruption.json_files(artefacts.PROFILE()), _read_profile),
         "cluster": _single(
-            "cluster.toml", lambda: spoiling.toml_files(_toml_of(recipes / "reference" / "cluster.toml")), load_cluster
+            "cluster.toml",
+            lambda: corruption.toml_files(_toml_of(recipes / "reference" / "cluster.toml")),
+            load_cluster,
         ),
         "dataset_recipe": _single(
             "recipe.toml",
-            lambda: spoiling.toml_files(_toml_of(recipes / "datasets" / "squad.toml")),
+            lambda: corruption.toml_files(_toml_of(recipes / "datasets" / "squad.toml")),
             lambda p: dataset_recipe.load(str(p)),
         ),
-        "config": _single("config.json", lambda: spoiling.json_files(CONFIG), _read_config),
+        "config": _single("config.json", lambda: corruption.json_files(CONFIG), _read_config),
         "safetensors": Target(_headers, lambda folder: read_index(folder)),
         "frames": _single("frames.bin", _frames, _read_frames),
         "trace": Target(lambda: _folders(_example(_write_trace)), _read_trace),
@@ -438,18 +440,18 @@ def _targets() -> dict[str, Target]:
         "predictor": Target(_predictors, _read_predictor),
         "paper_recipe": _single(
             "recipe.toml",
-            lambda: spoiling.toml_files(_toml_of(recipes / "papers" / "duoserve.toml")),
+            lambda: corruption.toml_files(_toml_of(recipes / "papers" / "duoserve.toml")),
             lambda p: read_paper(str(p)),
         ),
         "command_recipe": _single(
             "recipe.toml",
-            lambda: spoiling.toml_files(_toml_of(recipes / "reference" / "train.toml")),
+            lambda: corruption.toml_files(_toml_of(recipes / "reference" / "train.toml")),
             _read_command_recipe,
         ),
         "scheduler_state": _single(
-            "state.json", lambda: spoiling.json_files(_scheduler_state()), _read_scheduler_state
+            "state.json", lambda: corruption.json_files(_scheduler_state()), _read_scheduler_state
         ),
-        "gguf": _single("m.gguf", lambda: spoiling.spoilt_header(_gguf()), _read_gguf),
+        "gguf": _single("m.gguf", lambda: corruption.corrupted_header(_gguf()), _read_gguf),
         "foreign": Target(_foreign, _read_foreign),
         "policy_state": Target(_states, _read_state),
     }
@@ -463,7 +465,7 @@ def _read_config(path: Path) -> None:
 @st.composite
 def _headers(draw: st.DrawFn) -> Files:
     data = safetensors.numpy.save({"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.int32)}, {"format": "pt"})
-    return {"model.safetensors": draw(spoiling.safetensors_files(data))}
+    return {"model.safetensors": draw(corruption.safetensors_files(data))}
 
 
 def _read_profile(path: Path) -> None:

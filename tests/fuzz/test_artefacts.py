@@ -94,7 +94,7 @@ def keep(name: str, files: Files) -> Path:
 
 
 def look_for(name: str, *, seed: int, examples: int = 10**6, deadline: float = float("inf")) -> int:
-    """Read spoilt files of a kind; gives how many.
+    """Read corrupted files of a kind; gives how many.
 
     Effects: the smallest case that is found goes to the corpus.
 
@@ -137,16 +137,16 @@ def test_corpus(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_few_spoilt_files(name: str) -> None:
+def test_a_few_corrupted_files(name: str) -> None:
     look_for(name, seed=0, examples=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_spoilt_files(name: str, fuzz_seconds: float, fuzz_seed: int) -> None:
+def test_corrupted_files(name: str, fuzz_seconds: float, fuzz_seed: int) -> None:
     deadline, tried = time.monotonic() + fuzz_seconds, 0
     for seed in itertools.count(fuzz_seed):
         tried += look_for(name, seed=seed, examples=500, deadline=deadline)
         if time.monotonic() > deadline:
             break
-    print(f"{tried} spoilt files of {name}")
+    print(f"{tried} corrupted files of {name}")

@@ -173,7 +173,7 @@ _HEADERS = [
 
 @st.composite
 def connections(draw: st.DrawFn) -> list[bytes]:
-    """Requests of the corpus, spoilt here and there and cut into packets."""
+    """Requests of the corpus, corrupted here and there and cut into packets."""
     seeds = [path.read_bytes() for path in sorted(CORPUS.glob("*.request"))]
     data = b"".join(draw(st.lists(st.sampled_from(seeds), min_size=1, max_size=3)))
     for _ in range(draw(st.integers(0, 4))):

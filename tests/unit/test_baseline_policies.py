@@ -222,7 +222,7 @@ def test_moe_infinity_matches_are_cosines_of_the_matrices_so_far() -> None:
         counts = running.counts_LE
         unit = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         assert counts.sum() % 6 == 0
-        assert np.allclose(running.likeness_HL, (policy.matrices.past_HLE * unit).sum(axis=2), atol=1e-6)
+        assert np.allclose(running.similarity_HL, (policy.matrices.past_HLE * unit).sum(axis=2), atol=1e-6)
     assert policy.matrices.num_past == 3
 
 

@@ -48,14 +48,14 @@ def test_likeness_by_hand() -> None:
     assert store.add([first, second], [-1, -1]) == [0, 1]
 
     search = MapSearch(store, np.array([4, 3], np.float32))
-    np.testing.assert_allclose(search.meaning_C(), [24 / 25, 4 / 5], rtol=1e-6)  # Eq. 4
-    assert search.by_meaning() == (0, pytest.approx(0.96))
-    assert search.by_path() is None
+    np.testing.assert_allclose(search.semantic_C(), [24 / 25, 4 / 5], rtol=1e-6)  # Eq. 4
+    assert search.by_embedding() == (0, pytest.approx(0.96))
+    assert search.by_trajectory() is None
     search.observe(np.array([0.6, 0.4], np.float32))
-    np.testing.assert_allclose(search.path_C(), [1, 0.4 / 0.52**0.5], rtol=1e-6)  # Eq. 5, one layer
+    np.testing.assert_allclose(search.trajectory_C(), [1, 0.4 / 0.52**0.5], rtol=1e-6)  # Eq. 5, one layer
     search.observe(np.array([1, 0], np.float32))
-    np.testing.assert_allclose(search.path_C(), [0.52 / 1.52, 1.4 / (1.52 * 2) ** 0.5], rtol=1e-6)  # and both
-    assert search.by_path() == (1, pytest.approx(1.4 / 3.04**0.5))
+    np.testing.assert_allclose(search.trajectory_C(), [0.52 / 1.52, 1.4 / (1.52 * 2) ** 0.5], rtol=1e-6)  # and both
+    assert search.by_trajectory() == (1, pytest.approx(1.4 / 3.04**0.5))
     # RDY = d/L Eq. 4 + (L-d)/L Eq. 5 with d = 1 of L = 2.
     expected = [0.96 / 2 + 0.52 / 1.52 / 2, 0.8 / 2 + 1.4 / 3.04**0.5 / 2]
     np.testing.assert_allclose(store.redundancy([search])[0], expected, rtol=1e-6)
@@ -65,7 +65,7 @@ def test_equal_maps_are_found_at_the_lower_row() -> None:
     store = MapStore(1, 2, 8, 0, 1)
     for _ in range(3):
         store.add([_search(store, np.array([[0.5, 0.5]], np.float32))], [-1])
-    found = _search(store, np.array([[0.9, 0.1]], np.float32)).by_path()
+    found = _search(store, np.array([[0.9, 0.1]], np.float32)).by_trajectory()
     assert found is not None and found[0] == 0
 
 
@@ -109,7 +109,7 @@ def test_searching_layer_by_layer_is_searching_the_prefix_anew() -> None:
         for layer in range(6):
             search.observe(map_LE[layer])
             expected = [_cosine(map_LE[: layer + 1], old[: layer + 1]) for old in maps[:30]]
-            np.testing.assert_allclose(search.path_C(), expected, rtol=1e-5)
+            np.testing.assert_allclose(search.trajectory_C(), expected, rtol=1e-5)
         assert search.complete
 
 
@@ -180,7 +180,7 @@ def test_a_store_is_its_arrays() -> None:
         (last,) = store.add([_search(store, map_LE, np.array([1, 2], np.float32))], [last])
     copy = store.copy()
     probe = _random_maps(1, 3, 4, 6)[0]
-    np.testing.assert_array_equal(_search(copy, probe).path_C(), _search(store, probe).path_C())
+    np.testing.assert_array_equal(_search(copy, probe).trajectory_C(), _search(store, probe).trajectory_C())
     before = {name: array.copy() for name, array in store.arrays().items()}
     for map_LE in _random_maps(9, 3, 4, 7):
         copy.add([_search(copy, map_LE, np.array([2, 1], np.float32))], [-1])

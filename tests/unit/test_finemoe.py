@@ -105,14 +105,14 @@ def test_a_search_is_used_a_fixed_number_of_events_later(lag: int) -> None:
 def test_searches_run_beside_the_model_and_are_waited_for_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = _policy(_store(MAP_LE), distance=2, lag=1, meaning=False)
     info, events = _forward([MAP_LE], [[1, 0, 0, 0]])
-    real, threads, may_go = MapSearch.by_path, set(), threading.Event()
+    real, threads, may_go = MapSearch.by_trajectory, set(), threading.Event()
 
-    def by_path(search: MapSearch) -> Any:
+    def by_trajectory(search: MapSearch) -> Any:
         threads.add(threading.current_thread().name)
         assert may_go.wait(20)
         return real(search)
 
-    monkeypatch.setattr(MapSearch, "by_path", by_path)
+    monkeypatch.setattr(MapSearch, "by_trajectory", by_trajectory)
     policy.begin_forward(info)
     policy.gate(events[0], [], [])
     assert policy.after_first_expert(events[0]) == []  # nothing waits for the search yet

@@ -17,7 +17,7 @@ from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.runtime.policy_state import restore_state, save_state
 from moetool.tuning.replay import ReplaySetup, decisions, replay
 from moetool.types import ForwardInfo, GateEvent, Phase
-from tests.engines import Chaos
+from tests.engines import RandomPolicy
 from tests.profiles import make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards, write_trace
 
@@ -45,7 +45,7 @@ def event(experts: list[int], layer: int = 0) -> GateEvent:
 @pytest.mark.parametrize("share", [(0, 2), (1, 2), (2, 3), (7, 8)])
 def test_a_device_never_touches_anothers_experts(share: tuple[int, int]) -> None:
     device, count = share
-    residency = Residency(Chaos(SPEC, 2, seed=device), share=share)  # it asks for any expert of the model
+    residency = Residency(RandomPolicy(SPEC, 2, seed=device), share=share)  # it asks for any expert of the model
     stream = stream_of()
     steps = drive(residency, stream)
     assert {step.key % count for _, _, step in steps} == {device}

@@ -188,10 +188,10 @@ def test_the_next_command_continues_what_an_earlier_one_left(hub: Hub, capsys: p
 
 
 def test_bytes_that_are_not_the_hubs_are_never_used(hub: Hub, tmp_path: Path) -> None:
-    hub.spoils.add("model-0.safetensors")
+    hub.corrupts.add("model-0.safetensors")
     with pytest.raises(MismatchError, match=r"model-0.safetensors has sha256 \w{12}, expected \w{12}"):
         locate(NAME)
-    hub.spoils.clear()
+    hub.corrupts.clear()
     file = locate(NAME) / "model-0.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == file.resolve().name
 

@@ -156,8 +156,8 @@ def test_damaged_policy_state_is_refused(tmp_path: Path) -> None:
     with safetensors.safe_open(file, framework="numpy") as stored:
         metadata = stored.metadata()
     arrays = safetensors.numpy.load_file(file)
-    spoilt = {name: np.full_like(array, np.nan) for name, array in arrays.items()}
-    safetensors.numpy.save_file(spoilt, file, metadata)
+    corrupted = {name: np.full_like(array, np.nan) for name, array in arrays.items()}
+    safetensors.numpy.save_file(corrupted, file, metadata)
     with pytest.raises(MismatchError, match=r"not finite.*remove it to start without learned state"):
         restore_state(file, "foresight", policy)
     file.write_bytes(b"\xff" * 100)

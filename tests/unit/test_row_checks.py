@@ -25,7 +25,7 @@ LENGTHS = [(3, 3), (2, 4)]
 EVERY = ("weights", *SIGNALS)
 
 
-def spoilt(out: Path, change: Callable[[TokenBatch], None], forwards: Sequence[TokenBatch] | None = None) -> Trace:
+def corrupted(out: Path, change: Callable[[TokenBatch], None], forwards: Sequence[TokenBatch] | None = None) -> Trace:
     """A trace whose second forward was changed before it was written."""
     rows = list(forwards or traces.together(LENGTHS))
     rows[1] = replace(rows[1], **{name: getattr(rows[1], name).copy() for name in TokenBatch.__slots__})
@@ -68,7 +68,7 @@ def setting(name: str, index: Any, value: Any) -> Callable[[TokenBatch], None]:
     ],
 )
 def test_rows_that_cannot_be_are_refused(tmp_path: Path, name: str, index: Any, value: Any, says: str) -> None:
-    trace = spoilt(tmp_path / "t", setting(name, index, value))
+    trace = corrupted(tmp_path / "t", setting(name, index, value))
     with pytest.raises(MismatchError, match=f"{says}.*again") as caught:
         list(trace.batches(EVERY))
     assert str(trace.path) in str(caught.value)
@@ -80,7 +80,7 @@ def test_masked_logits_and_negative_zeros_are_read(tmp_path: Path) -> None:
         rows.logits_TF[0, 3] = -np.inf
         rows.weights_TS[0, 0] = -0.0
 
-    assert sum(map(len, spoilt(tmp_path / "t", change).batches(EVERY))) == 10
+    assert sum(map(len, corrupted(tmp_path / "t", change).batches(EVERY))) == 10
 
 
 def test_shuffled_rows_are_refused_though_their_hashes_are_right(tmp_path: Path) -> None:
@@ -92,13 +92,13 @@ def test_shuffled_rows_are_refused_though_their_hashes_are_right(tmp_path: Path)
 
 
 def test_a_replay_of_experts_that_are_not_there_is_refused(tmp_path: Path) -> None:
-    trace = spoilt(tmp_path / "t", setting("experts_TS", (0, 0), 60_000))
+    trace = corrupted(tmp_path / "t", setting("experts_TS", (0, 0), 60_000))
     with pytest.raises(MismatchError, match="uses expert 60000"):
         replay(trace, ["lru"], [500])
 
 
 def test_an_expert_twice_is_found_by_the_whole_check(tmp_path: Path) -> None:
-    trace = spoilt(tmp_path / "t", lambda rows: rows.experts_TS.__setitem__((0, 1), rows.experts_TS[0, 0]))
+    trace = corrupted(tmp_path / "t", lambda rows: rows.experts_TS.__setitem__((0, 1), rows.experts_TS[0, 0]))
     assert sum(map(len, trace.batches(EVERY))) == 10
     with pytest.raises(MismatchError, match=r"uses expert \d of MoE layer 0 twice at position"):
         trace.check()

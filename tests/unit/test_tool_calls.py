@@ -96,7 +96,7 @@ def test_arguments_in_a_string_are_taken_out_of_it() -> None:
     assert parsed("hermes", text, 4) == ("", "", [("f", ARGUMENTS)])
 
 
-def test_rubbish_in_a_call_is_content() -> None:
+def test_invalid_json_in_a_call_is_content() -> None:
     assert parsed("hermes", "<tool_call>{'name': f}</tool_call>", 3)[0] == "<tool_call>{'name': f}</tool_call>"
 
 

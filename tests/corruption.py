@@ -13,7 +13,7 @@ Json = Any
 _WHOLE = (0, 1, -1, 2, 3, 7, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**53, 2**63, 2**64, 10**9, -(10**9), 10**15, 10**400)
 _FLOATS = (0.0, -0.0, 0.5, -0.5, 1e-300, 1e300, -1e300, math.nan, math.inf, -math.inf)
 NUMBERS: st.SearchStrategy[Any] = st.sampled_from((*_WHOLE, *_FLOATS))
-RUBBISH: st.SearchStrategy[Json] = st.one_of(
+ANY_JSON: st.SearchStrategy[Json] = st.one_of(
     NUMBERS,
     st.integers(-(2**70), 2**70),
     st.floats(),
@@ -28,15 +28,15 @@ RUBBISH: st.SearchStrategy[Json] = st.one_of(
 
 
 @st.composite
-def spoilt(draw: st.DrawFn, value: Json) -> Json:
-    """The value with one to three places dropped, duplicated, retyped, swapped, shifted or made extreme."""
+def corrupted(draw: st.DrawFn, value: Json) -> Json:
+    """The value with one to three items dropped, duplicated, retyped, swapped, shifted or made extreme."""
     whole = {"root": copy.deepcopy(value)}
     for _ in range(draw(st.integers(1, 3))):
-        _spoil_place(draw, whole)
+        _corrupt_place(draw, whole)
     return whole.get("root")
 
 
-def _spoil_place(draw: st.DrawFn, whole: dict[str, Json]) -> None:
+def _corrupt_place(draw: st.DrawFn, whole: dict[str, Json]) -> None:
     parent: Json = whole
     key: Json = "root"
     while key in parent if isinstance(parent, dict) else key < len(parent):
@@ -51,7 +51,7 @@ def _spoil_place(draw: st.DrawFn, whole: dict[str, Json]) -> None:
         case 0:
             del parent[key]
         case 1:
-            parent[key] = copy.deepcopy(draw(RUBBISH))  # a later place may be inside it
+            parent[key] = copy.deepcopy(draw(ANY_JSON))  # a later corruption may be inside it
         case 2 if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
             parent[key] = draw(NUMBERS | st.sampled_from([parent[key] + 1, parent[key] - 1, -parent[key]]))
         case 3 if isinstance(parent[key], list):
@@ -70,7 +70,7 @@ def _spoil_place(draw: st.DrawFn, whole: dict[str, Json]) -> None:
 
 
 @st.composite
-def spoilt_bytes(draw: st.DrawFn, data: bytes) -> bytes:
+def corrupted_bytes(draw: st.DrawFn, data: bytes) -> bytes:
     """The bytes truncated, or with bits flipped, or with runs overwritten, duplicated or removed."""
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -92,11 +92,11 @@ def spoilt_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 @st.composite
-def spoilt_header(draw: st.DrawFn, data: bytes) -> bytes:
+def corrupted_header(draw: st.DrawFn, data: bytes) -> bytes:
     """The bytes with some of their first kilobytes corrupted, or numbers there made extreme."""
     head, rest = data[: 1 << 11], data[1 << 11 :]
     if draw(st.booleans()):
-        return draw(spoilt_bytes(head)) + rest
+        return draw(corrupted_bytes(head)) + rest
     at, size = draw(st.integers(0, len(head) - 9)), draw(st.sampled_from([1, 4, 8]))
     number = draw(st.sampled_from([0, 1, 2, 2**7, 2**8 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]))
     return head[:at] + (number % 2 ** (8 * size)).to_bytes(size, "little") + head[at + size :] + rest
@@ -109,8 +109,8 @@ def json_files(draw: st.DrawFn, value: Json) -> bytes:
     if kind == 0:
         deep = [b"[" * 100_000, b'{"a":' * 200 + b"1" + b"}" * 200, b"1" * 5000, b"", b"\xff\xfe", b"null", b"NaN"]
         return draw(st.sampled_from(deep) | st.binary(max_size=30))
-    text = _dump(value if kind == 1 else draw(spoilt(value)))
-    return draw(spoilt_bytes(text)) if kind < 5 else text
+    text = _dump(value if kind == 1 else draw(corrupted(value)))
+    return draw(corrupted_bytes(text)) if kind < 5 else text
 
 
 def _dump(value: Json) -> bytes:
@@ -125,14 +125,14 @@ def toml_files(draw: st.DrawFn, value: Json) -> bytes:
         return draw(
             st.sampled_from([b"a." * 5000 + b"a=1", b"a=" + b"[" * 5000, b"", b"\xff"]) | st.binary(max_size=30)
         )
-    table = draw(spoilt(value)) if kind > 1 else value
+    table = draw(corrupted(value)) if kind > 1 else value
     lines = (
         "".join(f"{_toml(str(key))} = {_toml(item)}\n" for key, item in table.items())
         if isinstance(table, dict)
         else f"value = {_toml(table)}\n"
     )
     text = lines.encode("utf-8", "surrogatepass")
-    return draw(spoilt_bytes(text)) if kind < 5 else text
+    return draw(corrupted_bytes(text)) if kind < 5 else text
 
 
 def _toml(value: Json) -> str:
@@ -157,19 +157,19 @@ def safetensors_files(draw: st.DrawFn, data: bytes) -> bytes:
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     match draw(st.integers(0, 5)):
         case 0:
-            return draw(spoilt_bytes(data))
+            return draw(corrupted_bytes(data))
         case 1:
-            return data[:8] + data[8 : 8 + length] + draw(spoilt_bytes(body))
+            return data[:8] + data[8 : 8 + length] + draw(corrupted_bytes(body))
         case 2:
             fill = draw(st.sampled_from([b"\xff", b"\x7f", b"\0", b"\x80", b"\x7c\x00", b"\xc0\x7f"]))
             at = draw(st.integers(0, max(0, len(body) - 1)))
             size = draw(st.integers(1, 64))
-            spoilt_body = body[:at] + (fill * size)[: len(body) - at]
-            return data[: 8 + length] + spoilt_body + body[len(spoilt_body) :]
+            corrupted_body = body[:at] + (fill * size)[: len(body) - at]
+            return data[: 8 + length] + corrupted_body + body[len(corrupted_body) :]
         case 3:
             declared = draw(st.sampled_from([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1]))
             return declared.to_bytes(8, "little") + data[8:]
-    text = _dump(draw(spoilt(header)))
+    text = _dump(draw(corrupted(header)))
     return len(text).to_bytes(8, "little") + text + body
 
 
@@ -190,11 +190,11 @@ def columns(draw: st.DrawFn, table: Any) -> Any:
         elif kind == 3:
             table = table.drop_columns([draw(st.sampled_from(table.column_names))]) if table.num_columns > 1 else table
         elif len(table):
-            table = _spoil_column(draw, table)
+            table = _corrupt_column(draw, table)
     return table
 
 
-def _spoil_column(draw: st.DrawFn, table: Any) -> Any:
+def _corrupt_column(draw: st.DrawFn, table: Any) -> Any:
     import pyarrow as pa
 
     name = draw(st.sampled_from(table.column_names))
