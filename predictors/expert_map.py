@@ -80,7 +80,7 @@ class Predictor(moetool.learning.predictor.Predictor):
             self.register_buffer(name, None)
         self._hold(MapStore(self.num_layers, self.num_experts, capacity, width, options.distance))
         self._searches: list[MapSearch] = []  # one per token of the forward
-        self._found: list[list[list[int]]] = []  # by layer and token, the rows of the best maps
+        self._found: list[list[list[int]]] = []  # rows of the best maps, by layer and token
 
     def count(self, tokens: Tokens) -> None:
         assert tokens.request_T is not None and tokens.iteration_T is not None

@@ -76,7 +76,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.cell = nn.LSTM(D, H, batch_first=True)
         self.output = nn.Linear(H, L * E)
         nn.init.constant_(self.output.bias, math.log(self.top_k / max(E - self.top_k, 1)))  # the base rate
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # by running request
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # LSTM state by running request
         self._logits_TLE: Tensor | None = None
 
     def count(self, tokens: Tokens) -> None:

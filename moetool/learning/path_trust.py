@@ -99,12 +99,12 @@ class FusedPath:
         self._trust_DS, self._trust_LS, self._gate_GS = trust_DS, trust_LS, gate_GS
         self._haste = haste
         self._common = Offset(trust_DS.shape[1])
-        self._own: dict[int, tuple[Offset, Offset]] = {}  # by running request: initial and current offset
+        self._own: dict[int, tuple[Offset, Offset]] = {}  # initial and current offset, by running request
         self._records = HitRecord(signals.num_layers)
         self._own_records: dict[int, tuple[HitRecord, HitRecord]] = {}
-        self.computed: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by coming layer: signals and fused logits
-        self._returned: dict[int, np.ndarray] = {}  # by coming layer: logits returned
-        self._pending: dict[int, dict[int, np.ndarray]] = {}  # by coming layer and index of the distance: ranked_TER
+        self.computed: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # signals and fused logits, by coming layer
+        self._returned: dict[int, np.ndarray] = {}  # returned logits, by coming layer
+        self._pending: dict[int, dict[int, np.ndarray]] = {}  # ranked_TER, by coming layer and index of the distance
 
     def observe(self, event: GateEvent) -> None:
         """Learn from the predictions for this layer, then predict ahead."""

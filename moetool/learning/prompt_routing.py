@@ -147,7 +147,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
             BlockTransformer(width, heads, before, after, dropout)
             for before, after in zip([0, *outputs[:-1]], outputs, strict=True)
         )
-        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # by running request: ids, mean logits_LE
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # ids and mean logits_LE, by running request
         self._logits_TLE: Tensor | None = None
 
     def count(self, tokens: Tokens) -> None:

@@ -102,7 +102,7 @@ class ExpertForm:
         """Return the unweighted output of one expert.
 
         Args:
-            x: its tokens.
+            x: hidden states [T, D] of its tokens.
             weights: one tensor per part; unpacked, and widened to the type of `x` if needed.
         """
         return self.compute_each([x], [weights])[0]

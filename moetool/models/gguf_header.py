@@ -39,7 +39,7 @@ class GgufHeader(NamedTuple):
 
     Attributes:
         metadata: values by key; for a list of strings only its length.
-        tensors: by ggml names.
+        tensors: tensors by ggml name.
         num_bytes: smallest valid size of each file.
     """
 

@@ -45,7 +45,7 @@ class GgufWeights(Quantization):
     """The weights of a GGUF file.
 
     Attributes:
-        parts: by name of the weight.
+        parts: tensors of each weight, by its name.
         kinds: ggml types of its tensors, by ggml's names.
     """
 

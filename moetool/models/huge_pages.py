@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 HUGE_PAGE_BYTES = 2**21
-_HUGEPAGE, _COLLAPSE = 14, 25  # of <linux/mman.h>
+_HUGEPAGE, _COLLAPSE = 14, 25  # constants of <linux/mman.h>
 
 
 def ask_for_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> bool:

@@ -15,9 +15,9 @@ from moetool.models.llvm_vectors import LANES, Vectors
 from moetool.models.row_kinds import RowKind
 from moetool.models.row_numbers import planes
 
-_PARTS, _PART = 8, 32  # of a block of Q4_K or Q5_K, and numbers in one
+_PARTS, _PART = 8, 32  # parts of a block of Q4_K or Q5_K, and numbers in a part
 _OFFSET = 128.0
-_OFFSET_BITS, _SIX_BITS = 0x43000000, 0x003F0000  # of float32: 128, and numbers below 64 that are added to it
+_OFFSET_BITS, _SIX_BITS = 0x43000000, 0x003F0000  # float32 bits of 128, and mask of the numbers below 64 that they add
 
 
 class RowBlock(NamedTuple):

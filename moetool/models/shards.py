@@ -34,7 +34,7 @@ class Shards:
             the file system refuses (`direct` then becomes False).
 
     Attributes:
-        weights: by name.
+        weights: weights of the checkpoint, by name.
         changed: why reads fail; empty without a problem.
 
     Effects: keeps the files open until `close`. Reads may come from several threads.

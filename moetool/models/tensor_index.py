@@ -44,7 +44,7 @@ class TensorIndex(NamedTuple):
     """Tensors of a checkpoint by name, and the files that `Tensor.file` indexes.
 
     Attributes:
-        stamps: of the files, before their headers were read.
+        stamps: stamps of the files, taken before their headers were read.
     """
 
     files: tuple[Path, ...]

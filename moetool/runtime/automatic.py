@@ -54,7 +54,7 @@ class ServeSetup:
 
     Attributes:
         options: every option, set or chosen.
-        device_memory_bytes: for weights, KV cache and expert slots.
+        device_memory_bytes: bytes for weights, KV cache and expert slots.
         policy: cache policy.
         choices: (setting, value, reason) for display.
     """
@@ -244,7 +244,7 @@ def _token_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
         experts = rows * spec.hidden_size * (3 * size + 8)
     experts += 16 * spec.num_experts
     queries = 4 * max(config.num_attention_heads * width for _, width in map(kv_shape, config.per_layer_config))
-    mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # of a later chunk, in two forms
+    mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # masks of a later chunk, in two forms
     return 8 * spec.hidden_size * size + max(experts, 3 * intermediate * size, queries * size + mask)
 
 
@@ -301,9 +301,9 @@ def _compiles() -> bool:
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """Choose the automatic policy, with the reason.
 
-    `foresight` loads 21 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
-    them in slots, and takes about 2 ms of CPU time per forward (tests/bench/test_foresight.py). Equal slots per layer
-    keep a stream of events that is larger than the pool, such as a long prompt, from evicting everything.
+    `foresight` loads fewer experts than `lru`, and takes little CPU time per forward (`tests/bench/test_foresight.py`).
+    Equal slots per layer keep a stream of events that is larger than the pool, such as a long prompt, from evicting
+    everything.
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"

@@ -77,7 +77,7 @@ class Batcher:
 
     Attributes:
         kv_tokens: tokens in the KV cache.
-        kv_bytes: its bytes.
+        kv_bytes: bytes of the KV cache.
         graphs: runs decode steps once they are recorded (`record_steps`).
         fixed_shapes: whether the sequences of a decode step attend in one call, by tensors of fixed shapes; default on
             a GPU, where many calls cost more than padding.
@@ -305,7 +305,7 @@ class Batcher:
             ContinuousBatchingLogitsProcessorList,
         )
 
-        if self.processor is not None:  # of a batch that broke: the error may hold on to it
+        if self.processor is not None:  # left by a failed batch, whose error may still refer to it
             release_pages(self.processor.cache.cache_tensor)
         try:
             self.model.set_attn_implementation("sdpa")  # the manager accepts only known ones; ours is set right after

@@ -1,7 +1,7 @@
-"""Attention of new tokens, one a sequence, over a paged KV cache in bfloat16, in place on a CPU.
+"""Attention of new tokens, one per sequence, over a paged KV cache in bfloat16, in place on a CPU.
 
-torch's attention needs gathered keys and values and stays far below memory bandwidth for one query. At 4,096 tokens of
-Qwen3-30B-A3B's shape it takes 7.4 ms per layer; reading the bytes takes 1.3 (`tests/bench/test_decode_attention.py`).
+torch's attention needs gathered keys and values, and stays far below memory bandwidth for one query
+(`tests/bench/test_decode_attention.py`).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class AttentionJob(NamedTuple):
         key_token, key_head, value_token, value_head: bytes from one token, or head, of the cache to the next.
         heads: KV heads.
         parts: tasks that share a KV head.
-        sequences: their number.
+        sequences: number of sequences.
     """
 
     next_task: int
@@ -84,8 +84,8 @@ def attend_one_query(
     Args:
         query_HTD: bfloat16.
         views: keys and values of the layer in the cache, bfloat16 [., KV heads, D], where `supports` holds.
-        positions: in the cache, of the keys of all sequences.
-        scaling: of the scores (default: 1 / sqrt(D)).
+        positions: positions in the cache of the keys of all sequences.
+        scaling: factor on the scores (default: 1 / sqrt(D)).
         output_THD: bfloat16, contiguous; other rows stay as they are.
     """
     num_heads, _, width = query_HTD.shape
@@ -283,7 +283,7 @@ class _Attention:
         """The sums of the elements of each vector, and zeros up to `padded`."""
         v, builder = self._v, self._v.builder
         held = products + [v.all(v.float32, 0.0)] * (self._padded - len(products))
-        lanes, sums = LANES, 1  # of a sum, and sums of a vector
+        lanes, sums = LANES, 1  # lanes of a sum, and sums in a vector
         while lanes > 1:
             lanes //= 2
             halves = [[2 * lanes * n + half * lanes + i for n in range(sums) for i in range(lanes)] for half in (0, 1)]

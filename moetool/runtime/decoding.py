@@ -100,8 +100,8 @@ def token_logprobs(pieces: Iterable[torch.Tensor], prompt: list[int], top: int) 
     """Log-probabilities of the tokens of a prompt, None for the first.
 
     Args:
-        pieces: its logits, as from `score_prompt`.
-        top: likeliest tokens to name at each place.
+        pieces: logits of the prompt, as from `score_prompt`.
+        top: number of most likely tokens to return at each position.
 
     Raises:
         MoetoolError: logits are not finite.

@@ -457,7 +457,7 @@ class Engine:
         if wanted == before:
             return
         if wanted < before:
-            trim_heap()  # of the longer forward's activations, before slots grow into their memory
+            trim_heap()  # return the longer forward's activations before slots grow into their memory
         self.store.release(self.residency.lend(wanted))
         if self._log is not None and self.residency.lent != before:
             self._log.on_lent(info.forward_id, self.residency.lent)

@@ -33,9 +33,9 @@ class MissCurve:
     """Loads for each needed expert by the share of the experts that have slots, piecewise linear.
 
     Attributes:
-        shares: ascending, from 0 to 1.
-        loads: for each share.
-        source: for display.
+        shares: shares of the experts that have slots, ascending from 0 to 1.
+        loads: loads per needed expert at each share.
+        source: origin of the curve, for display.
     """
 
     shares: tuple[float, ...]

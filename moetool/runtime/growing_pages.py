@@ -20,8 +20,8 @@ class GrowingPages:
     needed in the last `IDLE_FORWARDS` forwards. The system has the memory of held-back sectors.
 
     Args:
-        cache: on a CPU, with one kind of layers.
-        pages: of that cache.
+        cache: paged cache on a CPU, with one kind of layers.
+        pages: pages of that cache.
         first_tokens: initial tokens of the cache.
     """
 

@@ -11,7 +11,7 @@ class Buffer:
     """Buffer for one expert in host memory.
 
     Attributes:
-        memory: its bytes, uint8.
+        memory: bytes of the buffer, uint8.
         key: the expert in it, or being read into it.
         filled: whether the expert is complete.
         num_bytes: bytes read into it.

@@ -38,11 +38,11 @@ class ModelRecorder:
         self.requests = self.tokens = 0
         self._recorder, self._writer = recorder, writer
         self._task, self._drop_tokens = task, drop_tokens
-        self._tasks: list[str] = []  # of every request
+        self._tasks: list[str] = []  # task of every request
         self._forwards = 0
         self._mine_B = np.zeros(0, np.int64)  # the requests of the running batch, by its rows
         self._iteration_B, self._length_B, self._prompt_tokens_B = np.zeros((3, 0), np.int64)
-        self._prompt_tokens: list[int] = []  # of every request of the batches before
+        self._prompt_tokens: list[int] = []  # of every request in earlier batches
         self._length: list[int] = []
         self._pending: tuple[Batch, np.ndarray] | None = None
         self._kept: list[np.ndarray] = []
@@ -54,7 +54,7 @@ class ModelRecorder:
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook that runs before a forward of the model."""
-        self._recorder.discard()  # of a forward that failed
+        self._recorder.discard()  # data of a failed forward
         ids, real_BS, seen = _inputs(args, kwargs)
         num_rows, width = real_BS.shape
         if seen == 0:
@@ -212,7 +212,7 @@ def record(
         keep: columns to record besides experts and weights, from `KEEP`.
         task: task of the requests; the recorder's `label` changes it.
         drop_tokens: leave out token ids, because they reveal the text.
-        tokenizer: of the model; needed to keep `text`.
+        tokenizer: tokenizer of the model; needed to keep `text`.
         overwrite: replace an existing trace.
 
     Yields:

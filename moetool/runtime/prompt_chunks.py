@@ -54,7 +54,7 @@ class PromptChunks:
         """Learn from a forward with this number of prompt tokens, whether or not a request waited for it.
 
         Args:
-            stalled_s: its part that waited for experts.
+            stalled_s: seconds of it spent waiting for experts.
         """
         if not num_tokens or num_tokens < min(LEAST_WAITED_CHUNK, self._tokens) // 2:
             return  # a decode step, or the end of a prompt

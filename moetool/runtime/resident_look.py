@@ -61,7 +61,7 @@ class ResidentLook(PartialForward):
         self._residency = residency
         self._store = store
         self._spec = residency.policy.spec
-        self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # of the current event
+        self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # routes of the current event
         self._under_way: set[int] = set()  # keys of its loads in progress
         self._watchers: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})

@@ -72,7 +72,7 @@ def divide(model: Footprint, memory_bytes: int, *, kv_tokens: int, chunk_tokens:
     up to `MOST_CHUNK` tokens.
 
     Args:
-        memory_bytes: for weights, activations, KV cache and slots together.
+        memory_bytes: bytes for weights, activations, KV cache and slots together.
         chunk_tokens: fixed by the user; None: automatic.
 
     Raises:
