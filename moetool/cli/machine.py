@@ -144,19 +144,32 @@ def models(as_json: Json = False) -> None:
     columns = ["family", "captured", "served", "substitution", "weights"]
     yes = {True: "yes", False: "no"}
     table = [
-        [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"]]
+        [r["family"], yes[r["captured"]], yes[r["served"] != "no"], yes[r["substitution"]], _short(r["weights"])]
         for r in rows
         if r["known"] == "listed"
     ]
     tables.print_table(f"{len(table)} families of Mixture-of-Experts models", columns, table, num_text=len(columns))
+    tables.print_paragraph("captured, served: moetool capture, moetool serve; substitution: the policy smoe")
+    tables.print_paragraph(
+        "weights: score function of the router; sum 1: divided by the sum over the top-k experts (*: if the config "
+        "sets norm_topk_prob)"
+    )
     for row in rows:
         if row["known"] == "listed" and row["remarks"]:
             print(textwrap.fill(f"{row['family']}: {row['remarks']}", 78, subsequent_indent="  "))
-    print("\ninferred from the model's router when it is opened:")
-    print(f"{', '.join(UNLISTED)}, and others that transformers calls through its experts interface")
+    tables.print_paragraph("inferred from the model's router when it is opened:")
+    tables.print_paragraph(f"{', '.join(UNLISTED)}, and others that transformers calls through its experts interface")
+    cells = [[r["family"], ", ".join(name for name in FORMATS if r["formats"][name] == "tested")] for r in rows]
+    plain = FORMATS[0]
     title = "weight formats tested with each family (others are read too)"
-    cells = [[r["family"], *r["formats"].values()] for r in rows if "tested" in r["formats"].values()]
-    tables.print_table(title, ["family", *FORMATS], cells, num_text=1 + len(FORMATS))
+    tables.print_table(title, ["family", "tested"], [cell for cell in cells if cell[1] not in ("", plain)], num_text=2)
+    others = ", ".join(name for name, found in cells if found == plain)
+    tables.print_paragraph(f"tested with {plain} weights (float32, bfloat16, float16) only: {others}")
+
+
+def _short(weights: str) -> str:
+    """Shorten `weights` of a family so that a table of all families has one line for each on 80 columns."""
+    return weights.replace("summing to one if norm_topk_prob", "sum 1 *").replace("summing to one", "sum 1")
 
 
 def data(as_json: Json = False) -> None:
