@@ -5,19 +5,16 @@ from moetool.models.gguf_architectures import ARCHITECTURES
 
 FORMATS = ("dense", "fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4", "gguf")
 
-_QUANTIZED = {
-    "deepseek_v3": ("fp8_block", "awq", "int4"),
-    "deepseek_v32": ("fp8_block",),
-    "glm4_moe": ("fp8_scaled", "awq", "int4"),
-    "glm_moe_dsa": ("fp8_block",),
-    "gpt_oss": ("mxfp4",),
-    "mimo_v2_flash": ("fp8_block",),
-    "minimax_m2": ("fp8_block", "awq"),
-    "mixtral": ("gptq", "awq"),
-    "qwen3_moe": ("fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4"),
-    "qwen3_5_moe_text": ("fp8_block",),
-    "qwen3_next": ("fp8_block", "int4"),
-}
+BY_EXPERT = (
+    *("afmoe", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+    *("exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3"),
+    *("kimi_linear", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "mixtral"),
+    *("olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+)
+"""Families whose files hold one tensor per expert and matrix."""
+BY_EXPERT_FORMATS = ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "awq", "int4")
+"""The formats that all of them are tested with."""
+_MXFP4 = ("gpt_oss", "qwen3_moe")
 _GGUF = {"deepseek_v2", "glm4_moe_lite", *(architecture.family for architecture in ARCHITECTURES.values())}
 """The first two also have the architecture `deepseek2`."""
 INFERRED_AND_RUN = (
@@ -36,6 +33,11 @@ def format_table() -> dict[str, dict[str, bool]]:
     for name in sorted({*FAMILIES, *UNLISTED}):
         family = FAMILIES.get(name)
         runs = name in (*INFERRED_AND_RUN, *WITHIN_AND_RUN) if family is None or family.inferred else not family.refused
-        tested = {*_QUANTIZED.get(name, ()), *(["dense"] if runs else []), *(["gguf"] if name in _GGUF else [])}
+        tested = {
+            *(BY_EXPERT_FORMATS if name in BY_EXPERT else ()),
+            *(["dense"] if runs else []),
+            *(["mxfp4"] if name in _MXFP4 else []),
+            *(["gguf"] if name in _GGUF else []),
+        }
         table[name] = {format: format in tested for format in FORMATS}
     return table

@@ -13,7 +13,7 @@ from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import INFERRED, known
 from moetool.models.loading import load_full, load_lazy
-from moetool.models.tested_formats import INFERRED_AND_RUN, format_table
+from moetool.models.tested_formats import BY_EXPERT, BY_EXPERT_FORMATS, INFERRED_AND_RUN, format_table
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, Phase
@@ -102,6 +102,7 @@ def test_the_table_of_formats_names_what_is_tested() -> None:
     short = {"gptq_act_order": "gptq", "fp8_tensor": "fp8_scaled", "fp8_channel": "fp8_scaled", "mixed": "fp8_scaled"}
     short |= {"int4_asymmetric": "int4"}
     cases = {tuple(name.split("-")) for name in [*QUANTIZED, *PUBLISHED, "gpt_oss-mxfp4"]}
+    cases |= {(family, format) for family in BY_EXPERT for format in BY_EXPERT_FORMATS} | {("qwen3_moe", "mxfp4")}
     cases |= {(family, "gguf") for family, _ in gguf_oracle.MODELS.values()}
     assert {(family, short.get(format, format)) for family, format in cases} == {
         pair for pair in tested if pair[1] != "dense"

@@ -22,19 +22,19 @@ from tests.greedy import Greedy, forward_logits, generated, prompts, require_sam
 from tests.quantized import GROUP, compressed, compressed_config, where_whole
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-_FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 _UNEVEN = "kv_a_proj_with_mqa"  # 24 rows, where transformers wants whole blocks
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
-_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 _MIXED = {
     **compressed_config("mixed-precision", {}),
     "config_groups": {
         "group_0": {"targets": ["Linear"], "weights": {**_FP8, "strategy": "channel"}, "format": "float-quantized"},
         "group_1": {
             "targets": [r"re:.*layers\.1\.mlp\.experts.*"],
-            "weights": {**_INT4, "symmetric": True},
+            "weights": {**INT4, "symmetric": True},
             "format": "pack-quantized",
         },
     },
@@ -47,7 +47,7 @@ def _mixed(name: str) -> quantized.Writer | None:
     if "layers.2.mlp" in name or "v_proj" in name:
         return None
     if "layers.1.mlp.experts" in name:
-        return compressed("pack-quantized", {**_INT4, "symmetric": True})
+        return compressed("pack-quantized", {**INT4, "symmetric": True})
     return compressed("float-quantized", {**_FP8, "strategy": "channel"})
 
 
@@ -58,17 +58,17 @@ def _everywhere(writer: quantized.Writer) -> Callable[[str], quantized.Writer]:
 FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer | None]]] = {
     "deepseek_v3-fp8_block": (
         "deepseek_v3",
-        {**_FP8_BLOCK, "modules_to_not_convert": [_UNEVEN, "lm_head"]},
+        {**FP8_BLOCK, "modules_to_not_convert": [_UNEVEN, "lm_head"]},
         lambda name: None if _UNEVEN in name else quantized.fp8_block(16),
     ),
-    "qwen3_moe-fp8_block": ("qwen3_moe", _FP8_BLOCK, _everywhere(quantized.fp8_block(16))),
-    "mixtral-gptq": ("mixtral", {**_GPTQ, "desc_act": False}, _everywhere(quantized.gptq(act_order=False))),
+    "qwen3_moe-fp8_block": ("qwen3_moe", FP8_BLOCK, _everywhere(quantized.fp8_block(16))),
+    "mixtral-gptq": ("mixtral", {**GPTQ, "desc_act": False}, _everywhere(quantized.gptq(act_order=False))),
     "qwen3_moe-gptq_act_order": (
         "qwen3_moe",
-        {**_GPTQ, "desc_act": True},
+        {**GPTQ, "desc_act": True},
         _everywhere(quantized.gptq(act_order=True, symmetric=False)),
     ),
-    "mixtral-awq": ("mixtral", _AWQ, _everywhere(quantized.awq())),
+    "mixtral-awq": ("mixtral", AWQ, _everywhere(quantized.awq())),
     **{
         f"qwen3_moe-{name}": (
             "qwen3_moe",
@@ -78,23 +78,23 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer |
         for name, form, weights in (
             ("fp8_tensor", "float-quantized", {**_FP8, "strategy": "tensor"}),
             ("fp8_channel", "float-quantized", {**_FP8, "strategy": "channel"}),
-            ("nvfp4", "nvfp4-pack-quantized", _NVFP4),
-            ("int4", "pack-quantized", {**_INT4, "symmetric": True}),
-            ("int4_asymmetric", "pack-quantized", {**_INT4, "symmetric": False}),
+            ("nvfp4", "nvfp4-pack-quantized", NVFP4),
+            ("int4", "pack-quantized", {**INT4, "symmetric": True}),
+            ("int4_asymmetric", "pack-quantized", {**INT4, "symmetric": False}),
         )
     },
     "qwen3_moe-mixed": ("qwen3_moe", _MIXED, _mixed),
 }
 NAMES = [*FORMATS, "gpt_oss-mxfp4"]
 _INT4_EXPERTS = {
-    **compressed_config("pack-quantized", {**_INT4, "symmetric": True}),
+    **compressed_config("pack-quantized", {**INT4, "symmetric": True}),
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
 }
-_FP8_CHANNEL = {**_FP8, "strategy": "channel"}
+FP8_CHANNEL = {**_FP8, "strategy": "channel"}
 
 
 def _int4_experts(name: str) -> quantized.Writer | None:
-    return compressed("pack-quantized", {**_INT4, "symmetric": True}) if ".experts." in name else None
+    return compressed("pack-quantized", {**INT4, "symmetric": True}) if ".experts." in name else None
 
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer | None]]] = {
@@ -105,25 +105,25 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer
         _int4_experts,
     ),
     # DeepSeek-V3.2
-    "deepseek_v32-fp8_block": ("deepseek_v32", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
+    "deepseek_v32-fp8_block": ("deepseek_v32", FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
     # GLM-4.5-FP8 and GLM-4.6-FP8
     "glm4_moe-fp8_scaled": (
         "glm4_moe",
-        compressed_config("float-quantized", _FP8_CHANNEL),
-        _everywhere(compressed("float-quantized", _FP8_CHANNEL)),
+        compressed_config("float-quantized", FP8_CHANNEL),
+        _everywhere(compressed("float-quantized", FP8_CHANNEL)),
     ),
     # MiniMax-M2
-    "minimax_m2-fp8_block": ("minimax_m2", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
+    "minimax_m2-fp8_block": ("minimax_m2", FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
     # Qwen3-Next-80B-A3B-Instruct-FP8
-    "qwen3_next-fp8_block": ("qwen3_next", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
+    "qwen3_next-fp8_block": ("qwen3_next", FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),
     # GLM-5-FP8, MiMo-V2-Flash and Qwen3.5-35B-A3B-FP8
     **{
-        f"{family}-fp8_block": (family, _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16)))
+        f"{family}-fp8_block": (family, FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16)))
         for family in ("glm_moe_dsa", "mimo_v2_flash", "qwen3_5_moe_text")
     },
     # community quantizations
     **{
-        f"{family}-awq": (family, _AWQ, _everywhere(quantized.awq()))
+        f"{family}-awq": (family, AWQ, _everywhere(quantized.awq()))
         for family in ("deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_moe")
     },
     **{f"{family}-int4": (family, _INT4_EXPERTS, _int4_experts) for family in ("glm4_moe", "qwen3_next")},
@@ -219,7 +219,7 @@ def test_files_with_an_index_and_a_tied_head(tmp_path: Path) -> None:
     """A quantized embedding does not exist: the head that is tied to it stays plain too."""
     families.save("qwen3_moe", tmp_path / "dense", tie_word_embeddings=True)
     twin = quantized.quantize(
-        tmp_path / "dense", tmp_path / "m", _FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))
+        tmp_path / "dense", tmp_path / "m", FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))
     )
     quantized.shard(tmp_path / "m", 3)
     theirs = load_full(Checkpoint.open(twin), torch.float32).model
