@@ -1,7 +1,7 @@
 """Measure a device cell by cell: shapes, policies and shares of the experts, each cell written at once.
 
-The experts follow published routes (`moetool.bench.forced_routes`), and all experts fit in host memory, so that a miss
-costs a copy, and a disk read only once. Policies that need more than routes follow the random routers, at the middle
+The experts follow published routes (`moetool.bench.forced_routes`). All experts fit in host memory, so a miss costs a
+copy, and a disk read only once. Policies that need more than routes follow the random routers, at the middle
 share and next to lru on the same. `--device cpu` runs the same code on a CPU.
 """
 

@@ -1,7 +1,7 @@
 """Layer-by-layer comparison: plain transformers on the hidden states of the served model.
 
 Each layer is compared while plain transformers has it in memory: the weights of every expert in a slot, all other
-tensors, the chosen experts, and the layer's output, so that differences are named by layer and expert.
+tensors, the chosen experts, and the layer's output. Differences are thus named by layer and expert.
 """
 
 import gc

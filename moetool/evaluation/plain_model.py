@@ -39,8 +39,10 @@ class Forward(NamedTuple):
 
 
 Visit = Callable[[int, int, Callable[[torch.Tensor], torch.Tensor]], None]
-"""Called before a decoder layer, with the numbers of forward and layer, and the layer as a function of hidden states,
-with the other arguments of that forward."""
+"""Called before a decoder layer: with the numbers of forward and layer, and the layer as a function of hidden states.
+
+The function passes on the other arguments of that forward.
+"""
 
 
 class PlainModel:

@@ -136,8 +136,8 @@ def calibrated(predictor: "Predictor", history: Sequence[Batch]) -> Predict:
     """Predict a coming batch from its first MoE layer's experts, by a predictor that continues from its own output.
 
     The first layer's experts depend almost only on the prompt, so they count as known. Each later layer is predicted
-    (`rollout`). A token's expected experts are a mixture of the predictor's scores and the mean of the history, with
-    weights fitted on the history, layer by layer. This covers prompt tokens only: decoded tokens are unknown in
+    (`rollout`). A token's expected experts are a mixture of the predictor's scores and the mean of the history. Its
+    weights are fitted on the history, layer by layer. This covers prompt tokens only: decoded tokens are unknown in
     advance.
 
     Source: DIRECTOR § V-A a, whose cascade continues from its own predictions.

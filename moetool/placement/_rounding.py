@@ -15,14 +15,14 @@ def round_layer(layer: Layer, x_EG: np.ndarray, rng: np.random.Generator) -> np.
     Shapes: x_EG shares -> gpu_E int.
 
     Source: DIRECTOR § VI-C b and § VII. Repairs and deviations:
-        - At a vertex of the programme the tight rows leave no direction (their null space is {0}), so the printed walk
+        - At a vertex of the programme the tight rows leave no direction: their null space is {0}. So the printed walk
           cannot take its first step. Assignment and capacity stay hard. The scale-preserving rows (Eq. 7) and the
           latency rows are soft: if no direction is left, Eq. 7 is dropped first, then the latency rows.
         - A step in a random direction ends at the first variable that becomes 0 or 1, or at the first full capacity.
           Its probabilities keep every variable's mean. (Eq. 8 takes small steps and clamps.) Each step makes progress,
           so a macro-iteration is one step with new scales.
-        - If the hard rows leave no direction, or after 64 steps, a maximum matching by shares assigns the experts that
-          are still split to free slots.
+        - If the hard rows leave no direction, or after 64 steps, a maximum matching by shares assigns the remaining
+          split experts to free slots.
     """
     x_EG = np.where(x_EG < _INTEGRAL, 0.0, np.where(x_EG > 1 - _INTEGRAL, 1.0, x_EG))
     for _ in range(_STEPS):

@@ -64,8 +64,9 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     Shapes: placed_GLE bool.
 
     Source: DIRECTOR § VI, Algorithm 1. Repairs and deviations:
-        - The objective is a sum over layers and memory is a limit per layer (C_max), so each layer is a small programme
-          that is minimised directly; `binary_search` runs the printed loop on each and ends at the same optimum.
+        - The objective is a sum over layers, and memory is a limit per layer (C_max). So each layer is a small
+          programme that is minimised directly. `binary_search` runs the printed loop on each and ends at the same
+          optimum.
         - The relaxation's repairs are in `moetool.placement._relaxation.relax`, those of the rounding in
           `moetool.placement._rounding.round_layer`.
         - Local search over swaps and moves follows, then over copies; the paper has none.

@@ -4,8 +4,7 @@
     recipes/datasets/*.toml   public data sets, see `moetool.prompts.dataset_recipe`
 
 A reader stops at the requested number of prompts, so only the beginning of a large file is read. Prompts that repeat an
-earlier one, exactly or nearly, are dropped here, so that no split has copies in both the training and the held-out
-part.
+earlier one, exactly or nearly, are dropped here. So no split has copies in both the training and the held-out part.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Reuse distances of experts (LRU stack distances).
 
 The distance of a use is the number of other experts used since the last use of the same expert. An LRU pool with more
-slots than the distance still holds the expert, so the distribution of distances gives the hit rate of every pool size.
+slots than the distance still holds the expert. So the distribution of distances gives the hit rate of every pool size.
 """
 
 from collections.abc import Sequence

@@ -20,8 +20,8 @@ from moetool.models.row_threads import PoolCall, next_task_of, on_pool
 class AttentionJob(NamedTuple):
     """The first numbers of a call; `_PER_SEQUENCE` more follow for each sequence.
 
-    These are its row of queries, the address and the number of its keys' positions (int64), the address of scratch
-    memory for scores (float32), and the bytes of that memory per task.
+    These are its row of queries, and the address and the number of its keys' positions (int64). Then follow the address
+    of scratch memory for scores (float32) and its bytes per task.
 
     Attributes:
         next_task: 0; the threads increment it.

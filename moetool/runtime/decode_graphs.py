@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch for everything between two expert calls.
 
-One token of a large model takes thousands of small launches, and launching them takes the CPU ten times as long as the
-GPU takes to run them. So a step is recorded once per batch shape and replayed from then on. Modules that must run in
+One token of a large model takes thousands of small launches, which take the CPU longer than the GPU takes to run them.
+So a step is recorded once per batch shape and replayed from then on. Modules that must run in
 Python are gaps between two graphs: experts, which ask the residency for slots, and modules with hooks. While every
 expert has a slot and nothing is hooked, a step is one graph.
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Moving:
     """The moves of one migration, each started after its dependencies.
 
-    A move depends on the previous one on the same GPU, for memory, and on the previous one of the same expert, which
-    some GPU or host always holds. Other moves run concurrently. A copy between servers passes its link's queue in
-    pieces, interleaved with messages of requests. A GPU uses an expert once it is complete. Copies within a server use
-    the link between GPUs in the same way, or host memory at its rate without a queue.
+    A move waits for the previous one on the same GPU, which frees memory. It also waits for the previous one of the
+    same expert, which some GPU or host always holds. Other moves run concurrently. A copy between servers passes its
+    link's queue in pieces, interleaved with messages of requests. A GPU uses an expert once it is complete. Copies
+    within a server use the link between GPUs in the same way, or host memory at its rate without a queue.
 
     Args:
         options: `piece_bytes` per entry in a link's queue, use of windows (`migrate`), and use of links within a server
