@@ -4,14 +4,15 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from moetool import tables
+from moetool.bench.bench_result import BenchResult, Row, recorded, table
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Counts, Residency
 from moetool.errors import UsageError
-from moetool.json_files import JsonRecord
+from moetool.tables import percent
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
@@ -50,77 +51,51 @@ class DraftOptions:
             raise UsageError("expected acceptance rates from 0 to 1, and verify and compute of 0 or more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRow:
-    """One drafter on one trace.
-
-    Attributes:
-        drafter: `none`, `ngram`, or an acceptance rate.
-        right: accepted share of the drafted tokens.
-        tokens_per_forward, loads_per_token: means over decode.
-        speedup_loads: over `none`, counting loads only.
-        speedup: over `none`, with compute time.
-    """
-
-    trace: str
-    drafter: str
-    right: float
-    tokens_per_forward: float
-    loads_per_token: float
-    speedup_loads: float
-    speedup: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftTable(JsonRecord):
-    """Results of several traces."""
-
-    command: str
-    options: DraftOptions
-    rows: tuple[DraftRow, ...]
-
-
-def price_drafts(traces: Sequence[Trace], options: DraftOptions, command: str = "") -> DraftTable:
+def price_drafts(traces: Sequence[Trace], options: DraftOptions) -> BenchResult:
     """Replay decoding with and without drafts that one forward verifies.
 
     A forward takes the newest token and the drafts after it. Accepted drafts take the recorded routes. Routes of
     rejected drafts are not recorded: they take those of the same token earlier in the request if it occurs, else of a
     random token of the trace. Prompts are forwarded as recorded.
 
+    A row is one drafter (`none`, `ngram`, or an acceptance rate) on one trace: `right`, the accepted share of the
+    drafted tokens; `tokens_per_forward` and `loads_per_token`, means over decode; `speedup_loads` over `none`, counting
+    loads only; `speedup`, with compute time.
+
     Raises:
         UsageError: a trace has no decoded tokens.
     """
-    rows: list[DraftRow] = []
-    for trace in traces:
-        requests = _requests(trace, options.tokens)
-        known = any((request.token_id_T >= 0).all() for request in requests)
-        drafters: dict[str, float | None] = {"none": 0.0, **({"ngram": None} if known else {})}
-        drafters |= {f"{chance:g}": chance for chance in options.accepted}
-        base: _Tally | None = None
-        for name, chance in drafters.items():
-            tally = _replay(trace.spec, requests, chance, 0 if name == "none" else options.length, options)
-            base = base or tally
-            rows.append(_row(trace.path.name, name, tally, base, trace.spec, options))
-    return DraftTable(command=command, options=options, rows=tuple(rows))
+    with recorded("drafts", options) as made:
+        for trace in traces:
+            requests = _requests(trace, options.tokens)
+            known = any((request.token_id_T >= 0).all() for request in requests)
+            drafters: dict[str, float | None] = {"none": 0.0, **({"ngram": None} if known else {})}
+            drafters |= {f"{chance:g}": chance for chance in options.accepted}
+            base: _Tally | None = None
+            for name, chance in drafters.items():
+                tally = _replay(trace.spec, requests, chance, 0 if name == "none" else options.length, options)
+                base = base or tally
+                made.add(**_row(trace.path.name, name, tally, base, trace.spec, options))
+    return made
 
 
-def print_drafts(made: DraftTable) -> None:
-    """Print one table."""
+def tables(made: BenchResult) -> Iterator[Any]:
+    """One table."""
     options = made.options
-    tables.table_of(
-        f"{options.policy}, {tables.percent(options.share, '.0f')} of the experts in memory, "
-        f"{options.length} tokens drafted, verified at {options.verify:g} x the compute of a token",
+    yield table(
+        f"{options['policy']}, {percent(options['share'], '.0f')} of the experts in memory, "
+        f"{options['length']} tokens drafted, verified at {options['verify']:g} x the compute of a token",
         made.rows,
         {
-            "trace": lambda row: row.trace,
-            "drafter": lambda row: row.drafter,
-            "accepted": lambda row: f"{row.right:.2f}",
-            "tokens/forward": lambda row: f"{row.tokens_per_forward:.2f}",
-            "loads/token": lambda row: f"{row.loads_per_token:.1f}",
-            "speedup, loads only": lambda row: f"{row.speedup_loads:.2f}",
-            "with compute": lambda row: f"{row.speedup:.2f}",
+            "trace": ("trace", "s"),
+            "drafter": ("drafter", "s"),
+            "accepted": ("right", ".2f"),
+            "tokens/forward": ("tokens_per_forward", ".2f"),
+            "loads/token": ("loads_per_token", ".1f"),
+            "speedup, loads only": ("speedup_loads", ".2f"),
+            "with compute": ("speedup", ".2f"),
         },
-    ).print()
+    )
 
 
 @dataclass(slots=True)
@@ -132,21 +107,21 @@ class _Tally:
     right: int = 0
 
 
-def _row(trace: str, drafter: str, tally: _Tally, base: _Tally, spec: ModelSpec, options: DraftOptions) -> DraftRow:
+def _row(trace: str, drafter: str, tally: _Tally, base: _Tally, spec: ModelSpec, options: DraftOptions) -> Row:
     if not base.tokens:
         raise UsageError(f"{trace} has no decoded tokens; capture it with --max-new-tokens")
     one = options.compute * sum(spec.top_k_L)  # in loads
     plain = base.counts.loads + base.forwards * one
     loads, forward = tally.counts.loads, one if drafter == "none" else one * options.verify
-    return DraftRow(
-        trace=trace,
-        drafter=drafter,
-        right=tally.right / tally.drafted if tally.drafted else 0.0,
-        tokens_per_forward=tally.tokens / tally.forwards,
-        loads_per_token=loads / tally.tokens,
-        speedup_loads=base.counts.loads / loads,
-        speedup=plain / (loads + tally.forwards * forward),
-    )
+    return {
+        "trace": trace,
+        "drafter": drafter,
+        "right": tally.right / tally.drafted if tally.drafted else 0.0,
+        "tokens_per_forward": tally.tokens / tally.forwards,
+        "loads_per_token": loads / tally.tokens,
+        "speedup_loads": base.counts.loads / loads,
+        "speedup": plain / (loads + tally.forwards * forward),
+    }
 
 
 def _requests(trace: Trace, tokens: int) -> list[TokenBatch]:

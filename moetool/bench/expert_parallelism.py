@@ -9,13 +9,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moetool import durable
+from moetool.bench.bench_result import BenchResult, Row, in_turn, recorded
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, RoutingPredictor, measured_latency
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_head import RankHead
@@ -24,7 +25,6 @@ from moetool.cluster.parallel.startup import ParallelOptions, open_head, open_pr
 from moetool.config import Span, require_within
 from moetool.costing.costs import CostProfile
 from moetool.errors import MoetoolError, UsageError, unknown_name
-from moetool.json_files import JsonRecord
 from moetool.learning.fit_options import FitOptions
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement import _planner as planner
@@ -110,59 +110,6 @@ class Variant:
     figures: tuple[int, ...] = (7, 8)
 
 
-@dataclass(slots=True, kw_only=True)
-class RankRun:
-    """A variant in one round; sums and means over the batches but the first.
-
-    Attributes:
-        batch_s: seconds of each batch.
-        latency_s: mean over requests from submission, all at once, to the last token.
-        hottest: rows on the busiest GPU, summed over steps and layers.
-        rows: rows of all GPUs.
-        sent_GG: bytes of rows from GPU to GPU.
-        ready_s: seconds that batches waited for migrations.
-        waited_s: seconds that all-to-alls waited for parts of experts.
-        decided_s: seconds that batches waited for their decision.
-        moved_bytes: bytes of migrated experts.
-        during_exchange: part of these bytes sent during an all-to-all.
-        asked: number of decisions by predictor.
-        placed: number of placement changes.
-        predict_s, plan_s: mean seconds per decision.
-    """
-
-    batch_s: list[float]
-    latency_s: float
-    hottest: int
-    rows: int
-    sent_GG: list[list[int]]
-    ready_s: float
-    waited_s: float
-    decided_s: float
-    moved_bytes: int
-    during_exchange: int
-    asked: dict[str, int]
-    placed: int
-    predict_s: float
-    plan_s: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Bench(JsonRecord):
-    """Results: one run per variant and round, and simulations of the same.
-
-    Attributes:
-        costs: final costs measured by the ranks' head (`Costs.to_json`).
-        token_s: by predictor, seconds per prompt token in each round.
-    """
-
-    options: RankBenchOptions
-    variants: list[Variant]
-    runs: dict[str, list[RankRun]]
-    simulated: dict[str, dict[str, float]] = field(default_factory=dict)
-    costs: dict[str, float] = field(default_factory=dict)
-    token_s: dict[str, list[float]] = field(default_factory=dict)
-
-
 def variants(replica: bool) -> list[Variant]:
     """The compared variants, with the replica's if it exists."""
     found = [
@@ -192,8 +139,11 @@ def bench_parallel(
     only: Sequence[str] = (),
     simulated: bool = True,
     on_progress: Callable[[int], None] = lambda done: None,
-) -> Bench:
-    """Measure.
+) -> BenchResult:
+    """Measure every variant once per round.
+
+    A row is a variant, with the values of `_run` by round, and its simulation. Facts: `costs` measured by the ranks'
+    head in the end (`Costs.to_json`), and by predictor `token_s`, seconds per prompt token in each round.
 
     Args:
         launcher: starts the ranks.
@@ -232,16 +182,15 @@ def bench_parallel(
         ranks,
         profile=CostProfile.load(Path(options.profile)) if options.profile else None,
     )
-    bench = Bench(options=options, variants=chosen, runs={one.name: [] for one in chosen})
-    try:
-        head.start()
-        requests = subject.batches(head.tokenizer)
-        on_progress(20)
-        _run(head, requests[: options.ranks * options.seats], options)  # warms up
-        done = 0
-        for number in range(options.rounds):
-            turn = number % len(chosen)
-            for one in [*chosen[turn:], *chosen[:turn]]:
+    runs: dict[str, list[Row]] = {one.name: [] for one in chosen}
+    token_s: dict[str, list[float]] = {}
+    with recorded("cluster-ep", options) as made:
+        try:
+            head.start()
+            requests = subject.batches(head.tokenizer)
+            on_progress(20)
+            _run(head, requests[: options.ranks * options.seats], options)  # warms up
+            for _, one in in_turn(chosen, options.rounds, lambda done: on_progress(20 + 75 * done // 100)):
                 control = BatchReplacement(
                     one.placement,
                     spec,
@@ -255,21 +204,29 @@ def bench_parallel(
                     predictor.measure(requests[0])
                 start_GLE = uniform(spec, room) if one.placement == "vanilla" else offline_GLE
                 head.use(control, start_GLE, one.migrate)
-                bench.runs[one.name].append(_run(head, requests, options))
+                runs[one.name].append(_run(head, requests, options))
                 for predictor in control.predictors:
-                    bench.token_s.setdefault(predictor.name, []).append(predictor.token_s)
-                done += 1
-                on_progress(20 + 75 * done // (len(chosen) * options.rounds))
-        bench.costs = head.stats()["costs"]
-    finally:
-        head.close()
-    if simulated:
-        bench.simulated = subject.simulated()
-    return bench
+                    token_s.setdefault(predictor.name, []).append(predictor.token_s)
+            made.facts = {"costs": head.stats()["costs"], "token_s": token_s}
+        finally:
+            head.close()
+        known_s = subject.simulated() if simulated else {}
+        for one in chosen:
+            made.add(**asdict(one), simulated=known_s.get(one.name), rounds=runs[one.name])
+    return made
 
 
-def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOptions) -> RankRun:
-    """Submit all requests at once, in the order of their batches; nothing else runs."""
+def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOptions) -> Row:
+    """Submit all requests at once, in the order of their batches; nothing else runs.
+
+    Returns:
+        Sums and means over the batches but the first: `batch_s`, seconds of each; `latency_s`, mean over requests from
+        submission to the last token; `hottest`, rows on the busiest GPU, summed over steps and layers; `rows` of all
+        GPUs; `sent_GG`, bytes of rows from GPU to GPU; seconds that batches waited for migrations (`ready_s`) and
+        decisions (`decided_s`), and that all-to-alls waited for parts of experts (`waited_s`); `moved_bytes` of
+        migrated experts, and those sent during an all-to-all (`during_exchange`); `asked`, decisions by predictor;
+        `placed`, changes of the placement; `predict_s`, `plan_s`, mean seconds per decision.
+    """
     ended: list[float] = []
     failed: list[str] = []
     over = threading.Event()
@@ -293,17 +250,17 @@ def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOption
     if failed:
         raise MoetoolError(f"{len(failed)} requests failed: {failed[0]}")
     counted = head.batches[1:] or head.batches
-    return RankRun(
-        batch_s=[record.seconds for record in counted],
-        latency_s=float(np.mean(ended) - began),
-        sent_GG=np.sum([record.sent_GG for record in counted], axis=0).tolist(),
+    return {
+        "batch_s": [record.seconds for record in counted],
+        "latency_s": float(np.mean(ended) - began),
+        "sent_GG": np.sum([record.sent_GG for record in counted], axis=0).tolist(),
         **{name: sum(getattr(record, name) for record in counted) for name in _SUMMED},
-        during_exchange=sum(record.moved_during_exchange for record in counted),
-        asked=dict(Counter(decision.saw for decision in head.decisions)),
-        placed=sum(decision.made for decision in head.decisions),
-        predict_s=float(np.mean([d.predict_s for d in head.decisions])) if head.decisions else 0.0,
-        plan_s=float(np.mean([d.plan_s for d in head.decisions])) if head.decisions else 0.0,
-    )
+        "during_exchange": sum(record.moved_during_exchange for record in counted),
+        "asked": dict(Counter(decision.saw for decision in head.decisions)),
+        "placed": sum(decision.made for decision in head.decisions),
+        "predict_s": float(np.mean([d.predict_s for d in head.decisions])) if head.decisions else 0.0,
+        "plan_s": float(np.mean([d.plan_s for d in head.decisions])) if head.decisions else 0.0,
+    }
 
 
 class _Subject:

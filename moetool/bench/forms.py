@@ -8,7 +8,7 @@ form is measured too, except for a shape: its random weights are rounded to near
 import contextlib
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from moetool import tables
+from moetool import tables as printed
+from moetool.bench.bench_result import BenchResult, recorded, table
 from moetool.bench.forced_routes import ForcedRoutes, bench_spec
 from moetool.bench.rounded_checkpoint import rounded_checkpoint
-from moetool.bench.serve import LineToServe, conditions, line_of, measure_rounds
-from moetool.bench.serving_results import ServingConditions, ServingLine
+from moetool.bench.serve import LineToServe, measure_rounds, row_of, workload_facts
+from moetool.bench.serving_results import describe
 from moetool.bench.serving_runs import Workload
 from moetool.bench.serving_setup import ServingBenchOptions, Subject, open_setup, prompts_of
 from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
@@ -28,7 +29,7 @@ from moetool.config import parse_bytes
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.json_files import read_json
 from moetool.learning.predictor import CARD
-from moetool.machine import load_average, memory_bytes
+from moetool.machine import memory_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_lazy, parse_dtype, use_threads
 from moetool.models.packed import Scheme
@@ -37,31 +38,6 @@ from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import kv_cache_bytes
 
 _BLOCK_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormsBench(ServingConditions):
-    """Results of a bench of two forms.
-
-    Attributes:
-        model, beside: the two checkpoints.
-        experts_bytes: bytes of all experts, by form.
-        disk_bytes_s: disk rate for whole experts with the best number of threads, by form; medians over rounds.
-        lines: lines of the model and the other form, alternating.
-        judged_tokens: prompt tokens in the comparison of the two; 0 for random weights.
-        kl: mean KL divergence of the other form's next token from the model's, in nats.
-        top1, match: share of tokens with the same most likely next token; share of experts that both choose.
-    """
-
-    model: str
-    beside: str
-    experts_bytes: dict[str, int]
-    disk_bytes_s: dict[str, float]
-    lines: tuple[ServingLine, ...]
-    judged_tokens: int = 0
-    kl: float = 0.0
-    top1: float = 0.0
-    match: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +63,9 @@ def bench_forms(
     budgets: Sequence[str],
     options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
-    command: str = "",
     on_progress: Callable[[int], None] = lambda done: None,
-) -> FormsBench:
-    """Time a model and its packed replica with every policy and budget, at batch 1.
+) -> BenchResult:
+    """Time a model and its packed replica with every policy and budget, at batch 1; arguments as of `bench_serve`.
 
     Args:
         beside: the replica's folder, whose calibration prompts are left out; a shape's replica is made from it.
@@ -110,29 +85,27 @@ def bench_forms(
         if kind.needs_predictor or kind.needs_future:
             what = "a predictor" if kind.needs_predictor else "the future"
             raise UsageError(f"policy {name} needs {what}, which belongs to one form of a model; leave it out here")
-    busy = load_average()
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, recorded("forms", chosen) as made:
         forms, workload, forced = _open(subject, beside, policies, chosen, stack)
         dtype = forms[0].loaded.model.dtype
         kv = kv_cache_bytes(forms[0].loaded.model.config.get_text_config(), dtype, workload.kv_tokens)
         whole = forms[0].loaded.spec.all_experts_bytes
-        entries, notes = _entries(forms, policies, sorted({parse_bytes(b, whole) for b in budgets}), values, kv)
+        sizes = sorted({parse_bytes(text, whole) for text in budgets})
+        entries, made.notes = _entries(forms, policies, sizes, values, kv)
         found = measure_rounds(entries, workload, forced, chosen, on_progress)
-        made = FormsBench(
-            model=forms[0].title,
-            beside=forms[1].title,
-            experts_bytes={form.name: form.loaded.spec.all_experts_bytes for form in forms},
-            disk_bytes_s={form.name: statistics.median(found.rates(form.name)) for form in forms},
-            lines=tuple(
-                line_of(entry, mine, None, found.rates(entry.form))
-                for entry, mine in zip(entries, found.runs, strict=True)
-            ),
-            **conditions([form.loaded for form in forms], workload, chosen, busy, command, notes),
-        )
-    if forced is not None:
-        return made
-    judged = judge(forms[0].loaded.checkpoint, forms[1].loaded.checkpoint, _blocks(workload), dtype)
-    return replace(made, judged_tokens=judged.tokens, kl=judged.kl, top1=judged.top1, match=judged.match)
+        for entry, runs in zip(entries, found.runs, strict=True):
+            made.add(**row_of(entry, runs, None, found.rates(entry.form)))
+        made.facts = {
+            "model": forms[0].title,
+            "beside": forms[1].title,
+            "experts_bytes": {form.name: form.loaded.spec.all_experts_bytes for form in forms},
+            "disk_bytes_s": {form.name: statistics.median(found.rates(form.name)) for form in forms},
+            **workload_facts([form.loaded for form in forms], workload),
+        }
+        if forced is None:  # routers of random weights mean nothing
+            judged = judge(forms[0].loaded.checkpoint, forms[1].loaded.checkpoint, _blocks(workload), dtype)
+            made.facts["judged"] = {name: getattr(judged, name) for name in ("tokens", "kl", "top1", "match")}
+    return made
 
 
 def _open(
@@ -230,7 +203,7 @@ def _entries(
                 fewest = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, given)))
                 if slots < fewest:
                     notes.append(
-                        f"{policy} needs {fewest} slots: {form.name} left out with {tables.count(budget, 'B')}"
+                        f"{policy} needs {fewest} slots: {form.name} left out with {printed.count(budget, 'B')}"
                     )
                     continue
                 build = partial(build_policy, policy, spec, given, slots)
@@ -251,32 +224,42 @@ def _blocks(workload: Workload) -> torch.Tensor:
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
 
 
-def print_forms(made: FormsBench) -> None:
-    """Print the table, with conditions above it and the comparison of the two forms below."""
-    sizes = " and ".join(f"{tables.count(size, 'B')} as {form}" for form, size in made.experts_bytes.items())
-    rates = " and ".join(f"{tables.count(rate, 'B')}/s as {form}" for form, rate in made.disk_bytes_s.items())
-    made.print_header(f"{made.model} beside {made.beside}: experts of {sizes}", f"whole experts read at {rates}")
-    columns: dict[str, Callable[[ServingLine], str]] = {
-        "experts": lambda line: line.form,
-        "policy": lambda line: line.policy,
-        "memory": lambda line: tables.count(line.memory_bytes, "B"),
-        "for experts": lambda line: tables.count(line.budget_bytes or 0, "B"),
-        "slots": lambda line: str(line.slots),
-        "hits": lambda line: "" if line.hit_rate is None else f"{line.hit_rate:.3f}",
-        "MB/prompt": lambda line: f"{line.prompt_bytes / 1e6:,.2f}",
-        "MB/token": lambda line: f"{line.bytes_per_token / 1e6:,.3f}",
-        "TTFT": lambda line: f"{line.ttft_s * 1e3:,.1f}",
-        "TPOT p50": lambda line: f"{line.tpot_p50_s * 1e3:,.1f}",
-        "tokens/s": lambda line: f"{line.tokens_s:,.1f}",
-        "CPU/prompt": lambda line: f"{line.prompt_cpu_s * 1e3:,.0f}",
-        "CPU/token": lambda line: f"{line.token_cpu_s * 1e3:,.1f}",
-        "stall": lambda line: tables.percent(line.stall_share, ".0f"),
-    }
-    tables.table_of("equal memory; times in milliseconds", made.lines, columns, num_text=2, num_keys=3).print()
-    if made.judged_tokens:
-        tables.print_paragraph(
-            f"on the {made.judged_tokens:,} tokens of the prompts: KL divergence {made.kl:.5f} nats, same next token "
-            f"{made.top1:.3f}, experts matched {made.match:.4f}"
+def tables(made: BenchResult) -> Iterator[Any]:
+    """The table of policies, budgets and forms, and how far the second form's outputs are from the first's.
+
+    `kl` is the mean KL divergence of the next token in nats; `top1`, the share of tokens with the same most likely next
+    token; `match`, the share of experts that both choose.
+    """
+    facts = made.facts
+    sizes = " and ".join(f"{printed.count(size, 'B')} as {form}" for form, size in facts["experts_bytes"].items())
+    rates = " and ".join(f"{printed.count(rate, 'B')}/s as {form}" for form, rate in facts["disk_bytes_s"].items())
+    yield from describe(
+        made, f"{facts['model']} beside {facts['beside']}: experts of {sizes}", f"experts read at {rates}"
+    )
+    yield table(
+        "equal memory; times in milliseconds",
+        made.rows,
+        {
+            "experts": ("form", "s"),
+            "policy": ("policy", "s"),
+            "memory": ("memory_bytes", "bytes"),
+            "for experts": ("budget_bytes", "bytes"),
+            "slots": ("slots", "d"),
+            "hits": ("hit_rate", ".3f"),
+            "MB/prompt": ("prompt_bytes", "MB"),
+            "MB/token": ("bytes_per_token", "MB"),
+            "TTFT": ("ttft_s", "ms"),
+            "TPOT p50": ("tpot_p50_s", "ms"),
+            "tokens/s": ("tokens_s", ",.1f"),
+            "CPU/prompt": ("prompt_cpu_s", "ms"),
+            "CPU/token": ("token_cpu_s", "ms"),
+            "stall": ("stall_share", ".0%"),
+        },
+        num_text=2,
+        num_keys=3,
+    )
+    if judged := facts.get("judged"):
+        yield (
+            f"on the {judged['tokens']:,} tokens of the prompts: KL divergence {judged['kl']:.5f} nats, same next "
+            f"token {judged['top1']:.3f}, experts matched {judged['match']:.4f}"
         )
-    for note in made.notes:
-        tables.print_paragraph(note)

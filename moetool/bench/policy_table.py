@@ -1,15 +1,15 @@
 """Replay every policy with several budgets on several traces: hits and bytes, against the bound."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from moetool import tables
+from moetool.bench.bench_result import BenchResult, Row, recorded
 from moetool.caching._changing import PolicyChoice
 from moetool.caching._policy import slots_within
 from moetool.errors import UsageError
-from moetool.json_files import JsonRecord
+from moetool.tables import TextTable, percent
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable, too_large
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
@@ -21,131 +21,113 @@ BY_LAYER = ("lru", "lfu", "lfru", "least_stale", "foresight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyCell:
-    """One policy with one budget on one trace.
+class PolicyTableOptions:
+    """Options of the bench.
 
     Attributes:
-        policy: its name, with `by layer` for equal slots per layer.
-        share: share of all experts that the budget holds.
-        hit_rate: share of needed experts that were resident.
-        loaded: loads (on-demand and prefetch) per needed expert; with equal expert sizes, moved bytes / needed bytes.
-        hosted: share of needed experts that the host computed instead of loading.
-    """
-
-    trace: str
-    policy: str
-    share: float
-    slots: int
-    needed: int
-    hit_rate: float
-    loaded: float
-    hosted: float = 0.0
-
-    @property
-    def touched(self) -> float:
-        """Loaded or computed on the host: experts read either way."""
-        return self.loaded + self.hosted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyTable(JsonRecord):
-    """The cells, with their command, and the share of tokens that warmed pools and memories."""
-
-    command: str
-    tokens: int
-    warm: float
-    cells: tuple[PolicyCell, ...]
-
-
-def bench_policies(
-    traces: Sequence[Path],
-    shares: Sequence[float],
-    *,
-    tokens: int,
-    warm: float = 0.0,
-    command: str = "",
-    on_trace: Callable[[int], object] = lambda number: None,
-) -> PolicyTable:
-    """Replay every lossless policy that needs no training, the bound, and foresight with known routes.
-
-    Args:
         shares: budgets as shares of all experts.
         tokens: approximate tokens of each trace's first requests, at least one request.
         warm: share of these tokens, the first ones, that count in no cell.
+
+    Raises:
+        UsageError: a share is not above 0 and at most 1, or `warm` is not below 1.
+    """
+
+    shares: tuple[float, ...]
+    tokens: int
+    warm: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.shares or not all(0 < share <= 1 for share in self.shares):
+            raise UsageError(
+                f"budgets are {list(self.shares)}, expected shares of all experts, above 0% and up to 100%"
+            )
+        if not 0 <= self.warm < 1:
+            raise UsageError(f"warm is {self.warm}, expected a share of the tokens below 100%")
+
+
+def bench_policies(
+    traces: Sequence[Path], options: PolicyTableOptions, on_trace: Callable[[int], object] = lambda number: None
+) -> BenchResult:
+    """Replay every lossless policy that needs no training, the bound, and foresight with known routes.
+
+    A row is one policy with one budget on one trace: its name, with `by layer` for equal slots per layer; `hit_rate`,
+    the share of needed experts that were resident; `loaded`, loads (on-demand and prefetch) per needed expert: with
+    equal expert sizes, moved bytes / needed bytes; `hosted`, the share that the host computed instead.
+
+    Args:
         on_trace: called after each trace.
 
     Raises:
-        UsageError: a share is not above 0 and at most 1, `warm` is not below 1, or two traces have one name.
+        UsageError: two traces have one name.
     """
-    if not shares or not all(0 < share <= 1 for share in shares):
-        raise UsageError(f"budgets are {list(shares)}, expected shares of all experts, above 0% and up to 100%")
-    if not 0 <= warm < 1:
-        raise UsageError(f"warm is {warm}, expected a share of the tokens below 100%")
     if len({path.name for path in traces}) < len(traces):
         raise UsageError("two traces have the same directory name; rename one")
-    cells: list[PolicyCell] = []
-    for number, path in enumerate(traces, start=1):
-        cells += _cells(Trace(path), shares, tokens, warm)
-        on_trace(number)
-    return PolicyTable(command=command, tokens=tokens, warm=warm, cells=tuple(cells))
+    with recorded("policies", options) as made:
+        for number, path in enumerate(traces, start=1):
+            made.rows += _rows(Trace(path), options)
+            on_trace(number)
+    return made
 
 
-def print_policies(made: PolicyTable) -> None:
-    """Print a table per trace: fewest bytes at the middle budget first, loaded or computed on the host."""
-    for trace, group in itertools.groupby(made.cells, key=lambda cell: cell.trace):
-        cells = list(group)
-        shares = sorted({cell.share for cell in cells})
-        rows: dict[str, dict[float, PolicyCell]] = {}
-        for cell in cells:
-            rows.setdefault(cell.policy, {})[cell.share] = cell
-        middle = shares[len(shares) // 2]
-        ranked = sorted(rows.items(), key=lambda item: item[1][middle].touched if middle in item[1] else 2.0)
-        tables.print_table(
-            f"{trace}: loads per needed expert (hit rate), by share of the experts in memory",
-            ("policy", *(tables.percent(share) for share in shares)),
-            [[name, *(_spelled(found.get(share)) for share in shares)] for name, found in ranked],
+def tables(made: BenchResult) -> Iterator[Any]:
+    """A table per trace: fewest bytes at the middle budget first, loaded or computed on the host."""
+    shares = sorted(set(made.options["shares"]))
+    middle = shares[len(shares) // 2]
+    for trace in dict.fromkeys(row["trace"] for row in made.rows):
+        cells = {(row["policy"], row["share"]): row for row in made.of(trace=trace)}
+
+        def reads(policy: str, cells: dict[Any, Row] = cells) -> float:
+            row = cells.get((policy, middle))
+            return 2.0 if row is None else row["loaded"] + row["hosted"]
+
+        yield TextTable(
+            title=f"{trace}: loads per needed expert (hit rate), by share of the experts in memory",
+            columns=("policy", *map(percent, shares)),
+            rows=[
+                [policy, *(_spelled(cells.get((policy, share))) for share in shares)]
+                for policy in sorted(dict.fromkeys(policy for policy, _ in cells), key=reads)
+            ],
         )
 
 
-def _spelled(cell: PolicyCell | None) -> str:
-    if cell is None:
+def _spelled(row: Row | None) -> str:
+    if row is None:
         return "-"
-    return f"{cell.loaded:.3f}{f' + {cell.hosted:.3f} on the host' if cell.hosted else ''} ({cell.hit_rate:.3f})"
+    hosted = f" + {row['hosted']:.3f} on the host" if row["hosted"] else ""
+    return f"{row['loaded']:.3f}{hosted} ({row['hit_rate']:.3f})"
 
 
-def _cells(trace: Trace, shares: Sequence[float], tokens: int, warm: float) -> list[PolicyCell]:
+def _rows(trace: Trace, options: PolicyTableOptions) -> Iterator[Row]:
     spec = trace.spec
-    budgets = [max(2, round(share * spec.total_experts)) * spec.slot_bytes for share in shares]
-    requests, total = _first(trace, tokens)
-    setup = ReplaySetup(requests=requests, warm_tokens=round(warm * total), pool_unit="slots")
+    requests, total = _first(trace, options.tokens)
+    setup = ReplaySetup(requests=requests, warm_tokens=round(options.warm * total), pool_unit="slots")
     names = servable(trace, None)
-    found: list[PolicyCell] = []
-    for share, budget in zip(shares, budgets, strict=True):
+    for share in options.shares:
+        budget = max(2, round(share * spec.total_experts)) * spec.slot_bytes
+
+        def row(name: str, found: ReplayRow, share: float = share) -> Row:
+            counts = found.counts
+            return {
+                "trace": trace.path.name,
+                "policy": name,
+                "share": share,
+                "slots": found.slots,
+                "needed": counts.needed,
+                "hit_rate": counts.hit_rate,
+                "loaded": counts.loads / counts.needed,
+                "hosted": counts.hosted / counts.needed,
+            }
+
         lost = too_large(names, spec, budget, {})
         fit = [name for name in names if name not in lost]
-        rows = replay(trace, [*fit, BOUND], [budget], setup)
-        found += [_cell(trace, share, row.policy, row) for row in rows]
+        yield from (row(found.policy, found) for found in replay(trace, [*fit, BOUND], [budget], setup))
         for title, layers in (("next layer", 1), ("next token", spec.num_layers)):
-            (row,) = replay(trace, [KNOWN], [budget], replace(setup, options={KNOWN: {"layers": layers}}))
-            found.append(_cell(trace, share, f"foresight, {title} known", row))
+            (found,) = replay(trace, [KNOWN], [budget], replace(setup, options={KNOWN: {"layers": layers}}))
+            yield row(f"foresight, {title} known", found)
         if slots_within(spec, budget) >= spec.num_layers:
-            rows = replay(trace, BY_LAYER, [budget], replace(setup, pool="layer"))
-            found += [_cell(trace, share, PolicyChoice(row.policy, "layer").name, row) for row in rows]
-    return found
-
-
-def _cell(trace: Trace, share: float, name: str, row: ReplayRow) -> PolicyCell:
-    counts = row.counts
-    return PolicyCell(
-        trace=trace.path.name,
-        policy=name,
-        share=share,
-        slots=row.slots,
-        needed=counts.needed,
-        hit_rate=counts.hit_rate,
-        loaded=counts.loads / counts.needed,
-        hosted=counts.hosted / counts.needed,
-    )
+            for found in replay(trace, BY_LAYER, [budget], replace(setup, pool="layer")):
+                yield row(PolicyChoice(found.policy, "layer").name, found)
 
 
 def _first(trace: Trace, tokens: int) -> tuple[frozenset[int], int]:

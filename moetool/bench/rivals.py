@@ -6,6 +6,7 @@ has no server and times itself. Every prompt differs, so that no prefix is reuse
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -17,16 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool import tables
+from moetool.bench.bench_result import BenchResult, Row, not_measured, recorded, table
 from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
 from moetool.capture.remote import RemoteServer
 from moetool.errors import MoetoolError, UsageError, first_line
-from moetool.json_files import JsonRecord
 from moetool.models.checkpoint import Checkpoint
+from moetool.tables import count, narrate
 
 ENGINES = ("moetool", "llama.cpp", "transformers")
 _START_S, _ANSWER_S = 240, 600
@@ -60,59 +61,12 @@ class RivalOptions:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
-    """One engine in one memory; rates are medians over the rounds.
-
-    Attributes:
-        memory_bytes: the limit; None: no limit.
-        prefill_tokens_s, decode_tokens_s: None if not measured.
-        read_token_bytes: bytes read from disk per new token.
-        slowest_tokens_s: decode rate of the slowest round.
-        why: why it is not measured.
-    """
+    """One engine in one memory: a limit in bytes, or None."""
 
     engine: str
     memory_bytes: int | None
-    prefill_tokens_s: float | None = None
-    decode_tokens_s: float | None = None
-    slowest_tokens_s: float | None = None
-    read_token_bytes: float | None = None
-    why: str = ""
-
-    @property
-    def memory(self) -> str:
-        """The limit in words."""
-        return "all" if self.memory_bytes is None else tables.count(self.memory_bytes, "B")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RivalBench(JsonRecord):
-    """All cells, and their bound.
-
-    Attributes:
-        model_bytes: dense weights and experts.
-        token_bytes: bytes of weights that one decoded token reads from memory: its experts and dense weights, without
-            the input embedding, of which it reads a row.
-        memory_bytes_s: measured read bandwidth of the memory.
-    """
-
-    model: str
-    model_bytes: int
-    token_bytes: int
-    memory_bytes_s: float
-    options: RivalOptions
-    cells: tuple[Cell, ...]
-    command: str
-
-    @property
-    def bound_tokens_s(self) -> float:
-        """Tokens per second if decoding only read its weights from memory."""
-        return self.memory_bytes_s / self.token_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, and the bound."""
-        return super(RivalBench, self).to_json() | {"bound_tokens_s": self.bound_tokens_s}
 
 
 def bench_rivals(
@@ -122,15 +76,19 @@ def bench_rivals(
     llama_server: str | None,
     engines: Sequence[str],
     options: RivalOptions,
-    folder: Path | None,
-    command: str,
-) -> RivalBench:
+    file: Path | None = None,
+) -> BenchResult:
     """Measure every engine in every memory, one after the other.
+
+    A row has the engine, its memory limit (None: none), and `why` it is not measured, or medians over the rounds:
+    `prefill_tokens_s`, `decode_tokens_s`, `slowest_tokens_s` of the slowest round, `read_token_bytes` from disk per new
+    token. Facts: `token_bytes` of weights that one decoded token reads from memory, its experts and dense weights
+    without the input embedding; `bound_tokens_s`, if decoding only read them at the measured bandwidth.
 
     Args:
         gguf: the same weights for llama.cpp.
         llama_server: path of llama-server (default: found on PATH).
-        folder: folder for each cell, written once it is measured.
+        file: see `BenchResult`.
     """
     with Checkpoint.open(model) as checkpoint:
         import torch
@@ -142,37 +100,31 @@ def bench_rivals(
         spec, path = checkpoint.spec, checkpoint.path
         vocabulary = int(checkpoint.config.get_text_config().vocab_size)
     used = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
-    model_bytes = dense + in_file * dtype.itemsize + spec.all_experts_bytes
+    model_bytes, token_bytes = dense + in_file * dtype.itemsize + spec.all_experts_bytes, dense_read + used
     prompts = _prompts(vocabulary, options)
     server = llama_server or shutil.which("llama-server")
-    cells: list[Cell] = []
-    for share in options.shares:
-        limit = int(share * model_bytes) or None
-        for engine in engines:
-            cell = Cell(engine=engine, memory_bytes=limit)
-            tables.narrate(f"moetool: {engine}, memory {cell.memory}")
+    with recorded("rivals", options, file) as made:
+        for share, engine in itertools.product(options.shares, engines):
+            cell = Cell(engine, int(share * model_bytes) or None)
+            narrate(f"moetool: {engine}, memory {_memory(cell.memory_bytes)}")
             try:
                 if engine == "llama.cpp" and (server is None or not Path(server).is_file()):
                     raise MoetoolError("no llama-server on the PATH; give --llama-server")
                 if engine == "llama.cpp" and gguf is None:
                     raise MoetoolError("no --gguf with the same weights")
-                cell = _measure(cell, path, gguf, server, prompts, options)
+                found = _measure(cell, path, gguf, server, prompts, options)
             except MoetoolError as error:
-                cell = replace(cell, why=first_line(error))
-            cells.append(cell)
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                name = f"{engine}-{'all' if limit is None else limit}.json"
-                (folder / name).write_text(json.dumps(asdict(cell)) + "\n")
-    return RivalBench(
-        model=str(path),
-        model_bytes=model_bytes,
-        token_bytes=dense_read + used,
-        memory_bytes_s=memory_bandwidth(options.threads),
-        options=options,
-        cells=tuple(cells),
-        command=command,
-    )
+                found = {"why": first_line(error)}
+            made.add(**asdict(cell), **found)
+        rate = memory_bandwidth(options.threads)
+        made.facts = {
+            "model": str(path),
+            "model_bytes": model_bytes,
+            "token_bytes": token_bytes,
+            "memory_bytes_s": rate,
+            "bound_tokens_s": rate / token_bytes,
+        }
+    return made
 
 
 def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> float:
@@ -202,26 +154,32 @@ def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> 
         torch.set_num_threads(before)
 
 
-def print_rivals(made: RivalBench) -> None:
-    """Print one table, a row per measured cell, and why others were not measured."""
-    columns: dict[str, Callable[[Cell], str]] = {
-        "engine": lambda cell: cell.engine,
-        "memory": lambda cell: cell.memory,
-        "prefill tokens/s": lambda cell: f"{cell.prefill_tokens_s:.0f}",
-        "decode tokens/s (slowest)": lambda cell: f"{cell.decode_tokens_s:.1f} ({cell.slowest_tokens_s:.1f})",
-        "MB read/token": lambda cell: f"{(cell.read_token_bytes or 0.0) / 1e6:.1f}",
-        "x bound": lambda cell: f"{made.bound_tokens_s / (cell.decode_tokens_s or 1.0):.2f}",
-    }
-    measured = [cell for cell in made.cells if cell.decode_tokens_s is not None]
-    tables.table_of(f"{made.model}, {made.options.threads} threads", measured, columns).print()
-    for cell in made.cells:
-        if cell.why:
-            tables.print_paragraph(f"{cell.engine}, memory {cell.memory}: not measured: {cell.why}")
-    tables.print_paragraph(
-        f"A token reads {made.token_bytes / 1e6:.0f} MB of weights; memory gives {made.memory_bytes_s / 1e9:.1f} GB/s: "
-        f"bound {made.bound_tokens_s:.1f} tokens/s."
+def tables(made: BenchResult) -> Iterator[Any]:
+    """One table, a row per measured cell, and why others were not measured."""
+    facts = made.facts
+    bound = facts["bound_tokens_s"]
+    yield table(
+        f"{facts['model']}, {made.options['threads']} threads",
+        [row for row in made.rows if "why" not in row],
+        {
+            "engine": ("engine", "s"),
+            "memory": (lambda row: _memory(row["memory_bytes"]), "s"),
+            "prefill tokens/s": ("prefill_tokens_s", ".0f"),
+            "decode tokens/s": ("decode_tokens_s", ".1f"),
+            "slowest": ("slowest_tokens_s", ".1f"),
+            "MB read/token": ("read_token_bytes", "MB"),
+            "x bound": (lambda row: bound / row["decode_tokens_s"], ".2f"),
+        },
     )
-    print(made.command)
+    yield from not_measured(made, lambda row: f"{row['engine']}, memory {_memory(row['memory_bytes'])}")
+    yield (
+        f"A token reads {facts['token_bytes'] / 1e6:.0f} MB of weights; memory gives "
+        f"{facts['memory_bytes_s'] / 1e9:.1f} GB/s: bound {bound:.1f} tokens/s."
+    )
+
+
+def _memory(limit: int | None) -> str:
+    return "all" if limit is None else count(limit, "B")
 
 
 def _prompts(vocabulary: int, options: RivalOptions) -> list[list[int]]:
@@ -233,7 +191,7 @@ def _prompts(vocabulary: int, options: RivalOptions) -> list[list[int]]:
 
 def _measure(
     cell: Cell, path: Path, gguf: Path | None, server: str | None, prompts: list[list[int]], options: RivalOptions
-) -> Cell:
+) -> Row:
     with contextlib.ExitStack() as stack:
         prefix: list[str] = []
         if cell.memory_bytes is not None:
@@ -270,7 +228,7 @@ def _measure_server(
     name: str,
     prompts: list[list[int]],
     options: RivalOptions,
-) -> Cell:
+) -> Row:
     def seconds(prompt: list[int], new_tokens: int) -> tuple[float, int]:
         body = {"model": name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         read, began = bytes_read(process), time.perf_counter()
@@ -294,20 +252,19 @@ def _measure_server(
         prefill.append(options.prompt_tokens / one)
         decode.append(options.new_tokens / max(1e-9, many - one))
         read.append((many_read - one_read) / options.new_tokens)
-    return _filled(cell, prefill, decode, max(0.0, statistics.median(read)))
+    return _rates(prefill, decode, max(0.0, statistics.median(read)))
 
 
-def _filled(cell: Cell, prefill: Sequence[float], decode: Sequence[float], read_bytes: float) -> Cell:
-    return replace(
-        cell,
-        prefill_tokens_s=statistics.median(prefill),
-        decode_tokens_s=statistics.median(decode),
-        slowest_tokens_s=min(decode),
-        read_token_bytes=read_bytes,
-    )
+def _rates(prefill: Sequence[float], decode: Sequence[float], read_bytes: float) -> Row:
+    return {
+        "prefill_tokens_s": statistics.median(prefill),
+        "decode_tokens_s": statistics.median(decode),
+        "slowest_tokens_s": min(decode),
+        "read_token_bytes": read_bytes,
+    }
 
 
-def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list[int]], options: RivalOptions) -> Cell:
+def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list[int]], options: RivalOptions) -> Row:
     settings = {
         "threads": options.threads,
         "dtype": options.dtype,
@@ -325,7 +282,7 @@ def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list
         said.seek(0)
         seconds = json.loads(said.read().splitlines()[-1])[1:]
     prefill = [options.prompt_tokens / prefill_s for prefill_s, _ in seconds]
-    return _filled(cell, prefill, [options.new_tokens / decode_s for _, decode_s in seconds], 0.0)
+    return _rates(prefill, [options.new_tokens / decode_s for _, decode_s in seconds], 0.0)
 
 
 @contextlib.contextmanager

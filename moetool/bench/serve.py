@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
+from moetool.bench.bench_result import BenchResult, Row, in_turn, recorded
 from moetool.bench.forced_routes import ForcedRoutes
-from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, Replayed, ServeBench, ServingLine, summarize
-from moetool.bench.serving_runs import ServingRun, Workload, run_engine, run_plain
+from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, serving_row
+from moetool.bench.serving_runs import Workload, run_engine, run_plain
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
 from moetool.bench.transformers_offload import open_offloaded, refusal
 from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError
-from moetool.machine import load_average, memory_bytes, read_machine
+from moetool.machine import memory_bytes
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel, load_full
 from moetool.runtime.decoding import kv_cache_bytes
@@ -72,7 +73,7 @@ class MeasuredRounds:
         refused: transformers' refusal to run the model offloaded.
     """
 
-    runs: list[list[ServingRun]]
+    runs: list[list[Row]]
     disk: dict[str, dict[int, list[float]]]
     refused: str | None = None
 
@@ -92,16 +93,14 @@ def bench_serve(
     budgets: Sequence[str],
     options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
-    command: str = "",
     on_progress: Callable[[int], None] = lambda done: None,
-) -> ServeBench:
+) -> BenchResult:
     """Time every policy with every budget at batch 1, next to the same engine with all experts in memory.
 
     Args:
         policies: names; policies that need the future are replayed only.
         budgets: expert memory in bytes, or a share like `25%`.
         policy_options: values for the policies' `Options`, by name.
-        command: the typed command, for printing.
         on_progress: called with the percentage done.
 
     Effects: writes a random checkpoint and a part of the trace into `subject.work`; sets torch's number of threads;
@@ -114,71 +113,53 @@ def bench_serve(
     """
     chosen, values = options or ServingBenchOptions(), policy_options or {}
     kinds = {name: policy_class(name) for name in policies}
-    busy = load_average()
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, recorded("serve", chosen) as made:
         setup = open_setup(subject, chosen, kinds, stack)
         spec = setup.loaded.spec
         whole = spec.total_experts * _files(setup.loaded).slot_bytes
         sizes = sorted({parse_bytes(text, whole) for text in budgets})
-        futures, entries, notes = _entries(setup, kinds, sizes, values, chosen.pool)
+        futures, entries, made.notes = _entries(setup, kinds, sizes, values, chosen.pool)
         if chosen.resident:
             build = _builder("lru", setup, {}, spec.total_experts)
             resident = LineToServe(setup.loaded, RESIDENT, build, whole, spec.total_experts, warm=True)
             entries.insert(0, resident)
         if not entries:
-            why = "; ".join(notes) or "policies that need future requests are replayed only"
+            why = "; ".join(made.notes) or "policies that need future requests are replayed only"
             raise CapacityError(f"no line can be served: {why}; give larger budgets or other policies")
         dense = _require_memory(setup, entries, chosen.products)
         others, refused = _of_transformers(setup, chosen, dense + sizes[0], whole, stack)
         entries += others
         found = measure_rounds(entries, setup.workload, setup.forced, chosen, on_progress)
         base, rates = found.runs[0] if chosen.resident else None, found.rates()
-        lines = [
-            line_of(entry, made, base, rates)
-            for entry, made in zip(entries, found.runs, strict=True)
-            if len(made) == chosen.rounds
+        for entry, runs in zip(entries, found.runs, strict=True):
+            if len(runs) == chosen.rounds:
+                made.add(**row_of(entry, runs, base, rates))
+        made.notes += [
+            f"{row['policy']} with {row['slots']} slots: the counts differ from replay"
+            for row in made.of(as_replayed=False)
         ]
-        notes += [
-            f"{line.policy} with {line.slots} slots: the counts differ from replay"
-            for line in lines
-            if line.as_replayed is False
-        ]
-        return ServeBench(
-            model=setup.name,
-            experts_bytes=whole,
-            disk_bytes_s=statistics.median(rates),
-            disk_threads=found.threads(),
-            disk_rates={number: statistics.median(each) for number, each in found.disk[""].items()},
-            routes=None if setup.part is None else str(setup.part.path),
-            lines=tuple(lines),
-            replayed=tuple(_foreseen(row, base, rates) for row in futures),
-            refused=found.refused or refused,
-            **conditions([setup.loaded], setup.workload, chosen, busy, command, notes),
-        )
+        for one in futures:
+            made.add(**_foreseen(one, base, rates))
+        made.facts = {
+            "model": setup.name,
+            "experts_bytes": whole,
+            "disk_bytes_s": statistics.median(rates),
+            "disk_threads": found.threads(),
+            "disk_rates": {number: statistics.median(each) for number, each in found.disk[""].items()},
+            "routes": None if setup.part is None else str(setup.part.path),
+            "refused": found.refused or refused,
+            **workload_facts([setup.loaded], setup.workload),
+        }
+    return made
 
 
-def conditions(
-    forms: Sequence[LoadedModel],
-    workload: Workload,
-    options: ServingBenchOptions,
-    load_average: float,
-    command: str,
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    """Return fields of `ServingConditions`; arguments as there."""
+def workload_facts(forms: Sequence[LoadedModel], workload: Workload) -> Row:
+    """Facts of the rows of a bench of serving: threads, data type, whether reads bypass the page cache, prompts."""
     return {
-        "machine": read_machine(),
-        "load_average": load_average,
         "threads": torch.get_num_threads(),
-        "io_threads": options.io_threads,
         "dtype": str(forms[0].model.dtype).removeprefix("torch."),
-        "command": command,
         "direct": all(_files(loaded).shards.direct for loaded in forms),
-        "requests": len(workload.prompts),
-        "prompt_tokens": tuple(map(len, workload.prompts)),
-        "new_tokens": workload.new_tokens,
-        "rounds": options.rounds,
-        "notes": tuple(notes),
+        "prompt_tokens": [*map(len, workload.prompts)],
     }
 
 
@@ -297,25 +278,23 @@ def measure_rounds(
     forms = {line.form: _files(line.loaded) for line in lines}
     disk: dict[str, dict[int, list[float]]] = {form: {threads: [] for threads in THREADS} for form in forms}
     found = MeasuredRounds(runs=[[] for _ in lines], disk=disk)
-    done = 0
-    for _ in range(options.rounds):
-        for form, files in forms.items():
+    read = -1  # the last round in which the disk was read
+    for number, (line, runs) in in_turn([*zip(lines, found.runs, strict=True)], options.rounds, on_progress):
+        for form, files in forms.items() if number > read else ():
             for threads, rate in disk_rates(files, THREADS).items():
                 found.disk[form][threads].append(rate)
-        for line, runs in zip(lines, found.runs, strict=True):
-            if line.slots is not None:
-                slots, warm = options.layer_slots(line.loaded.spec, line.slots), line.build() if line.warm else None
-                how: dict[str, Any] = {"io_threads": options.io_threads, "layer_slots": slots, "warm": warm}
-                runs.append(run_engine(line.loaded, line.build(), workload, forced=forced, **how))
-            elif line.policy != OFFLOADED or found.refused is None:
-                try:
-                    runs.append(run_plain(line.build(), workload, forced))
-                except Exception as error:
-                    if line.policy != OFFLOADED:
-                        raise
-                    found.refused = refusal(error)
-            done += 1
-            on_progress(100 * done // (options.rounds * len(lines)))
+        read = number
+        if line.slots is not None:
+            slots, warm = options.layer_slots(line.loaded.spec, line.slots), line.build() if line.warm else None
+            how: dict[str, Any] = {"io_threads": options.io_threads, "layer_slots": slots, "warm": warm}
+            runs.append(run_engine(line.loaded, line.build(), workload, forced=forced, **how))
+        elif line.policy != OFFLOADED or found.refused is None:
+            try:
+                runs.append(run_plain(line.build(), workload, forced))
+            except Exception as error:
+                if line.policy != OFFLOADED:
+                    raise
+                found.refused = refusal(error)
     return found
 
 
@@ -332,36 +311,32 @@ def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
     return rates
 
 
-def line_of(
-    entry: LineToServe, runs: Sequence[ServingRun], resident: Sequence[ServingRun] | None, rates: Sequence[float]
-) -> ServingLine:
-    """Return the results of a line; arguments as of `summarize`."""
+def row_of(entry: LineToServe, runs: Sequence[Row], resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:
+    """Return the results of a line; arguments and values as of `serving_row`.
+
+    `as_replayed` is whether the counts of every round are those of `moetool replay`; None without a trace.
+    """
     row = entry.replayed
     equal = None
     if row is not None:
-        equal = all((run.prefill_counts, run.decode_counts) == (row.prefill, row.decode) for run in runs)
-    return summarize(
-        entry.policy,
-        runs,
-        resident,
-        rates,
-        budget_bytes=entry.budget_bytes,
-        slots=entry.slots,
-        as_replayed=equal,
-        form=entry.form,
-        memory_bytes=entry.memory_bytes,
-    )
+        counts = row.prefill.to_json(), row.decode.to_json()
+        equal = all((run["prefill_counts"], run["decode_counts"]) == counts for run in runs)
+    sizes = {"budget_bytes": entry.budget_bytes, "slots": entry.slots, "as_replayed": equal}
+    form = {"form": entry.form, "memory_bytes": entry.memory_bytes} if entry.form else {}
+    return serving_row(entry.policy, runs, resident, rates, **sizes, **form)
 
 
-def _foreseen(row: ReplayRow, resident: Sequence[ServingRun] | None, rates: Sequence[float]) -> Replayed:
+def _foreseen(row: ReplayRow, resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:
+    """Results of a policy that needs the future, from replay: the fewest bytes, and their bounds."""
     io = [row.bytes_per_decode_token / rate for rate in rates]
-    compute = [run.decode.mean_s for run in resident] if resident is not None else None
-    return Replayed(
-        policy=row.policy,
-        budget_bytes=row.budget_bytes,
-        slots=row.slots,
-        hit_rate=row.decode.hit_rate,
-        bytes_per_token=row.bytes_per_decode_token,
-        sum_s=None if compute is None else statistics.median(c + i for c, i in zip(compute, io, strict=True)),
-        larger_s=None if compute is None else statistics.median(max(c, i) for c, i in zip(compute, io, strict=True)),
-    )
+    both = [] if resident is None else [(run["decode"]["mean_s"], i) for run, i in zip(resident, io, strict=True)]
+    return {
+        "policy": row.policy,
+        "budget_bytes": row.budget_bytes,
+        "slots": row.slots,
+        "hit_rate": row.decode.hit_rate,
+        "bytes_per_token": row.bytes_per_decode_token,
+        "decode": {"sum_s": statistics.median(map(sum, both)), "larger_s": statistics.median(map(max, both))}
+        if both
+        else None,
+    }

@@ -1,13 +1,13 @@
 """Runs of a serving bench: an engine, or transformers' own model, forward by forward over the same requests."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from moetool.bench.bench_result import Row
 from moetool.bench.forced_routes import ForcedRoutes
 from moetool.caching._policy import Policy
 from moetool.caching._residency import Counts, Residency
@@ -48,92 +48,62 @@ class Workload:
         return self.longest_prompt + self.new_tokens + _SPARE_TOKENS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseTimes:
-    """The forwards of one phase of one run.
+def phase_row(
+    seconds: Sequence[float],
+    *,
+    bytes_read: float = 0.0,
+    ahead_bytes: float = 0.0,
+    stall_s: float = 0.0,
+    host_bytes: float = 0.0,
+    booking_s: float = 0.0,
+    cpu_s: float = 0.0,
+) -> Row:
+    """Return the values of one phase of one run, with means per forward and shares of the time.
 
-    Attributes:
-        seconds: seconds of each forward.
-        bytes_read: bytes that the store read, over all forwards.
-        ahead_bytes: the prefetched part of these bytes.
-        stall_s: seconds that the model's thread waited for bytes, over all forwards.
-        booking_s: seconds of the policy and the residency on that thread, prediction included, over all forwards.
-        host_bytes: bytes that came from host memory, over all forwards.
-        cpu_s: CPU seconds of all threads, over all forwards; other processes affect it less.
+    Args:
+        seconds: seconds of each forward; the others are totals over all.
+        bytes_read: bytes that the store read; `ahead_bytes` of them were prefetched.
+        stall_s: seconds that the model's thread waited for bytes.
+        host_bytes: bytes that came from host memory.
+        booking_s: seconds of the policy and the residency on that thread, prediction included.
+        cpu_s: CPU seconds of all threads; other processes affect it less.
     """
-
-    seconds: tuple[float, ...]
-    bytes_read: float
-    ahead_bytes: float
-    stall_s: float
-    booking_s: float
-    host_bytes: float = 0.0
-    cpu_s: float = 0.0
-
-    @property
-    def mean_s(self) -> float:
-        """Seconds per forward."""
-        return statistics.fmean(self.seconds)
-
-    @property
-    def mean_cpu_s(self) -> float:
-        """CPU seconds per forward."""
-        return self.cpu_s / len(self.seconds)
-
-    def quantile_s(self, share: float) -> float:
-        """Seconds that this share of the forwards does not exceed."""
-        return float(np.quantile(self.seconds, share))
-
-    @property
-    def moved_bytes(self) -> float:
-        """Bytes copied to the device, from all sources."""
-        return self.bytes_read + self.host_bytes
-
-    @property
-    def bytes_per_forward(self) -> float:
-        """Bytes read per forward."""
-        return self.bytes_read / len(self.seconds)
-
-    @property
-    def stall_share(self) -> float:
-        """Share of the time spent waiting for bytes."""
-        return self.stall_s / sum(self.seconds)
-
-    @property
-    def booking_share(self) -> float:
-        """Share of the time spent in policy and residency."""
-        return self.booking_s / sum(self.seconds)
+    count, spent = len(seconds), sum(seconds)
+    return {
+        "seconds": list(seconds),
+        "bytes_read": bytes_read,
+        "ahead_bytes": ahead_bytes,
+        "stall_s": stall_s,
+        "host_bytes": host_bytes,
+        "booking_s": booking_s,
+        "cpu_s": cpu_s,
+        "mean_s": spent / count,
+        "p50_s": float(np.quantile(seconds, 0.5)),
+        "p95_s": float(np.quantile(seconds, 0.95)),
+        "mean_bytes": bytes_read / count,
+        "mean_moved_bytes": (bytes_read + host_bytes) / count,
+        "mean_cpu_s": cpu_s / count,
+        "stall_share": stall_s / spent,
+        "booking_share": booking_s / spent,
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingRun:
-    """Measurements of one run over the workload.
+def run_row(prefill: Row, decode: Row, residency: Residency | None = None) -> Row:
+    """Return the values of one run over the workload.
 
-    Attributes:
-        prefill: one entry per prompt, over all its forwards.
-        decode: one entry per decoded token.
-        prefill_counts, decode_counts: hits and misses; None without a pool.
+    Args:
+        prefill, decode: by `phase_row`: an entry per prompt, over all its forwards; an entry per decoded token.
+        residency: counts of hits and misses; None without a pool.
     """
-
-    prefill: PhaseTimes
-    decode: PhaseTimes
-    prefill_counts: Counts | None
-    decode_counts: Counts | None
-
-    @property
-    def tokens_s(self) -> float:
-        """Output tokens per second; the first token of each request comes from its prompt."""
-        seconds = (*self.prefill.seconds, *self.decode.seconds)
-        return len(seconds) / sum(seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        """Raw values behind the medians."""
-        return {
-            "prefill": asdict(self.prefill),
-            "decode": asdict(self.decode),
-            "prefill_counts": self.prefill_counts and self.prefill_counts.to_json(),
-            "decode_counts": self.decode_counts and self.decode_counts.to_json(),
-        }
+    seconds = (*prefill["seconds"], *decode["seconds"])  # the first token of each request comes from its prompt
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "tokens_s": len(seconds) / sum(seconds),
+        "prefill_counts": None if residency is None else residency.prefill.to_json(),
+        "decode_counts": None if residency is None else residency.decode.to_json(),
+        "hit_rate": None if residency is None else residency.decode.hit_rate,
+    }
 
 
 def run_engine(
@@ -146,7 +116,7 @@ def run_engine(
     warm: Policy | None = None,
     host_memory_bytes: int | None = None,
     layer_slots: Sequence[int] = (),
-) -> ServingRun:
+) -> Row:
     """Serve the workload with a new engine, cold: empty pool, new policy.
 
     Args:
@@ -180,18 +150,12 @@ def run_engine(
             _drive(engine, workload, forced, residency)
             residency.change(policy, layer_slots)
             residency.prefill, residency.decode = Counts(), Counts()
-        prefill, decode = _drive(engine, workload, forced, residency)
-        return ServingRun(
-            prefill=prefill,
-            decode=decode,
-            prefill_counts=residency.prefill,
-            decode_counts=residency.decode,
-        )
+        return run_row(*_drive(engine, workload, forced, residency), residency)
     finally:
         engine.close()
 
 
-def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None) -> ServingRun:
+def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None) -> Row:
     """Run the workload with an unmodified transformers model and its own cache; arguments as for `run_engine`.
 
     Raises:
@@ -200,8 +164,7 @@ def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None
     plain = _Plain(model, workload)
     try:
         _announce(plain.batcher, forced)
-        prefill, decode = _drive(plain, workload, forced, None)
-        return ServingRun(prefill=prefill, decode=decode, prefill_counts=None, decode_counts=None)
+        return run_row(*_drive(plain, workload, forced, None))
     finally:
         plain.batcher.close()
 
@@ -267,9 +230,7 @@ def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
     batcher.on_forward = on_forward
 
 
-def _drive(
-    server: Any, workload: Workload, forced: ForcedRoutes | None, residency: _Booked | None
-) -> tuple[PhaseTimes, PhaseTimes]:
+def _drive(server: Any, workload: Workload, forced: ForcedRoutes | None, residency: _Booked | None) -> tuple[Row, Row]:
     """Run requests one after the other: forwards of each prompt, then of each decoded token."""
     params = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     phases: tuple[list[list[float]], list[list[float]]] = ([], [])
@@ -313,14 +274,15 @@ def _totals(server: Any, residency: _Booked | None) -> list[float]:
     return [*(metrics.get(name, 0.0) for name in names), booked, time.process_time()]
 
 
-def _phase(forwards: Sequence[Sequence[float]]) -> PhaseTimes:
-    seconds, read, ahead, stall, host, booking, cpu = zip(*forwards, strict=True)
-    return PhaseTimes(
-        seconds=tuple(seconds),
-        bytes_read=sum(read),
-        ahead_bytes=sum(ahead),
-        stall_s=sum(stall),
-        host_bytes=sum(host),
-        booking_s=sum(booking),
-        cpu_s=sum(cpu),
+def _phase(forwards: Sequence[Sequence[float]]) -> Row:
+    seconds, *totals = zip(*forwards, strict=True)
+    read, ahead, stall, host, booking, cpu = map(sum, totals)
+    return phase_row(
+        seconds,
+        bytes_read=read,
+        ahead_bytes=ahead,
+        stall_s=stall,
+        host_bytes=host,
+        booking_s=booking,
+        cpu_s=cpu,
     )

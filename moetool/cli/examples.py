@@ -72,6 +72,7 @@ EXAMPLES = {
     "bench gpu": ("moetool bench gpu --routes .gpu --out results",),
     "bench cluster": ("moetool bench cluster reference --quick --out results",),
     "bench paper": ('moetool bench paper prism --quick --only "Figure 8" --out results',),
+    "bench show": ("moetool bench show results/cluster.json --out figures",),
     "trace info": ("moetool trace info trace",),
     "trace head": ("moetool trace head trace --requests 10 --out short",),
     "trace sample": ("moetool trace sample trace --requests 10 --out some",),

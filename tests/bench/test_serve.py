@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from moetool.bench.bench_result import show
 from moetool.bench.serve import bench_serve
-from moetool.bench.serving_results import PLAIN, RESIDENT, print_serve_bench
+from moetool.bench.serving_results import PLAIN, RESIDENT
 from moetool.bench.serving_setup import ServingBenchOptions, Subject
 from tests.bench.test_predictors import embedded
 
@@ -41,12 +42,11 @@ def test_time_per_token(tmp_path: Path) -> None:
             budgets=["12.5%", "50%"],
             options=ServingBenchOptions(requests=3, rounds=3, new_tokens=24, threads=1, offload=path == predictors[0]),
             policy_options={policy: OPTIONS[policy] for policy in policies if policy in OPTIONS},
-            command="make bench",
         )
         print(f"\npredictions of {path.name}")
-        print_serve_bench(made)
-        names = [line.policy for line in made.lines]
+        show(made)
+        names = [row["policy"] for row in made.rows]
         assert names[0] == RESIDENT and PLAIN in names and set(policies) <= set(names)
-        assert all(line.tpot_mean_s > 0 and len(line.rounds) == made.rounds for line in made.lines)
-        served.add((made.prompt_tokens, made.requests))
+        assert all(row["tpot_mean_s"] > 0 and len(row["rounds"]) == made.options["rounds"] for row in made.rows)
+        served.add(tuple(made.facts["prompt_tokens"]))
     assert len(served) == 1  # the same prompts each time

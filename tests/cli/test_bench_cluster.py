@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from moetool.bench.bench_result import draw, recorded, show
 from moetool.bench.live_cluster.bench_options import ALONE, PLACEMENTS, REDIRECTED, ClusterBenchOptions, parse_lines
-from moetool.bench.live_cluster.cluster_figures import save_figures
-from moetool.bench.live_cluster.cluster_results import ClusterBench, LineRun, print_cluster_bench
+from moetool.bench.live_cluster.cluster_results import line_row, mean_s
 from moetool.errors import UsageError
 from tests.command_line import Run
 
@@ -32,7 +32,7 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) ->
     for name in ("redundant", "prism_exact"):
         assert rows[name]["local"] == pytest.approx(rows[name]["expected_local"], abs=0.01)
     assert rows["prism_exact"]["local"] > rows["redundant"]["local"]
-    assert found["slots"] == [76, 76, 153] and found["expert_s"] == pytest.approx(2e-4)
+    assert found["facts"]["slots"] == [76, 76, 153] and found["facts"]["expert_s"] == pytest.approx(2e-4)
     assert (out / "local.svg").read_text().startswith("<?xml")
 
 
@@ -79,50 +79,37 @@ def test_lines_by_name() -> None:
 def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = ClusterBench(
-        model="m",
-        command="",
-        tasks=("a", "b"),
-        lines=("uniform", "prism"),
-        options=ClusterBenchOptions(gaps_s=(1.0, 2.0)),
-        slots=(1, 2),
-        total_experts=3,
-        expert_s=1e-4,
-        even_bytes_s=1e6,
-        machine={},
-        load_before=None,
-    )
-    for number, (uniform, prism) in enumerate([(2.0, 1.0), (9.0, 3.0), (4.0, 4.0)]):
-        made.runs += [line_run("uniform", number, uniform), line_run("prism", number, prism)]
-    made.runs += [line_run("prism", 0, 7.0, gap_s=2.0), line_run("uniform", 0, 8.0, gap_s=2.0)]
-    shifted = line_run("prism", 0, 1.0)
-    shifted.changed_s = 4.0
-    made.shifts = [shifted, shifted]
-    assert shifted.between_s(0.0, 4.0) == 0.0 and shifted.between_s(4.0, float("inf")) == 2.0
-    row = made.row("uniform")
-    assert (row["mean_s"], row["least_s"], row["most_s"]) == (4.0, 2.0, 9.0)
-    assert row["ratios"] == [2.0, 3.0, 1.0] and row["ratio"] == 2.0
+    with recorded("cluster", ClusterBenchOptions(gaps_s=(1.0, 2.0))) as made:
+        made.facts = {
+            **{"model": "m", "tasks": ("a", "b"), "slots": [1, 2], "total_experts": 3},
+            **{"expert_s": 1e-4, "even_bytes_s": 1e6},
+        }
+        rounds = {line: list(map(line_run, means)) for line, means in (("uniform", (2, 9, 4)), ("prism", (1, 3, 4)))}
+        for line, runs in rounds.items():
+            made.add(**line_row(line, 1.0, 1.0, runs, rounds["prism"]))
+        for line, mean in (("uniform", 8.0), ("prism", 7.0)):
+            made.add(**line_row(line, 2.0, 1.0, [line_run(mean)], [line_run(7.0)]))
+        shifted = line_run(1.0) | {"changed_s": 4.0}
+        for _ in range(2):
+            made.add(**line_row("prism", 1.0, 1.0, [shifted], [], shift=True))
+    assert mean_s(shifted, 0.0, 4.0) == 0.0 and mean_s(shifted, 4.0) == 2.0
+    row = made.rows[0]
+    assert (row["mean_s"], row["means_s"]) == (4.0, [2.0, 9.0, 4.0])
+    assert row["ratios"] == [2.0, 3.0, 1.0]
     assert row["servers_s"] == [3.0, 5.0]
     assert row["local"] == 0.75
-    print_cluster_bench(made)
-    assert "tasks change servers, without: mean 1 s (0 s before, 2 s after)" in capsys.readouterr().out
-    assert [path.name for path in save_figures(made, tmp_path)] == ["local.svg", "shift.svg", "sweep-gaps.svg"]
+    show(made)
+    printed = capsys.readouterr().out
+    assert "tasks change servers, without: mean 1 s (0 s before, 2 s after)" in printed
+    assert "2 to 9" in printed and "2.000 (1.00 to 3.00)" in printed and "8 s, 75.0 %" in printed
+    assert [path.name for path in draw(made, tmp_path)] == ["local.svg", "shift.svg", "sweep-gaps.svg"]
 
 
-def line_run(line: str, number: int, mean_s: float, gap_s: float = 1.0) -> LineRun:
+def line_run(mean_s: float) -> dict[str, Any]:
     """Two servers, one a second slower and one a second quicker than the mean; 3 of 4 calls at home."""
-    window: dict[str, Any] = {"until_s": 105.0, "local": [2, 1], "remote": [1, 0]}
-    return LineRun(
-        line=line,
-        number=number,
-        gap_s=gap_s,
-        link=1.0,
-        latencies=[[mean_s - 1], [mean_s + 1]],
-        arrived_s=[[1.0], [5.0]],
-        failed=0,
-        redirected=0,
-        other_texts=0,
-        local=0.75,
-        windows=[window],
-        began_s=100.0,
-    )
+    return {
+        "latencies": [[mean_s - 1], [mean_s + 1]],
+        "arrived_s": [[1.0], [5.0]],
+        **{"failed": 0, "redirected": 0, "other_texts": 0, "local": 0.75, "began_s": 100.0, "decisions": []},
+        "windows": [{"until_s": 105.0, "local": [2, 1], "remote": [1, 0]}],
+    }

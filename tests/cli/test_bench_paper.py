@@ -41,7 +41,7 @@ def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: 
     code, out, err = run(paper, "--quick", "--only", only, "--out", tmp_path / "out", *given)
     assert code == 0 and all(PROGRESS.fullmatch(line) for line in err.splitlines()), err
     assert "too small for meaningful verdicts" in out
-    claim, *others = json.loads((tmp_path / "out" / "verdicts.json").read_text())["claims"]
+    claim, *others = json.loads((tmp_path / "out" / "verdicts.json").read_text())["rows"]
     assert {claim["id"], *(other["id"] for other in others)} == {only}
     drawn = {name for each in (claim, *others) for name in each["pictures"]}
     assert f"{tmp_path / 'out'}: verdicts.json, and figures of {len(drawn) // 2} experiments" in out
@@ -58,10 +58,10 @@ def test_claims_are_judged_again_with_other_links(run: Run, captured: Path, tmp_
     assert code == 0 and "verdicts by the rate of all links" in out and "0.5 x" in out
     assert "not repeated: Figure 1, Figure 4: diagrams" in out
     found = json.loads((tmp_path / "out" / "verdicts.json").read_text())
-    (again,) = found["links"]
-    assert again["links"] == 0.5 and [claim["id"] for claim in again["claims"]] == ["Figure 5"]
-    assert again["claims"][0]["values"]["100 % remote"] > found["claims"][0]["values"]["100 % remote"]
-    assert found["left_out"][0]["ids"] == ["Figure 1", "Figure 4"]
+    first, again = found["rows"]
+    assert (first["links"], again["links"]) == (1.0, 0.5) and first["id"] == again["id"] == "Figure 5"
+    assert again["values"]["100 % remote"] > first["values"]["100 % remote"]
+    assert found["facts"]["papers"]["prism"]["left_out"][0]["ids"] == ["Figure 1", "Figure 4"]
     assert run("prism", "--links", "0")[0] == 2
 
 

@@ -93,13 +93,14 @@ def test_train_capture_evaluate_bench(
     _run("bench", "serve", model, *args)
     printed = capsys.readouterr().out
     made = json.loads(out.read_text())
-    bf16, int4 = made["lines"]
+    bf16, int4 = made["rows"]
     assert (bf16["form"], int4["form"]) == ("float32", "int4")
     assert bf16["memory_bytes"] == int4["memory_bytes"]
     assert int4["slots"] > 2 * bf16["slots"]
     assert int4["prompt_bytes"] < bf16["prompt_bytes"]
     assert int4["hit_rate"] >= bf16["hit_rate"]
-    assert made["judged_tokens"] > 0 and made["kl"] > 0 and 0.5 < made["match"] <= 1
+    judged = made["facts"]["judged"]
+    assert judged["tokens"] > 0 and judged["kl"] > 0 and 0.5 < judged["match"] <= 1
     assert "KL divergence" in printed and "float32 left out with" in printed
     args.append("--overwrite")
     assert _main("bench", "serve", replica, *args[:1], model, *args[2:]) == 3

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from moetool.cli import main as cli
-from moetool.cli.parallel_bench import bench_parallel
-from moetool.errors import MismatchError, UsageError
+from tests.command_line import exit_code
 from tests.edge_process import write_plan
 from tests.profiles import make_profile
 from tests.synthetic import make_spec
@@ -95,13 +94,15 @@ def test_without_ray(refused: Callable[..., tuple[int, str]], monkeypatch: pytes
     assert code == 2 and "pip install 'moetool[cluster]'" in line
 
 
-def test_the_bench_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="rond"):
-        bench_parallel("reference", values={"rond": 1})
-    with pytest.raises(UsageError, match="did you mean 'vanilla'"):
-        bench_parallel("reference", values={}, lines=["vanila"])
-    with pytest.raises(UsageError, match="at least 2"):
-        bench_parallel("reference", values={"ranks": 1})
+def test_the_bench_refuses_what_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "cluster-ep.json").write_text("{}")
-    with pytest.raises((UsageError, MismatchError), match="overwrite"):
-        bench_parallel("reference", values={}, out=tmp_path)
+    for given, says in (
+        (("--set", "bench.rond=1"), "rond"),
+        (("--variant", "vanila"), "did you mean 'vanilla'"),
+        (("--set", "bench.ranks=1"), "at least 2"),
+        (("--out", tmp_path), "overwrite"),
+    ):
+        assert exit_code(monkeypatch, "bench", "cluster", "reference", "--mode", "ep", *given) in (2, 3)
+        assert says in capsys.readouterr().err

@@ -1,11 +1,11 @@
-"""`moetool bench gpu` as a dry run on the CPU: every cell is written, measured or with a reason."""
+"""`moetool bench gpu` as a dry run on the CPU: every cell is kept, measured or with a reason."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from moetool.bench.gpu import GpuBenchOptions, bench_gpu, print_gpu
+from moetool.bench.bench_result import read_result, show
+from moetool.bench.gpu import GpuBenchOptions, bench_gpu
 from moetool.errors import UsageError
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import write_shape
@@ -22,54 +22,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_cell_is_measured_or_says_why_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "out" / "gpu.json"
     made = bench_gpu(
         [str(folder / "tiny"), "absent"],
         folder / "routes",
         device="cpu",
         options=OPTIONS,
-        folder=folder / "out",
-        command="moetool bench gpu",
+        work=folder / "work",
+        file=file,
     )
-    cells = {cell.policy: cell for cell in made.cells if cell.shape == "tiny" and not cell.routers}
-    own = {cell.policy: cell for cell in made.cells if cell.shape == "tiny" and cell.routers}
-    assert made.host_bytes_s > 0
+    cells = {row["policy"]: row for row in made.of(shape="tiny", routers=False)}
+    own = {row["policy"]: row for row in made.of(shape="tiny", routers=True)}
+    rate = made.facts["host_bytes_s"]
+    assert rate > 0
     assert list(cells) == ["all", "on_demand", "lru", "foresight", "duoserve"]
     assert list(own) == ["transformers", "all", "lru", "finemoe", "smoe"]
-    for cell in own.values():
-        assert not cell.why
-        assert cell.decode_s > 0
-    for name in ("all", "on_demand", "lru", "foresight"):
-        assert not cells[name].why
-        assert cells[name].decode_s > 0
-    assert cells["all"].moved_token_bytes == 0
-    assert cells["all"].hit_rate == 1
-    assert cells["lru"].moved_token_bytes > 0
-    assert cells["lru"].bound_s == pytest.approx(cells["lru"].moved_token_bytes / made.host_bytes_s)
-    assert "needs a predictor" in cells["duoserve"].why
-    absent = [cell for cell in made.cells if cell.shape == "absent"]
-    assert all(cell.why.startswith("no routes at") for cell in absent)
-    files = sorted((folder / "out").glob("*.json"))
-    assert len(files) == len(made.cells)
-    assert json.loads((folder / "out" / "tiny-lru-0.25.json").read_text())["decode_s"] == cells["lru"].decode_s
-    print_gpu(made)
+    for row in (*own.values(), *(cells[name] for name in ("all", "on_demand", "lru", "foresight"))):
+        assert "why" not in row
+        assert row["decode_s"] > 0
+    assert cells["all"]["moved_token_bytes"] == 0
+    assert cells["all"]["hit_rate"] == 1
+    assert cells["lru"]["moved_token_bytes"] > 0
+    assert cells["lru"]["bound_s"] == pytest.approx(cells["lru"]["moved_token_bytes"] / rate)
+    assert "needs a predictor" in cells["duoserve"]["why"]
+    assert all(row["why"].startswith("no routes at") for row in made.of(shape="absent"))
+    assert read_result(file).rows == made.rows
+    show(made)
     assert "not measured" in capsys.readouterr().out
 
 
 def test_cells_after_the_time_limit_are_not_started(folder: Path) -> None:
     options = GpuBenchOptions(layers=4, shares=(0.25,), policies=("lru",), limit_s=0.0)
-    made = bench_gpu(
-        [str(folder / "tiny")],
-        folder / "routes",
-        device="cpu",
-        options=options,
-        folder=folder / "late",
-        command="",
-    )
-    assert {cell.why for cell in made.cells} == {"not started within 0 s"}
+    made = bench_gpu([str(folder / "tiny")], folder / "routes", device="cpu", options=options, work=folder / "late")
+    assert {row["why"] for row in made.rows} == {"not started within 0 s"}
 
 
 def test_a_missing_gpu_and_wrong_shares_are_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="shares above 0"):
         GpuBenchOptions(shares=(1.5,))
     with pytest.raises(UsageError, match="unknown device 'tpu'"):
-        bench_gpu([], folder, device="tpu", options=OPTIONS, folder=folder / "x", command="")
+        bench_gpu([], folder, device="tpu", options=OPTIONS, work=folder / "x")

@@ -25,18 +25,20 @@ def test_cells_are_measured_or_say_why_not(
     printed, said = capsys.readouterr()
     assert done == 0, said
     made = json.loads(printed)
-    cells = {cell["engine"]: cell for cell in made["cells"]}
+    cells, facts = {row["engine"]: row for row in made["rows"]}, made["facts"]
     assert tuple(cells) == ENGINES
     assert cells["llama.cpp"]["why"] == "no llama-server on the PATH; give --llama-server"
-    assert cells["llama.cpp"]["decode_tokens_s"] is None
+    assert "decode_tokens_s" not in cells["llama.cpp"]
     for engine in ("moetool", "transformers"):
-        assert not cells[engine]["why"]
+        assert "why" not in cells[engine]
         assert cells[engine]["prefill_tokens_s"] > 0
         assert cells[engine]["decode_tokens_s"] > 0
-    assert made["token_bytes"] < made["model_bytes"]
-    assert made["bound_tokens_s"] == pytest.approx(made["memory_bytes_s"] / made["token_bytes"])
+    assert facts["token_bytes"] < facts["model_bytes"]
+    assert facts["bound_tokens_s"] == pytest.approx(facts["memory_bytes_s"] / facts["token_bytes"])
     assert json.loads((tmp_path / "rivals.json").read_text()) == made
-    assert json.loads((tmp_path / "moetool-all.json").read_text()) == cells["moetool"]
+    assert exit_code(monkeypatch, "bench", "show", str(tmp_path / "rivals.json")) == 0
+    shown = capsys.readouterr().out
+    assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
 
 
 def test_a_wrong_engine_or_share_is_refused(

@@ -108,20 +108,19 @@ def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -
     made = bench_serve(
         subject, policies=POLICIES, budgets=["25%", "75%"], options=OPTIONS, policy_options={"lfu": {"forget": True}}
     )
-    assert made.experts_bytes == 4 * 8 * EXPERT_BYTES
-    assert made.lines[0].policy == RESIDENT and made.lines[0].hit_rate == 1.0
-    assert made.lines[0].bytes_per_token == 0
-    served = [line for line in made.lines if line.slots is not None and line.policy != RESIDENT]
-    assert {line.policy for line in served} == set(POLICIES) - {"belady"}
-    assert all(line.as_replayed for line in served)
-    assert made.notes == (
+    assert made.facts["experts_bytes"] == 4 * 8 * EXPERT_BYTES
+    assert made.rows[0]["policy"] == RESIDENT and made.rows[0]["hit_rate"] == 1.0
+    assert made.rows[0]["bytes_per_token"] == 0
+    served = [row for row in made.rows[1:] if "rounds" in row and row["slots"] is not None]
+    assert {row["policy"] for row in served} == set(POLICIES) - {"belady"}
+    assert all(row["as_replayed"] for row in served)
+    assert made.notes == [
         "on_demand uses 2 slots with 73.7 kB too: measured once",
         "duoserve uses 2 slots with 73.7 kB too: measured once",
         "moesys needs 16 slots: left out with 24.6 kB",
-    )
+    ]
 
-    assert made.routes is not None
-    part = Trace(Path(made.routes))
+    part = Trace(Path(made.facts["routes"]))
     trace = Trace(folder / "routes")
     card = json.loads((folder / "affinity" / "card.json").read_text())
     taken = choose(trace, requests=3, new_tokens=6, prompt_share=None, predictor=_Card(card))
@@ -131,21 +130,22 @@ def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -
     from moetool.learning.predictor import load_predictor
 
     predictor = CutPredictor(load_predictor(folder / "affinity"), part.spec)
-    budgets = [made.experts_bytes // 4, made.experts_bytes * 3 // 4]
+    budgets = [made.facts["experts_bytes"] // 4, made.facts["experts_bytes"] * 3 // 4]
     options = {"lfu": {"forget": True}}
     fitting = [name for name in POLICIES if name != "moesys"]
     rows = replay(part, fitting, budgets, ReplaySetup(predictor=predictor, options=options, pool_unit="slots"))
     rows += replay(part, ["moesys"], budgets[1:], ReplaySetup(pool_unit="slots"))
     by_name = {(row.policy, row.budget_bytes): row for row in rows}
     for line in served:
-        row = by_name[line.policy, line.budget_bytes or 0]
-        assert line.hit_rate == row.decode.hit_rate
-        raw = line.rounds[0]["decode_counts"]
-        assert raw == row.decode.to_json()
-    for one in made.replayed:
-        assert one.hit_rate == by_name["belady", one.budget_bytes].decode.hit_rate
-        same = [line for line in served if line.budget_bytes == one.budget_bytes and not line.decode.reads_ahead]
-        assert all(one.bytes_per_token <= line.bytes_per_token for line in same)
+        row = by_name[line["policy"], line["budget_bytes"]]
+        assert line["hit_rate"] == row.decode.hit_rate
+        assert line["rounds"][0]["decode_counts"] == row.decode.to_json()
+    for one in made.of(policy="belady"):
+        assert one["hit_rate"] == by_name["belady", one["budget_bytes"]].decode.hit_rate
+        same = [
+            row for row in served if row["budget_bytes"] == one["budget_bytes"] and not row["decode"]["reads_ahead"]
+        ]
+        assert all(one["bytes_per_token"] <= row["bytes_per_token"] for row in same)
 
 
 class _Card:
@@ -161,8 +161,8 @@ def test_other_routes_than_the_traces_are_detected(subject: Subject, monkeypatch
 
     monkeypatch.setattr(serving_setup, "ForcedRoutes", Shifted)
     made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
-    assert made.lines[1].as_replayed is False
-    assert made.notes == ("lru with 8 slots: the counts differ from replay",)
+    assert made.rows[1]["as_replayed"] is False
+    assert made.notes == ["lru with 8 slots: the counts differ from replay"]
 
 
 def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_transformers_offloading_has_a_line_or_a_refusal(subject: Subject, monke
 
     monkeypatch.setattr(serve, "open_offloaded", opened)
     made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
-    assert [line.policy for line in made.lines] == [RESIDENT, "lru", PLAIN, OFFLOADED]
-    assert made.refused is None and len(made.lines[-1].rounds) == 1
+    assert [row["policy"] for row in made.rows] == [RESIDENT, "lru", PLAIN, OFFLOADED]
+    assert made.facts["refused"] is None and len(made.rows[-1]["rounds"]) == 1
 
     def broken(*args: Any) -> Any:
         model, layers = opened(*args)
@@ -214,8 +214,8 @@ def test_transformers_offloading_has_a_line_or_a_refusal(subject: Subject, monke
 
     monkeypatch.setattr(serve, "open_offloaded", broken)
     made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
-    assert [line.policy for line in made.lines] == [RESIDENT, "lru", PLAIN]
-    assert made.refused == "refused, MoetoolError: a forward failed: expected meta, found cpu and more lines"
+    assert [row["policy"] for row in made.rows] == [RESIDENT, "lru", PLAIN]
+    assert made.facts["refused"] == "refused, MoetoolError: a forward failed: expected meta, found cpu and more lines"
 
 
 def _fail(*args: Any) -> None:
@@ -243,12 +243,12 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     assert code == 0, printed.err
     assert not [path for path in work.iterdir() if path.is_dir()]  # nothing is kept
     made = json.loads(out.read_text())
-    assert [line["policy"] for line in made["lines"]][:4] == [RESIDENT, "lru", "lru", "on_demand"]
-    assert all(len(line["rounds"]) == 2 for line in made["lines"])
-    assert len(made["lines"][1]["rounds"][0]["decode"]["seconds"]) == 2 * 3
+    assert [row["policy"] for row in made["rows"]][:4] == [RESIDENT, "lru", "lru", "on_demand"]
+    assert all(len(row["rounds"]) == 2 for row in made["rows"] if row["policy"] != "belady")
+    assert len(made["rows"][1]["rounds"][0]["decode"]["seconds"]) == 2 * 3
     assert made["command"].startswith("moetool bench serve --shape")
-    assert made["dtype"] == "bfloat16" and made["threads"] == 1
-    assert made["refused"] or any("offloaded" in line["policy"] for line in made["lines"])
+    assert made["facts"]["dtype"] == "bfloat16" and made["facts"]["threads"] == 1
+    assert made["facts"]["refused"] or any("offloaded" in row["policy"] for row in made["rows"])
     for words in (
         "all in memory",
         "belady (replay)",
@@ -262,7 +262,7 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     assert (
         _main(monkeypatch, *["bench", "serve", *common, "--policy", "lru", "--budget", "50%", "--json"], *settings) == 0
     )
-    assert json.loads(capsys.readouterr().out)["rounds"] == 2
+    assert json.loads(capsys.readouterr().out)["options"]["rounds"] == 2
 
 
 def test_a_shape_is_compared_with_its_4_bit_form(
@@ -275,13 +275,14 @@ def test_a_shape_is_compared_with_its_4_bit_form(
     assert _main(monkeypatch, *args, *settings, "--set=bench.group=16", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert not [path for path in work.iterdir() if path.is_dir()]  # nothing is kept
-    assert [line["form"] for line in made["lines"]] == ["bfloat16", "int4"] * 2
-    bf16, int4 = made["lines"][:2]
+    assert [row["form"] for row in made["rows"]] == ["bfloat16", "int4"] * 2
+    bf16, int4 = made["rows"][:2]
     assert bf16["memory_bytes"] == int4["memory_bytes"]
     counts = [line["rounds"][0]["decode_counts"] for line in (bf16, int4)]
     needed = [one["kept"] + one["missed"] for one in counts]
     assert needed[0] == needed[1] > 0 and counts[1]["kept"] > counts[0]["kept"]
-    assert made["judged_tokens"] == 0 and made["experts_bytes"]["int4"] < 0.35 * made["experts_bytes"]["bfloat16"]
+    sizes = made["facts"]["experts_bytes"]
+    assert "judged" not in made["facts"] and sizes["int4"] < 0.35 * sizes["bfloat16"]
     assert int4["token_cpu_s"] > 0
     assert _main(monkeypatch, *args, *settings) == 2  # groups of 128
     assert "bench.group is 128, and" in capsys.readouterr().err
@@ -292,9 +293,9 @@ def test_a_checkpoint_uses_its_own_routing(monkeypatch: pytest.MonkeyPatch, caps
     args = ["bench", "serve", "reference", "--data", "chat,code", "--policy", "lru", "--budget", "50%", "--json"]
     assert _main(monkeypatch, *args, *settings) == 0
     made = json.loads(capsys.readouterr().out)
-    assert [line["policy"] for line in made["lines"]][:3] == [RESIDENT, "lru", "transformers, all in memory"]
-    assert made["routes"] is None and made["lines"][1]["as_replayed"] is None
-    assert 0 < made["lines"][1]["hit_rate"] < 1
+    assert [row["policy"] for row in made["rows"]][:3] == [RESIDENT, "lru", "transformers, all in memory"]
+    assert made["facts"]["routes"] is None and made["rows"][1]["as_replayed"] is None
+    assert 0 < made["rows"][1]["hit_rate"] < 1
 
 
 @pytest.mark.parametrize(
@@ -329,21 +330,21 @@ def test_chunked_prompts_are_timed_as_a_whole_and_read_more(subject: Subject) ->
     made = {}
     for chunk in (None, 4):
         options = replace(OPTIONS, prefill_chunk=chunk, offload=False, resident=False)
-        (made[chunk],) = bench_serve(subject, policies=["lru"], budgets=["25%"], options=options).lines
+        (made[chunk],) = bench_serve(subject, policies=["lru"], budgets=["25%"], options=options).rows
     whole, parts = made[None], made[4]
-    assert whole.as_replayed and not parts.as_replayed  # the trace has each prompt as one forward
-    for line in (whole, parts):
+    assert whole["as_replayed"] and not parts["as_replayed"]  # the trace has each prompt as one forward
+    for row in (whole, parts):
         assert all(
-            len(run["prefill"]["seconds"]) == 3 and len(run["decode"]["seconds"]) == 3 * 5 for run in line.rounds
+            len(run["prefill"]["seconds"]) == 3 and len(run["decode"]["seconds"]) == 3 * 5 for run in row["rounds"]
         )
-    assert parts.prompt_bytes > whole.prompt_bytes
+    assert parts["prompt_bytes"] > whole["prompt_bytes"]
 
 
 def test_pools_per_layer_count_as_in_replay(subject: Subject) -> None:
     options = replace(OPTIONS, pool="layer", offload=False, resident=False)
-    own = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=options).lines
-    one = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=replace(options, pool="one")).lines
-    assert all(line.as_replayed for line in (*own, *one))
-    assert [line.hit_rate for line in own] != [line.hit_rate for line in one]
+    own = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=options).rows
+    one = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=replace(options, pool="one")).rows
+    assert all(row["as_replayed"] for row in (*own, *one))
+    assert [row["hit_rate"] for row in own] != [row["hit_rate"] for row in one]
     with pytest.raises(UsageError, match="pool"):
         ServingBenchOptions(pool="floor")

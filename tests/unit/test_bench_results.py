@@ -1,19 +1,23 @@
-"""Medians, ratios and bounds of a serving bench."""
+"""Results of benches: medians, ratios and bounds of serving, and the rows, tables and files of all."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from moetool.bench.serving_results import summarize
-from moetool.bench.serving_runs import PhaseTimes, ServingRun
-from moetool.caching._residency import Counts
+from moetool.bench.bench_result import BenchResult, Columns, Row, draw, in_turn, read_result, recorded, show, table
+from moetool.bench.draft_pricing import DraftOptions
+from moetool.bench.serving_results import serving_row
+from moetool.bench.serving_runs import phase_row, run_row
+from moetool.errors import MismatchError, UsageError
 
 
-def _phase(*seconds: float, read: float = 0.0, ahead: float = 0.0) -> PhaseTimes:
-    return PhaseTimes(seconds=seconds, bytes_read=read, ahead_bytes=ahead, stall_s=1.0, booking_s=0.1)
+def _phase(*seconds: float, read: float = 0.0, ahead: float = 0.0) -> Row:
+    return phase_row(seconds, bytes_read=read, ahead_bytes=ahead, stall_s=1.0, booking_s=0.1)
 
 
-def _run(decode: PhaseTimes) -> ServingRun:
-    counts = Counts(kept=2, prefetched=1, missed=1)
-    return ServingRun(prefill=_phase(9.0, read=90.0), decode=decode, prefill_counts=counts, decode_counts=counts)
+def _run(decode: Row) -> Row:
+    return {**run_row(_phase(9.0, read=90.0), decode), "hit_rate": 0.75}
 
 
 RESIDENT = [_run(_phase(1.0, 3.0)), _run(_phase(2.0, 2.0)), _run(_phase(4.0, 4.0))]  # means 2, 2, 4
@@ -22,30 +26,95 @@ RATES = [10.0, 20.0, 10.0]
 
 def test_on_demand_lines_are_bounded_by_the_sum() -> None:
     runs = [_run(_phase(4.0, 6.0, read=40.0)), _run(_phase(8.0, 8.0, read=40.0)), _run(_phase(9.0, 15.0, read=40.0))]
-    line = summarize("lru", runs, RESIDENT, RATES, budget_bytes=1, slots=2)
-    assert (line.tpot_p50_s, line.tpot_mean_s) == (8.0, 8.0)  # means and medians of the rounds: 5, 8, 12
-    assert line.tpot_p95_s == pytest.approx(8.0)  # 5.9, 8, 14.7
-    assert line.hit_rate == 0.75
-    assert line.bytes_per_token == 20.0
-    assert line.stall_share == pytest.approx(1 / 16)
-    assert line.booking_share == pytest.approx(0.1 / 16)
-    bound = line.decode
-    assert bound is not None and not bound.reads_ahead
-    assert (bound.compute_s, bound.io_s) == (2.0, 2.0)  # 2, 2, 4 and 2, 1, 2
-    assert (bound.sum_s, bound.larger_s) == (4.0, 2.0)  # 4, 3, 6 and 2, 2, 4
-    assert bound.x_resident == 3.0  # 5/2, 8/2, 12/4: of one round each
-    assert bound.x_bound == 2.0  # 5/4, 8/3, 12/6
-    assert line.prefill is not None and line.prefill.sum_s == 18.0  # 9 of compute and 9, 4.5, 9 of reading
+    row = serving_row("lru", runs, RESIDENT, RATES, budget_bytes=1, slots=2)
+    assert (row["tpot_p50_s"], row["tpot_mean_s"]) == (8.0, 8.0)  # means and medians of the rounds: 5, 8, 12
+    assert row["tpot_p95_s"] == pytest.approx(8.0)  # 5.9, 8, 14.7
+    assert row["hit_rate"] == 0.75
+    assert row["bytes_per_token"] == 20.0
+    assert row["stall_share"] == pytest.approx(1 / 16)
+    assert row["booking_share"] == pytest.approx(0.1 / 16)
+    bound = row["decode"]
+    assert not bound["reads_ahead"]
+    assert (bound["compute_s"], bound["io_s"]) == (2.0, 2.0)  # 2, 2, 4 and 2, 1, 2
+    assert (bound["sum_s"], bound["larger_s"]) == (4.0, 2.0)  # 4, 3, 6 and 2, 2, 4
+    assert bound["x_resident"] == 3.0  # 5/2, 8/2, 12/4: of one round each
+    assert bound["x_bound"] == 2.0  # 5/4, 8/3, 12/6
+    assert row["prefill"]["sum_s"] == 18.0  # 9 of compute and 9, 4.5, 9 of reading
 
 
 def test_prefetching_lines_are_bounded_by_the_maximum() -> None:
     runs = [_run(_phase(5.0, 5.0, read=40.0, ahead=1.0)) for _ in RATES]
-    bound = summarize("duoserve", runs, RESIDENT, RATES, budget_bytes=1, slots=2).decode
-    assert bound is not None and bound.reads_ahead
-    assert bound.x_bound == 2.5  # 5/2, 5/2, 5/4
+    bound = serving_row("duoserve", runs, RESIDENT, RATES, budget_bytes=1, slots=2)["decode"]
+    assert bound["reads_ahead"]
+    assert bound["x_bound"] == 2.5  # 5/2, 5/2, 5/4
 
 
-def test_without_a_resident_line_there_are_no_bounds() -> None:
-    line = summarize("lru", RESIDENT, None, RATES, budget_bytes=1, slots=2)
-    assert line.prefill is None and line.decode is None
-    assert line.tpot_mean_s == 2.0
+def test_without_a_pool_or_a_resident_line_there_are_no_bounds() -> None:
+    row = serving_row("lru", RESIDENT, None, RATES, budget_bytes=1, slots=2)
+    assert row["prefill"] is None and row["decode"] is None
+    assert row["tpot_mean_s"] == 2.0
+    plain = serving_row("transformers", RESIDENT, RESIDENT, RATES)
+    assert plain["decode"] == {"x_resident": 1.0} and "bytes_per_token" not in plain
+
+
+def _made(file: Path | None = None) -> BenchResult:
+    with recorded("drafts", DraftOptions(), file) as made:
+        made.add(trace="law", drafter="none", right=0.5, tokens_per_forward=1.0, loads_per_token=2.0, speedup_loads=1.0)
+    return made
+
+
+def test_rows_are_kept_while_a_bench_runs_and_shown_from_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "drafts.json"
+    with pytest.raises(KeyboardInterrupt), recorded("drafts", DraftOptions(), file) as made:
+        made.add(trace="law", drafter="none")
+        raise KeyboardInterrupt
+    assert read_result(file).rows == [{"trace": "law", "drafter": "none"}]
+    show(_made(file))
+    shown = capsys.readouterr().out
+    assert "law" in shown and "0.50" in shown and "cores, load" in shown
+    show(read_result(file))
+    assert capsys.readouterr().out == shown
+    kept = json.loads(file.read_text())
+    assert kept["schema_version"] == 1 and len(kept["load"]) == 2 and kept["machine"]["cores"] >= 1
+    assert draw(read_result(file), tmp_path) == []
+
+
+def test_files_of_other_versions_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    for values, says in (
+        ({"lines": [], "command": "moetool bench serve x"}, "has schema_version None .* with: moetool bench serve x"),
+        ({**_made().to_json(), "schema_version": 99}, "has schema_version 99 of a bench, expected 1"),
+        ({**_made().to_json(), "bench": "none"}, "expected 1"),
+        ({**_made().to_json(), "rows": 7}, "rows: .* measure again"),
+    ):
+        file.write_text(json.dumps(values))
+        with pytest.raises(MismatchError, match=says):
+            read_result(file)
+    made = _made()
+    made.options = {}
+    with pytest.raises(MismatchError, match="the results are damaged"):
+        show(made)
+    with pytest.raises(UsageError, match="no results at"):
+        read_result(tmp_path / "none.json")
+
+
+def test_another_line_begins_each_round() -> None:
+    told: list[int] = []
+    assert list(in_turn("abc", 2, told.append)) == [
+        *[(0, "a"), (0, "b"), (0, "c")],
+        *[(1, "b"), (1, "c"), (1, "a")],
+    ]
+    assert told == [16, 33, 50, 66, 83, 100]
+
+
+def test_cells_show_units_and_what_is_missing() -> None:
+    rows: list[Row] = [{"a": {"b": 0.0123}, "share": 0.125, "ratios": [1.0, 3.0, 2.0]}, {"a": None}]
+    columns: Columns = {
+        "time": ("a.b", "ms"),
+        "share": ("share", ".1%"),
+        "x": ("ratios", "ratios"),
+        "sum": (lambda row: row.get("share"), ".3f"),
+    }
+    assert table("", rows, columns).rows == [["12.3", "12.5 %", "2.000 (1.00 to 3.00)", "0.125"], ["-"] * 4]

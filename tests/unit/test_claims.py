@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from moetool import plugins
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_paper
 from moetool.bench.paper.paper_run import run_paper, with_links
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
-from moetool.bench.paper.verdict import Check, Found, Verdict, derive, interval, judge
+from moetool.bench.paper.verdict import Check, Verdict, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, requests_of
 from moetool.costing.pricing import Prices
 from moetool.errors import UsageError

@@ -1,6 +1,7 @@
 """Speculative decoding priced by replay, against values known by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_drafts_follow_the_longest_match_and_the_latest() -> None:
 
 def test_a_perfect_drafter_loads_the_union_of_its_tokens_once(trace: Trace) -> None:
     options = DraftOptions(policy="on_demand", share=0.25, length=3, accepted=(1.0, 0.0), compute=0.0)
-    rows = {row.drafter: row for row in price_drafts([trace], options).rows}
+    rows = {row["drafter"]: SimpleNamespace(**row) for row in price_drafts([trace], options).rows}
     none, perfect, never = rows["none"], rows["1"], rows["0"]
     assert none.loads_per_token == 4 * 2 and none.tokens_per_forward == 1.0  # four layers, two experts, nothing kept
     assert perfect.right == 1.0 and 1.0 < perfect.tokens_per_forward <= 4.0
@@ -37,7 +38,9 @@ def test_a_perfect_drafter_loads_the_union_of_its_tokens_once(trace: Trace) -> N
 
 def test_verification_compute_lowers_the_speedup(trace: Trace) -> None:
     rows = {
-        verify: price_drafts([trace], DraftOptions(verify=verify, compute=1.0, accepted=(0.0,))).rows[-1]
+        verify: SimpleNamespace(
+            **price_drafts([trace], DraftOptions(verify=verify, compute=1.0, accepted=(0.0,))).rows[-1]
+        )
         for verify in (1.0, 3.0)
     }
     assert rows[1.0].loads_per_token == rows[3.0].loads_per_token

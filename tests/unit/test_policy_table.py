@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.bench.policy_table import BY_LAYER, bench_policies
+from moetool.bench.policy_table import BY_LAYER, PolicyTableOptions, bench_policies
 from moetool.errors import UsageError
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
@@ -20,18 +20,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_trace(root / name, make_spec(4, 8, 2), num_requests=6, seed=i) for i, name in enumerate("ab")]
 
 
-def test_cells_equal_replays(folders: list[Path]) -> None:
-    made = bench_policies(folders, [0.25, 0.5], tokens=10_000)
-    cells = {(cell.trace, cell.policy, cell.share): cell for cell in made.cells}
-    assert len(cells) == len(made.cells)
-    assert {trace for trace, _, _ in cells} == {"a", "b"}
+def test_rows_equal_replays(folders: list[Path]) -> None:
+    made = bench_policies(folders, PolicyTableOptions(shares=(0.25, 0.5), tokens=10_000))
+    rows = {(row["trace"], row["policy"], row["share"]): row for row in made.rows}
+    assert len(rows) == len(made.rows)
+    assert {trace for trace, _, _ in rows} == {"a", "b"}
     trace = Trace(folders[1])
     for pool, name in (("one", "lru"), ("layer", "lru by layer")):
-        (row,) = replay(trace, ["lru"], [16 * trace.spec.slot_bytes], ReplaySetup(pool=pool, pool_unit="slots"))
-        cell = cells["b", name, 0.5]
-        assert (cell.slots, cell.needed, cell.hit_rate) == (16, row.counts.needed, row.counts.hit_rate)
-        assert cell.loaded == row.counts.loads / row.counts.needed
-    names = {policy for _, policy, _ in cells}
+        (found,) = replay(trace, ["lru"], [16 * trace.spec.slot_bytes], ReplaySetup(pool=pool, pool_unit="slots"))
+        row, counts = rows["b", name, 0.5], found.counts
+        assert (row["slots"], row["needed"], row["hit_rate"]) == (16, counts.needed, counts.hit_rate)
+        assert row["loaded"] == counts.loads / counts.needed
+    names = {policy for _, policy, _ in rows}
     assert {
         "foresight",
         "lfu",
@@ -42,23 +42,23 @@ def test_cells_equal_replays(folders: list[Path]) -> None:
     } <= names
     for trace_name, share in (("a", 0.25), ("b", 0.5)):
         on_demand = [
-            c for (t, p, s), c in cells.items() if (t, s) == (trace_name, share) and p.startswith(("lru", "lfu"))
+            r for (t, p, s), r in rows.items() if (t, s) == (trace_name, share) and p.startswith(("lru", "lfu"))
         ]
-        assert cells[trace_name, "belady", share].loaded <= min(cell.loaded for cell in on_demand)
-    few = bench_policies(folders[:1], [0.5], tokens=1)
-    assert few.cells[0].needed < cells["a", few.cells[0].policy, 0.5].needed
+        assert rows[trace_name, "belady", share]["loaded"] <= min(row["loaded"] for row in on_demand)
+    few = bench_policies(folders[:1], PolicyTableOptions(shares=(0.5,), tokens=1)).rows[0]
+    assert few["needed"] < rows["a", few["policy"], 0.5]["needed"]
 
 
-def test_warm_tokens_count_in_no_cell(folders: list[Path]) -> None:
+def test_warm_tokens_count_in_no_row(folders: list[Path]) -> None:
     trace = Trace(folders[0])
     budget, setup = [16 * trace.spec.slot_bytes], ReplaySetup(pool_unit="slots")
     (whole,), (part,) = (replay(trace, ["lru"], budget, s) for s in (setup, replace(setup, warm_tokens=30)))
     assert whole.digest == part.digest and 0 < part.counts.needed < whole.counts.needed
-    first = bench_policies(folders[:1], [0.5], tokens=10_000, warm=0.5)
+    made = bench_policies(folders[:1], PolicyTableOptions(shares=(0.5,), tokens=10_000, warm=0.5))
     total = sum(row["tokens"] for row in trace.requests.to_pylist())
     (half,) = replay(trace, ["lru"], budget, replace(setup, warm_tokens=round(total / 2)))
-    cell = next(cell for cell in first.cells if cell.policy == "lru")
-    assert (cell.needed, cell.loaded) == (half.counts.needed, half.counts.loads / half.counts.needed)
+    (row,) = made.of(policy="lru")
+    assert (row["needed"], row["loaded"]) == (half.counts.needed, half.counts.loads / half.counts.needed)
     assert half.loaded_bytes == half.counts.loads * trace.spec.slot_bytes
     with pytest.raises(UsageError, match="nothing to count"):
         replay(trace, ["lru"], budget, replace(setup, warm_tokens=10**6))
@@ -66,11 +66,11 @@ def test_warm_tokens_count_in_no_cell(folders: list[Path]) -> None:
 
 def test_refusals(folders: list[Path]) -> None:
     with pytest.raises(UsageError, match="expected shares"):
-        bench_policies(folders, [0.0], tokens=9)
+        PolicyTableOptions(shares=(0.0,), tokens=9)
     with pytest.raises(UsageError, match=r"warm is 1\.0"):
-        bench_policies(folders, [0.5], tokens=9, warm=1.0)
+        PolicyTableOptions(shares=(0.5,), tokens=9, warm=1.0)
     with pytest.raises(UsageError, match="same directory name"):
-        bench_policies([folders[0], folders[0]], [0.5], tokens=9)
+        bench_policies([folders[0], folders[0]], PolicyTableOptions(shares=(0.5,), tokens=9))
 
 
 def test_the_command_writes_and_prints_the_table(
@@ -82,7 +82,5 @@ def test_the_command_writes_and_prints_the_table(
     printed = capsys.readouterr().out
     assert "a: loads per needed expert" in printed and "belady" in printed and "12.5 %" in printed
     kept = json.loads((tmp_path / "policies.json").read_text())
-    assert {cell["share"] for cell in kept["cells"]} == {0.125, 0.25, 0.5} and (kept["tokens"], kept["warm"]) == (
-        40,
-        0.25,
-    )
+    assert {row["share"] for row in kept["rows"]} == {0.125, 0.25, 0.5}
+    assert (kept["options"]["tokens"], kept["options"]["warm"]) == (40, 0.25)

@@ -11,6 +11,8 @@ PLACEMENTS = ("uniform", "redundant", "smartmoe", "eplb", "prism", "prism_exact"
 """Prism's baselines, Prism, and the optimum of its objective."""
 ALONE, REDIRECTED = "alone", "alone, redirected"
 """A single server with the experts that fit in memory and the rest on disk; and the same with redirected requests."""
+TASKS = ("arithmetic", "ascii_words", "narratives")
+"""Prism's first setup has three BIG-bench tasks; these embedded sets are the closest."""
 WHERES = ("processes", "threads", "namespaces")
 STATIC = ("uniform", "redundant")
 """Placements that Prism § IV-A never changes."""

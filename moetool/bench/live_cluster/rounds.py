@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from moetool.bench.bench_result import BenchResult, Row, in_turn, recorded
 from moetool.bench.live_cluster.bench_inputs import BenchInputs, prepare
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
-from moetool.bench.live_cluster.cluster_results import ClusterBench, LineRun, Simulation
+from moetool.bench.live_cluster.cluster_results import line_row
 from moetool.bench.live_cluster.deployment import Stand, open_alone, open_stand
 from moetool.bench.live_cluster.load_generator import Answered, Coming, draw, drive, warm
 from moetool.bench.live_cluster.sites import open_site
 from moetool.cluster.edge.scheduler import SchedulerOptions
-from moetool.machine import load_average, read_machine
 from moetool.placement._demand import read_demand
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions
@@ -31,15 +31,13 @@ def bench_cluster(
     lines: Sequence[str],
     options: ClusterBenchOptions,
     *,
-    command: str = "",
     on_progress: Callable[[int], None] = lambda done: None,
-) -> ClusterBench:
+) -> BenchResult:
     """Run every line in every setting.
 
     Args:
         tasks: prompt sets, one per server.
         lines: from `parse_lines`.
-        command: command line that repeats the run.
         on_progress: called with the percentage done.
 
     Effects: captures traces into a temporary folder; starts and ends servers.
@@ -54,53 +52,52 @@ def bench_cluster(
 
         require_namespaces()
     serve = ServeOptions(kv_tokens=2048, max_requests=4, threads=1)
-    with tempfile.TemporaryDirectory(prefix="moetool-bench-") as folder:
+    with ExitStack() as undo:
+        folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="moetool-bench-"))
         inputs = prepare(model, tasks, options, Path(folder))
-        settings = [(gap_s, options.links[0]) for gap_s in options.gaps_s]
-        settings += [(options.gaps_s[0], link) for link in options.links[1:]]
-        made = ClusterBench(
-            model=model,
-            command=command,
-            tasks=inputs.tasks,
-            lines=tuple(lines),
-            options=options,
-            slots=tuple(inputs.slots(share) for share in options.memory),
-            total_experts=inputs.spec.total_experts,
-            expert_s=inputs.expert_s,
-            even_bytes_s=inputs.even_bytes_s,
-            machine=read_machine(),
-            load_before=load_average(),
-        )
-        with ExitStack() as undo:
-            site = undo.enter_context(open_site(options.where, inputs.tasks))
-            alone = None
-            if {ALONE, REDIRECTED} & set(lines):
-                alone = undo.enter_context(open_alone(model, made.slots, serve, site, inputs.tasks))
-            total = len(settings) * options.rounds * len(lines)
-            for link in options.links:
-                cluster = inputs.cluster(options, link)
-                plans = inputs.plans(cluster, lines, options.seed)
-                gaps_s = [gap_s for gap_s, at in settings if at == link]
-                with ExitStack() as inner:
-                    stand = None
-                    if plans:
-                        spare = plans.get("uniform") or inputs.plans(cluster, ["uniform"], options.seed)["uniform"]
-                        stand = inner.enter_context(open_stand(model, spare, serve, site))
-                        warm(stand.urls, model, inputs.texts[0][0])
-                    runner = _Runner(inputs, options, stand, alone, plans, link)
-                    for gap_s in gaps_s:
-                        for number in range(options.rounds):
-                            start = number % len(lines)  # another line begins each round
-                            for line in (*lines[start:], *lines[:start]):
-                                made.runs.append(runner.run(line, number, gap_s))
-                                on_progress(100 * len(made.runs) // total)
-                    if options.shift and plans and link == options.links[0]:
-                        made.shifts += [runner.shift(list(plans)[-1], moves) for moves in (True, False)]
-                for gap_s in gaps_s:
-                    made.simulated += [
-                        _simulate(inputs, cluster, options, line, plan, gap_s, link) for line, plan in plans.items()
-                    ]
-        made.load_after = load_average()
+        made = undo.enter_context(recorded("cluster", options))
+        made.facts = {
+            "model": model,
+            "tasks": inputs.tasks,
+            "slots": [inputs.slots(share) for share in options.memory],
+            "total_experts": inputs.spec.total_experts,
+            "expert_s": inputs.expert_s,
+            "even_bytes_s": inputs.even_bytes_s,
+        }
+        site = undo.enter_context(open_site(options.where, inputs.tasks))
+        alone = None
+        if {ALONE, REDIRECTED} & set(lines):
+            alone = undo.enter_context(open_alone(model, made.facts["slots"], serve, site, inputs.tasks))
+        settings = len(options.gaps_s) + len(options.links) - 1
+        done = 0
+
+        def report(percentage: int) -> None:
+            on_progress((100 * done + percentage) // settings)
+
+        for link in options.links:
+            cluster = inputs.cluster(options, link)
+            plans = inputs.plans(cluster, lines, options.seed)
+            with ExitStack() as inner:
+                stand = None
+                if plans:
+                    spare = plans.get("uniform") or inputs.plans(cluster, ["uniform"], options.seed)["uniform"]
+                    stand = inner.enter_context(open_stand(model, spare, serve, site))
+                    warm(stand.urls, model, inputs.texts[0][0])
+                runner = _Runner(inputs, options, stand, alone, plans)
+                for gap_s in options.gaps_s if link == options.links[0] else options.gaps_s[:1]:
+                    runs: dict[str, list[Row]] = {line: [] for line in lines}
+                    for number, line in in_turn(lines, options.rounds, report):
+                        runs[line].append(runner.run(line, number, gap_s))
+                    for line in lines:
+                        plan = plans.get(line)
+                        told = None if plan is None else _simulate(inputs, cluster, options, line, plan, gap_s)
+                        made.add(**line_row(line, gap_s, link, runs[line], runs[lines[-1]], simulated=told))
+                    done += 1
+                if options.shift and plans and link == options.links[0]:
+                    line = list(plans)[-1]
+                    for moves in (True, False):
+                        run = runner.shift(line, moves)
+                        made.add(**line_row(line, options.gaps_s[0], link, [run], [], shift=True))
     return made
 
 
@@ -114,27 +111,25 @@ class _Runner:
         stand: Stand | None,
         alone: Any,
         plans: dict[str, PlacementPlan],
-        link: float,
     ) -> None:
-        self._inputs, self._options, self._stand, self._alone = inputs, options, stand, alone
-        self._plans, self._link = plans, link
+        self._inputs, self._options, self._stand, self._alone, self._plans = inputs, options, stand, alone, plans
         self._texts: dict[tuple[int, int], str] = {}  # first answer to each prompt, by (task, prompt)
 
-    def run(self, line: str, number: int, gap_s: float) -> LineRun:
-        """Run one line in one round."""
+    def run(self, line: str, number: int, gap_s: float) -> Row:
+        """Run one line in one round; values as of `line_row`."""
         rng = np.random.default_rng([self._options.seed, number])
         coming = draw(self._options.requests, gap_s, [len(texts) for texts in self._inputs.texts], rng)
         if line in self._plans:
             moves = self._options.migrate and line not in STATIC
-            return self._placed(line, coming, number, gap_s, moves)
+            return self._placed(line, coming, moves)
         urls = [self._alone.call(n, "url") for n in range(len(self._alone))]
-        return self._note(line, number, gap_s, self._drive(urls, coming, redirect=line == REDIRECTED))
+        return self._note(self._drive(urls, coming, redirect=line == REDIRECTED))
 
     def _drive(self, urls: Sequence[str], coming: Sequence[Coming], redirect: bool = False) -> list[Answered]:
         inputs = self._inputs
         return drive(urls, coming, inputs.texts, self._options.new_tokens, model=inputs.model, redirect=redirect)
 
-    def shift(self, line: str, moves: bool) -> LineRun:
+    def shift(self, line: str, moves: bool) -> Row:
         """Run with tasks that change servers after half of the requests: each to the previous server."""
         counts = [len(texts) for texts in self._inputs.texts]
         rng = np.random.default_rng([self._options.seed, 10**6])
@@ -144,11 +139,9 @@ class _Runner:
         after = draw(self._options.requests, gap_s, counts, rng, task_of)
         start_s = before[-1].at_s
         late = [replace(one, at_s=start_s + one.at_s) for one in after]
-        made = self._placed(line, [*before, *late], 0, gap_s, moves)
-        made.changed_s = start_s
-        return made
+        return {**self._placed(line, [*before, *late], moves), "changed_s": start_s}
 
-    def _placed(self, line: str, coming: Sequence[Coming], number: int, gap_s: float, moves: bool) -> LineRun:
+    def _placed(self, line: str, coming: Sequence[Coming], moves: bool) -> Row:
         assert self._stand is not None
         plan, interval_s = self._plans[line], self._options.interval_s
         self._stand.arrange(plan)
@@ -162,18 +155,22 @@ class _Runner:
         )
         with self._stand.watched(plan, options) as scheduler:
             answered = self._drive(self._stand.urls, coming)
-        made = self._note(line, number, gap_s, answered)
+        made = self._note(answered)
         seen = scheduler.chronicle.summary()
-        made.local, made.windows, made.began_s = scheduler.chronicle.local, seen["windows"], seen["began_s"]
-        made.sent_bytes = float(np.sum(seen["bytes"]))
-        made.call_s = scheduler.statistics.call_s
-        made.decisions = [decision.to_json() for decision in scheduler.chronicle.decisions]
+        made |= {
+            "local": scheduler.chronicle.local,
+            "windows": seen["windows"],
+            "began_s": seen["began_s"],
+            "sent_bytes": float(np.sum(seen["bytes"])),
+            "call_s": scheduler.statistics.call_s,
+            "decisions": [decision.to_json() for decision in scheduler.chronicle.decisions],
+        }
         if all(one.task == one.server for one in coming):
             drawn = [[one.prompt for one in coming if one.server == n] for n in range(len(self._inputs.tasks))]
-            made.expected_local = self._inputs.expected_local(plan, drawn)
+            made["expected_local"] = self._inputs.expected_local(plan, drawn)
         return made
 
-    def _note(self, line: str, number: int, gap_s: float, answered: Sequence[Answered]) -> LineRun:
+    def _note(self, answered: Sequence[Answered]) -> Row:
         other = 0
         for one in answered:
             if one.text is not None:
@@ -183,17 +180,15 @@ class _Runner:
             [one for one in answered if one.coming.server == n and one.text is not None]
             for n in range(len(self._inputs.tasks))
         ]
-        return LineRun(
-            line=line,
-            number=number,
-            gap_s=gap_s,
-            link=self._link,
-            latencies=[[one.seconds for one in mine] for mine in by_server],
-            arrived_s=[[one.coming.at_s for one in mine] for mine in by_server],
-            failed=sum(one.text is None for one in answered),
-            redirected=sum(one.went_to != one.coming.server for one in answered),
-            other_texts=other,
-        )
+        return {
+            "latencies": [[one.seconds for one in mine] for mine in by_server],
+            "arrived_s": [[one.coming.at_s for one in mine] for mine in by_server],
+            "failed": sum(one.text is None for one in answered),
+            "redirected": sum(one.went_to != one.coming.server for one in answered),
+            "other_texts": other,
+            "windows": [],
+            "decisions": [],
+        }
 
 
 def _simulate(
@@ -203,8 +198,7 @@ def _simulate(
     line: str,
     plan: PlacementPlan,
     gap_s: float,
-    link: float,
-) -> Simulation:
+) -> Row:
     """Simulate a line with the same traces, placement, profile and arrival process."""
     from moetool.simulation.simulate import ModeInputs, World, simulate
     from moetool.simulation.simulation_options import SimulationOptions
@@ -238,6 +232,4 @@ def _simulate(
         costs=inputs.profile,
         inputs=ModeInputs(plan=plan),
     )
-    return Simulation(
-        line=line, gap_s=gap_s, link=link, mean_s=found.mean_s, by_server=found.mean_by_server, local=found.local
-    )
+    return {"mean_s": found.mean_s, "by_server": found.mean_by_server, "local": found.local}

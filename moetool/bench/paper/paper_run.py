@@ -1,17 +1,25 @@
 """A paper from its recipe to its verdicts."""
 
+import multiprocessing
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moetool import config, durable, plugins
-from moetool.bench.paper.claims import Claim, Paper, choose
-from moetool.bench.paper.verdict import CannotTestError, Found, Verdict, judge
+from moetool.bench.bench_result import BenchResult, Row, recorded
+from moetool.bench.found_figure import Found
+from moetool.bench.paper.claims import Claim, Paper, choose, names, read_paper
+from moetool.bench.paper.verdict import CannotTestError, Verdict, judge
 from moetool.bench.paper.workbench import Workbench
-from moetool.errors import CapacityError, MismatchError
+from moetool.config import POSITIVE, require_within
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.tables import progress
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
 """Errors that make a claim untestable: model, trace or machine lack a requirement of its experiment."""
@@ -33,7 +41,7 @@ class Tested:
     seconds: float
     pictures: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Row:
         """A JSON object."""
         claim, verdict = self.claim, self.verdict
         return {
@@ -93,6 +101,105 @@ def run_paper(
         shutil.rmtree(bench.scratch, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperOptions:
+    """Options of `moetool bench paper`.
+
+    Attributes:
+        names: papers or recipes; `all`: every shipped one.
+        only: tables and figures of one paper.
+        quick: whether to use the recipes' small sizes.
+        links: further rates of all links, as multiples of the machine's.
+        jobs: papers, and rates of links, that run in parallel.
+    """
+
+    names: tuple[str, ...]
+    only: tuple[str, ...] = ()
+    quick: bool = False
+    links: tuple[float, ...] = ()
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        require_within(self, "--", links=POSITIVE)
+        if self.names == ("all",) and self.only:
+            raise UsageError("--only names tables of one paper; name the paper instead of all")
+
+
+def run_papers(
+    options: PaperOptions, given: Mapping[str, Path], work: Path | None = None, out: Path | None = None
+) -> BenchResult:
+    """Run papers, and again at each further rate of links the claims that it can change.
+
+    A row is a claim of a paper at a rate of links (`Tested.to_json`).
+
+    Args:
+        given, work: as in `run_paper`; without `work` a temporary folder.
+        out: folder for figures, with a folder for each of several papers, and for `verdicts.json`.
+    """
+    recipes = {one: read_paper(one) for one in (names() if options.names == ("all",) else options.names)}
+    tasks: dict[tuple[str, float], Paper] = {}
+    for name, chosen in recipes.items():
+        choose(chosen.claim, options.only)
+        tasks[name, 1.0] = chosen
+        for rate in options.links:
+            if (varied := with_links(chosen, rate, options.only)).claim:
+                tasks.setdefault((name, rate), varied)
+    with ExitStack() as stack:
+        scratch = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-paper-")))
+        made = stack.enter_context(recorded("paper", options, out and out / "verdicts.json"))
+        calls: dict[tuple[str, float], Callable[..., list[Tested]]] = {}
+        for (name, rate), chosen in tasks.items():
+            folder = None if out is None or rate != 1.0 else out / name if len(recipes) > 1 else out
+            if folder is not None:
+                folder.mkdir(exist_ok=True)
+            only = options.only if rate == 1.0 else ()  # the others hold only what was named
+            calls[name, rate] = partial(
+                run_paper, chosen, scratch, only=only, quick=options.quick, given=given, out=folder
+            )
+        for (name, rate), tested in _called(calls, options, recipes).items():
+            made.rows += [{"paper": name, "links": rate, **one.to_json()} for one in tested]
+        made.facts["papers"] = {name: _facts(chosen, options.quick) for name, chosen in recipes.items()}
+    return made
+
+
+def _called(
+    calls: Mapping[tuple[str, float], Callable[..., list["Tested"]]],
+    options: PaperOptions,
+    recipes: Mapping[str, Paper],
+) -> dict[tuple[str, float], list["Tested"]]:
+    """Return the results of calls, made in turn or by as many processes as there are jobs."""
+    if len(calls) == 1:
+        ((task, call),) = calls.items()
+        chosen = recipes[task[0]]
+        with progress(chosen.paper.title[:40], len(choose(chosen.claim, options.only))) as on_progress:
+            return {task: call(on_progress=on_progress)}
+    found = {}
+    with ExitStack() as stack:
+        on_progress = stack.enter_context(
+            progress("all papers" if len(recipes) > 1 else "all rates of links", len(calls))
+        )
+        if options.jobs == 1:
+            for task, call in calls.items():
+                found[task] = call()
+                on_progress(len(found))
+            return found
+        pool = stack.enter_context(ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")))
+        coming = {task: pool.submit(call) for task, call in calls.items()}
+        for done, _ in enumerate(as_completed(coming.values())):
+            on_progress(done + 1)
+        return {task: one.result() for task, one in coming.items()}
+
+
+def _facts(chosen: Paper, quick: bool) -> Row:
+    return {
+        **asdict(chosen.paper),
+        "sizes": asdict(chosen.quick if quick else chosen.sizes),
+        "machine_named": {"machine": chosen.machine.machine, "model": chosen.machine.model},
+        "assumed_machine": asdict(chosen.machine.assumed()),
+        "left_out": [asdict(one) for one in chosen.left_out],
+    }
+
+
 def with_links(paper: Paper, links: float, only: Sequence[str] = ()) -> Paper:
     """Return the paper with a factor on the rates of all links, and only the claims that links can change.
 
@@ -147,7 +254,7 @@ def _measure(bench: Workbench, claim: Claim) -> Found | Verdict:
 
 
 def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
-    from moetool.bench.paper.found_figure import draw
+    from moetool.bench.found_figure import draw
 
     stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
     paths = []

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import SupportsFloat
 
-from moetool.bench.paper.verdict import Curve, Found
+from moetool.bench.found_figure import Curve, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.trace.reader import Trace
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
+from moetool.bench.found_figure import Found
 from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.simulation.simulation_results import interval
 
-Curve = tuple[tuple[float, ...], tuple[float, ...]]
 Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
 ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
 _KINDS = ("less", "times", "minus", "lowest")
@@ -24,31 +24,6 @@ _FACTOR = 1.5
 
 class CannotTestError(MoetoolError):
     """A requirement of an experiment is missing; the message names it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Results of an experiment.
-
-    Attributes:
-        values: values by compared name, one per seed; all have the same seeds, so that they pair.
-        what: quantity of the values, as an axis label without unit.
-        unit: unit of the values: `s`, `%` (for shares), or another suffix.
-        on: description of the measurement, for display.
-        curves: lines of a figure, one per seed, or one over all: abscissae and ordinates.
-        axes: labels of the curves' axes.
-        exact: whether the values are counted, so that one run decides.
-        traces: number of independent traces (0: not counted); fewer than three decide nothing.
-    """
-
-    values: Mapping[str, Sequence[float]]
-    what: str
-    unit: str
-    on: str
-    curves: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
-    axes: tuple[str, str] = ("", "")
-    exact: bool = False
-    traces: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

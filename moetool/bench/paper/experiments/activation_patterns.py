@@ -5,8 +5,9 @@ from typing import Literal
 
 import numpy as np
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
 from moetool.placement._demand import count_experts
 from moetool.report.measures import gini

@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any, Literal
 
 from moetool import config
+from moetool.bench.found_figure import Curve, Found
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.simulation.simulate import sized

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from moetool import config
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.named_machine import MachineChoice, NamedMachine, NamedModel, simulated_costs
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.placement._planner import quick_options

@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.bench_result import BenchResult
+from moetool.bench.found_figure import Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
-from moetool.bench.serve import ServeBench, bench_serve
+from moetool.bench.serve import bench_serve
 from moetool.bench.serving_setup import ServingBenchOptions, Subject
 
 
@@ -55,21 +57,21 @@ def run(bench: Workbench, options: Options) -> Found:
         made = bench.once(
             f"live {one} {replace(options, measure='latency')}", partial(_timed, bench, options, one, predictor)
         )
-        for line in made.lines:
-            if line.rounds and (options.measure != "booking" or line.policy in options.policies):
-                rounds = [_value(each, options) for each in line.rounds]
-                values.setdefault(line.policy, []).append(statistics.median(rounds))
+        for row in made.rows:
+            if "rounds" in row and (options.measure != "booking" or row["policy"] in options.policies):
+                rounds = [_value(each, options) for each in row["rounds"]]
+                values.setdefault(row["policy"], []).append(statistics.median(rounds))
     return Found(
         values=values,
         what=_WHAT[options.measure],
         unit="s" if options.measure == "latency" else "%",
-        on=f"{MODEL} live on {made.machine.cpu}, {', '.join(options.data)}: medians of {bench.sizes.rounds} rounds of "
-        f"{bench.sizes.texts} requests x {options.new_tokens} new tokens each",
+        on=f"{MODEL} live on {made.machine['cpu']}, {', '.join(options.data)}: medians of {bench.sizes.rounds} rounds "
+        f"of {bench.sizes.texts} requests x {options.new_tokens} new tokens each",
         traces=len(options.data),
     )
 
 
-def _timed(bench: Workbench, options: Options, data: str, predictor: Path | None) -> ServeBench:
+def _timed(bench: Workbench, options: Options, data: str, predictor: Path | None) -> BenchResult:
     return bench_serve(
         Subject(model=MODEL, data=(data,), predictor=predictor, work=bench.folder("bench")),
         policies=options.policies,

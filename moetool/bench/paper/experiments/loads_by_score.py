@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.policies import PolicyLine, look_through, measure
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.caching._residency import Step, StepKind
 from moetool.tables import percent

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.trace.reader import Trace
 from moetool.tuning.map_store import Likeness, MapReport, plan_maps

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.policies import PolicyLine
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import MODEL, Workbench
 from moetool.caching._policy import parse_options, policy_class
 from moetool.learning.predictor import build

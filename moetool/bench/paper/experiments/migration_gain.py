@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, Literal
 
 from moetool import config
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time, simulated
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.simulation.simulate import read_world, simulate, sized
 from moetool.simulation.simulation_options import SimulationOptions

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from moetool import config
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.edge_servers import edge_cluster
 from moetool.bench.paper.named_machine import simulated_costs
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench, requests_of
 from moetool.placement._demand import held_out, planned_share
 from moetool.simulation.arrivals import read_arrivals

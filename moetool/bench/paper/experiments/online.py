@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.policies import PolicyLine, distribution
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.simulation.arrivals import read_arrivals
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
 from moetool.placement._demand import Demand, held_out, planned_share, read_batches
 from moetool.placement._latency import Latency, linear_latency, unit_latency

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moetool.bench.found_figure import Curve, Found
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.named_machine import changed
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found, require
+from moetool.bench.paper.verdict import CannotTestError, require
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.caching._residency import Counts
 from moetool.trace.reader import Trace

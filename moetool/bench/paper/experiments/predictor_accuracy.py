@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.evaluation.evaluate import Evaluation, evaluate
 from moetool.evaluation.tally import MatchScore

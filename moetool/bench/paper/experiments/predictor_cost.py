@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.memory import Shape
-from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.learning.predictor import Predictor, build
 from moetool.types import ForwardInfo, GateEvent, ModelSpec

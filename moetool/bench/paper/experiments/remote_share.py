@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from moetool import config
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.placement._placement_plan import PlacementPlan, bare_plan
 from moetool.simulation.simulate import ModeInputs, read_world, simulate

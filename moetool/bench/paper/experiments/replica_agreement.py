@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.found_figure import Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.placement._demand import count_experts
 from moetool.trace.reader import Trace

@@ -5,8 +5,9 @@ from typing import Literal
 
 import numpy as np
 
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.report.measures import popularity, spread
 from moetool.report.sample import ReportOptions, read_router_entropy, read_routes

@@ -1,19 +1,21 @@
 """Results of a bench as a figure: values with their spread over runs, and curves."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.bench.paper.verdict import Curve, Found, interval
 from moetool.report.drawing import STYLES, line, logarithmic, save
+from moetool.simulation.simulation_results import interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Curve = tuple[tuple[float, ...], tuple[float, ...]]
 _BAR = 0.27  # inches per bar
 _LEAST = 2.6  # least height in inches of a figure with curves
 _MARKED = 12  # most points of a line with markers
@@ -21,6 +23,31 @@ _FEW = 5  # bars that fill the least height; fewer are not drawn thicker
 _FAR = 50  # ratio of abscissae above which an axis is logarithmic
 _TITLE, _ABSCISSA, _ORDINATE = 150, 50, 24  # characters per line of a title and of axis labels
 _UNEVEN = 12  # ratio of means above which points on a logarithmic axis replace bars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Results of an experiment.
+
+    Attributes:
+        values: values by compared name, one per seed; all have the same seeds, so that they pair.
+        what: quantity of the values, as an axis label without unit.
+        unit: unit of the values: `s`, `%` (for shares), or another suffix.
+        on: description of the measurement, for display.
+        curves: lines of a figure, one per seed, or one over all: abscissae and ordinates.
+        axes: labels of the curves' axes.
+        exact: whether the values are counted, so that one run decides.
+        traces: number of independent traces (0: not counted); fewer than three decide nothing.
+    """
+
+    values: Mapping[str, Sequence[float]]
+    what: str
+    unit: str
+    on: str
+    curves: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
+    axes: tuple[str, str] = ("", "")
+    exact: bool = False
+    traces: int = 0
 
 
 def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:

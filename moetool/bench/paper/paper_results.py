@@ -1,0 +1,92 @@
+"""Tables of papers' claims: what the paper says, what was found, the verdict, and verdicts by the rate of links."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from moetool.bench.bench_result import BenchResult, Columns, Row, table
+from moetool.bench.paper.verdict import ANSWERS
+
+
+def tables(made: BenchResult) -> Iterator[Any]:
+    """The tables of each paper, and of the numbers of verdicts if there are several papers."""
+    for name, paper in made.facts["papers"].items():
+        yield from _claims(made, paper, made.of(paper=name, links=1.0))
+        yield from _by_links(made.of(paper=name))
+    if made.options["quick"]:
+        yield "sizes of --quick: too small for meaningful verdicts"
+    if len(made.facts["papers"]) > 1:
+        rows = [_counts(name, made.of(paper=name, links=1.0)) for name in made.facts["papers"]]
+        columns: Columns = {"paper": ("paper", "s"), **{answer: (answer, "d") for answer in ANSWERS}}
+        yield table("claims by verdict", rows, {**columns, "minutes": ("minutes", ".1f")})
+
+
+def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
+    yield f"{paper['title']}. {paper['reference']}"
+    yield table(
+        "claims and results: mean ± 95 % interval over seeds",
+        rows,
+        {
+            "": ("id", "s"),
+            "the paper says": ("says", "s"),
+            "printed": ("printed", "s"),
+            "found": (lambda row: "; ".join(map(_value, row["found"])) or None, "s"),
+            "verdict": (lambda row: f"{row['verdict']}: {row['why']}", "s"),
+            "size": (lambda row: row["size"] or None, "s"),
+        },
+        num_text=6,
+    )
+    yield from (f"{row['id']}, here: {row['here']}" for row in rows if row["here"])
+    yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
+    yield from (f"measured on {on}" for on in dict.fromkeys(row["on"] for row in rows) if on)
+    counts = _counts("", rows)
+    yield ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS if counts[answer]) + f" of {len(rows)}"
+
+
+def _by_links(rows: list[Row]) -> Iterator[Any]:
+    """The verdicts at each rate of links, of the claims that it can change."""
+    rates = sorted({row["links"] for row in rows})
+    if len(rates) < 2:
+        return
+    answers: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        mine = answers.setdefault((row["id"], row["says"]), {"id": row["id"], "says": row["says"], "verdicts": {}})
+        mine["verdicts"][row["links"]] = row["verdict"]
+    varied = [mine for mine in answers.values() if len(mine["verdicts"]) == len(rates)]
+    yield table(
+        "verdicts by the rate of all links, x the machine's",
+        varied,
+        {
+            "": ("id", "s"),
+            "the paper says": ("says", "s"),
+            **{f"{rate:g} x": (partial(_verdict, rate=rate), "s") for rate in rates},
+        },
+        num_text=len(rates) + 2,
+    )
+    same = sum(len(set(mine["verdicts"].values())) == 1 for mine in varied)
+    yield f"{same} of {len(varied)} claims have the same verdict at every rate; links change no other claim"
+
+
+def _verdict(row: Row, rate: float) -> str:
+    return str(row["verdicts"][rate])
+
+
+def _counts(paper: str, rows: list[Row]) -> Row:
+    counts: Row = {answer: sum(row["verdict"] == answer for row in rows) for answer in ANSWERS}
+    return {"paper": paper, **counts, "minutes": sum(row["seconds"] for row in rows) / 60}
+
+
+def _value(found: Row) -> str:
+    """Format a mean with its interval, without digits of the mean that the interval leaves open."""
+    unit = found["unit"]
+    scale, sign = (100, " %") if unit == "%" else (1, f" {unit}" if unit else "")
+    mean, half = scale * found["mean"], None if found["half_95"] is None else scale * found["half_95"]
+    if half and math.isfinite(half):
+        mean = round(mean, 1 - math.floor(math.log10(half))) + 0.0  # not -0
+    return f"{found['name']} {_number(mean, 3)}{'' if half is None else f' ± {_number(half, 2)}'}{sign}"
+
+
+def _number(value: float, digits: int) -> str:
+    """Format a number by significant digits, without an exponent for large ones."""
+    return f"{float(f'{value:.{digits}g}'):,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"

@@ -1,0 +1,398 @@
+"""The commands `moetool bench`: measure, write results and figures, and print them."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moetool import durable, tables
+from moetool.cli.flags import (
+    Json,
+    Model,
+    Overwrite,
+    PredictorDir,
+    Recipe,
+    listed,
+    open_trace,
+    require_policies,
+    settable,
+)
+from moetool.config import parse, parse_bytes, parse_settings
+from moetool.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from moetool.bench.bench_result import BenchResult
+
+Results = Annotated[
+    Path | None, typer.Option("--out", help="Output directory for results (JSON) and figures, or a .json file.")
+]
+Traces = Annotated[list[Path], typer.Option("--trace", help="Trace directory. Repeatable.")]
+_OWN = ".moetool-paper"
+"""File that marks a directory of `--work`."""
+
+
+def _file(out: Path | None, name: str, overwrite: bool) -> Path | None:
+    """Return the path of the results. Raises: UsageError before measuring if it cannot be written."""
+    if out is None:
+        return None
+    file = out if out.suffix == ".json" else out / f"{name}.json"
+    durable.require_new_file(file, overwrite)
+    return file
+
+
+def _hand_over(made: "BenchResult", file: Path | None, as_json: bool) -> None:
+    """Write results and figures, if a file is given, and print tables or JSON."""
+    from moetool.bench.bench_result import draw, show
+
+    if file is not None:
+        made.file = file
+        made.save()
+        tables.narrate(f"moetool: {', '.join(map(str, (file, *draw(made, file.parent))))}")
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        show(made)
+
+
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Results of a bench (JSON).")],
+    out: Annotated[Path | None, typer.Option("--out", help="Output directory for the figures.")] = None,
+) -> None:
+    """Print the tables of earlier results, and draw their figures."""
+    from moetool.bench.bench_result import draw, read_result
+    from moetool.bench.bench_result import show as show_result
+
+    made = read_result(file)
+    show_result(made)
+    if out is not None:
+        tables.narrate(f"moetool: {', '.join(map(str, draw(made, out))) or 'this bench has no figures'}")
+
+
+def serve(
+    policy: Annotated[list[str], typer.Option(help="Cache policies, comma-separated or repeated.")],
+    budget: Annotated[
+        list[str], typer.Option(help="Expert memory: bytes, e.g. 64MB, or a share of all experts, e.g. 25%.")
+    ],
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="'reference', a Hugging Face directory or a hub name.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Shape of random weights to use instead of MODEL, e.g. deepseek-v2-lite.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape (default: all).")] = None,
+    routes: Annotated[Path | None, typer.Option(help="Trace directory whose routing the model follows.")] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(help="Directory of a quantized replica of MODEL (for a shape: int4), served in the same memory."),
+    ] = None,
+    data: Annotated[
+        list[str], typer.Option(help="Prompts for a MODEL with its own routing: embedded sets or files. Repeatable.")
+    ] = [],
+    predictor: PredictorDir = None,
+    work: Annotated[Path, typer.Option(help="Directory that keeps random weights for the next run.")] = Path(
+        "moetool-bench"
+    ),
+    settings: Annotated[
+        list[str],
+        settable("Setting of the bench or option of a policy: bench.rounds, bench.requests, ..., POLICY.OPTION."),
+    ] = [],
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    out: Results = None,
+    recipe: Recipe = None,
+) -> None:
+    """Time cache policies and memory sizes in a live engine, with their bounds."""
+    file = _file(out, "serve", overwrite)
+    names, options = listed(policy), parse_settings(settings)
+    values = options.pop("bench", {})
+    require_policies(names, options)
+    texts = tuple(listed(data)) if data else ()
+    if beside is not None:
+        others = {"--layers": layers, "--routes": routes, "--predictor": predictor}
+        _require_together(model, beside, others, shape, texts)
+    from moetool.bench.forms import bench_forms
+    from moetool.bench.serve import bench_serve
+    from moetool.bench.serving_setup import ServingBenchOptions, Subject
+
+    subject = Subject(
+        model=model, shape=shape, layers=layers, routes=routes, data=texts, predictor=predictor, work=work
+    )
+    title = f"benchmarking {model or shape}" + (f" beside {beside}" if beside is not None else "")
+    with tables.progress(title, 100) as on_progress:
+        how: dict[str, Any] = {
+            "policies": names,
+            "budgets": listed(budget),
+            "options": parse(ServingBenchOptions, values, "bench"),
+            "policy_options": options,
+            "on_progress": on_progress,
+        }
+        made = bench_serve(subject, **how) if beside is None else bench_forms(subject, beside, **how)
+    _hand_over(made, file, as_json)
+
+
+def _require_together(
+    model: str | None, beside: str, others: Mapping[str, object], shape: str | None, data: Sequence[str]
+) -> None:
+    """Raises: UsageError unless --beside comes with a model and text, or with a shape, routes and int4."""
+    if others["--predictor"] is not None:
+        raise UsageError("--beside compares two forms of a model, and a predictor fits one: leave out --predictor")
+    if shape is not None:
+        found = "a MODEL too" if model is not None else "--data" if data else f"--beside {beside}"
+        if model is not None or data or beside != "int4":
+            raise UsageError(
+                f"a --shape has random weights, so --beside takes int4, which is made from them; found {found}: "
+                f"moetool bench serve --shape {shape} --layers 2 --routes DIR --beside int4 --policy lru --budget 25%"
+            )
+        return
+    given = [name for name, value in others.items() if value is not None]
+    if given or model is None or not data:
+        found = f"{', '.join(given)} too" if given else "no MODEL" if model is None else "no --data"
+        raise UsageError(
+            f"--beside needs a MODEL and --data, and both forms use their own routing; found {found}: moetool bench "
+            f"serve MODEL --beside {beside} --data chat --policy lru --budget 25%"
+        )
+
+
+def policies(
+    trace: Traces,
+    budget: Annotated[
+        list[str], typer.Option(help="Expert memory as shares of all experts, comma-separated or repeated.")
+    ] = ["12.5%,25%,50%"],
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to replay from each trace, rounded to whole requests.")
+    ] = 2000,
+    warm: Annotated[
+        str | None, typer.Option(help="Share of the tokens, the first ones, that warm pools and memories, e.g. 50%.")
+    ] = None,
+    as_json: Json = False,
+    out: Results = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Replay every policy that needs no training, with Belady's bound."""
+    from moetool.bench.policy_table import PolicyTableOptions, bench_policies
+
+    file, whole = _file(out, "policies", overwrite), 10**9
+    shares = tuple(parse_bytes(text, whole) / whole for text in listed(budget))
+    options = PolicyTableOptions(shares=shares, tokens=tokens, warm=parse_bytes(warm, whole) / whole if warm else 0.0)
+    with tables.progress("traces", len(trace)) as passed:
+        made = bench_policies(trace, options, passed)
+    _hand_over(made, file, as_json)
+
+
+def drafts(
+    trace: Traces,
+    settings: Annotated[
+        list[str], settable("Setting: policy, share, length, matched, accepted=[0.6,1], verify, compute.")
+    ] = [],
+    as_json: Json = False,
+    out: Results = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Estimate the expert loads that speculative decoding saves, by replaying traces."""
+    from moetool.bench.draft_pricing import DraftOptions, price_drafts
+
+    file = _file(out, "drafts", overwrite)
+    options = parse(DraftOptions, parse_settings(settings), "--set")
+    _hand_over(price_drafts([open_trace(path) for path in trace], options), file, as_json)
+
+
+def rivals(
+    model: Model,
+    gguf: Annotated[Path | None, typer.Option(help="GGUF file of the same weights, for llama.cpp.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server (default: found on PATH).")] = None,
+    engine: Annotated[list[str], typer.Option(help="Engines, comma-separated or repeated (default: all).")] = [],
+    settings: Annotated[
+        list[str], settable("Setting: prompt_tokens, new_tokens, rounds, shares, threads, dtype.")
+    ] = [],
+    as_json: Json = False,
+    out: Results = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compare moetool with llama.cpp and transformers, in memory and under memory limits."""
+    from moetool.bench.rivals import ENGINES, RivalOptions, bench_rivals
+
+    file = _file(out, "rivals", overwrite)
+    engines = listed(engine) if engine else list(ENGINES)
+    for name in engines:
+        if name not in ENGINES:
+            raise unknown_name("engine", name, ENGINES)
+    made = bench_rivals(
+        model,
+        gguf=gguf,
+        llama_server=None if llama_server is None else str(llama_server),
+        engines=engines,
+        options=parse(RivalOptions, parse_settings(settings), "rivals"),
+        file=file,
+    )
+    _hand_over(made, file, as_json)
+
+
+def gpu(
+    routes: Annotated[Path, typer.Option(help="Directory with one trace per shape, named after the shape.")],
+    out: Annotated[Path, typer.Option("--out", help="Output directory for gpu.json, written anew after each cell.")],
+    shape: Annotated[
+        str, typer.Option(help="Model shapes with random weights, comma-separated.")
+    ] = "deepseek-v2-lite,qwen3-30b-a3b",
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu for a dry run.")] = "cuda",
+    settings: Annotated[
+        list[str], settable("Setting: layers, shares, policies, new_tokens, limit_s, plain, io_threads.")
+    ] = [],
+    as_json: Json = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Time cache policies on a GPU with published routes, with the bound of its host link."""
+    from moetool.bench.gpu import GpuBenchOptions, bench_gpu
+
+    file = _file(out, "gpu", overwrite)
+    options = parse(GpuBenchOptions, parse_settings(settings), "gpu")
+    made = bench_gpu(listed([shape]), routes, device=device, options=options, work=out / "work", file=file)
+    _hand_over(made, file, as_json)
+
+
+def cluster(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="'reference', a Hugging Face directory or a hub name.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Prompt sets or files, one per server (default: arithmetic, ascii_words, narratives)."),
+    ] = [],
+    planner: Annotated[
+        list[str],
+        typer.Option(
+            help="Planners to compare, comma-separated, or the single-server baselines alone and redirected (default: "
+            "Prism's). Repeatable."
+        ),
+    ] = [],
+    variant: Annotated[
+        list[str],
+        typer.Option(
+            help="Variants to compare with --mode ep, comma-separated: vanilla, offline, reactive, ... (default: "
+            "all). Repeatable."
+        ),
+    ] = [],
+    mode: Annotated[str, typer.Option(help="Cluster mode: edge, or ep for expert parallelism.")] = "edge",
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke test: a few short requests.")] = False,
+    settings: Annotated[
+        list[str], settable("Setting: bench.rounds, bench.gaps_s, bench.links, bench.where=namespaces, ...")
+    ] = [],
+    out: Results = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Compare placements on live edge servers, or on expert-parallel ranks, under Poisson arrivals."""
+    values = parse_settings(settings)
+    given = values.pop("bench", {})
+    if values or not isinstance(given, dict):
+        raise UsageError(
+            f"--set {next(iter(values), 'bench')!r} is unknown here, expected bench.NAME, as in bench.rounds=5"
+        )
+    if mode not in ("edge", "ep"):
+        raise unknown_name("--mode", mode, ("edge", "ep"))
+    if stray := {"edge": variant, "ep": planner}[mode]:
+        wrong, right = ("--variant", "--planner") if mode == "edge" else ("--planner", "--variant")
+        raise UsageError(f"{wrong} {','.join(stray)} does not work with --mode {mode}; use {right}")
+    file = _file(out, "cluster" if mode == "edge" else "cluster-ep", overwrite)
+    sets = listed(data) if data else []
+    if mode == "ep":
+        _hand_over(_ranks(model, sets, listed(variant) if variant else [], quick, given), file, as_json)
+        return
+    from moetool.bench.live_cluster.bench_options import QUICK, TASKS, ClusterBenchOptions, parse_lines
+    from moetool.bench.live_cluster.rounds import bench_cluster
+
+    options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")
+    lines = parse_lines(planner)
+    with tables.progress(f"benchmarking {model}", 100) as on_progress:
+        made = bench_cluster(model, sets or TASKS, lines, options, on_progress=on_progress)
+    _hand_over(made, file, as_json)
+
+
+def _ranks(model: str, data: Sequence[str], lines: Sequence[str], quick: bool, values: dict[str, Any]) -> "BenchResult":
+    """DIRECTOR's comparisons on ranks of this machine; `work` of the values keeps the trace and the predictors."""
+    from moetool.bench.expert_parallelism import QUICK, RankBenchOptions, bench_parallel
+    from moetool.cluster.launch import Where
+    from moetool.cluster.parallel.rank_launch import RankProcesses
+
+    values = {**(QUICK if quick else {}), **values, **({"data": list(data)} if data else {})}
+    work = values.pop("work", None)
+    options = parse(RankBenchOptions, values, "bench")
+    launcher = RankProcesses(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
+    with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benchmarking {model}", 100) as on_progress:
+        folder = Path(scratch if work is None else str(work))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the directory {folder}: {error.strerror}") from None
+        return bench_parallel(model, options, launcher, folder, only=lines, on_progress=on_progress)
+
+
+def paper(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="Paper: prism, director, duoserve, finemoe, smoe or all, or your own recipe (.toml)."
+        ),
+    ] = None,
+    only: Annotated[list[str], typer.Option(help='Table or figure, e.g. "Figure 8" (default: all). Repeatable.')] = [],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smoke test: tiny sizes, about a minute, most verdicts undecided.")
+    ] = False,
+    trace: Annotated[
+        list[str], typer.Option(help="NAME=DIR: trace to use instead of the embedded model's. Repeatable.")
+    ] = [],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output directory for figures (SVG, PNG) and verdicts.json.")
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Directory that keeps traces and predictors for later runs (default: temporary)."),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Papers (and rates of --links) to run in parallel, one core each.")
+    ] = 1,
+    links: Annotated[
+        list[float],
+        typer.Option(help="Speed of all links relative to the machine's, e.g. 0.5, to judge claims again. Repeatable."),
+    ] = [],
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Re-run the experiments of a paper, or of all, at this machine's scale and judge each claim."""
+    from moetool.bench.paper.claims import names
+    from moetool.bench.paper.paper_run import PaperOptions, run_papers
+
+    if name is None:
+        raise UsageError(f"no paper named, expected one of: {', '.join(names())}, all; run: moetool bench paper NAME")
+    options = PaperOptions(names=(name,), only=tuple(only), quick=quick, links=tuple(links), jobs=jobs)
+    given = _given(trace)
+    if work is not None:
+        _require_own(work)
+    if out is None:
+        made = run_papers(options, given, work)
+    else:
+        with durable.staged_directory(out, overwrite, "verdicts.json") as folder:
+            made = run_papers(options, given, work, folder)
+    _hand_over(made, None, as_json)
+    if out is not None and not as_json:
+        pictures = {(row["paper"], picture) for row in made.rows for picture in row["pictures"]}
+        print(f"{out}: verdicts.json, and figures of {len(pictures) // 2} experiments as SVG and PNG")
+
+
+def _require_own(work: Path) -> None:
+    """Use a folder for traces and predictors: a new or empty one, or one of an earlier run."""
+    if work.exists() and (not work.is_dir() or (any(work.iterdir()) and not (work / _OWN).exists())):
+        raise UsageError(f"{work} is not empty and not from a bench; name a new directory, or leave --work out")
+    work.mkdir(parents=True, exist_ok=True)
+    (work / _OWN).touch()
+
+
+def _given(traces: Sequence[str]) -> dict[str, Path]:
+    given: dict[str, Path] = {}
+    for text in traces:
+        server, equals, folder = text.partition("=")
+        if not equals or not server or not folder:
+            raise UsageError(f"--trace {text!r} names no trace; write NAME=DIR")
+        if server in given:
+            raise UsageError(f"--trace names {server!r} twice; give each name once")
+        given[server] = Path(folder)
+    return given
