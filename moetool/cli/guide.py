@@ -31,15 +31,16 @@ def topics() -> dict[str, str]:
 
 
 def sections(texts: Mapping[str, str], words: Sequence[str]) -> list[dict[str, str]]:
-    """Return topic, heading and best line of the sections that contain all words, or their beginnings.
+    """Return topic, heading and best line of the sections that contain all words, or words with the same stem.
 
     If no section has all, those with the most of them are returned. A glossary entry comes first, then sections with
     more of the words in their heading, then those with more of them in one line: a sentence, a table row or code.
     """
     wanted = " ".join(words).lower().split()
+    stems = [re.sub(r"(?<=\w{4})(ies|ing|ed|es|e|y)$|(?<=\w{3})s$", "", word) for word in wanted]
 
     def matches(text: str) -> int:
-        return sum(re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None for word in wanted)
+        return sum(re.search(rf"\b{re.escape(stem)}", text, re.IGNORECASE) is not None for stem in stems)
 
     found: list[tuple[int, int, int, dict[str, str]]] = []
     for topic, text in texts.items():
@@ -54,21 +55,21 @@ def sections(texts: Mapping[str, str], words: Sequence[str]) -> list[dict[str, s
 
 
 def _parts(text: str) -> list[tuple[str, list[str]]]:
-    """Return heading and lines of each section of a guide: sentences, table rows and lines of code."""
-    parts: list[tuple[str, list[str]]] = []
+    """Return heading and lines of each section of a guide: sentences and table rows, then lines of code."""
+    parts: list[tuple[str, list[str], list[str]]] = []
     for number, block in enumerate(re.split(r"^```.*\n", text, flags=re.M)):
         if number % 2:  # code, in which a comment is not a heading
-            parts[-1][1].extend(filter(None, map(str.strip, block.splitlines())))
+            parts[-1][2].extend(filter(None, map(str.strip, block.splitlines())))
             continue
         for part in re.split(r"^(?=##? )", block, flags=re.M):
             heading, _, body = part.partition("\n") if part.startswith("#") else ("", "", part)
             if heading or not parts:
-                parts.append((heading.lstrip("# "), []))
-            joined = re.sub(r"(?<!\n)\n(?![|\n-]) *", " ", body.replace("**", ""))  # a paragraph in one line
+                parts.append((heading.lstrip("# "), [], []))
+            joined = re.sub(r"(?<!\n)\n(?![|\n-]|\d+\. ) *", " ", body.replace("**", ""))  # a paragraph in one line
             for line in joined.splitlines():
                 pieces = [line] if line.startswith("|") else re.split(r"(?<=[.:]) (?=[A-Z`*])", line)
                 parts[-1][1].extend(filter(None, (piece.strip("|- ") for piece in pieces)))
-    return parts
+    return [(heading, [*prose, *code]) for heading, prose, code in parts]
 
 
 def guide(

@@ -53,7 +53,8 @@ def test_a_wrong_topic_is_answered_with_the_nearest(run: Run) -> None:
         ("cite", "project", "Trust and cite the numbers"),
         ("delete", "serving", "Warm start"),
         ("which policy", "policies", "Which one"),
-        ("limit memory", "quickstart", "Common questions"),
+        ("compare llama.cpp", "speed", "Comparison with other engines"),
+        ("limiting memory", "quickstart", "Common questions"),
         ("gate log", "traces", "Gate log of a server"),
         ("report result", "project", "Report a result or a bug"),
         ("def evict", "plugins", "A cache policy: `lab/newest.py`"),  # a line of code

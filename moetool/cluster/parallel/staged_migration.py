@@ -49,7 +49,7 @@ def plan_stages(
     placement. If that suffices, there is one stage, switched when the next batch begins. Otherwise all stages but the
     last are switched as they arrive, which frees room for the next.
 
-    If no remaining expert fits (replicas occupy the room), the one that exceeds the room least goes anyway: a GPU then
+    If no remaining expert fits (replicas occupy the room), the one that exceeds the room least goes anyway. A GPU then
     holds more than `slots_G` for one stage.
 
     Args:
