@@ -70,12 +70,15 @@ class FrameConnection:
         sock: a connected TCP socket.
         limit_bytes: larger messages are refused before memory is allocated for them.
 
+    Attributes:
+        limit_bytes: this limit; it may be changed.
+
     Effects: owns the socket and makes it non-blocking; each direction has its own deadline.
     """
 
     def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
         self._sock = sock
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._ahead = bytearray(_READ_BYTES)  # bytes read ahead, from `_start` to `_end`
         self._start = self._end = 0
@@ -125,7 +128,8 @@ class FrameConnection:
             while view:
                 with self._lock:
                     self._require_open()
-                    view = view[self._sock.send(view) :]
+                    # As in `send`: OpenSSL refuses to go on with a shorter piece than it began with.
+                    view = view[self._sock.send(view[:_JOINED_BYTES]) :]
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as error:
@@ -171,10 +175,10 @@ class FrameConnection:
         while self._end - self._start < _FRAME.size + _SIZES[num_parts].size:
             self._read_ahead(by)
         sizes = _SIZES[num_parts].unpack_from(self._ahead, self._start + _FRAME.size)
-        if head_bytes > _HEAD_BYTES or sum(sizes) > self._limit_bytes:
+        if head_bytes > _HEAD_BYTES or sum(sizes) > self.limit_bytes:
             raise LinkError(
                 f"the peer sent a message of {head_bytes:,} and {sum(sizes):,} bytes, expected at most {_HEAD_BYTES:,} "
-                f"and {self._limit_bytes:,}"
+                f"and {self.limit_bytes:,}"
             )
         self._start += _FRAME.size + _SIZES[num_parts].size
         self._begun = sender, call, [bytearray(head_bytes), *map(bytearray, sizes)]

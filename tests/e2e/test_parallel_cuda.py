@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from moetool.cluster.parallel.process_group import Group
+from moetool.cluster.parallel.rank_mesh import Arrivals, Mesh
 from tests import engines
+from tests.identities import identity
 from tests.ranks import Answers, open_head, striped
 
 pytestmark = pytest.mark.gpu
@@ -17,10 +20,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @needs_gpu
 def test_rows_travel_over_nccl() -> None:
-    group = Group(dist.HashStore(), 1, 0, 1, device=torch.device("cuda", 0), timeout_s=30.0)
+    mesh = Mesh(1, 0, [(0, ("127.0.0.1", 0))], identity=identity("rank-0"), arrivals=Arrivals(), timeout_s=30.0)
+    group = Group(mesh, store=dist.HashStore(), device=torch.device("cuda", 0))
     rows_XD = torch.arange(12.0, device="cuda").view(4, 3)
     assert torch.equal(group.exchange(rows_XD, [4], [4]), rows_XD)
-    assert group.counts(torch.tensor([[1, 2]])).tolist() == [[1, 2]]
+    assert group.counts(np.array([[1, 2]])).tolist() == [[1, 2]]
+    few, counts_RE = group.exchange_few(rows_XD, np.array([[1, 3]]), 4)
+    assert torch.equal(few, rows_XD) and counts_RE.tolist() == [[1, 3]]
     group.abort()
 
 

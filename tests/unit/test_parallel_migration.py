@@ -11,6 +11,7 @@ import torch
 from moetool.cluster.parallel import expert_buffers
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
+from moetool.cluster.parallel.rank_mesh import Arrivals
 from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
@@ -72,7 +73,14 @@ class Device:
 @contextmanager
 def opened(shelf: Any) -> Iterator[ExpertTransfer]:
     made = ExpertTransfer(
-        SPEC, shelf, 0, host="127.0.0.1", identity=identity("rank-0"), windows=Windows(), machine=EmulatedMachine()
+        SPEC,
+        shelf,
+        0,
+        host="127.0.0.1",
+        identity=identity("rank-0"),
+        windows=Windows(),
+        machine=EmulatedMachine(),
+        on_join=Arrivals().keep,
     )
     made.begin(1, [None, None])
     try:

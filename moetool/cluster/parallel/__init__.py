@@ -7,8 +7,8 @@ requests.
     placement_state.py    decides on the next placement while serving; batch_placement.py how, with costs
                           of rank_costs.py; staged_migration.py the order of moves
     rank.py               one rank, run by rank_options.py; lockstep.py its batches, step by step
-    dispatch.py           an MoE layer over the ranks; process_group.py the collectives; replica_routing.py the choice
-                          of replicas
+    dispatch.py           an MoE layer over the ranks; process_group.py the collectives, over rank_mesh.py or NCCL;
+                          replica_routing.py the choice of replicas
     expert_transfer.py    transfers of experts, in compute phases only (compute_windows.py), to expert_buffers.py
 
 Source: DIRECTOR (§ IV to § VI).

@@ -23,7 +23,7 @@ class RankChannel:
     """
 
     def __init__(self, connection: FrameConnection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any], data: bytes | memoryview = b"") -> None:
@@ -32,7 +32,7 @@ class RankChannel:
         with self._sending:
             try:
                 by = time.monotonic() + TAKEN_S + (len(text) + len(data)) / LEAST_BYTES_S
-                self._connection.send(pack({}, [text, data]), [text, data], by)
+                self.connection.send(pack({}, [text, data]), [text, data], by)
             except LinkError:
                 self.close()  # a partial message may have been sent, and the receiving thread must notice
                 raise
@@ -47,7 +47,7 @@ class RankChannel:
         Raises:
             LinkError: the connection ended, the time limit passed, or the message is malformed or too large.
         """
-        found = self._connection.receive(None if timeout_s is None else time.monotonic() + timeout_s)
+        found = self.connection.receive(None if timeout_s is None else time.monotonic() + timeout_s)
         try:
             text, data = found.parts
             message: dict[str, Any] = json.loads(bytes(text))
@@ -60,7 +60,7 @@ class RankChannel:
 
     def close(self) -> None:
         """Close the connection; a receiving thread gets `LinkError`."""
-        self._connection.close()
+        self.connection.close()
 
 
 def connect(address: tuple[str, int], identity: Identity, name: str) -> RankChannel:

@@ -188,22 +188,22 @@ class ParallelRuntime(ExpertRuntime):
                 made_RE[rank, expert] = length
             tally.tokens_LE[index] += made_RE.sum(axis=0)
             rows_XD = torch.cat([parts[expert] for _, expert in order]) if order else self._no_rows()
-            send_R, counts_RE = made_RE.sum(axis=1).tolist(), torch.from_numpy(made_RE)
+            send_R = made_RE.sum(axis=1).tolist()
             self._note_dense(index)
 
             self._begin_exchange(group)
             if self._few:
                 self._leave(send_R, rows_XD)
-                got_YD, theirs_RE = group.exchange_few(rows_XD, counts_RE, self._few)
+                got_YD, theirs_RE = group.exchange_few(rows_XD, made_RE, self._few)
             else:
-                theirs_RE = self._tell_counts(group, counts_RE, first=index == 0)
+                theirs_RE = self._tell_counts(group, made_RE, first=index == 0)
                 began = time.perf_counter()
                 away = self._leave(send_R, rows_XD)
-                got_YD = group.exchange(rows_XD, send_R, theirs_RE.sum(dim=1).tolist())
+                got_YD = group.exchange(rows_XD, send_R, theirs_RE.sum(axis=1).tolist())
                 taken_s = time.perf_counter() - began
                 wire = (1, away, taken_s, away**2, away * taken_s)
                 tally.wire = [a + b for a, b in zip(tally.wire, wire, strict=True)]
-            receive_R = theirs_RE.sum(dim=1).tolist()
+            receive_R = theirs_RE.sum(axis=1).tolist()
             self._end_exchange(len(got_YD) * self._row_s)
 
             products_YD = self._compute_held(layer, got_YD, theirs_RE)
@@ -222,23 +222,23 @@ class ParallelRuntime(ExpertRuntime):
         self._began = time.perf_counter()
         return dict(zip([expert for _, expert in order], back_XD.split(lengths), strict=True)) if order else {}
 
-    def _tell_counts(self, group: Group, counts_RE: torch.Tensor, first: bool) -> torch.Tensor:
+    def _tell_counts(self, group: Group, counts_RE: np.ndarray, first: bool) -> np.ndarray:
         """Exchange row counts; in a step's first layer, also each rank's limit of rows for another."""
         if not first:
             return group.counts(counts_RE)
         most = self._tokens * max(self._spec.top_k_L)
-        told = group.counts(torch.cat([counts_RE, torch.full((group.size, 1), most)], dim=1))
+        told = group.counts(np.concatenate([counts_RE, np.full((group.size, 1), most)], axis=1))
         most = int(told[:, -1].max())
         row_bytes = self._width * torch.empty(0, dtype=self._dtype).element_size()
         self._few = most if most * row_bytes <= _FEW_BYTES else 0
         return told[:, :-1]
 
-    def _compute_held(self, layer: MoeLayer, got_YD: torch.Tensor, theirs_RE: torch.Tensor) -> torch.Tensor:
+    def _compute_held(self, layer: MoeLayer, got_YD: torch.Tensor, theirs_RE: np.ndarray) -> torch.Tensor:
         """Products of the received rows, in their order: by rank, then by expert."""
         began = time.perf_counter()
         rows = len(got_YD)
         form = replace(layer.form, finish=None)
-        ranks_N, experts_N = torch.nonzero(theirs_RE, as_tuple=True)
+        ranks_N, experts_N = np.nonzero(theirs_RE)
         lengths = theirs_RE[ranks_N, experts_N].tolist()
         outputs: list[torch.Tensor] = []
         together: list[tuple[torch.Tensor, tuple[Weight, ...]]] = []

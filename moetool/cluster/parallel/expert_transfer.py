@@ -5,13 +5,13 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moetool.cluster.certificates import Identity
-from moetool.cluster.frames import LinkError
+from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_buffers import Shelf
@@ -57,6 +57,7 @@ class ExpertTransfer:
         gpu: this rank's number.
         host: address to listen on.
         machine: emulates the rank's outgoing link.
+        on_join: called with the connection, generation and GPU of a rank that joins a generation (`Arrivals.keep`).
 
     Attributes:
         address: address for requests of other ranks.
@@ -76,9 +77,10 @@ class ExpertTransfer:
         identity: Identity,
         windows: Windows,
         machine: EmulatedMachine,
+        on_join: Callable[[FrameConnection, int, int], None],
     ) -> None:
         self._spec, self._shelf, self._gpu, self._identity = spec, shelf, gpu, identity
-        self._windows, self._machine = windows, machine
+        self._windows, self._machine, self._on_join = windows, machine, on_join
         self._peers: list[tuple[str, int] | None] = []
         self._channels: dict[int, RankChannel] = {}
         self._stages: queue.Queue[tuple[int, MigrationStage] | None] = queue.Queue()  # with the epoch of the request
@@ -219,6 +221,9 @@ class ExpertTransfer:
         """Serve one rank until it disconnects."""
         while True:
             asked, _ = channel.receive()
+            if "generation" in asked:
+                self._on_join(channel.connection, int(asked["generation"]), int(asked["gpu"]))
+                return
             if not self._windows.try_hold():
                 channel.send({"state": "later"})
                 continue

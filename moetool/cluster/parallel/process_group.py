@@ -1,14 +1,21 @@
-"""The process group of one generation of ranks; a lost rank ends it, and the next generation gets a new one."""
+"""The collectives of one generation of ranks; a lost rank ends it, and the next generation gets a new group."""
 
+import struct
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from moetool.cluster.frames import LinkError
+from moetool.cluster.parallel.rank_mesh import Mesh, Parts
 from moetool.errors import MoetoolError, first_line
+
+_COUNT = np.dtype("<i4")
+"""Counts of rows, as they travel."""
 
 
 class GroupBroken(MoetoolError):
@@ -16,77 +23,53 @@ class GroupBroken(MoetoolError):
 
 
 class Group:
-    """A torch.distributed process group, created directly rather than as the default group.
+    """Collectives of the ranks of a generation.
 
-    Control messages use gloo; rows use gloo on CPUs and NCCL on GPUs. gloo neither authenticates nor encrypts: run
-    ranks in a trusted network.
+    Control messages, and the rows of ranks on CPUs, travel over a `Mesh`; rows of GPUs over NCCL, created directly
+    rather than as torch's default group. NCCL neither authenticates nor encrypts: run such ranks in a trusted network.
 
     Args:
-        store: key-value store shared by all generations, each with its own prefix.
-        generation: number of the group. Ranks of different generations never meet.
-        rank: 0 to `size` - 1 in this generation.
-        size: number of ranks.
+        mesh: connections to the other ranks; `abort` closes them.
+        store: key-value store in which NCCL's ranks meet, shared by all generations; on a GPU only.
         device: device of the rows (default: CPU).
-        timeout_s: time limit of a collective in seconds.
-        host: address at which the other ranks reach this machine.
 
     Attributes:
         device: device for tensors of `exchange`.
+        timeout_s: time limit of a collective in seconds.
         broken: the error that ended the group, or None.
 
-    Effects: waits until all ranks of the generation have connected.
-
     Raises:
-        GroupBroken: not all ranks connected in time.
+        GroupBroken: NCCL did not connect.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        generation: int,
-        rank: int,
-        size: int,
-        *,
-        device: torch.device | None = None,
-        timeout_s: float = 5.0,
-        host: str = "127.0.0.1",
-    ) -> None:
-        self.generation, self.rank, self.size, self.timeout_s = generation, rank, size, timeout_s
+    def __init__(self, mesh: Mesh, *, store: Any = None, device: torch.device | None = None) -> None:
+        self.rank, self.size, self.timeout_s = mesh.rank, mesh.size, mesh.timeout_s
         self.device = device or torch.device("cpu")
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
+        self._mesh = mesh
         self._options = dist.AllToAllOptions()
-        self._control: Any = None
-        self._data: Any = None
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            mine = dist.PrefixStore(f"generation-{generation}", store)
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=host)]
-            options._timeout = timeout
-            self._control = self._data = gloo(mine, rank, size, options)
-            if self.device.type == "cuda":
+        self._nccl: Any = None
+        if self.device.type == "cuda":
+            try:
                 torch.cuda.set_device(self.device)
-                nccl = dist.ProcessGroupNCCL.Options()
-                nccl._timeout = timeout
-                self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", mine), rank, size, nccl)
-        except RuntimeError as error:
-            raise self._failed(error) from None
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=self.timeout_s)
+                mine = dist.PrefixStore(f"generation-{mesh.generation}", store)
+                self._nccl = dist.ProcessGroupNCCL(mine, mesh.rank, mesh.size, options)
+            except RuntimeError as error:
+                mesh.close()
+                raise self._failed(error) from None
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather a few integers from each rank; returns them by rank. Raises: GroupBroken."""
-        mine = torch.tensor(list(numbers), dtype=torch.int64)
-        all_of = torch.empty(self.size * len(mine), dtype=torch.int64)
-        self._all_to_all(self._control, all_of, mine.repeat(self.size), [], [])
-        gathered: list[list[int]] = all_of.view(self.size, -1).tolist()
-        return gathered
+        form = struct.Struct(f"<{len(numbers)}q")
+        told = self._swap([[form.pack(*numbers)]] * self.size)
+        return [list(form.unpack(part)) for (part,) in told]
 
-    def counts(self, counts_RE: torch.Tensor) -> torch.Tensor:
-        """Send row r (int64, on the CPU) to rank r; return one row from each rank. Raises: GroupBroken."""
-        theirs_RE = torch.empty_like(counts_RE)
-        self._all_to_all(self._control, theirs_RE, counts_RE.contiguous(), [], [])
-        return theirs_RE
+    def counts(self, counts_RE: np.ndarray) -> np.ndarray:
+        """Send row r to rank r; return one row from each rank. Raises: GroupBroken."""
+        return np.stack([_numbers(part) for (part,) in self._swap([[_bytes(row_E)] for row_E in counts_RE])])
 
     def exchange(self, rows_XD: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
         """All-to-all of rows.
@@ -102,18 +85,19 @@ class Group:
         Raises:
             GroupBroken: a rank was lost.
         """
-        got_YD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1])
-        self._all_to_all(self._data, got_YD, rows_XD.contiguous(), receive_R, send_R)
-        return got_YD
+        if self.device.type == "cuda":
+            got_YD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1])
+            self._all_to_all(got_YD, rows_XD.contiguous(), receive_R, send_R)
+            return got_YD
+        told = self._swap([[part] for part in _split(rows_XD, send_R)])
+        return self._joined(rows_XD, [part for (part,) in told], receive_R)
 
-    def exchange_few(
-        self, rows_XD: torch.Tensor, counts_RE: torch.Tensor, most: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-to-all of rows and their counts in one collective, padded to `most` rows per rank pair.
+    def exchange_few(self, rows_XD: torch.Tensor, counts_RE: np.ndarray, most: int) -> tuple[torch.Tensor, np.ndarray]:
+        """All-to-all of rows and their counts in one collective; over NCCL padded to `most` rows per rank pair.
 
         Args:
             rows_XD: rows to send, ordered by destination rank.
-            counts_RE: number of rows for each rank and expert; on the CPU.
+            counts_RE: number of rows for each rank and expert.
             most: largest number of rows that any rank sends to another; the same at all ranks.
 
         Returns:
@@ -122,49 +106,90 @@ class Group:
         Raises:
             GroupBroken: a rank was lost.
         """
+        send_R = counts_RE.sum(axis=1).tolist()
+        if self.device.type != "cuda":
+            parts = zip(map(_bytes, counts_RE), _split(rows_XD, send_R), strict=True)
+            told = self._swap([[*both] for both in parts])
+            theirs_RE = np.stack([_numbers(counts) for counts, _ in told])
+            return self._joined(rows_XD, [rows for _, rows in told], theirs_RE.sum(axis=1).tolist()), theirs_RE
         width, item = rows_XD.shape[1], rows_XD.element_size()
-        counts = counts_RE.to(torch.int16).view(torch.uint8)
+        counts = torch.from_numpy(counts_RE.astype(np.int16)).view(torch.uint8)
         head = -(-counts.shape[1] // 16) * 16  # aligns the rows
         sent = torch.zeros(self.size, head + most * width * item, dtype=torch.uint8)
         sent[:, : counts.shape[1]] = counts
         sent = sent.to(rows_XD.device)
         start = 0
-        for rank, rows in enumerate(counts_RE.sum(dim=1).tolist()):
+        for rank, rows in enumerate(send_R):
             part = rows_XD[start : start + rows].reshape(-1).view(torch.uint8)
             sent[rank, head : head + len(part)] = part
             start += rows
         got = torch.empty_like(sent)
-        self._all_to_all(self._data, got, sent, [], [])
-        theirs_RE = got[:, : counts.shape[1]].cpu().view(torch.int16).to(torch.int64)
-        parts = [
-            got[rank, head : head + rows * width * item] for rank, rows in enumerate(theirs_RE.sum(dim=1).tolist())
+        self._all_to_all(got, sent, [], [])
+        theirs_RE = got[:, : counts.shape[1]].cpu().view(torch.int16).numpy().astype(np.int64)
+        received = [
+            got[rank, head : head + rows * width * item] for rank, rows in enumerate(theirs_RE.sum(axis=1).tolist())
         ]
-        return torch.cat(parts).view(rows_XD.dtype).view(-1, width), theirs_RE
+        return torch.cat(received).view(rows_XD.dtype).view(-1, width), theirs_RE
 
     def abort(self) -> None:
         """Abort the group from any thread: running collectives fail here, and soon at every other rank."""
         with self._lock:
             # First, so that a new collective reports this error.
             self.broken = self.broken or GroupBroken("the group was aborted")
-            groups, self._control, self._data = {self._control, self._data} - {None}, None, None
-        for group in groups:
+            nccl, self._nccl = self._nccl, None
+        self._mesh.close()
+        if nccl is not None:
             try:
-                group.abort()
+                nccl.abort()
             except RuntimeError:
-                continue  # it had failed already
+                return  # it had failed already
 
-    def _all_to_all(
-        self, group: Any, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int]
-    ) -> None:
-        if self.broken is not None:
-            raise GroupBroken(f"generation {self.generation} is over ({first_line(self.broken)})")
+    def _joined(self, like_XD: torch.Tensor, parts: Sequence[Any], rows_R: Sequence[int]) -> torch.Tensor:
+        """Received rows as one tensor. Raises: GroupBroken: a rank sent another number of rows."""
+        width, item = like_XD.shape[1], like_XD.element_size()
+        if [len(part) for part in parts] != [rows * width * item for rows in rows_R]:
+            raise self._failed(LinkError("a rank sent another number of rows than it said"))
+        rows = [torch.frombuffer(part, dtype=like_XD.dtype) for part in parts if len(part)]
+        return torch.cat(rows).view(-1, width) if rows else like_XD.new_empty(0, width)
+
+    def _swap(self, messages: Sequence[Parts]) -> list[Parts]:
+        self._require_whole()
         try:
-            group.alltoall_base(output, given, got, sent, self._options).wait()
-            if output.is_cuda:
-                torch.cuda.current_stream(output.device).synchronize()
+            return self._mesh.swap(messages)
+        except LinkError as error:
+            raise self._failed(error) from None
+
+    def _all_to_all(self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int]) -> None:
+        self._require_whole()
+        try:
+            self._nccl.alltoall_base(output, given, got, sent, self._options).wait()
+            torch.cuda.current_stream(output.device).synchronize()
         except RuntimeError as error:
             raise self._failed(error) from None
 
+    def _require_whole(self) -> None:
+        if self.broken is not None:
+            raise GroupBroken(f"generation {self._mesh.generation} is over ({first_line(self.broken)})")
+
     def _failed(self, error: BaseException) -> GroupBroken:
-        self.broken = error
-        return GroupBroken(f"generation {self.generation} lost a rank ({first_line(error)})")
+        self.broken = self.broken or error
+        return GroupBroken(f"generation {self._mesh.generation} lost a rank ({first_line(error)})")
+
+
+def _bytes(counts_E: np.ndarray) -> memoryview:
+    return counts_E.astype(_COUNT).view(np.uint8).data
+
+
+def _numbers(counts: Any) -> np.ndarray:
+    return np.frombuffer(counts, _COUNT).astype(np.int64)
+
+
+def _split(rows_XD: torch.Tensor, rows_R: Sequence[int]) -> list[memoryview]:
+    """The bytes of each rank's rows."""
+    data = rows_XD.contiguous().view(-1).view(torch.uint8).numpy().data
+    row_bytes = rows_XD.shape[1] * rows_XD.element_size()
+    parts, start = [], 0
+    for rows in rows_R:
+        parts.append(data[start : start + rows * row_bytes])
+        start += rows * row_bytes
+    return parts

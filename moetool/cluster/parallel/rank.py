@@ -24,6 +24,7 @@ from moetool.cluster.parallel.expert_buffers import Shelf
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.lockstep import FOREVER, Lockstep
 from moetool.cluster.parallel.process_group import Group, GroupBroken
+from moetool.cluster.parallel.rank_mesh import Arrivals, Mesh
 from moetool.cluster.parallel.rank_options import RankOptions
 from moetool.cluster.parallel.replica_routing import placed_of
 from moetool.cluster.parallel.staged_migration import MigrationStage
@@ -46,6 +47,8 @@ USED_AT_START = (
 """Modules imported to build a rank (`ForkServer`)."""
 _ALIVE_S = 5.0
 """Seconds between keep-alive messages of a rank that reads experts."""
+_MESSAGE_BYTES = 2**20
+"""Largest message between ranks besides rows."""
 
 
 class Rank:
@@ -57,7 +60,7 @@ class Rank:
         gpu: the rank's number in the cluster.
         server_G: the server of each GPU.
         head: address of the head.
-        store: address of the head's store for process groups.
+        store: address of the head's store, in which ranks on GPUs meet for NCCL.
         identity: the rank's key and certificate.
 
     Attributes:
@@ -87,6 +90,8 @@ class Rank:
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self._generation = 0
         self._members: list[int] = []
+        self._peers: dict[int, tuple[str, int]] = {}
+        self._identity = identity
         self._placed_GLE = np.zeros((0, 0, 0), bool)
         with contextlib.ExitStack() as stack:
             checkpoint, device = Checkpoint.open(model), _device(options.device, gpu, server_G)
@@ -122,11 +127,22 @@ class Rank:
             )
             stack.callback(self._batcher.close)
             self._batcher.on_forward = self._on_forward
+            self._arrivals = Arrivals()
             self.transfer = ExpertTransfer(
-                loaded.spec, self.shelf, gpu, host=self._host, identity=identity, windows=self.windows, machine=machine
+                loaded.spec,
+                self.shelf,
+                gpu,
+                host=self._host,
+                identity=identity,
+                windows=self.windows,
+                machine=machine,
+                on_join=self._arrivals.keep,
             )
             stack.callback(self.transfer.close)
-            self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
+            stack.callback(self._arrivals.close)
+            self._store: Any = None
+            if device.type == "cuda":
+                self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
             self._lockstep = Lockstep(
                 loaded.spec, gpu, self.runtime, self._batcher, self.transfer, self.windows, self._say
             )
@@ -228,7 +244,8 @@ class Rank:
         self._placed_GLE = placed_of(message["holders"], len(message["peers"]))
         wanted = {self.spec.expert_key(*map(int, place)) for place in np.argwhere(self._placed_GLE[self.gpu])}
         self.windows.strict = message["migrate"] != "pipelined"
-        self.transfer.begin(message["version"], [tuple(peer) if peer else None for peer in message["peers"]])
+        self._peers = {gpu: tuple(peer) for gpu, peer in enumerate(message["peers"]) if peer}
+        self.transfer.begin(message["version"], [self._peers.get(gpu) for gpu in range(len(message["peers"]))])
         for key in self.shelf.keys - wanted:
             self.shelf.drop(key)
         self.shelf.most = 0
@@ -244,15 +261,20 @@ class Rank:
 
     def _join(self) -> None:
         """Join the process group of the generation."""
-        group = Group(
-            self._store,
-            self._generation,
-            self._members.index(self.gpu),
-            len(self._members),
-            device=self.loaded.device,
-            timeout_s=self._options.timeout_s,
-            host=self._host,
-        )
+        rows_bytes = self._options.kv_tokens * max(self.spec.top_k_L) * self.spec.hidden_size * 4  # float32, the widest
+        try:
+            mesh = Mesh(
+                self._generation,
+                self._members.index(self.gpu),
+                [(gpu, self._peers[gpu]) for gpu in self._members],
+                identity=self._identity,
+                arrivals=self._arrivals,
+                timeout_s=self._options.timeout_s,
+                limit_bytes=rows_bytes + _MESSAGE_BYTES,
+            )
+        except LinkError as error:
+            raise GroupBroken(f"generation {self._generation} lost a rank ({first_line(error)})") from None
+        group = Group(mesh, store=self._store, device=self.loaded.device)
         self.runtime.join(group, self._members, self._placed_GLE)
         self._say({"kind": "formed"})
 

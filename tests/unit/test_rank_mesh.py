@@ -1,0 +1,152 @@
+"""Swaps of messages among the ranks of a generation."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moetool.cluster.certificates import Authority
+from moetool.cluster.frames import LinkError
+from moetool.cluster.listener import Acceptor
+from moetool.cluster.parallel.channel import RankChannel, open_listener
+from moetool.cluster.parallel.process_group import Group, GroupBroken
+from moetool.cluster.parallel.rank_mesh import Arrivals, Mesh
+from tests.identities import identity
+
+RANKS = 3
+
+
+def in_threads(run: Callable[[int], Any], ranks: Sequence[int] = range(RANKS)) -> list[Any]:
+    """What each rank returns, or the error that it raises."""
+    results: dict[int, Any] = {}
+
+    def keep(rank: int) -> None:
+        try:
+            results[rank] = run(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=keep, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [results[rank] for rank in ranks]
+
+
+@contextmanager
+def listening(number: int = RANKS) -> Iterator[tuple[list[Acceptor], list[Arrivals]]]:
+    """Listeners of ranks, and what arrives at each."""
+    arrivals = [Arrivals() for _ in range(number)]
+
+    def serve(rank: int) -> Callable[[RankChannel], None]:
+        def keep(channel: RankChannel) -> None:
+            joins, _ = channel.receive()
+            arrivals[rank].keep(channel.connection, joins["generation"], joins["gpu"])
+
+        return keep
+
+    with ExitStack() as stack:
+        listeners = []
+        for rank in range(number):
+            listeners.append(open_listener("127.0.0.1", identity(f"rank-{rank}"), serve(rank)))
+            stack.callback(listeners[-1].close)
+            stack.callback(arrivals[rank].close)
+        yield listeners, arrivals
+
+
+@contextmanager
+def meshes(timeout_s: float = 5.0, generation: int = 1) -> Iterator[list[Mesh]]:
+    with listening() as (listeners, arrivals):
+        members = [(rank, listener.address) for rank, listener in enumerate(listeners)]
+
+        def join(rank: int) -> Mesh:
+            return Mesh(
+                generation,
+                rank,
+                members,
+                identity=identity(f"rank-{rank}"),
+                arrivals=arrivals[rank],
+                timeout_s=timeout_s,
+            )
+
+        joined = in_threads(join)
+        try:
+            yield joined
+        finally:
+            for mesh in joined:
+                mesh.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 2**23], ids=["empty", "short", "beyond the sockets' buffers"])
+def test_each_rank_gets_each_ones_message(num_bytes: int) -> None:
+    with meshes() as joined:
+        for _ in range(2):
+            told = in_threads(
+                lambda rank: joined[rank].swap([[bytes([rank, to]), bytes([to]) * num_bytes] for to in range(RANKS)])
+            )
+            for rank, messages in enumerate(told):
+                expected = [[bytes([by, rank]), bytes([rank]) * num_bytes] for by in range(RANKS)]
+                assert [[bytes(part) for part in message] for message in messages] == expected
+
+
+def test_rows_and_counts_arrive_by_rank() -> None:
+    counts_RRE = np.array([[[1, 0], [0, 2], [0, 0]], [[0, 0], [1, 1], [3, 0]], [[0, 1], [0, 0], [1, 0]]])
+    rows = [torch.arange(float(3 * counts.sum())).view(-1, 3) + 100 * rank for rank, counts in enumerate(counts_RRE)]
+    with meshes() as joined:
+        groups = [Group(mesh) for mesh in joined]
+        few = in_threads(lambda rank: groups[rank].exchange_few(rows[rank], counts_RRE[rank], 4))
+        for rank, (got_YD, theirs_RE) in enumerate(few):
+            assert theirs_RE.tolist() == counts_RRE[:, rank].tolist()
+            parts = [rows[by].split(counts_RRE[by].sum(axis=1).tolist())[rank] for by in range(RANKS)]
+            assert torch.equal(got_YD, torch.cat(parts))
+        back = in_threads(
+            lambda rank: groups[rank].exchange(
+                few[rank][0], counts_RRE[:, rank].sum(axis=1).tolist(), counts_RRE[rank].sum(axis=1).tolist()
+            )
+        )
+        assert all(torch.equal(mine, sent) for mine, sent in zip(back, rows, strict=True))
+        assert in_threads(lambda rank: groups[rank].gather([rank, -1])) == [[[0, -1], [1, -1], [2, -1]]] * RANKS
+
+
+def test_a_lost_rank_ends_the_swap_of_all() -> None:
+    with meshes(timeout_s=10.0) as joined:
+        groups = [Group(mesh) for mesh in joined]
+        waiting = threading.Timer(0.2, groups[2].abort)
+        waiting.start()
+        first, second = in_threads(lambda rank: groups[rank].gather([1]), [0, 1])
+        assert isinstance(first, GroupBroken) and isinstance(second, GroupBroken)
+        with pytest.raises(GroupBroken, match="was aborted"):
+            groups[2].gather([1])
+
+
+def test_a_silent_rank_is_noticed_in_time() -> None:
+    with meshes(timeout_s=0.3) as joined:
+        first, second = in_threads(lambda rank: joined[rank].swap([[b""]] * RANKS), [0, 1])
+        assert isinstance(first, LinkError) and isinstance(second, LinkError)
+
+
+def test_another_number_of_rows_than_told_ends_the_generation() -> None:
+    with meshes(timeout_s=5.0) as joined:
+        groups = [Group(mesh) for mesh in joined]
+        rows = torch.zeros(3, 4)
+        results = in_threads(lambda rank: groups[rank].exchange(rows, [1, 1, 1], [1, 1, 1 + (rank == 0)]))
+        assert isinstance(results[0], GroupBroken) and "another number of rows" in str(results[0])
+
+
+def test_a_rank_that_does_not_join_is_named() -> None:
+    with listening(2) as (listeners, arrivals):
+        members = [(rank, listener.address) for rank, listener in enumerate(listeners)]
+        with pytest.raises(LinkError, match="GPU 1 did not connect in time"):
+            Mesh(3, 0, members, identity=identity("rank-0"), arrivals=arrivals[0], timeout_s=0.2)
+
+
+def test_a_rank_of_another_authority_cannot_join() -> None:
+    with listening(2) as (listeners, arrivals):
+        members = [(rank, listener.address) for rank, listener in enumerate(listeners)]
+        with pytest.raises(LinkError):
+            Mesh(1, 1, members, identity=Authority.new().issue("rank-1"), arrivals=arrivals[1], timeout_s=1.0)
