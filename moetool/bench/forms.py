@@ -207,11 +207,19 @@ def _entries(
                     )
                     continue
                 build = partial(build_policy, policy, spec, given, slots)
-                line = LineToServe(form.loaded, policy, build, budget, slots, form=form.name, memory_bytes=memory)
+                line = LineToServe(
+                    form.loaded,
+                    policy,
+                    build,
+                    budget,
+                    slots,
+                    form=form.name,
+                    more={"form": form.name, "memory_bytes": memory},
+                )
                 entries.append(line)
     if not entries:
         raise CapacityError(f"no budget is large enough: {'; '.join(notes)}; give larger budgets")
-    most = max(entry.memory_bytes for entry in entries)
+    most = max(entry.more["memory_bytes"] for entry in entries)
     if most > (free := memory_bytes()[1]):
         raise CapacityError(f"the largest line needs {most:,} bytes, but {free:,} are free; give smaller budgets")
     return entries, notes

@@ -9,7 +9,7 @@ import copy
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class LineToServe:
         replayed: counts from `moetool replay`.
         warm: whether one unmeasured run precedes.
         form: data type of the experts, if forms are compared.
-        memory_bytes: total memory, if forms are compared.
+        more: other values of its row.
     """
 
     loaded: LoadedModel
@@ -60,7 +60,7 @@ class LineToServe:
     replayed: ReplayRow | None = None
     warm: bool = False
     form: str = ""
-    memory_bytes: int = 0
+    more: Row = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -322,8 +322,7 @@ def row_of(entry: LineToServe, runs: Sequence[Row], resident: Sequence[Row] | No
         counts = row.prefill.to_json(), row.decode.to_json()
         equal = all((run["prefill_counts"], run["decode_counts"]) == counts for run in runs)
     sizes = {"budget_bytes": entry.budget_bytes, "slots": entry.slots, "as_replayed": equal}
-    form = {"form": entry.form, "memory_bytes": entry.memory_bytes} if entry.form else {}
-    return serving_row(entry.policy, runs, resident, rates, **sizes, **form)
+    return serving_row(entry.policy, runs, resident, rates, **sizes, **entry.more)
 
 
 def _foreseen(row: ReplayRow, resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:

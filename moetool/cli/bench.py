@@ -360,11 +360,12 @@ def paper(
     """Re-run the experiments of a paper, or of all, at this machine's scale and judge each claim."""
     from moetool.bench.paper.claims import names
     from moetool.bench.paper.paper_run import PaperOptions, run_papers
+    from moetool.placement._comparing import open_traces
 
     if name is None:
         raise UsageError(f"no paper named, expected one of: {', '.join(names())}, all; run: moetool bench paper NAME")
     options = PaperOptions(names=(name,), only=tuple(only), quick=quick, links=tuple(links), jobs=jobs)
-    given = _given(trace)
+    given = {server: one.path for server, one in open_traces(trace).items()}
     if work is not None:
         _require_own(work)
     if out is None:
@@ -384,15 +385,3 @@ def _require_own(work: Path) -> None:
         raise UsageError(f"{work} is not empty and not from a bench; name a new directory, or leave --work out")
     work.mkdir(parents=True, exist_ok=True)
     (work / _OWN).touch()
-
-
-def _given(traces: Sequence[str]) -> dict[str, Path]:
-    given: dict[str, Path] = {}
-    for text in traces:
-        server, equals, folder = text.partition("=")
-        if not equals or not server or not folder:
-            raise UsageError(f"--trace {text!r} names no trace; write NAME=DIR")
-        if server in given:
-            raise UsageError(f"--trace names {server!r} twice; give each name once")
-        given[server] = Path(folder)
-    return given

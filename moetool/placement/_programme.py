@@ -8,6 +8,7 @@ from scipy.sparse import csc_matrix
 
 STRATEGIES = (1, 4)
 """Strategies of HiGHS in order: dual simplex, then primal."""
+_FAILURES = (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +58,11 @@ def minimise(
         highs.clearSolver()
         highs.run()
         status = highs.getModelStatus()
-        if status != highspy.HighsModelStatus.kUnknown:
+        if status not in _FAILURES:
             break
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return None
-    if status == highspy.HighsModelStatus.kUnknown and not cost.any():
+    if status in _FAILURES and not cost.any():
         return None
     assert status == highspy.HighsModelStatus.kOptimal, status
     return Solution(value=highs.getInfo().objective_function_value, x=np.array(highs.getSolution().col_value))

@@ -82,7 +82,7 @@ def test_wrong_names_are_answered_with_similar_ones(run: Run, tmp_path: Path) ->
         (("prsm",), "did you mean 'prism'"),
         (("none.toml",), "cannot read the recipe none.toml"),
         (("prism", "--only", "Figure 80"), "unknown claim 'Figure 80'"),
-        (("prism", "--trace", "here"), "write NAME=DIR"),
+        (("prism", "--trace", "here"), "write --trace SERVER=DIR"),
         (("prism", "--work", Path(__file__).parent), "is not empty"),
     ):
         code, _, err = run(*given)

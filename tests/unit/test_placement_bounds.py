@@ -77,11 +77,12 @@ def test_the_primal_simplex_stands_in_for_the_dual_one(monkeypatch: pytest.Monke
     assert relax(layer, 0.9 * dual.bound) is None
 
 
-def test_a_budget_that_no_simplex_decides_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", ["kUnknown", "kSolveError"])
+def test_a_budget_that_no_simplex_decides_is_not_met(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _problem([[3.0, 1.0], [1.0, 2.0]], 1, Curve(x=(0.0, 1.0), y=(0.0, 1.0)))
     layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.array([1, 1]), latency=problem.latency)
     assert relax(layer, 100.0) is not None
-    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda highs: highspy.HighsModelStatus.kUnknown)
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda highs: getattr(highspy.HighsModelStatus, status))
     assert relax(layer, 100.0) is None
     with pytest.raises(AssertionError):
         relax(layer)

@@ -24,18 +24,14 @@ LINKS = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of the experiment.
+class EdgeOptions:
+    """Options of every experiment on edge servers.
 
     Attributes:
         servers: prompt sets, one per server, with the server's number of GPUs; given traces replace them.
         memory: memory of a GPU, as a share of all experts.
         mbps: megabits per second of a link.
-        modes: placement modes.
-        sweep: values of `gpus`, `bandwidth` and `gap`.
         arrivals: see `moetool simulate`.
-        measure: `latency` in seconds; `local`, local compute share; `phases`, local compute share before and after the
-            first decision by Eq. 4.
         initial: prompt sets, mixed, for the first placement (default: earlier requests of each server); with given
             traces, the first of them.
         requests: number of requests, as a multiple of the sizes'.
@@ -46,14 +42,27 @@ class Options:
     servers: Mapping[str, int]
     memory: float = 0.3
     mbps: float = 500.0
-    modes: tuple[str, ...]
-    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     arrivals: str = "poisson:10s"
-    measure: Literal["latency", "local", "phases"] = "latency"
     initial: tuple[str, ...] = ()
     requests: float = 1.0
     simulation: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(EdgeOptions):
+    """Options of the experiment.
+
+    Attributes:
+        modes: placement modes.
+        sweep: values of `gpus`, `bandwidth` and `gap`.
+        measure: `latency` in seconds; `local`, local compute share; `phases`, local compute share before and after the
+            first decision by Eq. 4.
+    """
+
+    modes: tuple[str, ...]
+    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    measure: Literal["latency", "local", "phases"] = "latency"
 
 
 Measure = Literal["latency", "local", "phases", "migrations"]

@@ -1,13 +1,12 @@
 """Gain of migration when the data changes under way: Prism's Figure 7, simulated."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from moetool import config
 from moetool.bench.found_figure import Found
-from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time, simulated
+from moetool.bench.paper.experiments.edge_servers import EdgeOptions, edge_cluster, over_time, simulated
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.workbench import ALL, Workbench
@@ -22,31 +21,22 @@ LINKS = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of the experiment; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
+class Options(EdgeOptions):
+    """Options of the experiment.
 
     Attributes:
         mode: placement mode.
-        before: prompt sets, one per server, of the first half of the requests.
-        servers: prompt sets of the second half, with each server's number of GPUs; with given traces, each server
-            first serves the trace of the next one.
-        initial: prompt sets, mixed, for the first placement; with given traces, the first of them.
+        before: prompt sets, one per server, of the first half of the requests; `servers` has those of the second half.
+            With given traces, each server first serves the trace of the next one.
         replan_s: seconds between decisions to migrate.
         measure: `latency`, `local`, or `migrations`, their numbers before and after the change.
     """
 
-    servers: Mapping[str, int]
     before: tuple[str, ...]
     initial: tuple[str, ...] = ALL
-    memory: float = 0.3
-    mbps: float = 500.0
     mode: str = "prism"
-    arrivals: str = "poisson:10s"
     replan_s: float = 300.0
     measure: Literal["latency", "local", "migrations"] = "latency"
-    requests: float = 1.0
-    simulation: Mapping[str, Any] = field(default_factory=dict)
-    costs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(bench: Workbench, options: Options) -> Found:

@@ -4,16 +4,14 @@ Offloading is replayed on the assumed machine; requests queue for their server, 
 simulated at the same compute costs, on the same requests.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moetool import config
 from moetool.bench.found_figure import Found
-from moetool.bench.paper.experiments.edge_servers import edge_cluster
-from moetool.bench.paper.named_machine import simulated_costs
+from moetool.bench.paper.experiments.edge_servers import EdgeOptions, edge_cluster
+from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
@@ -30,8 +28,8 @@ LINKS = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of the experiment; fields not listed here are those of `moetool.bench.paper.experiments.edge_servers`.
+class Options(EdgeOptions):
+    """Options of the experiment; arrivals follow from `load`.
 
     Attributes:
         policy: cache policy of an offloading server.
@@ -40,15 +38,11 @@ class Options:
         warm: uncounted first requests of each server, which fill an offloading server's pool.
     """
 
-    servers: Mapping[str, int]
     memory: float = 0.7
-    mbps: float = 500.0
     policy: str = "moe_infinity"
     placement: str = "redundant"
     load: float = 0.35
     warm: int = 3
-    requests: float = 1.0
-    simulation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(bench: Workbench, options: Options) -> Found:
@@ -61,7 +55,7 @@ def run(bench: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: a server's trace has no request after the warm-up.
     """
-    costs = simulated_costs(bench.machine)
+    costs = simulated_costs(changed(bench.machine, options.costs))
     mbps = bench.machine.links * options.mbps
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     samples = Samples(bench)

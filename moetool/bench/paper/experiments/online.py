@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.bench.found_figure import Found
-from moetool.bench.paper.experiments.policies import PolicyLine, distribution
+from moetool.bench.paper.experiments.policies import PolicyLine, distribution, measure
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.samples import Samples
-from moetool.bench.paper.workbench import ALL, Workbench, requests_of
+from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.simulation.arrivals import read_arrivals
 
 LINKS = True
@@ -41,25 +41,11 @@ def run(bench: Workbench, options: Options) -> Found:
     ends: dict[str, list[float]] = {}
     for fold in bench.folds:
         trace = samples.use(bench.trace(options.data, fold=fold))
-        requests = frozenset(requests_of(trace))
-        budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
+        other = bench.trace(options.data, fold=(fold + 1) % max(2, len(bench.folds)))
         coming: list[float] = []
         for name, line in options.lines.items():
-            predictor = None
-            if line.predictor:
-                other = bench.trace(options.data, fold=(fold + 1) % max(2, len(bench.folds)))
-                how = {"seed": fold, "options": line.predictor_options, **line.fit}
-                predictor = bench.predictor(line.predictor, other, **how)
-            row = bench.replayed(
-                trace,
-                line.policy,
-                budget,
-                requests,
-                synchronous=line.synchronous,
-                options={line.policy: line.options},
-                predictor=predictor,
-            )
-            takes = [sum(seconds) for seconds in row.timing.request_s.values()]
+            measured = measure(bench, trace, line, options.memory, 1, fold, learned=other)
+            takes = [sum(seconds) for seconds in measured.request_s]
             if not coming:
                 rate = f"poisson:{1e6 * float(np.mean(takes)) / options.busy:.0f}us"
                 rng = np.random.default_rng(fold)
