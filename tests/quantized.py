@@ -73,8 +73,8 @@ def fp8_block(block: int) -> Writer:
     return write
 
 
-def compressed(form: str, weights: dict[str, Any]) -> Writer:
-    """A format of compressed-tensors, by its own compressor."""
+def compressed(form: str, weights: dict[str, Any], scales: torch.dtype = torch.float32) -> Writer:
+    """A format of compressed-tensors with scales of a data type, by its own compressor."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     compressor = BaseCompressor.get_value_from_registry(form)
     bits, group = weights["num_bits"], weights.get("group_size")
@@ -100,6 +100,7 @@ def compressed(form: str, weights: dict[str, Any]) -> Writer:
             local["weight_zero_point"] = zero.round().to(torch.int8)
         if weights["strategy"] == "tensor":
             local["weight_scale"] = local["weight_scale"].reshape(1)
+        local["weight_scale"] = local["weight_scale"].to(scales)
         made = compressor.compress(local, scheme)
         stem = name.removesuffix("weight")
         meant = compressor.decompress(dict(made), scheme)["weight"].float()

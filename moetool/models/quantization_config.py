@@ -53,14 +53,11 @@ class Quantization:
         method: the config's `quant_method`.
         groups: targets with their formats.
         ignore: names or patterns of modules that are not quantized.
-        wide_scales: whether scales of weights outside experts are widened to float32, as compressed-tensors does when
-            it unpacks after loading.
     """
 
     method: str
     groups: tuple[Targets, ...]
     ignore: tuple[str, ...] = ()
-    wide_scales: bool = False
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
@@ -298,7 +295,6 @@ def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Quantization:
         method="compressed-tensors",
         groups=tuple(groups),
         ignore=tuple(map(str, found.get("ignore") or ())),
-        wide_scales=not found.get("dequantize"),
     )
 
 

@@ -47,7 +47,6 @@ class Shards:
     def __init__(self, weights: WeightIndex, direct: bool = True) -> None:
         self.files = weights.files
         self.weights = weights.weights
-        self._wide_scales = weights.quantization is not None and weights.quantization.wide_scales
         self.direct = direct and hasattr(os, "O_DIRECT")
         self._descriptors: list[int] = []
         self._stamps = weights.stamps
@@ -120,8 +119,6 @@ class Shards:
         if isinstance(weight.codec, Dense):
             return self._load(name, weight.tensors["weight"], FLOATS | OTHER_DTYPES)
         stored = self.stored(name)
-        if self._wide_scales and stored["scale"].dtype in FLOATS.values():
-            stored["scale"] = stored["scale"].float()
         return unpack(weight.codec, stored, weight.shape, dtype)
 
     def stored(self, name: str) -> dict[str, torch.Tensor]:

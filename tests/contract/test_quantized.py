@@ -48,7 +48,7 @@ def _mixed(name: str) -> quantized.Writer | None:
         return None
     if "layers.1.mlp.experts" in name:
         return compressed("pack-quantized", {**INT4, "symmetric": True})
-    return compressed("float-quantized", {**_FP8, "strategy": "channel"})
+    return compressed("float-quantized", {**_FP8, "strategy": "channel"}, torch.bfloat16)
 
 
 def _everywhere(writer: quantized.Writer) -> Callable[[str], quantized.Writer]:
@@ -73,7 +73,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer |
         f"qwen3_moe-{name}": (
             "qwen3_moe",
             compressed_config(form, weights),
-            _everywhere(compressed(form, weights)),
+            _everywhere(compressed(form, weights, torch.bfloat16 if name == "fp8_channel" else torch.float32)),
         )
         for name, form, weights in (
             ("fp8_tensor", "float-quantized", {**_FP8, "strategy": "tensor"}),
@@ -110,7 +110,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer
     "glm4_moe-fp8_scaled": (
         "glm4_moe",
         compressed_config("float-quantized", FP8_CHANNEL),
-        _everywhere(compressed("float-quantized", FP8_CHANNEL)),
+        _everywhere(compressed("float-quantized", FP8_CHANNEL, torch.bfloat16)),
     ),
     # MiniMax-M2
     "minimax_m2-fp8_block": ("minimax_m2", FP8_BLOCK, _everywhere(where_whole(quantized.fp8_block(16), 16))),

@@ -68,13 +68,13 @@ def test_what_a_config_says(weights: dict[str, Any], groups: int) -> None:
     found = quantization_of(_config(also, **weights), PATH)
     assert found is not None
     made = PackQuantized(weights.get("num_bits", 4), groups, weights.get("symmetric", True))
-    assert found.formats == (made,) and found.wide_scales
+    assert found.formats == (made,)
     assert quantization_of({}, PATH) is None
 
 
 def _quantization(bits: int = 4, group: int = 16, symmetric: bool = True) -> Quantization:
     targets = Targets(names=("Linear",), format=PackQuantized(bits, group, symmetric))
-    return Quantization(method="compressed-tensors", groups=(targets,), wide_scales=True)
+    return Quantization(method="compressed-tensors", groups=(targets,))
 
 
 def _saved(folder: Path, scheme: Scheme, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Path:
