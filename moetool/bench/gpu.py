@@ -190,7 +190,8 @@ def _measure(cell: Row, setup: ServingSetup, device: torch.device, rate: float, 
 
 
 def _times(prefill_s: float, decode: Row) -> Row:
-    return {"prefill_s": prefill_s, "decode_s": decode["p50_s"], "decode_p95_s": decode["p95_s"]}
+    times = {"prefill_s": prefill_s, "decode_s": decode["p50_s"], "decode_p95_s": decode["p95_s"]}
+    return {**times, "rounds": [decode["seconds"]]}
 
 
 def _device_name(device: torch.device) -> str:

@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool.bench.bench_result import BenchResult, Row, not_measured, recorded, table
+from moetool.bench.bench_result import BenchResult, Row, median, not_measured, recorded, table
 from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
 from moetool.capture.remote import RemoteServer
 from moetool.errors import MoetoolError, UsageError, first_line
@@ -245,23 +244,20 @@ def _measure_server(
         return taken, bytes_read(process) - read
 
     seconds(prompts[0], 2)
-    prefill, decode, read = [], [], []
+    rounds: list[Row] = []
     for first, second in zip(prompts[1::2], prompts[2::2], strict=True):
         one, one_read = seconds(first, 1)
         many, many_read = seconds(second, options.new_tokens + 1)
-        prefill.append(options.prompt_tokens / one)
-        decode.append(options.new_tokens / max(1e-9, many - one))
-        read.append((many_read - one_read) / options.new_tokens)
-    return _rates(prefill, decode, max(0.0, statistics.median(read)))
+        prefill, decode = options.prompt_tokens / one, options.new_tokens / max(1e-9, many - one)
+        read = max(0.0, (many_read - one_read) / options.new_tokens)
+        rounds.append({"prefill_tokens_s": prefill, "decode_tokens_s": decode, "read_token_bytes": read})
+    return _rates(rounds)
 
 
-def _rates(prefill: Sequence[float], decode: Sequence[float], read_bytes: float) -> Row:
-    return {
-        "prefill_tokens_s": statistics.median(prefill),
-        "decode_tokens_s": statistics.median(decode),
-        "slowest_tokens_s": min(decode),
-        "read_token_bytes": read_bytes,
-    }
+def _rates(rounds: Sequence[Row]) -> Row:
+    names = ("prefill_tokens_s", "decode_tokens_s", "read_token_bytes")
+    slowest = min(one["decode_tokens_s"] for one in rounds)
+    return {**{name: median(rounds, name) for name in names}, "slowest_tokens_s": slowest, "rounds": rounds}
 
 
 def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list[int]], options: RivalOptions) -> Row:
@@ -281,8 +277,12 @@ def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list
             raise MoetoolError(_ended(process.returncode, cell))
         said.seek(0)
         seconds = json.loads(said.read().splitlines()[-1])[1:]
-    prefill = [options.prompt_tokens / prefill_s for prefill_s, _ in seconds]
-    return _rates(prefill, [options.new_tokens / decode_s for _, decode_s in seconds], 0.0)
+    return _rates(
+        [
+            {"prefill_tokens_s": options.prompt_tokens / prompt_s, "decode_tokens_s": options.new_tokens / decode_s}
+            for prompt_s, decode_s in seconds
+        ]
+    )
 
 
 @contextlib.contextmanager

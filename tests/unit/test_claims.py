@@ -213,9 +213,8 @@ def test_links_are_varied_for_claims_that_they_can_change(tmp_path: Path) -> Non
     trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
     values = []
     for one in (parse_paper(RECIPE, "test"), with_links(parse_paper(RECIPE, "test"), 0.5)):
-        (tested,) = run_paper(one, tmp_path, given=trace)
-        assert tested.found is not None
-        values.append(tested.found.values)
+        (row,) = run_paper(one, tmp_path, given=trace)
+        values.append(row["values"])
     assert values[1]["0 % remote"] == values[0]["0 % remote"]
     assert values[1]["100 % remote"][0] > values[0]["100 % remote"][0]
 
@@ -230,7 +229,7 @@ ceiling = { x = 1.5 }""",
     )
     trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
     paper = parse_paper(text, "test")
-    whys = [run_paper(one, tmp_path, given=trace)[0].verdict.why for one in (paper, with_links(paper, 0.5))]
+    whys = [run_paper(one, tmp_path, given=trace)[0]["why"] for one in (paper, with_links(paper, 0.5))]
     assert "is at most" not in whys[0] and "x is at most 1.25" in whys[1]
 
 
@@ -281,13 +280,12 @@ def test_wrong_results_differ_and_poor_traces_cannot_be_tested(tmp_path: Path) -
     answers = {}
     recipe = RECIPE.replace("seeds = 2", "seeds = 3")
     for text in (recipe, recipe.replace('"0 % remote", "100 % remote"', '"100 % remote", "0 % remote"')):
-        (tested,) = run_paper(parse_paper(text, "test"), tmp_path, given=trace)
-        answers[tested.claim.check.order[0]] = tested.verdict.answer
+        (row,) = run_paper(parse_paper(text, "test"), tmp_path, given=trace)
+        answers[row["check"]["order"][0]] = row["verdict"]
     assert answers == {"0 % remote": "agrees", "100 % remote": "differs"}
     other = RECIPE.replace("remote_share", "replica_agreement").replace("{ remote = [0.0, 1.0] }", "{}")
-    (tested,) = run_paper(parse_paper(other, "test"), tmp_path, given=trace)
-    assert tested.verdict.answer == "cannot be tested here"
-    assert tested.to_json()["values"] == {}
+    (row,) = run_paper(parse_paper(other, "test"), tmp_path, given=trace)
+    assert row["verdict"] == "cannot be tested here" and "values" not in row
 
 
 def test_requests_queue_for_their_own_or_the_first_free_server() -> None:

@@ -39,7 +39,7 @@ def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:
     )
     yield from (f"{row['id']}, here: {row['here']}" for row in rows if row["here"])
     yield from (f"not repeated: {', '.join(left['ids'])}: {left['why']}" for left in paper["left_out"])
-    yield from (f"measured on {on}" for on in dict.fromkeys(row["on"] for row in rows) if on)
+    yield from (f"measured on {on}" for on in dict.fromkeys(row.get("on") for row in rows) if on)
     counts = _counts("", rows)
     yield ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS if counts[answer]) + f" of {len(rows)}"
 

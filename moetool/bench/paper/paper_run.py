@@ -25,46 +25,6 @@ _MISSING = (CannotTestError, MismatchError, CapacityError)
 """Errors that make a claim untestable: model, trace or machine lack a requirement of its experiment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tested:
-    """A claim with its verdict.
-
-    Attributes:
-        found: measured values; None if untestable.
-        seconds: run time of the experiment; 0 if another claim ran it.
-        pictures: names of its figure files.
-    """
-
-    claim: Claim
-    verdict: Verdict
-    found: Found | None
-    seconds: float
-    pictures: tuple[str, ...] = ()
-
-    def to_json(self) -> Row:
-        """A JSON object."""
-        claim, verdict = self.claim, self.verdict
-        return {
-            "id": claim.id,
-            "says": claim.says,
-            "printed": claim.printed,
-            "here": claim.here,
-            "experiment": claim.experiment,
-            "options": dict(claim.options),
-            "check": {name: value for name, value in asdict(claim.check).items() if value},
-            "verdict": verdict.answer,
-            "why": verdict.why,
-            "size": verdict.size,
-            "found": [{"name": n, "mean": m, "half_95": h, "unit": verdict.unit[n]} for n, m, h in verdict.shown],
-            "values": {} if self.found is None else {name: list(v) for name, v in self.found.values.items()},
-            "traces": 0 if self.found is None else self.found.traces,
-            "exact": self.found is not None and self.found.exact,
-            "on": "" if self.found is None else self.found.on,
-            "seconds": self.seconds,
-            "pictures": list(self.pictures),
-        }
-
-
 def run_paper(
     paper: Paper,
     work: Path,
@@ -74,8 +34,12 @@ def run_paper(
     given: Mapping[str, Path] | None = None,
     out: Path | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
-) -> list[Tested]:
+) -> list[Row]:
     """Run the experiments of a paper and judge its claims.
+
+    A row is a claim with its verdict; `values`, `traces`, `exact` and `on` are those of `Found`, and missing if it
+    cannot be tested here. `seconds` is the run time of the experiment, 0 if another claim ran it; `pictures` are the
+    names of its figure files.
 
     Args:
         work: folder that keeps traces and predictors (`moetool.bench.paper.workbench.Workbench`).
@@ -130,7 +94,7 @@ def run_papers(
 ) -> BenchResult:
     """Run papers, and again at each further rate of links the claims that it can change.
 
-    A row is a claim of a paper at a rate of links (`Tested.to_json`).
+    A row is a claim of a paper at a rate of links, as of `run_paper`.
 
     Args:
         given, work: as in `run_paper`; without `work` a temporary folder.
@@ -147,7 +111,7 @@ def run_papers(
     with ExitStack() as stack:
         scratch = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-paper-")))
         made = stack.enter_context(recorded("paper", options, out and out / "verdicts.json"))
-        calls: dict[tuple[str, float], Callable[..., list[Tested]]] = {}
+        calls: dict[tuple[str, float], Callable[..., list[Row]]] = {}
         for (name, rate), chosen in tasks.items():
             folder = None if out is None or rate != 1.0 else out / name if len(recipes) > 1 else out
             if folder is not None:
@@ -157,16 +121,16 @@ def run_papers(
                 run_paper, chosen, scratch, only=only, quick=options.quick, given=given, out=folder
             )
         for (name, rate), tested in _called(calls, options, recipes).items():
-            made.rows += [{"paper": name, "links": rate, **one.to_json()} for one in tested]
+            made.rows += [{"paper": name, "links": rate, **one} for one in tested]
         made.facts["papers"] = {name: _facts(chosen, options.quick) for name, chosen in recipes.items()}
     return made
 
 
 def _called(
-    calls: Mapping[tuple[str, float], Callable[..., list["Tested"]]],
+    calls: Mapping[tuple[str, float], Callable[..., list[Row]]],
     options: PaperOptions,
     recipes: Mapping[str, Paper],
-) -> dict[tuple[str, float], list["Tested"]]:
+) -> dict[tuple[str, float], list[Row]]:
     """Return the results of calls, made in turn or by as many processes as there are jobs."""
     if len(calls) == 1:
         ((task, call),) = calls.items()
@@ -212,34 +176,38 @@ def with_links(paper: Paper, links: float, only: Sequence[str] = ()) -> Paper:
 
 
 def _judged(
-    bench: Workbench,
-    claims: Sequence[Claim],
-    out: Path | None,
-    on_progress: Callable[[int], None],
-) -> list[Tested]:
-    known: dict[str, Found | Verdict] = {}
-    drawn: dict[str, tuple[str, ...]] = {}
-    tested = []
+    bench: Workbench, claims: Sequence[Claim], out: Path | None, on_progress: Callable[[int], None]
+) -> list[Row]:
+    known: dict[str, tuple[Found | Verdict, list[str]]] = {}
+    rows = []
     for number, claim in enumerate(claims):
-        key = repr((claim.experiment, claim.options))
-        began = time.perf_counter()
-        fresh = key not in known
-        if fresh:
-            known[key] = _measure(bench, claim)
-        found = known[key]
+        key, began = repr((claim.experiment, claim.options)), time.perf_counter()
+        if fresh := key not in known:
+            made = _measure(bench, claim)
+            known[key] = made, [] if out is None or isinstance(made, Verdict) else _draw(out, claim, made)
+        found, pictures = known[key]
+        seconds = time.perf_counter() - began if fresh else 0.0
+        # A ceiling is 1 + the compute time that loads can hide, relative to the load time.
+        ceiling = {name: 1 + (most - 1) * bench.machine.links for name, most in claim.ceiling.items()}
         if isinstance(found, Verdict):
-            tested.append(Tested(claim=claim, verdict=found, found=None, seconds=time.perf_counter() - began))
+            row = _row(claim, found)
         else:
-            if out is not None and fresh:
-                drawn[key] = _draw(out, claim, found)
-            seconds = time.perf_counter() - began if fresh else 0.0
-            # A ceiling is 1 + the compute time that loads can hide, relative to the load time.
-            ceiling = {name: 1 + (most - 1) * bench.machine.links for name, most in claim.ceiling.items()}
-            verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling)
-            pictures = drawn.get(key, ())
-            tested.append(Tested(claim=claim, verdict=verdict, found=found, seconds=seconds, pictures=pictures))
+            row = _row(claim, judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling))
+            row |= {name: getattr(found, name) for name in ("values", "traces", "exact", "on")}
+        rows.append({**row, "seconds": seconds, "pictures": pictures})
         on_progress(number + 1)
-    return tested
+    return rows
+
+
+def _row(claim: Claim, verdict: Verdict) -> Row:
+    return {
+        **{name: getattr(claim, name) for name in ("id", "says", "printed", "here", "experiment", "options")},
+        "check": {name: value for name, value in asdict(claim.check).items() if value},
+        "verdict": verdict.answer,
+        "why": verdict.why,
+        "size": verdict.size,
+        "found": [{"name": n, "mean": m, "half_95": h, "unit": verdict.unit[n]} for n, m, h in verdict.shown],
+    }
 
 
 def _measure(bench: Workbench, claim: Claim) -> Found | Verdict:
@@ -253,7 +221,7 @@ def _measure(bench: Workbench, claim: Claim) -> Found | Verdict:
     return found
 
 
-def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
+def _draw(out: Path, claim: Claim, found: Found) -> list[str]:
     from moetool.bench.found_figure import draw
 
     stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
@@ -265,4 +233,4 @@ def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
         durable.require_writable(out / name)
         draw(out / name, claim.id, found)
         paths.append(name)
-    return tuple(paths)
+    return paths

@@ -88,6 +88,5 @@ def _timed(bench: Workbench, options: Options, data: str, predictor: Path | None
 
 def _value(found: Mapping[str, Any], options: Options) -> float:
     if options.measure == "booking":
-        return float(found["decode"]["booking_s"]) / sum(found["decode"]["seconds"])
-    prompt_s, later_s = (statistics.fmean(found[phase]["seconds"]) for phase in ("prefill", "decode"))
-    return prompt_s + (options.new_tokens - 1) * later_s
+        return float(found["decode"]["booking_share"])
+    return float(found["prefill"]["mean_s"] + (options.new_tokens - 1) * found["decode"]["mean_s"])
