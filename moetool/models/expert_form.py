@@ -117,8 +117,9 @@ class ExpertForm:
         second = len(self.parts) // 2
         firsts = self._linear(xs, weights, 0, self.up_transposed)
         width = firsts[0].shape[-1]
-        if width % _WHOLE_VECTORS == 0 and width * sum(map(len, xs)) <= _ONE_THREAD:
-            hidden = self.gate(torch.cat(firsts)).split([len(x) for x in xs])
+        counts = [x.shape[0] for x in xs]
+        if width % _WHOLE_VECTORS == 0 and width * sum(counts) <= _ONE_THREAD:
+            hidden = self.gate(torch.cat(firsts)).split_with_sizes(counts)
         else:
             hidden = tuple(self.gate(first) for first in firsts)
         outputs = self._linear(hidden, weights, second, self.down_transposed)

@@ -509,11 +509,11 @@ class ExpertRuntime:
             if expert >= form.num_experts:
                 put(expert, x)
                 continue
-            if together and num_rows + len(x) > ROWS_TOGETHER:
+            if together and num_rows + x.shape[0] > ROWS_TOGETHER:
                 compute()
                 together, num_rows = [], 0
             together.append((expert, step, x))
-            num_rows += len(x)
+            num_rows += x.shape[0]
         if together:
             compute()
 

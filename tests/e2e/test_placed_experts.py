@@ -1,6 +1,7 @@
 """Experts on several servers: the same bits as on one, wherever they are and whatever becomes of the others."""
 
 import contextlib
+import logging
 import socket
 import struct
 import threading
@@ -25,6 +26,7 @@ from moetool.cluster.edge.protocol import Holders
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
 from moetool.cluster.listener import listen
+from moetool.cluster.row_bytes import read_rows, rows_parts
 from moetool.cluster.transport import Listener
 from moetool.errors import CapacityError, MismatchError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
@@ -358,6 +360,23 @@ def test_an_answer_to_another_question_is_no_answer(well_again: Nodes, baseline:
         patch.setattr(nodes[1].runtime, "handle", lie)
         _check(nodes, baseline)
     assert nodes[0].meter.total["failed_calls"] > 0
+
+
+def test_an_answer_in_another_type_is_no_answer(
+    well_again: Nodes, baseline: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = well_again
+    real, before = nodes[1].runtime.handle, nodes[0].meter.total["failed_calls"]
+
+    def narrow(message: Frame) -> Frame:
+        found = read_rows([bytearray(part) for part in real(message).parts], nodes[1].runtime.spec)
+        return Frame(head={}, parts=rows_parts(found.layer, found.counts, found.rows_RD.bfloat16()))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "moetool.cluster"):
+        patch.setattr(nodes[1].runtime, "handle", narrow)
+        _check(nodes, baseline)
+    assert nodes[0].meter.total["failed_calls"] > before
+    assert "the answer has rows in torch.bfloat16, expected torch.float32" in caplog.text
 
 
 def test_a_full_server_takes_no_more(well_again: Nodes, baseline: Any) -> None:

@@ -41,10 +41,11 @@ Inputs = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A pending call, and its experts."""
+    """A pending call, its experts, and the type of its rows."""
 
     server: int
     pairs: dict[int, int]
+    dtype: torch.dtype
     answer: Answer
     began: float
 
@@ -216,7 +217,7 @@ class PlacedRuntime(ExpertRuntime):
         order = sorted(places_of)  # as in `_products`, so that rows are aligned alike
         places = [place for expert in order for place in places_of[expert]]
         at_R = torch.tensor(places, device=hidden_TD.device)
-        rows = hidden_TD[at_R // top_k].split([len(places_of[expert]) for expert in order])
+        rows = hidden_TD[at_R // top_k].split_with_sizes([len(places_of[expert]) for expert in order])
         outputs: dict[int, torch.Tensor] = {}
         self._compute(layer, event, dict(zip(order, rows, strict=True)), _given, outputs.__setitem__)
         made = torch.cat([outputs[expert] for expert in order])
@@ -234,7 +235,7 @@ class PlacedRuntime(ExpertRuntime):
     ) -> None:
         for expert in [expert for expert in rows_of if expert >= layer.form.num_experts]:
             put(expert, inputs(expert, rows_of[expert]))  # an identity expert needs no call
-        pairs = {expert: len(rows) for expert, rows in rows_of.items() if expert < layer.form.num_experts}
+        pairs = {expert: rows.shape[0] for expert, rows in rows_of.items() if expert < layer.form.num_experts}
         self.meter.needed(layer.index, pairs)
         waiting, tried = dict(pairs), defaultdict[int, set[int]](set)
         while waiting:
@@ -277,10 +278,11 @@ class PlacedRuntime(ExpertRuntime):
     def _call(
         self, layer: MoeLayer, server: int, pairs: dict[int, int], rows_of: Mapping[int, torch.Tensor], inputs: Inputs
     ) -> _Call:
-        rows = [inputs(expert, rows_of[expert]) for expert in pairs]
+        rows = torch.cat([inputs(expert, rows_of[expert]) for expert in pairs])
         began = time.monotonic()
-        parts = rows_parts(layer.index, pairs, torch.cat(rows))
-        return _Call(server, pairs, self._peers.call(server, {}, parts, timeout_s=self.options.call_timeout_s), began)
+        parts = rows_parts(layer.index, pairs, rows)
+        answer = self._peers.call(server, {}, parts, timeout_s=self.options.call_timeout_s)
+        return _Call(server, pairs, rows.dtype, answer, began)
 
     def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
         """Outputs of a call by expert. Missing experts are not requested from that server again."""
@@ -293,6 +295,8 @@ class PlacedRuntime(ExpertRuntime):
             found = read_rows(answer.parts, self.spec)
             if found.layer != layer.index or not found.counts.items() <= call.pairs.items():
                 raise MoetoolError("the answer belongs to another request")
+            if found.rows_RD.dtype != call.dtype:
+                raise MoetoolError(f"the answer has rows in {found.rows_RD.dtype}, expected {call.dtype}")
             outputs = found.by_expert()
         except (MoetoolError, TimeoutError) as error:
             outputs = {}
@@ -369,7 +373,7 @@ class PlacedRuntime(ExpertRuntime):
                 finally:
                     if borrowed:
                         self.holding.give_back(keys)
-                pairs = sum(len(rows_of[expert]) for expert in found)
+                pairs = sum(rows_of[expert].shape[0] for expert in found)
                 self.meter.computed(pairs, time.perf_counter() - began, own=own)
         if borrowed:
             self.meter.count("last_resort", len(found))

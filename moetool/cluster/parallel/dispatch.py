@@ -183,7 +183,7 @@ class ParallelRuntime(ExpertRuntime):
             made_RE = np.zeros((group.size, self._spec.num_experts), np.int64)  # faster than torch for single numbers
             rank_of = {gpu: rank for rank, gpu in enumerate(self._members)}
             order = sorted((rank_of[int(self._to_LE[index, expert])], expert) for expert in parts)
-            lengths = [len(parts[expert]) for _, expert in order]
+            lengths = [parts[expert].shape[0] for _, expert in order]
             for (rank, expert), length in zip(order, lengths, strict=True):
                 made_RE[rank, expert] = length
             tally.tokens_LE[index] += made_RE.sum(axis=0)
@@ -220,7 +220,9 @@ class ParallelRuntime(ExpertRuntime):
             raise GroupBroken(f"GPU {self._gpu} cannot compute its part ({first_line(error)})") from error
         self._next = index + 1
         self._began = time.perf_counter()
-        return dict(zip([expert for _, expert in order], back_XD.split(lengths), strict=True)) if order else {}
+        return (
+            dict(zip([expert for _, expert in order], back_XD.split_with_sizes(lengths), strict=True)) if order else {}
+        )
 
     def _tell_counts(self, group: Group, counts_RE: np.ndarray, first: bool) -> np.ndarray:
         """Exchange row counts; in a step's first layer, also each rank's limit of rows for another."""
@@ -244,15 +246,15 @@ class ParallelRuntime(ExpertRuntime):
         together: list[tuple[torch.Tensor, tuple[Weight, ...]]] = []
         num_rows = 0
         # One product per source and expert; new memory, aligned as on the source.
-        for expert, x in zip(experts_N.tolist(), got_YD.split(lengths), strict=True):
+        for expert, x in zip(experts_N.tolist(), got_YD.split_with_sizes(lengths), strict=True):
             key = self._spec.expert_key(layer.index, expert)
             if key not in self.shelf:
                 raise MoetoolError(f"expert {expert} of MoE layer {layer.index} is not on GPU {self._gpu}")
-            if together and num_rows + len(x) > ROWS_TOGETHER:
+            if together and num_rows + x.shape[0] > ROWS_TOGETHER:
                 outputs += form.compute_each(*zip(*together, strict=True))
                 together, num_rows = [], 0
             together.append((x.clone(), self.shelf.weights(key)))
-            num_rows += len(x)
+            num_rows += x.shape[0]
         if together:
             outputs += form.compute_each(*zip(*together, strict=True))
         out_YD = torch.cat(outputs) if outputs else torch.empty_like(got_YD)

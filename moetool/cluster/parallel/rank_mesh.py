@@ -12,6 +12,9 @@ from moetool.cluster.parallel.channel import connect
 _POLL_S = 0.005
 """Seconds of polling for a message before the thread sleeps: waking it on an idle core can take longer than a swap."""
 
+_AT_ONCE_BYTES = 2**17
+"""Largest message that is copied and sent by the thread that receives the others' (assumed)."""
+
 Parts = Sequence[Any]
 """Buffers of one message."""
 
@@ -112,13 +115,17 @@ class Mesh:
         """
         by = time.monotonic() + self.timeout_s
         self._swaps += 1
-        unsent: list[tuple[FrameConnection, bytes]] = []
+        unsent: list[tuple[FrameConnection, bytes, Parts]] = []
         for step in range(1, self.size):
             other = (self.rank + step) % self.size
-            data = b"".join((pack({}, messages[other], call=self._swaps), *messages[other]))
-            sent = self._connections[other].send_at_once(data)
-            if sent < len(data):
-                unsent.append((self._connections[other], data[sent:]))
+            connection, parts = self._connections[other], messages[other]
+            data = pack({}, parts, call=self._swaps)
+            if sum(map(len, parts)) > _AT_ONCE_BYTES:
+                unsent.append((connection, data, parts))
+                continue
+            data = b"".join((data, *parts))
+            if (sent := connection.send_at_once(data)) < len(data):
+                unsent.append((connection, data[sent:], ()))
         failures: list[LinkError] = []
         sending: threading.Thread | None = None
         if unsent:  # others may not receive before they have sent
@@ -147,10 +154,12 @@ class Mesh:
         for connection in list(self._connections.values()):
             connection.close()
 
-    def _send(self, unsent: Sequence[tuple[FrameConnection, bytes]], by: float, failures: list[LinkError]) -> None:
+    def _send(
+        self, unsent: Sequence[tuple[FrameConnection, bytes, Parts]], by: float, failures: list[LinkError]
+    ) -> None:
         try:
-            for connection, data in unsent:
-                connection.send(data, (), by)
+            for connection, data, parts in unsent:
+                connection.send(data, parts, by)
         except LinkError as error:
             failures.append(error)
             self.close()  # ends the receiving thread too
