@@ -164,7 +164,10 @@ def policies(
         int, typer.Option(min=1, help="Tokens to replay from each trace, rounded to whole requests.")
     ] = 2000,
     warm: Annotated[
-        str | None, typer.Option(help="Share of the tokens, the first ones, that warm pools and memories, e.g. 50%.")
+        str | None,
+        typer.Option(
+            help="Share of the tokens, the first ones, that warm pools and memories, e.g. 50% (default: none)."
+        ),
     ] = None,
     as_json: Json = False,
     out: Results = None,

@@ -217,7 +217,7 @@ def import_files(
         overwrite=overwrite,
     )
     if made.guessed:
-        tables.narrate(f"read as {made.format}: {made.guessed} (--format chooses another)")
+        tables.narrate(f"read as {made.format}: {made.guessed}; --format chooses another")
     if as_json:
         tables.print_json(made.to_json())
         return

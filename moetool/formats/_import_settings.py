@@ -68,7 +68,7 @@ def _layers(text: str) -> tuple[int, ...]:
     else:
         layers = ()
     if not layers:
-        raise UsageError(f"--set moe_layers: found {text!r}, expected such as 1..26 or 1,3,5")
+        raise UsageError(f"--set moe_layers: found {text!r}, expected layers such as 1..26 or 1,3,5")
     return layers
 
 

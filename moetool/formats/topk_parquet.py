@@ -137,7 +137,7 @@ def _spec(path: Path, header: dict[str, str]) -> ModelSpec:
     span = re.match(r"\s*(\d+)\s*\.\.\s*(\d+)", header["moe_layers"])
     first, last = (int(span[1]), int(span[2])) if span else (1, 0)
     if last < first:
-        raise MismatchError(f"{path} has the moe_layers {header['moe_layers']!r}, expected such as '1..26'")
+        raise MismatchError(f"{path} has the moe_layers {header['moe_layers']!r}, expected a range such as '1..26'")
     num_experts, top_k = (_number(path, header, key) for key in ("num_experts", "top_k"))
     if top_k > num_experts:
         raise MismatchError(f"{path} has top_k {top_k} of num_experts {num_experts}, expected at most {num_experts}")

@@ -168,8 +168,8 @@ def train(
     tokens = {part: num_tokens(source, split.part(part)) for part in ("train", "validation")}
     if min(tokens.values()) < 2:
         raise UsageError(
-            f"{trace} gives {tokens['train']} training and {tokens['validation']} validation tokens, at least 2 are "
-            f"needed of each; capture more prompts"
+            f"{trace} gives {tokens['train']} training and {tokens['validation']} validation tokens, expected at least "
+            f"2 of each; capture more prompts"
         )
     try:
         with durable.staged_directory(out, overwrite, "card.json") as staged:

@@ -56,6 +56,7 @@ def test_a_wrong_topic_is_answered_with_the_nearest(run: Run) -> None:
         ("compare llama.cpp", "speed", "Comparison with other engines"),
         ("limiting memory", "quickstart", "Common questions"),
         ("gate log", "traces", "Gate log of a server"),
+        ("Windows", "project", "Platforms: Linux; macOS and Windows untested"),
         ("report result", "project", "Report a result or a bug"),
         ("def evict", "plugins", "A cache policy: `lab/newest.py`"),  # a line of code
         ("chat.completions.create", "serving", "Clients"),  # a line of code

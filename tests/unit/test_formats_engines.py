@@ -206,7 +206,7 @@ def test_what_is_not_said_of_the_model_is_asked_for(tmp_path: Path) -> None:
         refused(f"lacks {missing} .*--set model=PATH or --set {missing}=", file, "sglang_routed_experts", said)
     refused("layer 0 is all zero", file, "sglang_routed_experts", {**HEADLESS, "first_k_dense": 0})
     refused("both name", file, "sglang_routed_experts", {**HEADLESS, "moe_layers": "1..3"})
-    refused("expected such as 1..26", file, "sglang_routed_experts", {"moe_layers": "many"})
+    refused("expected layers such as 1..26", file, "sglang_routed_experts", {"moe_layers": "many"})
     refused("did you mean 'top_k'", file, "sglang_routed_experts", {"topk": 2})
     refused("no model at 'nowhere'", file, "sglang_routed_experts", {"model": "nowhere"})
     refused("leave out --set top_k", file, "sglang_routed_experts", {"model": "reference", "top_k": 2})

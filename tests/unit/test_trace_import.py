@@ -242,7 +242,7 @@ _WEIGHTS = np.full(ROUTES.shape, 0.25, np.float16)
     [
         ({}, {"model": None}, "has no model in its schema metadata"),
         ({}, {"layout": "[k, layer]"}, r"expected \[layer, k\]"),
-        ({}, {"moe_layers": "all"}, "expected such as '1..26'"),
+        ({}, {"moe_layers": "all"}, "expected a range such as '1..26'"),
         ({}, {"num_experts": "many"}, "num_experts 'many'"),
         ({}, {"top_k": "9"}, "top_k 9 of num_experts 8"),
         ({}, {"top_k": "3"}, "expert_ids of type .*6.* expected .*9"),
