@@ -298,9 +298,9 @@ def print_maps(made: Any) -> None:
         rows,
     )
     print_paragraph(
-        f"at distance {made.distance} δ selects {made.selected:.2f} experts per layer (K = {made.top_k}), "
-        f"{percent(made.selected_share)} of them, more than K for {percent(made.widened_share)} of the layers; "
-        f"{percent(made.hit_rate)} of the needed ones are among them"
+        f"distance {made.distance}: the threshold δ selects {made.selected:.2f} experts per layer "
+        f"({percent(made.selected_share)}; K = {made.top_k}), more than K in {percent(made.widened_share)} of the "
+        f"layers. {percent(made.hit_rate)} of the needed experts are selected."
     )
 
 

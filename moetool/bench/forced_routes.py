@@ -12,7 +12,7 @@ import torch
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
-from moetool.learning.unseen import held_out
+from moetool.learning.unseen_requests import held_out
 from moetool.models.expert_form import Call
 from moetool.models.spec import MoeLayer
 from moetool.trace.reader import MANIFEST, Trace

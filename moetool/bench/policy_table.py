@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from moetool.bench.bench_result import BenchResult, Row, recorded
-from moetool.caching._changing import PolicyChoice
 from moetool.caching._policy import slots_within
+from moetool.caching._policy_changes import PolicyChoice
 from moetool.errors import UsageError
 from moetool.tables import TextTable, percent
 from moetool.trace.reader import Trace

@@ -112,7 +112,7 @@ def serve(
     if beside is not None:
         others = {"--layers": layers, "--routes": routes, "--predictor": predictor}
         _require_together(model, beside, others, shape, texts)
-    from moetool.bench.forms import bench_forms
+    from moetool.bench.form_comparison import bench_forms
     from moetool.bench.serve import bench_serve
     from moetool.bench.serving_setup import ServingBenchOptions, Subject
 

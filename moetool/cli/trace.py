@@ -119,7 +119,7 @@ def split(
 
 
 def merge(
-    paths: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Trace directories of one model.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="DIR", help="Trace directories of one model.")],
     out: Out,
     overwrite: Overwrite = False,
 ) -> None:
@@ -172,7 +172,7 @@ def diff(
 
 
 def import_files(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, one per task.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files of one model, one per task.")],
     out: Out,
     format: Annotated[
         str | None,

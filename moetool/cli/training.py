@@ -81,7 +81,7 @@ def summarize_card(card: dict[str, Any]) -> str:
 
 
 def evaluate(
-    predictors: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of trained predictors.")],
+    predictors: Annotated[list[Path], typer.Argument(metavar="DIR", help="Directories of trained predictors.")],
     trace: TraceDir,
     unseen_task: Annotated[
         Path | None, typer.Option("--unseen-task", help="Trace directory of a task that no predictor was trained on.")

@@ -22,7 +22,7 @@ from moetool.evaluation.tally import MatchScore, MatchTally
 from moetool.json_files import JsonRecord
 from moetool.learning.predictor import Predictor, build, load_predictor
 from moetool.learning.tokens import Part, Picker, read, require_finite, stream
-from moetool.learning.unseen import Unseen, in_time, unseen_by_all
+from moetool.learning.unseen_requests import Unseen, in_time, unseen_by_all
 from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent
 
@@ -39,7 +39,7 @@ class Evaluation(JsonRecord):
         baseline: source of a baseline's counts; None for others.
         trace: folder of the trace.
         unseen_task: whether the trace was given as one of an unseen task.
-        requests, num_skipped: as in `moetool.learning.unseen.Unseen`.
+        requests, num_skipped: as in `moetool.learning.unseen_requests.Unseen`.
         num_requests: number of scored requests.
         num_tokens: number of scored tokens.
         top_k: K of the model.

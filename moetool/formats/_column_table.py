@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.errors import MismatchError, UsageError, first_line, unknown_name
-from moetool.formats._sample import FileSample
+from moetool.formats._file_sample import FileSample
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moetool import plugins
 from moetool.errors import UsageError
-from moetool.formats._sample import FileSample
+from moetool.formats._file_sample import FileSample
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from moetool.errors import MismatchError
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts
-from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
 
 _VERSION = 1

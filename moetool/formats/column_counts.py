@@ -10,8 +10,8 @@ import numpy as np
 
 from moetool.errors import MismatchError, UsageError
 from moetool.formats import _column_table
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts
-from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
 
 GENERIC = True

@@ -14,10 +14,10 @@ import numpy as np
 from moetool.errors import MismatchError
 from moetool.formats import _column_table
 from moetool.formats._column_table import MappedColumns
+from moetool.formats._file_sample import FileSample
 from moetool.formats._layer_runs import LayerRows, by_token
 from moetool.formats._model_facts import ModelFacts
 from moetool.formats._routes import Routes, RouteSequence, check, renormalized
-from moetool.formats._sample import FileSample
 
 GENERIC = True
 TAKES_MAP = True

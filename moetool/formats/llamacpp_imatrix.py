@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from moetool.errors import MismatchError, first_line
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts
-from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
 
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.weight\.counts")

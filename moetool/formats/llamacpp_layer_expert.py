@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.errors import MismatchError
+from moetool.formats._file_sample import FileSample, read_numbers
 from moetool.formats._layer_runs import LayerRows, TokenRows, by_token
 from moetool.formats._model_facts import ModelFacts
 from moetool.formats._routes import Routes, whole_requests
-from moetool.formats._sample import FileSample, read_numbers
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.errors import MismatchError
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts
 from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, run_order, whole_requests
-from moetool.formats._sample import FileSample
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts
 from moetool.formats._routes import Routes, RouteSequence, check, renormalized, whole_requests
-from moetool.formats._sample import FileSample
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch

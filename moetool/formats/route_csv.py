@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.errors import MismatchError
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, spec_from_routes
 from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, run_order, whole_requests
-from moetool.formats._sample import FileSample
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:

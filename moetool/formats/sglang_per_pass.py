@@ -15,8 +15,8 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _recorder
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts, hidden_layers
-from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
 
 

@@ -26,9 +26,9 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _recorder
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
 from moetool.formats._routes import Routes, RouteSequence, check
-from moetool.formats._sample import FileSample
 from moetool.types import Phase
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _responses
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts
 from moetool.formats._responses import decoded, field, read_responses
 from moetool.formats._routes import Routes, RouteSequence
-from moetool.formats._sample import FileSample
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _tensorrt_statistics as _statistics
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts, require_even
 from moetool.formats._routes import Routes, RouteSequence, check
-from moetool.formats._sample import FileSample
 from moetool.placement._demand import count_experts
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _tensorrt_statistics as _statistics
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts, require_even
-from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
 
 READS_FOLDERS = True

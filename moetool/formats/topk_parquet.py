@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts, require_even, spec_from_routes
 from moetool.formats._routes import Routes, RouteSequence, check, one_task, renormalized, whole_requests
-from moetool.formats._sample import FileSample
 from moetool.trace.reader import Trace
 from moetool.types import ModelSpec
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from moetool.errors import MismatchError, first_line
 from moetool.formats import _responses
+from moetool.formats._file_sample import FileSample
 from moetool.formats._model_facts import ModelFacts
 from moetool.formats._responses import decoded, field, read_responses
 from moetool.formats._routes import Routes
-from moetool.formats._sample import FileSample
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace

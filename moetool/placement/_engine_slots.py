@@ -39,8 +39,8 @@ def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str, limit: int = 0) 
         if slots < fitting:
             cause, advice = f"the planner's limit is {limit} per layer", f"set it to {per_layer} or more"
         raise CapacityError(
-            f"{engine} has equal slots of each layer on every GPU, and {cause}, which is {slots} of each of "
-            f"{spec.num_layers} layers: {slots * len(slots_G)} slots for {spec.num_experts} experts; {advice}"
+            f"{engine} has equal slots of each layer on every GPU, and {cause}: {slots} in each of {spec.num_layers} "
+            f"layers, so {slots * len(slots_G)} slots for {spec.num_experts} experts; {advice}"
         )
     used = slots * spec.num_layers * spec.slot_bytes
 

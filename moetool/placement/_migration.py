@@ -116,8 +116,8 @@ class _Mover:
         size = min(self._size(place) for _, place in waiting)
         hosts = sorted({self.cluster.servers[self.server_G[g]].name for g, _ in waiting})
         raise CapacityError(
-            f"no GPU has room to stage an expert, nor has the host of server {' or '.join(hosts)} {size:,} "
-            f"bytes; leave a slot free or raise host_memory_bytes"
+            f"no GPU has room to stage an expert, and the host of server {' or '.join(hosts)} lacks {size:,} bytes; "
+            f"leave a slot free or raise host_memory_bytes"
         )
 
     def _put_aside(self, g: int, place: Place) -> bool:

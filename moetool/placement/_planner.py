@@ -164,7 +164,7 @@ def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.n
     short_L = experts_L - given_GL.sum(axis=0)
     if (short_L > 0).any():
         layer = int(short_L.argmax())
-        limit = f" under {option} {c_max}; raise {option}, or" if c_max else ";"
+        limit = f" with {option} {c_max}; raise {option}, or" if c_max else ";"
         raise CapacityError(
             f"MoE layer {layer} gets {given_GL[:, layer].sum()} slots for {experts_L[layer]} experts{limit} spread the "
             f"memory more evenly over the GPUs"

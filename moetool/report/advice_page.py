@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moetool import tables
-from moetool.caching._changing import PolicyChoice
+from moetool.caching._policy_changes import PolicyChoice
 from moetool.json_files import JsonRecord
 from moetool.report.html_page import Section, render_page
 from moetool.tables import TextTable

@@ -12,10 +12,10 @@ import torch
 
 from moetool import durable
 from moetool.cache_plan import CachePlan, PrefetchLimits
-from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
 from moetool.caching._layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
+from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching._residency import Residency
 from moetool.config import POSITIVE, Span, require_within
 from moetool.errors import CapacityError, MismatchError, UsageError

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from moetool.caching._changing import PolicyChanges, PolicyChoice
+from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching._residency import Counts, Residency
 from moetool.errors import MoetoolError
 from moetool.models.loading import LoadedModel

@@ -23,8 +23,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool import durable
-from moetool.caching._changing import PolicyChoice
 from moetool.caching._decision_digest import DecisionDigest
+from moetool.caching._policy_changes import PolicyChoice
 from moetool.caching._residency import Step
 from moetool.errors import MoetoolError
 from moetool.models.loading import LoadedModel
@@ -142,7 +142,7 @@ class ServeLog:
         self._costs.append((forward, load_s, host_s))
 
     def on_change(self, forward: int, choice: PolicyChoice) -> None:
-        """Record a policy change that applies from a forward on (`moetool.caching._changing`)."""
+        """Record a policy change that applies from a forward on (`moetool.caching._policy_changes`)."""
         self._changes.append((forward, choice.policy, choice.pool))
 
     def on_lent(self, forward: int, slots: int) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._policy import build_policy, policy_class
+from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching._residency import Counts, Residency
 from moetool.errors import MoetoolError
 from moetool.runtime.event_window import EventWindow, WindowForward

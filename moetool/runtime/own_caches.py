@@ -2,7 +2,7 @@
 
 Transformers' paged cache does not support linear and chunked attention, fixed-size states and attention sinks; with the
 model's own attention and cache they run as in `generate`. The forwards of the requests meet at every MoE layer
-(`moetool.runtime.meeting`), so that experts are loaded and multiplied once for all.
+(`moetool.runtime.joint_forwards`), so that experts are loaded and multiplied once for all.
 """
 
 import sys
@@ -26,7 +26,7 @@ from moetool.runtime.decoding import (
     kv_cache_bytes,
     score_prompt,
 )
-from moetool.runtime.meeting import Meeting
+from moetool.runtime.joint_forwards import JointForwards
 from moetool.runtime.prompt_chunks import PromptChunks
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
@@ -152,14 +152,14 @@ class OwnCaches:
         self._requests: dict[int, _Request] = {}
         self._inside: list[_Request] = []  # in order of admission
         self._forward_id = 0
-        self._meeting = Meeting(model)
+        self._joint = JointForwards(model)
 
     def close(self) -> None:
         """Drop all requests and end their threads."""
         self._requests.clear()
         self._inside.clear()
         self._ended = None
-        self._meeting.close()
+        self._joint.close()
 
     @property
     def running(self) -> int:
@@ -276,7 +276,7 @@ class OwnCaches:
         if self.on_forward is not None:
             self.on_forward(_batch(requests, self._forward_id))
         with torch.inference_mode():
-            made = self._meeting.run([partial(self._forward_one, request) for request in requests])
+            made = self._joint.run([partial(self._forward_one, request) for request in requests])
         return torch.cat(made).float().clone()
 
     def _forward_one(self, request: _Request) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moetool.assets import cache_folder
-from moetool.caching._changing import LearnedByAll, PolicyChanges, PolicyChoice
+from moetool.caching._policy_changes import LearnedByAll, PolicyChanges, PolicyChoice
 from moetool.errors import MoetoolError
 from moetool.runtime.live_oracle import CANDIDATES
 from moetool.runtime.policy_state import Learned, read_array, read_facts, restore_state, save_state

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from moetool.caching._changing import PolicyChoice
 from moetool.caching._policy import MIN_SLOTS
+from moetool.caching._policy_changes import PolicyChoice
 from moetool.config import SHARE, Span, require_within
 from moetool.errors import UsageError
 from moetool.tables import numbered, percent

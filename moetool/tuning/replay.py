@@ -12,11 +12,11 @@ from typing import Any
 
 from moetool import validation as check
 from moetool.cache_plan import PrefetchLimits
-from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._decision_digest import DecisionDigest
 from moetool.caching._devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
 from moetool.caching._layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form, scaled_down
 from moetool.caching._policy import Policy, SharedPredictor, policy_class, slots_within
+from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching._residency import Counts, Residency, Step, StepKind
 from moetool.config import parse
 from moetool.costing.costs import CostProfile

@@ -17,7 +17,7 @@ import torch
 from moetool.capture.run import CaptureOptions, RunSetup, capture
 from moetool.evaluation.prediction_time import prompt_time, step_time
 from moetool.learning.predictor import load_predictor
-from moetool.learning.unseen import held_out
+from moetool.learning.unseen_requests import held_out
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel
 from moetool.prompts import gather as prompts

@@ -32,7 +32,7 @@ from moetool.formats._import import import_trace
 from moetool.learning.fit_options import FitOptions
 from moetool.learning.predictor import load_predictor
 from moetool.learning.training import train
-from moetool.learning.unseen import unseen_by_all
+from moetool.learning.unseen_requests import unseen_by_all
 from moetool.prompts import gather as prompt_sets
 from moetool.report.predictor_page import write_page
 from moetool.simulation.simulation_results import interval

@@ -16,7 +16,7 @@ def test_what_likeness_is_worth_is_printed(
     assert exit_code(monkeypatch, *arguments, "--capacity", "2LJ") == 0
     printed = capsys.readouterr().out
     assert "expert maps of at most 512" in printed  # 2 * 8 * 32
-    assert "Pearson" in printed and "more than K for" in printed
+    assert "Pearson" in printed and "more than K in" in printed
     assert exit_code(monkeypatch, *arguments, "--overwrite", "--capacity", "40", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert made["maps"] == 40

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._changing import PolicyChoice
 from moetool.caching._layer_slots import equal_slots
+from moetool.caching._policy_changes import PolicyChoice
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching._changing import PolicyChoice
+from moetool.caching._policy_changes import PolicyChoice
 from moetool.cli.main import app
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams

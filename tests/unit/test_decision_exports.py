@@ -95,7 +95,7 @@ def test_a_plan_for_an_engine_can_be_exported(trace: Trace, tmp_path: Path, plan
 
 def test_what_an_engine_cannot_take_is_refused_while_planning(trace: Trace) -> None:
     size = trace.spec.slot_bytes
-    with pytest.raises(CapacityError, match="5 of each of 4 layers: 15 slots for 16 experts"):
+    with pytest.raises(CapacityError, match="5 in each of 4 layers, so 15 slots for 16 experts"):
         plan_placement({"s0": trace}, cluster(*[23 * size] * 3), "eplb", {}, setting=Setting(engine="sglang"))
     with pytest.raises(UsageError, match="did you mean 'sglang'"):
         plan_placement({"s0": trace}, cluster(*[32 * size] * 3), "eplb", {}, setting=Setting(engine="sglan"))
@@ -112,7 +112,7 @@ def test_an_engine_gets_as_many_slots_as_the_planner_is_told(trace: Trace, plann
     machines = cluster(*[4 * 8 * trace.spec.slot_bytes] * 3)  # room for 8 slots of each layer
     plan, _ = plan_placement({"s0": trace}, machines, planner, {option: 6}, setting=Setting(engine="sglang"))
     assert {len(set(experts)) for gpus in plan.experts_LG for experts in gpus} == {6}
-    with pytest.raises(CapacityError, match=r"limit is 5 per layer, .* 15 slots for 16 experts; set it to 6 or more"):
+    with pytest.raises(CapacityError, match=r"limit is 5 per layer: .* 15 slots for 16 experts; set it to 6 or more"):
         plan_placement({"s0": trace}, machines, planner, {option: 5}, setting=Setting(engine="sglang"))
     with pytest.raises(CapacityError, match="slots_per_gpu is 9, but a GPU holds 8 experts of each layer"):
         plan_placement({"s0": trace}, machines, "eplb", {"slots_per_gpu": 9}, setting=Setting(engine="sglang"))

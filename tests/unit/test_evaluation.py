@@ -18,7 +18,7 @@ from moetool.learning.fit_options import FitOptions
 from moetool.learning.predictor import Predictor, load_predictor
 from moetool.learning.tokens import Tokens, stream
 from moetool.learning.training import split_requests, train
-from moetool.learning.unseen import held_out
+from moetool.learning.unseen_requests import held_out
 from moetool.trace.merge import merge
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import digest_of_tokens, prompt_digests

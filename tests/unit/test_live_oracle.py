@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._policy import build_policy
+from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching._residency import Counts, Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams

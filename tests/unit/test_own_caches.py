@@ -13,7 +13,7 @@ from moetool.evaluation.plain_model import Forward, PlainModel
 from moetool.request import Output, SamplingParams
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
-from moetool.runtime.meeting import Meeting
+from moetool.runtime.joint_forwards import JointForwards
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.types import Phase
 from tests.engines import run_all, tokens_of
@@ -294,13 +294,13 @@ def test_a_thread_that_cannot_start_fails_its_requests_alone(
     ],
 )
 def test_calls_that_differ_in_more_than_tokens_are_refused(full: Any, first: Any, other: Any) -> None:
-    meeting, module = Meeting(full.model), full.model.get_input_embeddings()
+    joint, module = JointForwards(full.model), full.model.get_input_embeddings()
     works = [lambda kwargs=kwargs: module(torch.tensor([[1, 2]]), **kwargs) for kwargs in (first, other)]
     with pytest.raises(
         UsageError, match="Embedding cannot run for several requests at once, because the calls have different"
     ):
-        meeting.run(works)
-    meeting.close()
+        joint.run(works)
+    joint.close()
 
 
 def test_forwards_that_a_failure_leaves_behind_release_no_lock(full: Any) -> None:

@@ -277,7 +277,7 @@ def test_a_full_cluster_without_host_memory_cannot_swap() -> None:
     moves = order_moves(spec, cluster, old_GLE, old_GLE[::-1])
     assert [move.kind for move in moves].count("stage") == 1
     bare = replace(cluster, servers=(replace(cluster.servers[0], host_memory_bytes=0),))
-    with pytest.raises(CapacityError, match="nor has the host of server s0 1,000 bytes"):
+    with pytest.raises(CapacityError, match="the host of server s0 lacks 1,000 bytes"):
         order_moves(spec, bare, old_GLE, old_GLE[::-1])
 
 

@@ -1,7 +1,7 @@
-"""Joint forwards of several requests with separate caches, which meet at some of the model's modules.
+"""Joint forwards of several requests with separate caches: they run some of the model's modules together.
 
 Every forward has its own thread, and one runs at a time. It waits at each module where forwards meet. When all have
-arrived, the thread of `Meeting.run` calls the module once with the concatenated tokens.
+arrived, the thread of `JointForwards.run` calls the module once with the concatenated tokens.
 
 The threads are kept between runs, because OpenMP builds a team of compute threads for each. So N requests hold up to
 N + 1 teams, of which one works at a time. With a single team each forward, attention included, would have one compute
@@ -21,8 +21,8 @@ from moetool.models.spec import moe_layers
 _KINDS: dict[type, type] = {}
 
 
-class Meeting:
-    """Makes forwards meet at the MoE layers of a model, at its embedding and at its head.
+class JointForwards:
+    """Joint forwards of several requests, which meet at the MoE layers, the embedding and the head of a model.
 
     Effects: during `run` these modules have another class; their hooks run on its thread and see all tokens.
     Keeps one thread for each forward of the newest run, until `close`.
@@ -31,7 +31,7 @@ class Meeting:
     def __init__(self, model: Any) -> None:
         self._local = threading.local()  # its `forward` is the thread's
         self._threads: list[_Forward] = []
-        self._modules = _meeting_points(model)
+        self._modules = _joint_modules(model)
 
     def close(self) -> None:
         """End the threads."""
@@ -52,7 +52,7 @@ class Meeting:
             for forward, work in zip(self._threads, works, strict=True):
                 forward.begin(work)
             for module in self._modules:
-                module.moetool_meeting = self
+                module.moetool_joint_forwards = self
                 module.__class__ = _joining(type(module))
                 joined.append(module)
             running = list(self._threads)
@@ -74,7 +74,7 @@ class Meeting:
             self._threads = [forward for forward in self._threads if forward.idle]
             for module in joined:
                 module.__class__ = type(module).__bases__[0]
-                del module.moetool_meeting
+                del module.moetool_joint_forwards
 
     def _keep(self, count: int) -> None:
         """End threads, or start them, until there are `count`."""
@@ -173,7 +173,7 @@ class _Forward:
             self._paused.release()
 
 
-def _meeting_points(model: Any) -> list[Any]:
+def _joint_modules(model: Any) -> list[Any]:
     """The embedding, every MoE block, and the head.
 
     Router and experts directly in the decoder layer, beside its attention, are two points.
@@ -195,7 +195,7 @@ def _joining(kind: type) -> type:
     if kind not in _KINDS:
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.moetool_meeting.joined(self, args, kwargs)
+            return self.moetool_joint_forwards.joined(self, args, kwargs)
 
         _KINDS[kind] = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     return _KINDS[kind]

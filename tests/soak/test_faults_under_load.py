@@ -1,7 +1,7 @@
-"""A server on bad days: kills, a full disk, clock steps, pauses and memory pressure, alone and two at a time.
+"""Faults under load: kills, a full disk, clock steps, pauses and memory pressure, alone and two at a time.
 
-Every answer that comes, whatever happens, is the plain model's; whatever a kill leaves of the log can be read and
-replayed to the decisions that were taken. Faults that a machine does not allow are left out and named.
+Every answer equals that of the plain model. The part of a log that a kill leaves can be read and replayed to the
+decisions that were taken. Faults that a machine does not allow are left out and named.
 
 make soak                        ten minutes
 MOETOOL_SOAK_MINUTES=1 make soak
@@ -188,8 +188,8 @@ def _body(prompt: str, **more: Any) -> dict[str, Any]:
     return {"model": "reference", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, **more}
 
 
-class BadDays:
-    """A server that is started again whenever it has ended, and what can befall it."""
+class FaultInjection:
+    """A server that is started again whenever it has ended, and the faults that it can get."""
 
     def __init__(self, disk: Path, clients: Clients, clock: Clock, memory: MemoryGroup, stack: contextlib.ExitStack):
         self.disk, self.clients, self.clock, self.memory = disk, clients, clock, memory
@@ -202,7 +202,7 @@ class BadDays:
         self._start()
 
     def kinds(self) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-        """What this machine lets happen."""
+        """Faults that this machine allows, by name."""
         found: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
             "kill": self._killed,
             "pause": self._paused,
@@ -215,8 +215,8 @@ class BadDays:
             found["memory pressure"] = self._squeezed
         return found
 
-    def befall(self, names: list[str]) -> None:
-        """Let these happen together, then see that all is well."""
+    def inject(self, names: list[str]) -> None:
+        """Inject these faults together, then check that answers come and are right."""
         kinds = self.kinds()
         with contextlib.ExitStack() as together:
             for name in names:
@@ -304,7 +304,7 @@ class BadDays:
             self.faults["killed for want of memory"] += 1
 
 
-def test_bad_days(right: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_under_load(right: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     with contextlib.ExitStack() as stack:
@@ -317,30 +317,30 @@ def test_bad_days(right: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mon
         stack.callback(memory.close)
         clients = Clients(right)
         stack.callback(clients.close)
-        days = BadDays(disk, clients, clock, memory, stack)
-        names = sorted(days.kinds())
+        injection = FaultInjection(disk, clients, clock, memory, stack)
+        names = sorted(injection.kinds())
         if absent := {"full disk", "clock step", "memory pressure"} - set(names):
             print(f"\nnot possible here: {', '.join(sorted(absent))}")
         if clock.usable:
-            _steps_are_seen(days)
+            _steps_are_seen(injection)
         clients.answers_come(20)
         draw = random.Random(0)
         until, singles = time.monotonic() + 60 * MINUTES, list(names)
         while time.monotonic() < until or singles:  # each alone at least once
-            days.befall([singles.pop()] if singles else draw.sample(names, draw.choice((1, 2, 2))))
+            injection.inject([singles.pop()] if singles else draw.sample(names, draw.choice((1, 2, 2))))
             assert not clients.wrong, clients.wrong
         clients.answers_come(20)
-        days.stop()
+        injection.stop()
         clients.close()
-        print(f"\n{MINUTES:g} minutes: faults survived {dict(days.faults)}; requests {dict(clients.outcomes)}")
-        print(f"{days.logs} logs left by kills or closed, {days.rows:,} rows, all replayed to the same decisions")
+        print(f"\n{MINUTES:g} minutes: faults survived {dict(injection.faults)}; requests {dict(clients.outcomes)}")
+        print(f"{injection.logs} logs of killed or closed servers, {injection.rows:,} rows, all replayed exactly")
     assert not clients.wrong
     assert clients.outcomes["right"] > 50
 
 
-def _steps_are_seen(days: BadDays) -> None:
+def _steps_are_seen(injection: FaultInjection) -> None:
     """Lest the fault be none: the server's own clock shows in its answers."""
-    days.clock.step(86400)
-    _, answer = post(days.server.url, "/v1/completions", _body(PROMPTS[0]))
+    injection.clock.step(86400)
+    _, answer = post(injection.server.url, "/v1/completions", _body(PROMPTS[0]))
     assert answer["created"] - time.time() > 80000, answer
-    days.clock.step(0)
+    injection.clock.step(0)
