@@ -49,7 +49,7 @@ def serve(
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="Host memory that caches experts between disk and device, e.g. 32GB (default: 80 % of the free "
+            help="Host memory that caches experts between disk and device, e.g. 32GB (default: 0.8 of the free "
             "RAM with a GPU, else none)."
         ),
     ] = None,

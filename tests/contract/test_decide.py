@@ -186,9 +186,9 @@ def by_edge(planner: str, call_s: float) -> Eq4:
     )
     scheduler = Scheduler(SPEC, CLUSTER, options)
     now_s = 0.0
-    while not scheduler.chronicle.decisions or scheduler.migrating:
+    while not scheduler.history.decisions or scheduler.migrating:
         now_s += max(1e-3, scheduler.tick(table, now_s))
-    record = scheduler.chronicle.decisions[0]
+    record = scheduler.history.decisions[0]
     held_GLE = as_array(SPEC, table.held())
     # The scheduler extrapolates the rate that it saw to its own horizon; the others count what they saw.
     return of_record(record, begun(), held_GLE, SERVERS * TOKENS / record.horizon_tokens)

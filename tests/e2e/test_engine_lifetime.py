@@ -125,7 +125,9 @@ def test_a_pooled_model_that_fails_half_way_leaves_nothing(name: str, monkeypatc
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("at", ["Shelf", "ParallelRuntime", "open_batcher", "ExpertTransfer", "Lockstep", "connect"])
+@pytest.mark.parametrize(
+    "at", ["ExpertBuffers", "ParallelRuntime", "open_batcher", "ExpertTransfer", "Lockstep", "connect"]
+)
 def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import timedelta
 

@@ -168,9 +168,9 @@ def test_text_is_the_same_while_experts_move(head: RankHead, prompts: Any, alone
     assert sum(record.from_disk for record in head.batches) == 0
     assert head.batches[-1].held <= slots + 1
     assert (head.loop.placing.version - begun > 2) == (slots == 100)  # a stage a decision, or several
-    held = [rank.shelf for rank in head.launcher.ranks.values()]  # type: ignore[attr-defined]
+    held = [rank.buffers for rank in head.launcher.ranks.values()]  # type: ignore[attr-defined]
     placed_GLE = head.decisions[-1].placed_GLE
-    assert [len(shelf.keys) for shelf in held] == placed_GLE.sum(axis=(1, 2)).tolist()
+    assert [len(buffers.keys) for buffers in held] == placed_GLE.sum(axis=(1, 2)).tolist()
 
 
 def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts: Any, alone: Any) -> None:

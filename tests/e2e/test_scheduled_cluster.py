@@ -216,7 +216,7 @@ def test_text_is_the_same_while_experts_move(
                 moved += scheduler.migrating
                 unmoved += bool(moved) and not scheduler.migrating
                 assert serve(node, [prompt]) == [expected[n][text]]
-    made = [one for one in scheduler.chronicle.decisions if one.made]
+    made = [one for one in scheduler.history.decisions if one.made]
     assert moved > 1 and made and made[0].outcome == "done" and made[0].copies > 20
     assert made[0].local_after > made[0].local_before
     assert all(node.meter.total["last_resort"] == 0 for node in nodes.nodes)
@@ -259,15 +259,15 @@ def test_a_change_of_tasks_is_followed_by_migrations_that_pay(nodes: Nodes, mach
         return share
 
     steady = go(4, (0, 1, 2))
-    assert [one for one in scheduler.chronicle.decisions if one.made] == []
+    assert [one for one in scheduler.history.decisions if one.made] == []
     shifted = go(1, (1, 2, 0))
     assert shifted < steady
     settled = go(5, (1, 2, 0))
-    made = [one for one in scheduler.chronicle.decisions if one.made]
+    made = [one for one in scheduler.history.decisions if one.made]
     assert made and all(one.saved_s > one.cost_s and one.outcome == "done" for one in made)
     assert settled > shifted + 0.05
 
 
 def pairs(scheduler: Scheduler) -> tuple[int, int]:
-    windows = scheduler.chronicle.to_json()["windows"]
+    windows = scheduler.history.to_json()["windows"]
     return tuple(int(np.sum([window[name] for window in windows])) for name in ("local", "remote"))  # type: ignore[return-value]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster.edge.history import Chronicle
+from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
 from moetool.errors import MismatchError
@@ -113,19 +113,19 @@ def _fields(stats: WorkerStats) -> dict[str, Any]:
 
 
 def test_the_chronicle_keeps_its_sums_when_windows_are_joined() -> None:
-    chronicle = Chronicle(2, 1.0)
+    history = ReportHistory(2, 1.0)
     for second in range(1000):
-        chronicle.add(
+        history.add(
             report(second % 2, 1, local_pairs=3, remote_pairs=1, bytes_out={1 - second % 2: 10}, request_s=(0.5,)),
             float(second),
         )
-    shown = chronicle.summary()
+    shown = history.summary()
     assert len(shown["windows"]) <= 240
     assert sum(sum(window["local"]) for window in shown["windows"]) == 3000
     assert sum(window["bytes"] for window in shown["windows"]) == 10_000
     assert [window["until_s"] for window in shown["windows"]] == sorted(w["until_s"] for w in shown["windows"])
-    assert chronicle.local == 0.75 and shown["bytes"] == [[0, 5000], [5000, 0]]
+    assert history.local == 0.75 and shown["bytes"] == [[0, 5000], [5000, 0]]
     assert shown["latency"][0] == {"requests": 500, "failed": 0, "p50_s": 0.5, "p95_s": 0.5}
-    again = Chronicle(2)
-    again.restore(json.loads(json.dumps(chronicle.to_json(), allow_nan=False)))
-    assert again.to_json() == chronicle.to_json()
+    again = ReportHistory(2)
+    again.restore(json.loads(json.dumps(history.to_json(), allow_nan=False)))
+    assert again.to_json() == history.to_json()

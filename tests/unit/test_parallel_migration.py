@@ -22,7 +22,7 @@ SPEC = make_spec(1, 4)
 
 
 class Kept:
-    """As a shelf; its disk may fail."""
+    """Stands in for expert buffers; its disk may fail."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.held: dict[int, torch.Tensor] = {}
@@ -32,18 +32,18 @@ class Kept:
     def __contains__(self, key: int) -> bool:
         return key in self.held
 
-    def room(self) -> torch.Tensor:
+    def allocate(self) -> torch.Tensor:
         return torch.zeros(8, dtype=torch.uint8)
 
-    def give_back(self, room: torch.Tensor) -> None:
+    def give_back(self, buffer: torch.Tensor) -> None:
         pass
 
-    def read_into(self, key: int, room: torch.Tensor) -> None:
+    def read_into(self, key: int, buffer: torch.Tensor) -> None:
         if self._fails:
             raise OSError(5, "Input/output error")
 
-    def put(self, key: int, room: torch.Tensor) -> None:
-        self.held[key] = room
+    def put(self, key: int, buffer: torch.Tensor) -> None:
+        self.held[key] = buffer
 
 
 class Device:
@@ -71,10 +71,10 @@ class Device:
 
 
 @contextmanager
-def opened(shelf: Any) -> Iterator[ExpertTransfer]:
+def opened(buffers: Any) -> Iterator[ExpertTransfer]:
     made = ExpertTransfer(
         SPEC,
-        shelf,
+        buffers,
         0,
         host="127.0.0.1",
         identity=identity("rank-0"),
@@ -106,14 +106,14 @@ def test_a_disk_that_fails_is_told_to_who_waits_for_the_expert() -> None:
 
 
 def test_stages_of_a_generation_that_is_over_bring_nothing() -> None:
-    shelf = Kept()
-    with opened(shelf) as migration:
+    buffers = Kept()
+    with opened(buffers) as migration:
         migration.ask(stage(3, 3))  # waits for version 2, which never is in force
         migration.ask(stage(4, 2))
         migration.begin(4, [None, None])
         migration.ask(stage(5, 1))
         assert migration.wait(5, 10.0)
-        assert shelf.held.keys() == {SPEC.expert_key(0, 1)} and migration.moved.from_disk == 1
+        assert buffers.held.keys() == {SPEC.expert_key(0, 1)} and migration.moved.from_disk == 1
 
 
 def test_host_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,17 +121,17 @@ def test_host_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_buffers, "open_copies", lambda where: device)
     checkpoint = Checkpoint.open("reference")
     files = checkpoint.expert_files()
-    shelf = expert_buffers.Shelf(files, torch.device("cpu"))
+    buffers = expert_buffers.ExpertBuffers(files, torch.device("cpu"))
     for key in range(16):
-        shelf.load(key)
+        buffers.load(key)
     for turn in range(1, 11):
         for key in range(16):
-            shelf.drop(key + 16 * (turn - 1))
-            shelf.load(key + 16 * turn)
-    shelf.give_back(shelf.room())
-    assert (device.buffers, device.slots, len(shelf.keys)) == (1, 16, 16)
+            buffers.drop(key + 16 * (turn - 1))
+            buffers.load(key + 16 * turn)
+    buffers.give_back(buffers.allocate())
+    assert (device.buffers, device.slots, len(buffers.keys)) == (1, 16, 16)
     expected = torch.empty(files.slot_bytes, dtype=torch.uint8)
     files.read_into(165, expected)
-    assert shelf.read(165, 0, files.slot_bytes)[0] == expected.numpy().tobytes()  # type: ignore[index]
-    shelf.close()
+    assert buffers.read(165, 0, files.slot_bytes)[0] == expected.numpy().tobytes()  # type: ignore[index]
+    buffers.close()
     checkpoint.close()

@@ -64,7 +64,7 @@ def test_experts_move_through_the_head_and_everybody_knows(head: EdgeHead, worke
         for worker in workers.values():
             worker.serve(max(1, int(12 * wait_s)), wait_s)  # says so if an expert is called where it is not
         now_s += wait_s
-    made = [decision for decision in scheduler.chronicle.decisions if decision.made]
+    made = [decision for decision in scheduler.history.decisions if decision.made]
     assert seen > 1 and [decision.outcome for decision in made][:1] == ["done"]
     assert made[0].local_after > made[0].local_before + 0.2
     assert [worker.held for _, worker in sorted(workers.items())] == head.held()

@@ -105,14 +105,14 @@ class World:
 
     @property
     def made(self) -> list[str]:
-        return [one.outcome for one in self.scheduler.chronicle.decisions if one.made]
+        return [one.outcome for one in self.scheduler.history.decisions if one.made]
 
 
 def test_a_steady_mix_moves_nothing() -> None:
     odds_NLE = odds(SPEC, 3)
     world = World(odds_NLE, planned(odds_NLE))
     world.pass_s(10 * 60)
-    assert len(world.scheduler.chronicle.decisions) >= 9
+    assert len(world.scheduler.history.decisions) >= 9
     assert world.made == []
 
 
@@ -120,11 +120,11 @@ def test_a_clock_that_is_set_back_is_waited_for_by_nobody() -> None:
     odds_NLE = odds(SPEC, 3)
     world = World(odds_NLE, planned(odds_NLE))
     world.pass_s(2.5 * 60)
-    before = len(world.scheduler.chronicle.decisions)
+    before = len(world.scheduler.history.decisions)
     world.now_s -= 7200
     assert world.step() <= 5.0
     world.pass_s(2.5 * 60)
-    assert before >= 2 and len(world.scheduler.chronicle.decisions) >= before + 2
+    assert before >= 2 and len(world.scheduler.history.decisions) >= before + 2
 
 
 def test_after_a_change_of_mix_experts_move_once_and_more_is_computed_at_home() -> None:
@@ -144,7 +144,7 @@ def test_after_a_change_of_mix_experts_move_once_and_more_is_computed_at_home() 
     assert settled > shifted + 0.1
     best = planned(np.roll(odds_NLE, -1, axis=0))
     assert settled > 0.97 * expected_local(best, np.roll(odds_NLE, -1, axis=0))
-    last = world.scheduler.chronicle.decisions[-1]
+    last = world.scheduler.history.decisions[-1]
     assert last.made is False and last.local_before > 0.5
 
 
@@ -164,7 +164,7 @@ def test_eq4_has_both_sides_in_seconds() -> None:
     for worker in dear.workers.values():
         worker.call_s = 1e-7
     dear.pass_s(130)
-    refused = dear.scheduler.chronicle.decisions[-1]
+    refused = dear.scheduler.history.decisions[-1]
     assert (refused.worth_it, refused.made, refused.outcome) == (False, False, "not worth it")
     assert refused.saved_s == pytest.approx((refused.calls_before - refused.calls_after) * 1e-7, rel=1e-6)
     assert refused.measured and refused.calls_after < refused.calls_before
@@ -174,7 +174,7 @@ def test_eq4_has_both_sides_in_seconds() -> None:
     assert refused.eq3_s == pytest.approx(refused.copies * 1000 / 12e9)
     cheap = World(odds_NLE, planned(odds_NLE, "uniform"))
     cheap.pass_s(130)
-    first = cheap.scheduler.chronicle.decisions[0]
+    first = cheap.scheduler.history.decisions[0]
     assert first.made and first.saved_s > first.cost_s and first.outcome == "done"
     # 36 tokens a second of 3 servers at 60 tokens in 5 s, 8 pairs each, over 60 s
     assert first.horizon_tokens == pytest.approx(36 * 60, rel=0.1)
@@ -208,7 +208,7 @@ def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) ->
         for n, worker in world.workers.items():
             worker.odds_LE = odds_NLE[(n + shift) % 3]
         world.pass_s(200)
-    made = [one for one in world.scheduler.chronicle.decisions if one.made and one.outcome == "done"]
+    made = [one for one in world.scheduler.history.decisions if one.made and one.outcome == "done"]
     took_s = [one.done_s - one.at_s for one in made if one.done_s is not None]
     assert len(made) >= 3 and made[0].foreseen_s < took_s[0] / 2  # nothing was measured yet
     for one, seconds in list(zip(made, took_s, strict=True))[1:]:
@@ -282,10 +282,10 @@ def test_a_server_that_is_away_is_waited_for_and_then_planned_without() -> None:
     world.lose(2)
     assert gone
     world.pass_s(30)
-    assert not world.scheduler.chronicle.decisions  # within an interval of its last report
+    assert not world.scheduler.history.decisions  # within an interval of its last report
     world.pass_s(90)
-    assert world.scheduler.chronicle.decisions
-    assert all(not one.outcome.startswith("no room") for one in world.scheduler.chronicle.decisions)
+    assert world.scheduler.history.decisions
+    assert all(not one.outcome.startswith("no room") for one in world.scheduler.history.decisions)
 
 
 def test_a_scheduler_that_is_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -303,15 +303,15 @@ def test_a_scheduler_that_is_started_again_goes_on_where_it_was(tmp_path: Path) 
     world.start()
     assert world.scheduler.in_force == world.table.held()
     np.testing.assert_allclose(world.scheduler.statistics.tokens_NLE, tokens, atol=1e-2)
-    assert world.scheduler.migrating and len(world.scheduler.chronicle.decisions) == 1
+    assert world.scheduler.migrating and len(world.scheduler.history.decisions) == 1
     while world.scheduler.migrating:
         world.step()
     assert world.made == ["done"]
     assert {str(n): sorted(map(list, w.held)) for n, w in world.workers.items()} == target
-    decided = len(world.scheduler.chronicle.decisions)
+    decided = len(world.scheduler.history.decisions)
     world.start()
     world.step()
-    assert len(world.scheduler.chronicle.decisions) == decided  # the interval goes on, too
+    assert len(world.scheduler.history.decisions) == decided  # the interval goes on, too
 
 
 def test_an_error_that_stays_is_met_once_in_a_report() -> None:

@@ -42,7 +42,7 @@ def line_row(line: str, gap_s: float, link: float, rounds: Sequence[Row], agains
             numbers of `failed` and `redirected` requests, and of `other_texts`, answers that differ from the first one
             to the same prompt. With a placement also the `local` compute share, `expected_local` from traces of the
             same prompts without migration, `call_s` of a remote call, `sent_bytes` between servers, `windows` of
-            `moetool.cluster.edge.history.Chronicle` that start at `began_s`, all `decisions`, and `changed_s`, seconds
+            `moetool.cluster.edge.history.ReportHistory` from `began_s`, all `decisions`, and `changed_s`, seconds
             after the start when tasks changed servers.
         against: the rounds of the line that ratios of mean latencies are relative to.
         more: other values, such as `simulated`.

@@ -156,14 +156,14 @@ class _Runner:
         with self._stand.watched(plan, options) as scheduler:
             answered = self._drive(self._stand.urls, coming)
         made = self._note(answered)
-        seen = scheduler.chronicle.summary()
+        seen = scheduler.history.summary()
         made |= {
-            "local": scheduler.chronicle.local,
+            "local": scheduler.history.local,
             "windows": seen["windows"],
             "began_s": seen["began_s"],
             "sent_bytes": float(np.sum(seen["bytes"])),
             "call_s": scheduler.statistics.call_s,
-            "decisions": [decision.to_json() for decision in scheduler.chronicle.decisions],
+            "decisions": [decision.to_json() for decision in scheduler.history.decisions],
         }
         if all(one.task == one.server for one in coming):
             drawn = [[one.prompt for one in coming if one.server == n] for n in range(len(self._inputs.tasks))]

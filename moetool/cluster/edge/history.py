@@ -30,7 +30,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """Format of `Chronicle.to_json`."""
+    """Format of `ReportHistory.to_json`."""
 
     window_s: float
     began_s: float | None
@@ -44,8 +44,8 @@ class _Kept:
     decisions: list[dict[str, Any]]
 
 
-class Chronicle:
-    """Counts of all reports, in time windows.
+class ReportHistory:
+    """History of workers' reports: counts in time windows, and re-placement decisions.
 
     In long runs neighbouring windows are merged in pairs, so that there are at most 240.
 
@@ -119,19 +119,19 @@ class Chronicle:
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Restore a state of `to_json` with as many servers. Raises: MismatchError, UsageError: it does not fit."""
-        kept = parse(_Kept, values, "chronicle")
+        kept = parse(_Kept, values, "history")
         count = self._num_servers
-        require_plain("chronicle", asdict(kept))
-        require_positive("chronicle.window_s", kept.window_s)
-        require(bool(kept.windows) == (kept.began_s is not None), "chronicle.began_s", kept.began_s, "as the windows")
+        require_plain("history", asdict(kept))
+        require_positive("history.window_s", kept.window_s)
+        require(bool(kept.windows) == (kept.began_s is not None), "history.began_s", kept.began_s, "as the windows")
         bytes_NN = np.array(kept.bytes, float)
-        require(bytes_NN.shape == (count, count), "chronicle.bytes", bytes_NN.shape, f"{count} times {count}")
+        require(bytes_NN.shape == (count, count), "history.bytes", bytes_NN.shape, f"{count} times {count}")
         for name in ("migrated", "request_s", "requests", "failed"):
-            require(len(getattr(kept, name)) == count, f"chronicle.{name}", len(getattr(kept, name)), f"{count}")
+            require(len(getattr(kept, name)) == count, f"history.{name}", len(getattr(kept, name)), f"{count}")
         for window in kept.windows:
             lengths = len(window.local), len(window.remote)
-            require(lengths == (count, count), "chronicle.windows", lengths, f"{count} servers")
-        require(set(kept.latest) <= set(range(count)), "chronicle.latest", sorted(kept.latest), f"of {count} servers")
+            require(lengths == (count, count), "history.windows", lengths, f"{count} servers")
+        require(set(kept.latest) <= set(range(count)), "history.latest", sorted(kept.latest), f"of {count} servers")
         self._window_s, self._began_s = kept.window_s, kept.began_s
         self._windows = [asdict(window) for window in kept.windows]
         self._bytes_NN, self._migrated_N = bytes_NN, np.array(kept.migrated, float)

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from moetool import config, durable
-from moetool.cluster.edge.history import Chronicle
+from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import MovedRound, WorkerInfo, WorkerStats
 from moetool.cluster.edge.replacement import by_server, next_round, observe, places_of, pooled, steps_to
-from moetool.cluster.edge.scheduler_state import Kept, reading
+from moetool.cluster.edge.scheduler_state import SchedulerState, reading
 from moetool.cluster.worker_link import WorkerDied
 from moetool.config import POSITIVE, SHARE, Span, require_within
 from moetool.errors import CapacityError, first_line, unknown_name
@@ -128,7 +128,7 @@ class Scheduler:
             block_s=options.interval_s / 4,
             compute_s=options.compute_s,
         )
-        self.chronicle = Chronicle(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
+        self.history = ReportHistory(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
         self.tick_s = 0.0
         self._state, self._narrate = Path(options.state) if options.state else None, narrate
         self._lock = threading.Lock()
@@ -147,7 +147,7 @@ class Scheduler:
             durable.require_writable(self._state)
             if self._state.exists():
                 with reading(self._state):
-                    self._restore(Kept.load(self._state, spec, cluster))
+                    self._restore(SchedulerState.load(self._state, spec, cluster))
 
     @property
     def migrating(self) -> bool:
@@ -245,7 +245,7 @@ class Scheduler:
                 "wanted": [
                     [round(float(value), 1) for value in tokens_LE.ravel()] for tokens_LE in self.statistics.tokens_NLE
                 ],
-                **self.chronicle.summary(),
+                **self.history.summary(),
             }
             return self._shown
         finally:
@@ -260,7 +260,7 @@ class Scheduler:
             if stats is not None:
                 self._seen_s[stats.server] = now_s
                 self.statistics.add(stats, now_s)
-                self.chronicle.add(stats, now_s)
+                self.history.add(stats, now_s)
 
     def _decide(self, servers: Servers, now_s: float) -> None:
         slots, held = _there(servers)
@@ -272,7 +272,7 @@ class Scheduler:
         self._decided_s = now_s
         record = ReplacementRecord(at_s=now_s, planner=self.options.planner)
         decision = self._propose(record, held, slots)
-        self.chronicle.decide(record)
+        self.history.decide(record)
         if decision is not None and decision.made:
             record.outcome = "under way"
             servers_there = sorted(slots)
@@ -394,22 +394,22 @@ class Scheduler:
         if self._state is None or self._now_s is None:
             return
         self._saved_s = self._now_s
-        Kept(
+        SchedulerState(
             decided_s=self._decided_s,
             target=self._target,
             held=None if self._servers is None else self._servers.held(),
             statistics=self.statistics.to_json(),
-            chronicle=self.chronicle.to_json(),
+            history=self.history.to_json(),
         ).save(self._state, self.spec, self.cluster)
 
-    def _restore(self, kept: Kept) -> None:
+    def _restore(self, kept: SchedulerState) -> None:
         self.statistics.restore(kept.statistics)
-        self.chronicle.restore(kept.chronicle)
+        self.history.restore(kept.history)
         self._decided_s = kept.decided_s
         if kept.held is not None and len(frozenset[Place]().union(*kept.held)) == self.spec.total_experts:
             self.in_force = list(kept.held)
-        if kept.target is not None and self.chronicle.decisions:
-            self._target, self._moving = dict(kept.target), self.chronicle.decisions[-1]
+        if kept.target is not None and self.history.decisions:
+            self._target, self._moving = dict(kept.target), self.history.decisions[-1]
             self._resume = True
 
 

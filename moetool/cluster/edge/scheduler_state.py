@@ -14,12 +14,12 @@ from moetool.placement._placement_plan import Place
 from moetool.types import Cluster, ModelSpec
 from moetool.validation import require, require_number, require_whole
 
-_KIND, _SCHEMA_VERSION = "scheduler_state", 1
+_KIND, _SCHEMA_VERSION = "scheduler_state", 2
 _ADVICE = "remove it or give another file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SchedulerState:
     """The state of a scheduler.
 
     Attributes:
@@ -27,14 +27,14 @@ class Kept:
         target: experts of each server after the running migration; None: none runs.
         held: experts of each server; None: unknown.
         statistics: state of `moetool.cluster.edge.load_statistics.Statistics`.
-        chronicle: state of `moetool.cluster.edge.history.Chronicle`.
+        history: state of `moetool.cluster.edge.history.ReportHistory`.
     """
 
     decided_s: float
     target: Mapping[int, frozenset[Place]] | None
     held: Sequence[frozenset[Place]] | None
     statistics: dict[str, Any]
-    chronicle: dict[str, Any]
+    history: dict[str, Any]
 
     def save(self, path: Path, spec: ModelSpec, cluster: Cluster) -> None:
         """Write it atomically."""
@@ -47,12 +47,12 @@ class Kept:
             "target": None if self.target is None else {str(n): sorted(places) for n, places in self.target.items()},
             "held": None if self.held is None else [sorted(places) for places in self.held],
             "statistics": self.statistics,
-            "chronicle": self.chronicle,
+            "history": self.history,
         }
         durable.write_text(path, json.dumps(values, allow_nan=False) + "\n")
 
     @classmethod
-    def load(cls, path: Path, spec: ModelSpec, cluster: Cluster) -> "Kept":
+    def load(cls, path: Path, spec: ModelSpec, cluster: Cluster) -> "SchedulerState":
         """Read it. Call within `reading`.
 
         Raises:
@@ -61,7 +61,8 @@ class Kept:
         values = read_json(path, advice=_ADVICE)
         found = values["kind"], values["schema_version"]
         if found != (_KIND, _SCHEMA_VERSION):
-            raise MismatchError(f"{path} holds {found[0]} of version {found[1]}, expected {_KIND}; {_ADVICE}")
+            expected = f"{_KIND} of version {_SCHEMA_VERSION}"
+            raise MismatchError(f"{path} holds {found[0]} of version {found[1]}, expected {expected}; {_ADVICE}")
         if values["revision"] != spec.revision:
             raise MismatchError(f"{path} belongs to another model than {spec.name}; {_ADVICE}")
         if values["servers"] != [server.name for server in cluster.servers]:
@@ -76,7 +77,7 @@ class Kept:
             target=None if target is None else {int(n): _places(places, spec) for n, places in target.items()},
             held=None if held is None else [_places(places, spec) for places in held],
             statistics=values["statistics"],
-            chronicle=values["chronicle"],
+            history=values["history"],
         )
 
 

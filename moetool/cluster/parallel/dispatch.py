@@ -9,7 +9,7 @@ import torch
 
 from moetool.caching._devices import Pool
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
-from moetool.cluster.parallel.expert_buffers import Shelf
+from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.process_group import Group, GroupBroken
 from moetool.cluster.parallel.replica_routing import destinations
 from moetool.errors import MoetoolError, first_line
@@ -65,8 +65,8 @@ class ParallelRuntime(ExpertRuntime):
     bit-identical to a single machine's, under every placement and during migration.
 
     Args:
-        residency, store: as for `ExpertRuntime`; unused, since held experts are on the shelf.
-        shelf: the experts held here.
+        residency, store: as for `ExpertRuntime`; unused, since held experts are in these buffers.
+        buffers: the experts held here.
         gpu: this rank's number in the cluster.
         server_G: the server of each GPU.
         windows: called at the start of compute phases and all-to-alls.
@@ -85,7 +85,7 @@ class ParallelRuntime(ExpertRuntime):
         loaded: LoadedModel,
         residency: Pool,
         store: ExpertStore,
-        shelf: Shelf,
+        buffers: ExpertBuffers,
         *,
         gpu: int,
         server_G: Sequence[int],
@@ -93,7 +93,7 @@ class ParallelRuntime(ExpertRuntime):
         machine: EmulatedMachine,
     ) -> None:
         super().__init__(loaded, residency, store)
-        self.shelf, self.windows = shelf, windows
+        self.buffers, self.windows = buffers, windows
         self._spec, self._layers = loaded.spec, loaded.layers
         self._gpu, self._server_G, self._machine = gpu, tuple(server_G), machine
         self._width = int(loaded.model.config.get_text_config().hidden_size)
@@ -248,12 +248,12 @@ class ParallelRuntime(ExpertRuntime):
         # One product per source and expert; new memory, aligned as on the source.
         for expert, x in zip(experts_N.tolist(), got_YD.split_with_sizes(lengths), strict=True):
             key = self._spec.expert_key(layer.index, expert)
-            if key not in self.shelf:
+            if key not in self.buffers:
                 raise MoetoolError(f"expert {expert} of MoE layer {layer.index} is not on GPU {self._gpu}")
             if together and num_rows + x.shape[0] > ROWS_TOGETHER:
                 outputs += form.compute_each(*zip(*together, strict=True))
                 together, num_rows = [], 0
-            together.append((x.clone(), self.shelf.weights(key)))
+            together.append((x.clone(), self.buffers.weights(key)))
             num_rows += x.shape[0]
         if together:
             outputs += form.compute_each(*zip(*together, strict=True))

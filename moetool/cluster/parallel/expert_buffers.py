@@ -1,4 +1,4 @@
-"""A rank's experts, each in separate memory on the rank's device."""
+"""A rank's expert buffers: its experts, each in separate memory on the rank's device."""
 
 import threading
 import zlib
@@ -11,8 +11,8 @@ from moetool.models.stored_expert import Weight
 from moetool.runtime.copies import CpuCopies, open_copies
 
 
-class Shelf:
-    """Held experts by key.
+class ExpertBuffers:
+    """A rank's experts by key, each in a buffer.
 
     Migration threads write and read bytes; the rank's own thread uses and drops experts.
 
@@ -33,7 +33,7 @@ class Shelf:
         self._slots: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[Weight, ...]] = {}
         self._free: list[torch.Tensor] = []
-        self._rooms = self._free if self._on_cpu else []  # free host memory
+        self._host_buffers = self._free if self._on_cpu else []  # free host memory
         self._lock = threading.Lock()
 
     def __contains__(self, key: int) -> bool:
@@ -51,31 +51,31 @@ class Shelf:
     def load(self, key: int) -> None:
         """Read an expert from the checkpoint, if it is not held. Raises: OSError: the disk failed."""
         if key not in self._views:
-            room = self.room()
-            self.files.read_into(key, room)
-            self.put(key, room)
+            buffer = self.allocate()
+            self.files.read_into(key, buffer)
+            self.put(key, buffer)
 
-    def room(self) -> torch.Tensor:
+    def allocate(self) -> torch.Tensor:
         """Host memory for one expert, for `put` or `give_back`: uint8."""
         with self._lock:
-            if self._rooms:
-                return self._rooms.pop()
+            if self._host_buffers:
+                return self._host_buffers.pop()
         return self._copies.host_memory(self.size)
 
-    def give_back(self, room: torch.Tensor) -> None:
+    def give_back(self, buffer: torch.Tensor) -> None:
         """Free memory that received no expert."""
         with self._lock:
-            self._rooms.append(room)
+            self._host_buffers.append(buffer)
 
-    def put(self, key: int, room: torch.Tensor) -> None:
-        """Hold the expert with the bytes in `room`, which is released."""
-        slot = room
+    def put(self, key: int, buffer: torch.Tensor) -> None:
+        """Hold the expert with the bytes in `buffer`, which is released."""
+        slot = buffer
         if not self._on_cpu:
             with self._lock:
                 free = self._free.pop() if self._free else None
             slot = self._copies.device_memory(self.size) if free is None else free
-            self._copies.finish(self._copies.copy(room, slot, None))
-            self.give_back(room)
+            self._copies.finish(self._copies.copy(buffer, slot, None))
+            self.give_back(buffer)
         with self._lock:
             self._slots[key], self._views[key] = slot, self.files.views(slot, self.files.layout_of(key))
             self.most = max(self.most, len(self._slots))
@@ -102,5 +102,5 @@ class Shelf:
             self._slots.clear()
             self._views.clear()
             self._free.clear()
-            self._rooms.clear()
+            self._host_buffers.clear()
         self._copies.close()

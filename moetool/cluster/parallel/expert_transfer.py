@@ -14,7 +14,7 @@ from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
-from moetool.cluster.parallel.expert_buffers import Shelf
+from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import MoetoolError, first_line
 from moetool.types import ModelSpec
@@ -70,7 +70,7 @@ class ExpertTransfer:
     def __init__(
         self,
         spec: ModelSpec,
-        shelf: Shelf,
+        buffers: ExpertBuffers,
         gpu: int,
         *,
         host: str,
@@ -79,7 +79,7 @@ class ExpertTransfer:
         machine: EmulatedMachine,
         on_join: Callable[[FrameConnection, int, int], None],
     ) -> None:
-        self._spec, self._shelf, self._gpu, self._identity = spec, shelf, gpu, identity
+        self._spec, self._buffers, self._gpu, self._identity = spec, buffers, gpu, identity
         self._windows, self._machine, self._on_join = windows, machine, on_join
         self._peers: list[tuple[str, int] | None] = []
         self._channels: dict[int, RankChannel] = {}
@@ -164,28 +164,28 @@ class ExpertTransfer:
                     self._state.notify_all()
 
     def _bring(self, key: int, source: int, epoch: int) -> None:
-        if key in self._shelf:
+        if key in self._buffers:
             return
-        room = self._shelf.room()
+        buffer = self._buffers.allocate()
         try:
-            size = self._pull(key, source, room, epoch)
+            size = self._pull(key, source, buffer, epoch)
         except LinkError as error:
             _LOG.info("GPU %d cannot send expert %d: %s", source, key, error)
             if (channel := self._channels.pop(source, None)) is not None:
                 channel.close()
             size = None
         if self._epoch != epoch:
-            self._shelf.give_back(room)
+            self._buffers.give_back(buffer)
             return
         if size is None:
-            self._shelf.files.read_into(key, room)
+            self._buffers.files.read_into(key, buffer)
             self.moved.from_disk += 1
-        self._shelf.put(key, room)
+        self._buffers.put(key, buffer)
         self.moved.experts += 1
 
-    def _pull(self, key: int, source: int, room: torch.Tensor, epoch: int) -> int | None:
+    def _pull(self, key: int, source: int, buffer: torch.Tensor, epoch: int) -> int | None:
         """Pull an expert's bytes from another rank; None if that rank does not hold it."""
-        view = memoryview(room.numpy().data)
+        view = memoryview(buffer.numpy().data)
         channel = self._channel(source)
         done = 0
         while done < len(view):
@@ -229,7 +229,7 @@ class ExpertTransfer:
                 continue
             try:
                 exchanges, inside = self._windows.exchanges, self._windows.exchanging
-                piece = self._shelf.read(asked["key"], asked["offset"], asked["bytes"])
+                piece = self._buffers.read(asked["key"], asked["offset"], asked["bytes"])
                 if piece is None:
                     channel.send({"state": "gone"})
                     continue

@@ -126,7 +126,7 @@ class Lockstep:
                 "seconds": time.perf_counter() - began,
                 "ready_s": ready_s,
                 "waited_s": self._windows.waited_s - waited_s,
-                "held": self._runtime.shelf.most,
+                "held": self._runtime.buffers.most,
                 "left": sorted(self._ids),
                 "version": self._version,
                 "tally": {**asdict(tally), "tokens_LE": tally.tokens_LE.tolist()},
@@ -173,7 +173,7 @@ class Lockstep:
             self._runtime.place(placed_GLE)
             for layer, expert, holders in stage.changes:
                 if self._gpu not in holders:
-                    self._runtime.shelf.drop(self._spec.expert_key(layer, expert))
+                    self._runtime.buffers.drop(self._spec.expert_key(layer, expert))
             self._version = stage.version
             self._migration.switched(stage.version)
 

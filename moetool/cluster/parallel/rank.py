@@ -20,7 +20,7 @@ from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import connect
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.dispatch import ParallelRuntime
-from moetool.cluster.parallel.expert_buffers import Shelf
+from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.lockstep import FOREVER, Lockstep
 from moetool.cluster.parallel.process_group import Group, GroupBroken
@@ -65,7 +65,7 @@ class Rank:
 
     Attributes:
         loaded: the model.
-        shelf: the experts held here.
+        buffers: the experts held here.
         windows: the compute phases in which experts may move.
         transfer: exchanges experts with other ranks.
 
@@ -100,11 +100,11 @@ class Rank:
             assert loaded.files is not None
             use_threads(loaded.model.config.get_text_config(), options.threads)
             self.spec = loaded.spec
-            self.shelf = Shelf(loaded.files, loaded.device)
-            stack.callback(self.shelf.close)
+            self.buffers = ExpertBuffers(loaded.files, loaded.device)
+            stack.callback(self.buffers.close)
             self.windows = Windows(strict=options.migrate != "pipelined")
             machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
-            # The base class needs a pool; experts here are on the shelf, so it is as small as possible.
+            # The base class needs a pool; experts here are in `buffers`, so it is as small as possible.
             residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
             pool = open_store(loaded, residency, 1)
             stack.callback(pool.close)
@@ -112,7 +112,7 @@ class Rank:
                 loaded,
                 residency,
                 pool,
-                self.shelf,
+                self.buffers,
                 gpu=gpu,
                 server_G=server_G,
                 windows=self.windows,
@@ -130,7 +130,7 @@ class Rank:
             self._arrivals = Arrivals()
             self.transfer = ExpertTransfer(
                 loaded.spec,
-                self.shelf,
+                self.buffers,
                 gpu,
                 host=self._host,
                 identity=identity,
@@ -246,12 +246,12 @@ class Rank:
         self.windows.strict = message["migrate"] != "pipelined"
         self._peers = {gpu: tuple(peer) for gpu, peer in enumerate(message["peers"]) if peer}
         self.transfer.begin(message["version"], [self._peers.get(gpu) for gpu in range(len(message["peers"]))])
-        for key in self.shelf.keys - wanted:
-            self.shelf.drop(key)
-        self.shelf.most = 0
+        for key in self.buffers.keys - wanted:
+            self.buffers.drop(key)
+        self.buffers.most = 0
         said = time.monotonic()
         for key in sorted(wanted):
-            self.shelf.load(key)
+            self.buffers.load(key)
             if time.monotonic() - said > _ALIVE_S:
                 said = time.monotonic()
                 self._say({"kind": "alive"})
