@@ -199,7 +199,7 @@ def _gptq(found: Mapping[str, Any], path: Path) -> list[Targets]:
 
     def read(values: Mapping[str, Any]) -> Gptq:
         bits, group = values.get("bits"), values.get("group_size", 128)
-        if bits not in BITS or not isinstance(group, int) or (group < 1 and group != -1):
+        if type(bits) is not int or bits not in BITS or type(group) is not int or (group < 1 and group != -1):
             raise UsageError(
                 f"{path} is quantized by gptq to {bits!r} bits in groups of {group!r}, expected "
                 f"{', '.join(map(str, BITS))} bits, and a positive group_size or -1"
@@ -217,12 +217,12 @@ def _gptq(found: Mapping[str, Any], path: Path) -> list[Targets]:
 
 def _awq(found: Mapping[str, Any], path: Path) -> Targets:
     bits, group, version = found.get("bits"), found.get("group_size", 128), str(found.get("version", "gemm")).lower()
-    if bits != 4 or version != "gemm" or found.get("zero_point") is False:
+    if type(bits) is not int or bits != 4 or version != "gemm" or found.get("zero_point") is False:
         raise UsageError(
             f"{path} is quantized by awq to {bits!r} bits ({version}, zero_point {found.get('zero_point', True)}), "
             "expected 4 bits, gemm, with zero points; use a checkpoint in that layout"
         )
-    if not isinstance(group, int) or (group < 1 and group != -1):
+    if type(group) is not int or (group < 1 and group != -1):
         raise UsageError(f"{path}: group_size is {group!r}, expected a positive number or -1")
     return Targets(names=("Linear",), format=Awq(group))
 
@@ -261,8 +261,9 @@ def _auto_round(found: Mapping[str, Any], path: Path) -> list[Targets]:
 
     groups = [Targets(names=("Linear",), format=read(found))]
     for name, values in (found.get("extra_config") or {}).items():
-        plain = re.fullmatch(r"[\w.]+", name)
-        groups.append(Targets(names=(name if plain else f"re:.*({name})",), format=read({**found, **values})))
+        exact = re.fullmatch(r"\w+(\.\w+)+", name)  # other keys are searched for in the names of layers
+        if values:
+            groups.append(Targets(names=(name if exact else f"re:.*({name})",), format=read({**found, **values})))
     return groups
 
 

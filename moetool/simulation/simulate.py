@@ -93,8 +93,16 @@ def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
     return traces
 
 
-def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: SimulationOptions) -> World:
+def read_world(
+    traces: Mapping[str, "Trace"],
+    cluster: Cluster,
+    options: SimulationOptions,
+    predictor: "Predictor | None" = None,
+) -> World:
     """Read the traces of a cluster's servers.
+
+    Args:
+        predictor: no request that it was trained on, by its card, is drawn.
 
     Raises:
         UsageError: no trace, an unknown server, or no request left to draw.
@@ -105,6 +113,9 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
     planner.require_room(spec, cluster)
     uses = planned_share(options.split)
     drawn = held_out(uses) if options.split < 1 else uses
+    card = predictor.card if predictor is not None else None
+    if card:
+        from moetool.learning import unseen_requests
     # Copies of a server share a trace: it is read once, and its demand is counted once per number of GPUs.
     known: dict[tuple[int, bool], RequestSource] = {}
     counted: dict[tuple[int, int], np.ndarray] = {}
@@ -117,11 +128,13 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Simulat
         if trace is not None:
             for past, picks, into in ((False, drawn, sources), (True, uses, history_sources)):
                 if (id(trace), past) not in known:
+                    unseen = unseen_requests.held_out(card, trace) if card and not past else None
                     known[id(trace), past] = read_source(
                         trace,
                         lambda place, picks=picks: picks("", place),  # type: ignore[misc]
                         options.prompt_tokens,
                         options.decode_tokens,
+                        unseen,
                     )
                 into[n] = known[id(trace), past]
             like = (id(trace), len(server.gpus))

@@ -75,7 +75,8 @@ def sweep(
         )
         if key not in worlds:
             scaled = cluster if "gpus" not in at else resize(cluster, _whole("gpus", at["gpus"]))
-            worlds[key] = read_world(_by_copy(traces, scaled), scaled, chosen)
+            predictor = more["inputs"].predictor if more.get("inputs") else None
+            worlds[key] = read_world(_by_copy(traces, scaled), scaled, chosen, predictor)
             if history is not None:
                 past = read_world(_by_copy(history, scaled), scaled, chosen).history
                 worlds[key] = replace(worlds[key], history=past)

@@ -1,6 +1,6 @@
 """Routing of simulated requests: rows of real traces, arranged in steps for the event loop."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -83,7 +83,11 @@ class RequestSource:
 
 
 def read_source(
-    trace: Trace, uses: Callable[[int], bool], prompt_tokens: int = 0, decode_tokens: int = 20
+    trace: Trace,
+    uses: Callable[[int], bool],
+    prompt_tokens: int = 0,
+    decode_tokens: int = 20,
+    among: Collection[int] | None = None,
 ) -> RequestSource:
     """Read a trace's requests.
 
@@ -94,11 +98,14 @@ def read_source(
         uses: whether to use a request, by its index in the trace.
         prompt_tokens: maximum length of a prompt (0: no limit).
         decode_tokens: maximum number of new tokens.
+        among: requests that may be used (default: all).
 
     Raises:
         UsageError: no request with tokens is left.
     """
     wanted = {request for place, request in enumerate(trace.requests["request"].to_pylist()) if uses(place)}
+    if among is not None:
+        wanted &= set(among)
     rows: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for batch in trace.batches():
         for request in np.unique(batch.request_T).tolist():
@@ -121,7 +128,8 @@ def read_source(
         token_ids.append(prompt_id_T[: len(prompts[-1])])
         replies.append(reply_TS[:decode_tokens] if len(reply_TS) else prompt_TS[-1:])
     if not prompts:
-        raise UsageError(f"{trace.path} has no request left to draw; give a longer trace or a smaller --split")
+        seen = "" if among is None else " that the predictor was not trained on"
+        raise UsageError(f"{trace.path} has no request left to draw{seen}; give a longer trace or a smaller --split")
     return RequestSource(prompts=prompts, replies=replies, token_ids=token_ids)
 
 

@@ -7,6 +7,9 @@ import pytest
 
 from tests.command_line import Run, exit_code
 
+STARTING = "moetool: starting\n"
+"""Printed on a busy machine, where a command has said nothing for a while."""
+
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
@@ -19,7 +22,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys:
     def call(*args: Any) -> tuple[int, str, str]:
         code = exit_code(monkeypatch, *command, *args)
         captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, captured.err.removeprefix(STARTING)
 
     return call
 

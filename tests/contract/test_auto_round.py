@@ -67,6 +67,8 @@ def test_modules_have_their_own_bits(written: Path) -> None:
         ({"rotation_config": {"kind": "hadamard"}}, "also rotates weights"),
         ({"packing_format": "auto_round:mlx"}, r"4 bits \(int, groups of 32\) and stored as auto_round:mlx"),
         ({"bits": 3}, "to 3 bits in groups of 32"),
+        ({"bits": 4.0}, r"to 4\.0 bits in groups of 32"),
+        ({"group_size": True}, "to 4 bits in groups of True"),
         ({"extra_config": {"lm_head": {"data_type": "mx_fp"}}}, r"4 bits \(mx_fp, groups of 32\)"),
         ({"extra_config": ["lm_head"]}, "of the wrong kind"),
     ],
@@ -79,8 +81,15 @@ def test_other_exports_are_refused(change: dict[str, object], message: str) -> N
 
 def test_patterns_choose_modules() -> None:
     own = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
-    changed = {r".*layers\.0.*": {"bits": 8}, "model.layers.1.mlp.gate": {"bits": 16, "data_type": "float"}}
+    changed = {
+        r".*layers\.0.*": {"bits": 8},
+        "norm": {},
+        "shared": {"bits": 2},
+        "model.layers.1.mlp.gate": {"bits": 16, "data_type": "float"},
+    }
     quantization = quantization_of({"quantization_config": own | {"extra_config": changed}}, Path("m"))
     assert quantization is not None
     found = [quantization.format_of(f"model.layers.{layer}.mlp.gate") for layer in range(3)]
     assert [getattr(format, "bits", None) for format in found] == [8, None, 4]
+    shared = quantization.format_of("model.layers.2.mlp.shared_expert.up_proj")
+    assert getattr(shared, "bits", None) == 2

@@ -244,7 +244,7 @@ def test_requests_that_cannot_be_served_are_refused_and_cancelled_ones_end(head:
 
 def test_nothing_listens_where_no_rank_is(head: RankHead) -> None:
     rank = head.launcher.ranks[0]  # type: ignore[attr-defined]
-    assert len(head.addresses) == 2
+    assert len(head.addresses) == 1  # a store is for ranks on GPUs
     for _, port in (*head.addresses, rank.transfer.address):
         with socket.create_connection(("127.0.0.1", port), timeout=5.0):
             pass

@@ -1,6 +1,7 @@
 """Swaps of messages among the ranks of a generation."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from moetool.cluster.certificates import Authority
-from moetool.cluster.frames import LinkError
+from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.listener import Acceptor
 from moetool.cluster.parallel.channel import RankChannel, open_listener
 from moetool.cluster.parallel.process_group import Group, GroupBroken
@@ -150,3 +151,33 @@ def test_a_rank_of_another_authority_cannot_join() -> None:
         members = [(rank, listener.address) for rank, listener in enumerate(listeners)]
         with pytest.raises(LinkError):
             Mesh(1, 1, members, identity=Authority.new().issue("rank-1"), arrivals=arrivals[1], timeout_s=1.0)
+
+
+def test_a_link_that_fails_while_sending_ends_the_swap_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, failing = FrameConnection.send_at_once, set()
+
+    def fails(connection: FrameConnection, data: bytes) -> int:
+        if threading.get_ident() in failing:
+            raise LinkError("lost")
+        return send(connection, data)
+
+    def swap(rank: int) -> Any:
+        if rank == 0:
+            failing.add(threading.get_ident())
+        return joined[rank].swap([[b"x"]] * RANKS)
+
+    monkeypatch.setattr(FrameConnection, "send_at_once", fails)
+    with meshes(timeout_s=10.0) as joined:
+        began = time.monotonic()
+        assert all(isinstance(result, LinkError) for result in in_threads(swap))
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("message", [[b"x" * 8, b""], [b"x" * 7], []], ids=["two parts", "too short", "none"])
+def test_a_message_of_another_form_ends_the_generation(message: list[bytes]) -> None:
+    with meshes(timeout_s=5.0) as joined:
+        groups = [Group(mesh) for mesh in joined]
+        results = in_threads(lambda rank: groups[rank].gather([1]) if rank else joined[0].swap([message] * RANKS))
+        assert all(isinstance(result, GroupBroken) and "of another form" in str(result) for result in results[1:])
+        with pytest.raises(GroupBroken, match="is over"):
+            groups[1].gather([1])

@@ -43,6 +43,24 @@ def world(traces: dict[str, Trace], cluster: Cluster) -> World:
     return read_world(traces, cluster, OPTIONS)
 
 
+def test_no_request_is_drawn_that_the_predictor_was_trained_on(traces: dict[str, Trace], cluster: Cluster) -> None:
+    affinity = build("affinity", SPEC)
+
+    def drawn(train: list[int]) -> int:
+        requests = {"train": train, "test": sorted(set(range(12)) - set(train))}
+        affinity.card = {"predictor": "affinity", "trace": {"sha256": traces["s0"].sha256}, "requests": requests}
+        affinity.card |= {"seen_prompts": []}
+        return len(read_world({"s0": traces["s0"]}, cluster, OPTIONS, affinity).sources[0].prompts)
+
+    assert drawn([1, 3, 5, 7, 9, 11]) == 6  # the history
+    assert drawn([0, 1, 3, 5, 7, 9, 11]) == 5  # and one of the six that are drawn
+    with pytest.raises(UsageError, match="no request left to draw that the predictor was not trained on"):
+        drawn([0, 2, 4, 6, 8, 10])
+    runs = {"options": OPTIONS, "inputs": ModeInputs(predictor=affinity)}
+    with pytest.raises(UsageError, match="was not trained on"):
+        sweep({"s0": traces["s0"]}, cluster, {}, "director-proactive", "poisson:3s", 4, **runs)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World, mode: str) -> None:
     inputs = ModeInputs(options=quick_options(MODES[mode].planner))

@@ -64,12 +64,13 @@ class Group:
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather a few integers from each rank; returns them by rank. Raises: GroupBroken."""
         form = struct.Struct(f"<{len(numbers)}q")
-        told = self._swap([[form.pack(*numbers)]] * self.size)
-        return [list(form.unpack(part)) for (part,) in told]
+        received = self._swap([[form.pack(*numbers)]] * self.size, form.size)
+        return [list(form.unpack(part)) for (part,) in received]
 
     def counts(self, counts_RE: np.ndarray) -> np.ndarray:
         """Send row r to rank r; return one row from each rank. Raises: GroupBroken."""
-        return np.stack([_numbers(part) for (part,) in self._swap([[_bytes(row_E)] for row_E in counts_RE])])
+        received = self._swap([[_bytes(row_E)] for row_E in counts_RE], counts_RE.shape[1] * _COUNT.itemsize)
+        return np.stack([_numbers(part) for (part,) in received])
 
     def exchange(self, rows_XD: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
         """All-to-all of rows.
@@ -89,8 +90,8 @@ class Group:
             got_YD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1])
             self._all_to_all(got_YD, rows_XD.contiguous(), receive_R, send_R)
             return got_YD
-        told = self._swap([[part] for part in _split(rows_XD, send_R)])
-        return self._joined(rows_XD, [part for (part,) in told], receive_R)
+        received = self._swap([[part] for part in _split(rows_XD, send_R)])
+        return self._joined(rows_XD, [part for (part,) in received], receive_R)
 
     def exchange_few(self, rows_XD: torch.Tensor, counts_RE: np.ndarray, most: int) -> tuple[torch.Tensor, np.ndarray]:
         """All-to-all of rows and their counts in one collective; over NCCL padded to `most` rows per rank pair.
@@ -109,9 +110,9 @@ class Group:
         send_R = counts_RE.sum(axis=1).tolist()
         if self.device.type != "cuda":
             parts = zip(map(_bytes, counts_RE), _split(rows_XD, send_R), strict=True)
-            told = self._swap([[*both] for both in parts])
-            theirs_RE = np.stack([_numbers(counts) for counts, _ in told])
-            return self._joined(rows_XD, [rows for _, rows in told], theirs_RE.sum(axis=1).tolist()), theirs_RE
+            both = self._swap([[*pair] for pair in parts], counts_RE.shape[1] * _COUNT.itemsize)
+            theirs_RE = np.stack([_numbers(counts) for counts, _ in both])
+            return self._joined(rows_XD, [rows for _, rows in both], theirs_RE.sum(axis=1).tolist()), theirs_RE
         width, item = rows_XD.shape[1], rows_XD.element_size()
         counts = torch.from_numpy(counts_RE.astype(np.int16)).view(torch.uint8)
         head = -(-counts.shape[1] // 16) * 16  # aligns the rows
@@ -148,16 +149,21 @@ class Group:
         """Received rows as one tensor. Raises: GroupBroken: a rank sent another number of rows."""
         width, item = like_XD.shape[1], like_XD.element_size()
         if [len(part) for part in parts] != [rows * width * item for rows in rows_R]:
-            raise self._failed(LinkError("a rank sent another number of rows than it said"))
+            raise self._failed(LinkError("a rank sent another number of rows than it announced"))
         rows = [torch.frombuffer(part, dtype=like_XD.dtype) for part in parts if len(part)]
         return torch.cat(rows).view(-1, width) if rows else like_XD.new_empty(0, width)
 
-    def _swap(self, messages: Sequence[Parts]) -> list[Parts]:
+    def _swap(self, messages: Sequence[Parts], first_bytes: int | None = None) -> list[Parts]:
+        """Swap messages of the same number of parts, the first of so many bytes. Raises: GroupBroken."""
         self._require_whole()
         try:
-            return self._mesh.swap(messages)
+            received = self._mesh.swap(messages)
+            for rank, parts in enumerate(received):
+                if len(parts) != len(messages[rank]) or first_bytes not in (None, len(parts[0])):
+                    raise LinkError(f"rank {rank} sent a message of another form")
         except LinkError as error:
             raise self._failed(error) from None
+        return received
 
     def _all_to_all(self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int]) -> None:
         self._require_whole()

@@ -60,7 +60,7 @@ class Rank:
         gpu: the rank's number in the cluster.
         server_G: the server of each GPU.
         head: address of the head.
-        store: address of the head's store, in which ranks on GPUs meet for NCCL.
+        store: address of the head's store, in which ranks on GPUs meet for NCCL; None on CPUs.
         identity: the rank's key and certificate.
 
     Attributes:
@@ -81,7 +81,7 @@ class Rank:
         server_G: Sequence[int],
         *,
         head: tuple[str, int],
-        store: tuple[str, int],
+        store: tuple[str, int] | None,
         identity: Identity,
         options: RankOptions,
     ) -> None:
@@ -141,7 +141,7 @@ class Rank:
             stack.callback(self.transfer.close)
             stack.callback(self._arrivals.close)
             self._store: Any = None
-            if device.type == "cuda":
+            if store is not None:
                 self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
             self._lockstep = Lockstep(
                 loaded.spec, gpu, self.runtime, self._batcher, self.transfer, self.windows, self._say

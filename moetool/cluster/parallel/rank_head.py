@@ -121,8 +121,9 @@ class RankHead:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Return the addresses that the started head listens on: for ranks and for process groups."""
-        return [] if self._listener is None else [self._listener.address, (self._host, self._store.port)]
+        """Return the addresses that the started head listens on: for ranks, and on GPUs for NCCL's groups."""
+        store = [] if self._store is None else [(self._host, self._store.port)]
+        return [] if self._listener is None else [self._listener.address, *store]
 
     @property
     def max_context(self) -> int:
@@ -172,13 +173,14 @@ class RankHead:
 
         authority = Authority.new()
         self._listener = open_listener(self._host, authority.issue("head"), self._hear)
-        with socket.create_server((self._host, 0)) as sock:  # by itself the store would listen on every interface
-            port = sock.getsockname()[1]
-            self._store = dist.TCPStore(
-                *(self._host, port, None, True, timedelta(seconds=10)),
-                wait_for_workers=False,
-                master_listen_fd=sock.detach(),
-            )
+        if self._rank_options.device != "cpu":
+            with socket.create_server((self._host, 0)) as sock:  # by itself the store would listen on every interface
+                port = sock.getsockname()[1]
+                self._store = dist.TCPStore(
+                    *(self._host, port, None, True, timedelta(seconds=10)),
+                    wait_for_workers=False,
+                    master_listen_fd=sock.detach(),
+                )
         self._thread = threading.Thread(target=self.loop.run, name="head", daemon=True)
         self._thread.start()
         arguments = [
@@ -187,7 +189,7 @@ class RankHead:
                 "model": self.model_name,
                 "server_G": list(self.cluster.server_G),
                 "head": tuple(self._listener.address),
-                "store": (self._host, self._store.port),
+                "store": None if self._store is None else (self._host, self._store.port),
                 "identity": authority.issue(f"rank-{gpu}"),
                 "options": self._rank_options,
             }

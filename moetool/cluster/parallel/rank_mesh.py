@@ -116,23 +116,23 @@ class Mesh:
         by = time.monotonic() + self.timeout_s
         self._swaps += 1
         unsent: list[tuple[FrameConnection, bytes, Parts]] = []
-        for step in range(1, self.size):
-            other = (self.rank + step) % self.size
-            connection, parts = self._connections[other], messages[other]
-            data = pack({}, parts, call=self._swaps)
-            if sum(map(len, parts)) > _AT_ONCE_BYTES:
-                unsent.append((connection, data, parts))
-                continue
-            data = b"".join((data, *parts))
-            if (sent := connection.send_at_once(data)) < len(data):
-                unsent.append((connection, data[sent:], ()))
         failures: list[LinkError] = []
         sending: threading.Thread | None = None
-        if unsent:  # others may not receive before they have sent
-            sending = threading.Thread(target=self._send, args=(unsent, by, failures), name="swap", daemon=True)
-            sending.start()
         received = list(messages)
         try:
+            for step in range(1, self.size):
+                other = (self.rank + step) % self.size
+                connection, parts = self._connections[other], messages[other]
+                data = pack({}, parts, call=self._swaps)
+                if sum(map(len, parts)) > _AT_ONCE_BYTES:
+                    unsent.append((connection, data, parts))
+                    continue
+                data = b"".join((data, *parts))
+                if (sent := connection.send_at_once(data)) < len(data):
+                    unsent.append((connection, data[sent:], ()))
+            if unsent:  # others may not receive before they have sent
+                sending = threading.Thread(target=self._send, args=(unsent, by, failures), name="swap", daemon=True)
+                sending.start()
             for step in range(1, self.size):  # senders and receivers take turns alike, so none waits in a circle
                 other = (self.rank - step) % self.size
                 frame = self._connections[other].receive(by, poll_s=_POLL_S)
@@ -140,7 +140,7 @@ class Mesh:
                     raise LinkError(f"rank {other} is at swap {frame.call}, expected {self._swaps}")
                 received[other] = frame.parts
         except LinkError:
-            self.close()  # ends the sending thread too
+            self.close()  # ends the sending thread and the other ranks' swaps too
             raise
         finally:
             if sending is not None:
