@@ -72,3 +72,55 @@ def MIGRATION_PLAN() -> Json:
 def PROFILE() -> Json:
     """A cost profile with lines and a measured link."""
     return _plain(make_profile(SPEC, compute(expert=line(5))).to_json())
+
+
+def BENCH_RESULTS() -> dict[str, Json]:
+    """Results files of benches, with one row each, by bench."""
+    serving = {
+        **{"new_tokens": 4, "rounds": 1, "io_threads": 2},
+        **{"model": "m", "experts_bytes": 10**9, "disk_bytes_s": 1e9, "disk_threads": 4, "threads": 2},
+        **{"dtype": "bfloat16", "direct": True, "prompt_tokens": [5, 7], "refused": "too large"},
+    }
+    decode = {"x_resident": 2.0, "sum_s": 0.1, "larger_s": 0.08, "x_bound": 1.1, "reads_ahead": True}
+    cached = {"policy": "lru", "share": 0.25, "hit_rate": 0.5}
+    rank = {
+        **{
+            "batch_s": [0.5, 0.75],
+            "hottest": 9,
+            "rows": 12,
+            "sent_GG": [[0, 5], [6, 0]],
+            "placed": 1,
+            "asked": {"a": 1},
+        },
+        **{"moved_bytes": 7, "during_exchange": 3, "ready_s": 0.1, "waited_s": 0.1, "decided_s": 0.1},
+        **{"predict_s": 0.1, "plan_s": 0.2},
+    }
+    ranked = {
+        **{"batches": 3, "ranks": 2, "seats": 2, "tasks": 2, "rounds": 1, "expert_token_s": 1e-4, "link_bytes_s": 1e6},
+        **{"costs": {"row_s": 1e-4, "link_bytes_s": 1e6, "move_bytes_s": 1e6}, "token_s": {"cascade": [1e-4]}},
+    }
+    found = {
+        "serve": (
+            serving,
+            {**cached, "budget_bytes": 10**8, "slots": 4, "ttft_s": 0.2, "decode": decode, "rounds": []},
+        ),
+        "policies": ({"shares": [0.25]}, {**cached, "trace": "a", "loaded": 0.5, "hosted": 0.1}),
+        "drafts": ({"policy": "lru", "share": 0.25, "length": 4, "verify": 2.2}, {"trace": "a", "drafter": "none"}),
+        "rivals": (
+            {"threads": 2, "model": "m", "bound_tokens_s": 9.5, "token_bytes": 10**6, "memory_bytes_s": 1e9},
+            {"engine": "moetool", "memory_bytes": None, "decode_tokens_s": 5.5, "prefill_tokens_s": 9.5},
+        ),
+        "gpu": (
+            {"device": "CPU", "host_bytes_s": 1e9},
+            {**cached, "shape": "s", "routers": True, "decode_s": 0.1, "decode_p95_s": 0.2},
+        ),
+        "cluster-ep": (ranked, {"name": "offline", "figures": [6], "simulated": None, "rounds": [rank]}),
+    }
+    machine = {"gpu": None, "cpu": "a CPU", "cores": 2, "torch": "2.9"}
+    return {
+        bench: {
+            **{"schema_version": 1, "bench": bench, "options": values, "facts": values, "rows": [row], "notes": ["n"]},
+            **{"command": f"moetool bench {bench}", "machine": machine, "load": [0.5, 1.5]},
+        }
+        for bench, (values, row) in found.items()
+    }

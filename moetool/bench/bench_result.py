@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from moetool import config, durable, tables
 from moetool.bench.found_figure import Found, draw_all
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool.errors import MismatchError, UsageError, first_line, shortened
 from moetool.json_files import read_json
 from moetool.machine import load_average, read_machine
 from moetool.tables import TextTable
@@ -65,7 +65,8 @@ class BenchResult:
         command: the typed command.
         machine: facts of `moetool.machine.Machine`, by name.
         load: load average over a minute before the first run, and after the last.
-        file: JSON file, written anew after each row, so that a bench that is killed keeps its rows; None: none.
+        file: JSON file, written anew after each row, so that a bench that is killed keeps the rows it has added; None:
+            none. `serve`, `forms`, `cluster-ep` and `paper` add all rows at their end, hence a kill loses them.
     """
 
     bench: str
@@ -154,14 +155,21 @@ def read_result(path: Path) -> BenchResult:
     """
     if not path.is_file():
         raise UsageError(f"no results at {path}; give the JSON file of a bench")
-    return _parsed(read_json(path, advice="measure again", constants=True), str(path))
+    with _damage_refused():
+        return _parsed(read_json(path, advice="measure again", constants=True), str(path))
 
 
 def _parsed(values: Row, where: str) -> BenchResult:
-    found = values.pop("schema_version", None)
-    if found != SCHEMA or values.get("bench") not in BENCHES:
+    found, bench = values.pop("schema_version", None), values.get("bench")
+    if found != SCHEMA:
         again = f" with: {values['command']}" if isinstance(values.get("command"), str) else ""
-        raise MismatchError(f"{where} has schema_version {found} of a bench, expected {SCHEMA}; measure again{again}")
+        raise MismatchError(
+            f"{where} has schema_version {shortened(found)} of a bench, expected {SCHEMA}; measure again{again}"
+        )
+    if not isinstance(bench, str) or bench not in BENCHES:
+        raise MismatchError(
+            f"{where} has results of bench {shortened(bench)!r}, expected one of: {', '.join(BENCHES)}; measure again"
+        )
     try:
         return config.parse(BenchResult, values, where)
     except UsageError as error:
@@ -169,30 +177,43 @@ def _parsed(values: Row, where: str) -> BenchResult:
 
 
 def show(made: BenchResult) -> None:
-    """Print the tables, then notes and conditions. Raises: MismatchError: the rows lack a value."""
-    made = _parsed(json.loads(json.dumps(made.to_json())), f"the file of bench {made.bench}")
-    try:
-        parts = list(_module(made).tables(made))
-    except (LookupError, TypeError, ValueError) as error:
-        raise MismatchError(
-            f"the results are damaged ({type(error).__name__}: {first_line(error)}); measure again"
-        ) from None
-    for part in (*parts, *made.notes):
-        if isinstance(part, TextTable):
-            part.print()
-        else:
-            tables.print_paragraph(part)
-    machine, load = made.machine, " to ".join(f"{average:.1f}" for average in made.load)
-    device = machine["gpu"] or machine["cpu"]
-    tables.print_paragraph(f"{device}, {machine['cores']} cores, load {load}, torch {machine['torch']}")
-    print(made.command)
+    """Print the tables, then notes and conditions. Raises: MismatchError: a value is missing or of another type."""
+    with _damage_refused():
+        made = _parsed(json.loads(json.dumps(made.to_json())), f"the file of bench {made.bench}")
+        machine, load = made.machine, " to ".join(f"{average:.1f}" for average in made.load)
+        device = machine["gpu"] or machine["cpu"]
+        conditions = f"{device}, {machine['cores']} cores, load {load}, torch {machine['torch']}"
+        for part in [*_module(made).tables(made), *made.notes, conditions]:
+            if isinstance(part, TextTable):
+                part.print()
+            else:
+                tables.print_paragraph(part)
+        print(made.command)
 
 
 def draw(made: BenchResult, folder: Path) -> list[Path]:
-    """Draw the figures, if the bench has any, as SVG files. Effects: writes into `folder`."""
+    """Draw the figures, if the bench has any, as SVG files.
+
+    Effects: writes into `folder`.
+
+    Raises:
+        MismatchError: a value is missing or of another type.
+    """
     figures: Callable[[BenchResult], dict[str, Found]] = getattr(_module(made), "figures", lambda made: {})
-    founds = figures(made)
-    return draw_all(folder, founds) if founds else []
+    with _damage_refused():
+        founds = figures(made)
+        return draw_all(folder, founds) if founds else []
+
+
+@contextlib.contextmanager
+def _damage_refused() -> Iterator[None]:
+    """Refuse results whose values are missing or of another type, in one line."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise MismatchError(
+            f"the results are damaged ({type(error).__name__}: {first_line(error)}); measure again"
+        ) from None
 
 
 def _module(made: BenchResult) -> Any:

@@ -4,6 +4,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class DraftOptions:
             raise UsageError("expected acceptance rates from 0 to 1, and verify and compute of 0 or more")
 
 
-def price_drafts(traces: Sequence[Trace], options: DraftOptions) -> BenchResult:
+def price_drafts(traces: Sequence[Trace], options: DraftOptions, file: Path | None = None) -> BenchResult:
     """Replay decoding with and without drafts that one forward verifies.
 
     A forward takes the newest token and the drafts after it. Accepted drafts take the recorded routes. Routes of
@@ -62,10 +63,13 @@ def price_drafts(traces: Sequence[Trace], options: DraftOptions) -> BenchResult:
     drafted tokens; `tokens_per_forward` and `loads_per_token`, means over decode; `speedup_loads` over `none`, counting
     loads only; `speedup`, with compute time.
 
+    Args:
+        file: see `BenchResult`.
+
     Raises:
         UsageError: a trace has no decoded tokens.
     """
-    with recorded("drafts", options) as made:
+    with recorded("drafts", options, file) as made:
         for trace in traces:
             requests = _requests(trace, options.tokens)
             known = any((request.token_id_T >= 0).all() for request in requests)

@@ -130,7 +130,7 @@ def tables(made: BenchResult) -> Iterator[Any]:
         [row for row in made.rows if "why" not in row],
         {
             "shape": ("shape", "s"),
-            "policy": (lambda row: row["policy"] + " (own)" * row["routers"], "s"),
+            "policy": (lambda row: row["policy"] + (" (own)" if row["routers"] else ""), "s"),
             "experts": ("share", ".1%"),
             "prefill s": ("prefill_s", ".3f"),
             "ms/token": (lambda row: 1e3 * row["decode_s"], ".2f"),

@@ -47,7 +47,10 @@ class PolicyTableOptions:
 
 
 def bench_policies(
-    traces: Sequence[Path], options: PolicyTableOptions, on_trace: Callable[[int], object] = lambda number: None
+    traces: Sequence[Path],
+    options: PolicyTableOptions,
+    on_trace: Callable[[int], object] = lambda number: None,
+    file: Path | None = None,
 ) -> BenchResult:
     """Replay every lossless policy that needs no training, the bound, and foresight with known routes.
 
@@ -57,15 +60,17 @@ def bench_policies(
 
     Args:
         on_trace: called after each trace.
+        file: see `BenchResult`.
 
     Raises:
         UsageError: two traces have one name.
     """
     if len({path.name for path in traces}) < len(traces):
         raise UsageError("two traces have the same directory name; rename one")
-    with recorded("policies", options) as made:
+    with recorded("policies", options, file) as made:
         for number, path in enumerate(traces, start=1):
-            made.rows += _rows(Trace(path), options)
+            for row in _rows(Trace(path), options):
+                made.add(**row)
             on_trace(number)
     return made
 

@@ -103,6 +103,14 @@ def bench_rivals(
     prompts = _prompts(vocabulary, options)
     server = llama_server or shutil.which("llama-server")
     with recorded("rivals", options, file) as made:
+        rate = memory_bandwidth(options.threads)
+        made.facts = {
+            "model": str(path),
+            "model_bytes": model_bytes,
+            "token_bytes": token_bytes,
+            "memory_bytes_s": rate,
+            "bound_tokens_s": rate / token_bytes,
+        }
         for share, engine in itertools.product(options.shares, engines):
             cell = Cell(engine, int(share * model_bytes) or None)
             narrate(f"moetool: {engine}, memory {_memory(cell.memory_bytes)}")
@@ -115,14 +123,6 @@ def bench_rivals(
             except MoetoolError as error:
                 found = {"why": first_line(error)}
             made.add(**asdict(cell), **found)
-        rate = memory_bandwidth(options.threads)
-        made.facts = {
-            "model": str(path),
-            "model_bytes": model_bytes,
-            "token_bytes": token_bytes,
-            "memory_bytes_s": rate,
-            "bound_tokens_s": rate / token_bytes,
-        }
     return made
 
 

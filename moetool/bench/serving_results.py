@@ -145,4 +145,4 @@ def tables(made: BenchResult) -> Iterator[Any]:
 
 def _title(row: Row) -> str:
     ahead = (row["decode"] or {}).get("reads_ahead", False)
-    return f"{row['policy']}{'*' * ahead if 'rounds' in row else ' (replay)'}"
+    return f"{row['policy']}{('*' if ahead else '') if 'rounds' in row else ' (replay)'}"

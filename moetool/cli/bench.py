@@ -180,7 +180,7 @@ def policies(
     shares = tuple(parse_bytes(text, whole) / whole for text in listed(budget))
     options = PolicyTableOptions(shares=shares, tokens=tokens, warm=parse_bytes(warm, whole) / whole if warm else 0.0)
     with tables.progress("traces", len(trace)) as passed:
-        made = bench_policies(trace, options, passed)
+        made = bench_policies(trace, options, passed, file)
     _hand_over(made, file, as_json)
 
 
@@ -198,7 +198,7 @@ def drafts(
 
     file = _file(out, "drafts", overwrite)
     options = parse(DraftOptions, parse_settings(settings), "--set")
-    _hand_over(price_drafts([open_trace(path) for path in trace], options), file, as_json)
+    _hand_over(price_drafts([open_trace(path) for path in trace], options, file), file, as_json)
 
 
 def rivals(
@@ -234,7 +234,10 @@ def rivals(
 
 def gpu(
     routes: Annotated[Path, typer.Option(help="Directory with one trace per shape, named after the shape.")],
-    out: Annotated[Path, typer.Option("--out", help="Output directory for gpu.json, written anew after each cell.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Output directory for gpu.json, or a .json file, written anew after each cell."),
+    ],
     shape: Annotated[
         str, typer.Option(help="Model shapes with random weights, comma-separated.")
     ] = "deepseek-v2-lite,qwen3-30b-a3b",
@@ -250,7 +253,8 @@ def gpu(
 
     file = _file(out, "gpu", overwrite)
     options = parse(GpuBenchOptions, parse_settings(settings), "gpu")
-    made = bench_gpu(listed([shape]), routes, device=device, options=options, work=out / "work", file=file)
+    assert file is not None
+    made = bench_gpu(listed([shape]), routes, device=device, options=options, work=file.parent / "work", file=file)
     _hand_over(made, file, as_json)
 
 
@@ -306,7 +310,7 @@ def cluster(
     options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")
     lines = parse_lines(planner)
     with tables.progress(f"benchmarking {model}", 100) as on_progress:
-        made = bench_cluster(model, sets or TASKS, lines, options, on_progress=on_progress)
+        made = bench_cluster(model, sets or TASKS, lines, options, on_progress=on_progress, file=file)
     _hand_over(made, file, as_json)
 
 

@@ -1,6 +1,7 @@
 """Incremental detokenization and stop strings.
 
-Both release text as early as it is certain and never revoke it, in time linear in the text.
+Both release text as early as it is certain and never revoke it. Each push to stop strings compares every start in the
+held text (at most 1,024 characters, and the new ones) with up to four stop strings.
 """
 
 import codecs

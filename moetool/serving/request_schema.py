@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, core_schema
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
-"""Limit of characters in a stop string: each choice of a request prepares its own search for it."""
+"""Limit of characters in a stop string, and so of the text that each new text of a choice is searched with."""
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 MAX_CHOICES = 128

@@ -103,6 +103,9 @@ def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
     assert "tasks change servers, without: mean 1 s (0 s before, 2 s after)" in printed
     assert "2 to 9" in printed and "2.000 (1.00 to 3.00)" in printed and "8 s, 75.0 %" in printed
     assert [path.name for path in draw(made, tmp_path)] == ["local.svg", "shift.svg", "sweep-gaps.svg"]
+    made.rows.pop()  # killed between the two changes of tasks
+    show(made)
+    assert len(draw(made, tmp_path)) == 3
 
 
 def line_run(mean_s: float) -> dict[str, Any]:

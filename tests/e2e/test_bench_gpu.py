@@ -7,6 +7,7 @@ import pytest
 from moetool.bench.bench_result import read_result, show
 from moetool.bench.gpu import GpuBenchOptions, bench_gpu
 from moetool.errors import UsageError
+from tests.command_line import exit_code
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import write_shape
 
@@ -55,6 +56,14 @@ def test_cells_after_the_time_limit_are_not_started(folder: Path) -> None:
     options = GpuBenchOptions(layers=4, shares=(0.25,), policies=("lru",), limit_s=0.0)
     made = bench_gpu([str(folder / "tiny")], folder / "routes", device="cpu", options=options, work=folder / "late")
     assert {row["why"] for row in made.rows} == {"not started within 0 s"}
+
+
+def test_out_may_be_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "named" / "x.json"
+    given = ("bench", "gpu", "--shape", folder / "tiny", "--routes", folder / "routes", "--device", "cpu")
+    given = (*given, "--set", "layers=4", "--set", "shares=[0.25]", "--set", "policies=['lru']", "--set", "plain=false")
+    assert exit_code(monkeypatch, *given, "--set", "new_tokens=2", "--out", file) == 0
+    assert file.is_file() and (file.parent / "work").is_dir()
 
 
 def test_a_missing_gpu_and_wrong_shares_are_refused(folder: Path) -> None:

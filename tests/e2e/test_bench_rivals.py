@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from moetool.bench.bench_result import read_result, show
 from moetool.bench.memory_limits import limited_group
-from moetool.bench.rivals import ENGINES
+from moetool.bench.rivals import ENGINES, RivalOptions, bench_rivals
 from moetool.errors import CapacityError
 from tests.command_line import exit_code
 
@@ -39,6 +40,31 @@ def test_cells_are_measured_or_say_why_not(
     assert exit_code(monkeypatch, "bench", "show", str(tmp_path / "rivals.json")) == 0
     shown = capsys.readouterr().out
     assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
+
+
+def test_a_file_killed_after_one_row_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed_later(said: str) -> None:
+        if "transformers" in said:
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("moetool.bench.rivals.narrate", killed_later)
+    file = tmp_path / "rivals.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench_rivals(
+            "reference",
+            gguf=None,
+            llama_server=None,
+            engines=("llama.cpp", "transformers"),
+            options=RivalOptions(threads=1),
+            file=file,
+        )
+    (row,) = read_result(file).rows
+    assert row["engine"] == "llama.cpp"
+    show(read_result(file))
+    assert "bound" in capsys.readouterr().out
 
 
 def test_a_wrong_engine_or_share_is_refused(

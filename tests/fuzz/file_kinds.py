@@ -23,6 +23,7 @@ import safetensors.numpy
 from hypothesis import strategies as st
 
 from moetool import assets
+from moetool.bench import bench_result
 from moetool.bench.paper.claims import read_paper
 from moetool.cache_plan import CachePlan
 from moetool.caching._policy import build_policy
@@ -401,6 +402,11 @@ def _read_command_recipe(path: Path) -> None:
         signal.signal(signal.SIGINT, handler)
 
 
+def _read_bench(path: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        bench_result.show(bench_result.read_result(path))
+
+
 def _toml_of(path: Path) -> Any:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -450,6 +456,11 @@ def _targets() -> dict[str, Target]:
         ),
         "scheduler_state": _single(
             "state.json", lambda: corruption.json_files(_scheduler_state()), _read_scheduler_state
+        ),
+        "bench_results": _single(
+            "bench.json",
+            lambda: st.sampled_from(list(artefacts.BENCH_RESULTS().values())).flatmap(corruption.json_files),
+            _read_bench,
         ),
         "gguf": _single("m.gguf", lambda: corruption.corrupted_header(_gguf()), _read_gguf),
         "foreign": Target(_foreign, _read_foreign),

@@ -10,6 +10,8 @@ from moetool.bench.draft_pricing import DraftOptions
 from moetool.bench.serving_results import serving_row
 from moetool.bench.serving_runs import phase_row, run_row
 from moetool.errors import MismatchError, UsageError
+from tests.artefacts import BENCH_RESULTS
+from tests.command_line import exit_code
 
 
 def _phase(*seconds: float, read: float = 0.0, ahead: float = 0.0) -> Row:
@@ -86,7 +88,8 @@ def test_files_of_other_versions_are_refused(tmp_path: Path) -> None:
     for values, says in (
         ({"lines": [], "command": "moetool bench serve x"}, "has schema_version None .* with: moetool bench serve x"),
         ({**_made().to_json(), "schema_version": 99}, "has schema_version 99 of a bench, expected 1"),
-        ({**_made().to_json(), "bench": "none"}, "expected 1"),
+        ({**_made().to_json(), "bench": "none"}, "has results of bench 'none', expected one of: serve"),
+        ({**_made().to_json(), "bench": []}, r"has results of bench '\[\]'"),
         ({**_made().to_json(), "rows": 7}, "rows: .* measure again"),
     ):
         file.write_text(json.dumps(values))
@@ -98,6 +101,41 @@ def test_files_of_other_versions_are_refused(tmp_path: Path) -> None:
         show(made)
     with pytest.raises(UsageError, match="no results at"):
         read_result(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"machine": {}}, "KeyError: 'gpu'"),
+        ({"rows": [{"policy": "lru", "rounds": [], "decode": "x"}]}, "AttributeError"),
+        ({"rows": [{"policy": "lru", "rounds": [], "ttft_s": "x", "decode": None}]}, "TypeError"),
+        ({"rows": [{"policy": "lru", "rounds": [], "slots": "x", "decode": None}]}, "ValueError"),
+        ({"rows": [{"policy": "lru", "rounds": [], "hit_rate": 10**400, "decode": None}]}, "OverflowError"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_damaged_values_are_refused_in_one_line(
+    values: Row, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({**BENCH_RESULTS()["serve"], **values}))
+    assert exit_code(monkeypatch, "bench", "show", file) == 3
+    said = capsys.readouterr().err
+    assert f"the results are damaged ({says}" in said and said.count("\n") == 1
+
+
+def test_figures_of_damaged_results_are_refused(tmp_path: Path) -> None:
+    made = _made()
+    made.bench = "cluster-ep"  # its figures need more values
+    with pytest.raises(MismatchError, match="the results are damaged"):
+        draw(made, tmp_path)
+
+
+def test_example_files_are_shown(tmp_path: Path) -> None:
+    for bench, values in BENCH_RESULTS().items():
+        file = tmp_path / f"{bench}.json"
+        file.write_text(json.dumps(values))
+        show(read_result(file))
 
 
 def test_another_line_begins_each_round() -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moetool.bench.bench_result import read_result, show
 from moetool.bench.draft_pricing import DraftOptions, ngram, price_drafts
 from moetool.errors import UsageError
 from moetool.trace.reader import Trace
@@ -45,6 +46,14 @@ def test_verification_compute_lowers_the_speedup(trace: Trace) -> None:
     }
     assert rows[1.0].loads_per_token == rows[3.0].loads_per_token
     assert rows[1.0].speedup > rows[3.0].speedup
+
+
+def test_a_killed_run_keeps_its_rows(trace: Trace, tmp_path: Path) -> None:
+    file, broken = tmp_path / "drafts.json", SimpleNamespace()  # not a trace
+    with pytest.raises(AttributeError):
+        price_drafts([trace, broken], DraftOptions(accepted=(), tokens=40), file)  # type: ignore[list-item]
+    assert {row["trace"] for row in read_result(file).rows} == {"trace"}
+    show(read_result(file))
 
 
 def test_refusals_and_the_command(

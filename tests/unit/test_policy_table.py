@@ -49,6 +49,20 @@ def test_rows_equal_replays(folders: list[Path]) -> None:
     assert few["needed"] < rows["a", few["policy"], 0.5]["needed"]
 
 
+def test_a_killed_run_keeps_its_rows(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(number: int) -> None:
+        raise KeyboardInterrupt
+
+    file = tmp_path / "policies.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench_policies(folders, PolicyTableOptions(shares=(0.5,), tokens=40), stop, file)
+    assert exit_code(monkeypatch, "bench", "show", file) == 0
+    printed = capsys.readouterr().out
+    assert "a: loads per needed expert" in printed and "b: loads" not in printed
+
+
 def test_warm_tokens_count_in_no_row(folders: list[Path]) -> None:
     trace = Trace(folders[0])
     budget, setup = [16 * trace.spec.slot_bytes], ReplaySetup(pool_unit="slots")

@@ -157,7 +157,7 @@ def figures(made: BenchResult) -> dict[str, Found]:
             axes=time,
         )
     if changed := made.of(shift=True):
-        names = dict(zip(("with migration", "without"), changed, strict=True))
+        names = dict(zip(("with migration", "without"), changed, strict=False))
         founds["shift"] = Found(
             values={name: row["means_s"] for name, row in names.items()},
             what=f"mean latency, tasks change servers at {changed[0]['rounds'][0]['changed_s']:.0f} s (Prism, Fig. 7)",

@@ -32,6 +32,7 @@ def bench_cluster(
     options: ClusterBenchOptions,
     *,
     on_progress: Callable[[int], None] = lambda done: None,
+    file: Path | None = None,
 ) -> BenchResult:
     """Run every line in every setting.
 
@@ -39,6 +40,7 @@ def bench_cluster(
         tasks: prompt sets, one per server.
         lines: from `parse_lines`.
         on_progress: called with the percentage done.
+        file: see `BenchResult`.
 
     Effects: captures traces into a temporary folder; starts and ends servers.
 
@@ -55,7 +57,7 @@ def bench_cluster(
     with ExitStack() as undo:
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="moetool-bench-"))
         inputs = prepare(model, tasks, options, Path(folder))
-        made = undo.enter_context(recorded("cluster", options))
+        made = undo.enter_context(recorded("cluster", options, file))
         made.facts = {
             "model": model,
             "tasks": inputs.tasks,
