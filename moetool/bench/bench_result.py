@@ -30,7 +30,7 @@ Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
 SCHEMA = 1
 BENCHES = {
     "serve": "serving_results",
-    "forms": "forms",
+    "forms": "form_comparison",
     "policies": "policy_table",
     "drafts": "draft_pricing",
     "rivals": "rivals",

@@ -1,11 +1,23 @@
 """Results of benches: medians, ratios and bounds of serving, and the rows, tables and files of all."""
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-from moetool.bench.bench_result import BenchResult, Columns, Row, draw, in_turn, read_result, recorded, show, table
+from moetool.bench.bench_result import (
+    BENCHES,
+    BenchResult,
+    Columns,
+    Row,
+    draw,
+    in_turn,
+    read_result,
+    recorded,
+    show,
+    table,
+)
 from moetool.bench.draft_pricing import DraftOptions
 from moetool.bench.serving_results import serving_row
 from moetool.bench.serving_runs import phase_row, run_row
@@ -156,3 +168,8 @@ def test_cells_show_units_and_what_is_missing() -> None:
         "sum": (lambda row: row.get("share"), ".3f"),
     }
     assert table("", rows, columns).rows == [["12.3", "12.5 %", "2.000 (1.00 to 3.00)", "0.125"], ["-"] * 4]
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_every_bench_has_a_module_that_shows_its_results(bench: str) -> None:
+    assert callable(importlib.import_module(f"moetool.bench.{BENCHES[bench]}").tables)

@@ -98,7 +98,7 @@ def test_eplb_deals_unequal_layers_where_equal_ones_would_not_hold_everything() 
     assert place("eplb", problem).sum() == 12
     with pytest.raises(CapacityError, match="1 slots of a layer on every GPU has 3 for 4 experts; use --set form="):
         place("eplb", problem, {"form": "published"})
-    with pytest.raises(CapacityError, match="under slots_per_gpu 1; raise slots_per_gpu, or spread"):
+    with pytest.raises(CapacityError, match="with slots_per_gpu 1; raise slots_per_gpu, or spread"):
         place("eplb", problem, {"slots_per_gpu": 1})
 
 
@@ -346,7 +346,7 @@ def test_what_planners_refuse() -> None:
         place("prizm", problem)
     with pytest.raises(UsageError, match="unknown option 'kick' of planner director"):
         place("director", problem, {"kick": 1})
-    with pytest.raises(CapacityError, match="under c_max 3; raise c_max"):
+    with pytest.raises(CapacityError, match="with c_max 3; raise c_max"):
         place("director", problem, {"c_max": 3})
     with pytest.raises(CapacityError, match="too many to try"):
         place("exhaustive", make_problem(make_spec(2, 16), make_cluster([[16], [16]])), {"objective": "latency"})
