@@ -20,6 +20,13 @@ from moetool.models.weight_format import StoredWeight, Unclaimed, WeightFormat, 
 
 METHODS = ("fp8", "mxfp4", "gptq", "awq", "auto-round", "compressed-tensors", "fbgemm_fp8", "modelopt")
 """Supported values of `quant_method`."""
+_AUTO_ROUND_GPTQ = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+}
+"""AutoRound's packings of integers, and the GPTQ version with the same zero points."""
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 _PARTS = (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_global_scale", ".scales", ".g_idx")
 
@@ -233,7 +240,6 @@ def _auto_round(found: Mapping[str, Any], path: Path) -> list[Targets]:
     Source: the `packing_format` of auto_round/inference/convert_model.py and backend.py, auto-round 0.16.
     """
     packing = str(found.get("packing_format", "auto_round:auto_gptq"))
-    kind = packing.removeprefix("auto_round:").removeprefix("auto_")
     if found.get("rotation_config") or found.get("spinquant_config"):
         raise UsageError(f"{path} also rotates weights, which moetool does not support; use another export")
 
@@ -241,18 +247,18 @@ def _auto_round(found: Mapping[str, Any], path: Path) -> list[Targets]:
         bits, group, data = values.get("bits"), values.get("group_size", 128), values.get("data_type", "int")
         if isinstance(bits, int) and bits >= 16:
             return None
-        if kind in ("gptq", "round", "gptqmodel") and data == "int":  # the others keep zero points
-            version = "gptq" if kind == "gptq" else "gptq_v2"
+        if packing in _AUTO_ROUND_GPTQ and data == "int":
+            version = _AUTO_ROUND_GPTQ[packing]
             return _gptq({"bits": bits, "group_size": group, "checkpoint_format": version}, path)[0].format
-        if kind == "awq" and data == "int":
+        if packing in ("auto_round:auto_awq", "auto_round:awq") and data == "int":
             return _awq({"bits": bits, "group_size": group}, path).format
-        if kind == "llm_compressor" and (data, bits, group) == ("mx_fp", 4, GROUP):
+        if packing == "auto_round:llm_compressor" and (data, bits, group) == ("mx_fp", 4, GROUP):
             return Mxfp4Packed()
-        if kind == "llm_compressor" and (data, bits, group) == ("mx_fp", 8, GROUP):
+        if packing == "auto_round:llm_compressor" and (data, bits, group) == ("mx_fp", 8, GROUP):
             return Scaled("group", (1, GROUP))
-        if kind == "llm_compressor" and (data, bits, group) == ("nv_fp", 4, 16):
+        if packing == "auto_round:llm_compressor" and (data, bits, group) == ("nv_fp", 4, 16):
             return Nvfp4()
-        if kind == "fp8_static" and (data, bits, group) == ("fp", 8, -1):
+        if packing == "auto_round:fp8_static" and (data, bits, group) == ("fp", 8, -1):
             return Scaled("channel")
         raise UsageError(
             f"{path} is quantized by auto-round to {bits!r} bits ({data}, groups of {group!r}) and stored as "

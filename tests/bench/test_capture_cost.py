@@ -1,4 +1,4 @@
-"""What recording costs: `pytest tests/bench/test_capture_cost.py -s`.
+"""Cost of recording: `pytest tests/bench/test_capture_cost.py -s`.
 
 1. Time: the embedded model forwards the same prompts with and without recording, in turn, in one process; recording
    includes putting the trace together. Medians of the rounds' ratios, by the clock and by the processor time of all

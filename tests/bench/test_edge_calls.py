@@ -1,4 +1,4 @@
-"""What a call between edge servers costs, on loopback and between two processes; nothing is asserted of time."""
+"""Cost of a call between edge servers, on loopback and between two processes; no time is asserted."""
 
 import multiprocessing
 import socket

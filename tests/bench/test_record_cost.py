@@ -1,4 +1,4 @@
-"""What `moetool.record` costs: `pytest tests/bench/test_record_cost.py -s`.
+"""Cost of `moetool.record`: `pytest tests/bench/test_record_cost.py -s`.
 
 The embedded model generates from the same prompts with and without recording, in turn, in one process; recording
 includes writing the trace. Medians of the rounds' ratios, by the clock and by the processor time of all threads, which

@@ -1,4 +1,4 @@
-"""What checking the rows of a trace costs beside reading them, on 10^5 tokens of 26 layers x 64 experts."""
+"""Cost of checking the rows of a trace beside reading them, on 10^5 tokens of 26 layers x 64 experts."""
 
 import time
 from collections.abc import Callable

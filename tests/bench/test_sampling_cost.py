@@ -1,4 +1,4 @@
-"""What choosing one token costs with a vocabulary of 151,936 (Qwen's), in milliseconds of one CPU thread."""
+"""Cost of choosing one token with a vocabulary of 151,936 (Qwen's), in milliseconds of one CPU thread."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What SMoE saves and what it costs, against alpha, and what each of its parts adds.
+"""Savings and costs of SMoE by alpha, and the share of each of its parts.
 
     python -m pytest tests/bench/test_smoe.py -m '' -s
 

@@ -1,4 +1,4 @@
-"""What `replay --profile` says a token takes, beside what `serve` took, paired in one run.
+"""Time per token by `replay --profile` and by `serve`, paired in one run.
 
     python -m pytest tests/bench/test_timeline.py -m '' -s
 

@@ -25,7 +25,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def right(reference: Path, tokenizer: Any) -> dict[str, str]:
-    """What one server that has all experts answers."""
+    """The answers of one server that has all experts."""
     return right_answers(reference, tokenizer, MAX_TOKENS)
 
 

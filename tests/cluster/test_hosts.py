@@ -31,7 +31,7 @@ BYTES_S = 2e6
 
 
 def lacks() -> str:
-    """What this machine does not let its user do that hosts need; empty where it lets all of it."""
+    """Return the permissions that hosts need and this machine denies; empty if none."""
     try:
         require_namespaces()
     except UsageError as error:
@@ -129,7 +129,7 @@ def test_a_folder_that_lost_its_hosts_is_removed_too(hosts: Hosts) -> None:
 
 
 def pids(name: str) -> bytes:
-    """What is on a host, as `ip` prints it."""
+    """The interfaces of a host, as `ip` prints them."""
     return subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=True).stdout
 
 

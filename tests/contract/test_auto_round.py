@@ -15,6 +15,7 @@ from moetool.models.loading import load_full
 from moetool.models.quantization_config import quantization_of
 from tests import families
 from tests.auto_round_writer import EXPORTS
+from tests.contract.test_quantized import written as written_as
 from tests.greedy import generated, prompts, served
 
 PROMPTS = prompts(3)
@@ -77,6 +78,30 @@ def test_other_exports_are_refused(change: dict[str, object], message: str) -> N
     own = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
     with pytest.raises(UsageError, match=message):
         quantization_of({"quantization_config": own | change}, Path("m"))
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        (
+            "qwen3_moe-nvfp4",
+            {"packing_format": "auto_round:llm_compressor", "bits": 4, "group_size": 16, "data_type": "nv_fp"},
+        ),
+        (
+            "qwen3_moe-fp8_channel",
+            {"packing_format": "auto_round:fp8_static", "bits": 8, "group_size": -1, "data_type": "fp"},
+        ),
+    ],
+)
+def test_layouts_of_compressed_tensors_are_read(name: str, own: dict[str, object], tmp_path: Path) -> None:
+    """AutoRound needs data for these exports; their tensors have the names that compressed-tensors gives."""
+    path, twin = written_as(name, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "auto-round", **own}
+    (path / "config.json").write_text(json.dumps(config))
+    expected = load_full(Checkpoint.open(twin), torch.float32).model.state_dict()
+    found = load_full(Checkpoint.open(path), torch.float32).model.state_dict()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
 
 
 def test_patterns_choose_modules() -> None:

@@ -71,7 +71,7 @@ def begun() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eq4:
-    """What a caller decided, in what all of them share.
+    """A caller's decision, in the fields that all callers share.
 
     Attributes:
         moves: (kind, layer, expert, server), in any order.

@@ -26,7 +26,7 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def _opened(model_type: str, folder: Path) -> str | None:
-    """What becomes of the default config of a type: `spec`, or the error; None where it has no experts."""
+    """Result for the default config of a type: `spec`, or the error; None if it has no experts."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:

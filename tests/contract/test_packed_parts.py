@@ -30,7 +30,7 @@ PLACES = {7: 2, 1: 0, 4: 5}  # slots and the experts in them
 
 
 def _weight(part: PackedPart, slot: int) -> torch.Tensor:
-    """What the kernel makes of a slot's bytes, by torch: [O, I] float32."""
+    """Weights [O, I] in float32 that torch unpacks from a slot's bytes."""
     _, outputs, inputs = part.shape
     rows = part.values_SB[slot, : outputs * part.row_bytes].reshape(outputs, part.row_bytes)
     numbers = {

@@ -1,4 +1,4 @@
-"""What every planner keeps: coverage, memory, determinism, and the bounds that no placement beats."""
+"""Properties of every planner: coverage, memory, determinism, and the bounds that no placement beats."""
 
 from dataclasses import replace
 

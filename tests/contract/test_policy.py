@@ -1,4 +1,4 @@
-"""What holds for every cache policy: its programs are legal, whatever the stream and the pool."""
+"""Every cache policy makes legal programs for any stream and pool."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""What every predictor in predictors/ owes its callers."""
+"""The contract of every predictor in predictors/."""
 
 import dataclasses
 import signal

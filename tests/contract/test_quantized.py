@@ -332,7 +332,7 @@ def test_an_expert_moves_the_bytes_of_its_tensors(case: Case) -> None:
 
 
 def test_bytes_are_known_by_config_alone(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What profile and plan count before any weight is there."""
+    """Profile and plan count these bytes before any weight is there."""
     whole = Checkpoint.open(case.path)
     shutil.copy(case.path / "config.json", tmp_path)
     alone = Checkpoint.open(tmp_path, weights=False)

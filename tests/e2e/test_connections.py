@@ -36,7 +36,7 @@ def _open(url: str) -> socket.socket:
 
 
 def _all(sock: socket.socket) -> bytes:
-    """What comes until the other end closes."""
+    """Receive until the other end closes."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while part := sock.recv(65536):

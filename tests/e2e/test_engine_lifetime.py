@@ -1,4 +1,4 @@
-"""What an engine leaves behind: nothing, however often one is opened and closed, and wherever opening fails."""
+"""An engine leaves nothing behind, however often one is opened and closed, and wherever opening fails."""
 
 import contextlib
 import gc
@@ -29,7 +29,7 @@ OPTIONS = ServeOptions(kv_tokens=512)
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """Open files of this process."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them

@@ -89,7 +89,7 @@ def _ask(url: str, prompts: Any, max_tokens: int) -> list[dict[str, Any]]:
 
 
 def _read(choice: dict[str, Any], num_context: int, max_tokens: int) -> Score:
-    """What lm-eval makes of a choice: everything after the context but for the tokens that were generated."""
+    """lm-eval's reading of a choice: all after the context, without the generated tokens."""
     wanted = slice(num_context, len(choice["logprobs"]["token_logprobs"]) - max_tokens)
     own, top = choice["logprobs"]["token_logprobs"][wanted], choice["logprobs"]["top_logprobs"][wanted]
     return Score(sum(own), all(one == max(best.values()) for one, best in zip(own, top, strict=True)))

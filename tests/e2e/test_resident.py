@@ -56,7 +56,7 @@ def _requests(trace: Trace) -> Iterator[TokenBatch]:
 
 
 def _least_recent(num_experts: int, kept: int, events: list[np.ndarray]) -> list[set[int]]:
-    """Who is resident before each event [T, K] of one layer, told anew: by when each expert was last used."""
+    """Experts resident before each event [T, K] of one layer, found from each expert's last use."""
     last = {expert: (-1, 0, -expert) for expert in range(num_experts)}
     resident = set(range(kept))
     found = []

@@ -38,7 +38,7 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def captured(prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    """What capture records of the same prompts."""
+    """The capture of the same prompts."""
     out = tmp_path_factory.mktemp("routed") / "captured"
     return Trace(capture("reference", prompts, out, CaptureOptions(max_new_tokens=NEW, batch_size=1)).out)
 

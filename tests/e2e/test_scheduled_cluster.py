@@ -79,7 +79,7 @@ class NodeWorker:
 
 @dataclass(frozen=True)
 class Work:
-    """What servers are planned for and what they then serve: a task a server.
+    """Planned and served workloads of servers: one task per server.
 
     Attributes:
         planned: traces by server.

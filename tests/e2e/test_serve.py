@@ -43,7 +43,7 @@ def client(engine: Any) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def plain(full: Any, tokenizer: Any) -> dict[str, str]:
-    """What the plain model answers, 16 tokens, greedily."""
+    """The plain model's greedy answer of 16 tokens."""
     answers = {}
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")

@@ -1,4 +1,4 @@
-"""What a policy sees while serving is what a replay of the log shows it, to the bit."""
+"""A policy sees the same signals in serving and in a replay of the log, to the bit."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -62,7 +62,7 @@ def bounded() -> Iterator[None]:
 
 
 def wrong_with(target: Target, files: Files) -> str | None:
-    """What is wrong with reading these files, in words; None where they are read, or refused in one line."""
+    """Describe a fault in reading these files; None if they are read, or refused in one line."""
     folder = Path(tempfile.mkdtemp(prefix="moetool-fuzz-"))
     try:
         for name, data in files.items():

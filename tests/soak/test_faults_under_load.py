@@ -229,7 +229,7 @@ class FaultInjection:
         self.clients.answers_come()
 
     def check_log(self, log: Path) -> None:
-        """What lies there is whole, and is replayed to the same decisions."""
+        """The files there are whole, and replay to the same decisions."""
         trace = Trace(log)
         trace.verify()
         facts = trace.manifest["provenance"]

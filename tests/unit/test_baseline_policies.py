@@ -1,4 +1,4 @@
-"""What each published baseline loads and gives up, on small hand-made streams."""
+"""Loads and evictions of each published baseline, on small hand-made streams."""
 
 from typing import Any
 
@@ -139,7 +139,7 @@ def test_moe_infinity_prefetches_what_the_most_similar_earlier_request_used() ->
 
 
 def loaded_ahead(run: Run, *, request: int, first: int) -> list[int]:
-    """What the policy wants after the first layer of a new request's first token."""
+    """The policy's prefetches after the first layer of a new request's first token."""
     _, events = make_forward(run.spec, np.full((1, run.spec.num_layers, 1), first), request=request)
     run.policy.begin_request(request)
     run.policy.gate(events[0], [], [first])

@@ -55,7 +55,7 @@ def test_tokenizer_files_that_cannot_be_are_refused_in_one_line(
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """What moetool warned of; other libraries log too, and a record may come by two ways."""
+    """Warnings of moetool; other libraries log too, and a record may arrive twice."""
     records = [r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING]
     return {record.getMessage() for record in records}
 

@@ -1,4 +1,4 @@
-"""What is asked of CUDA, and in which order, on a stand-in for its few primitives that writes everything down."""
+"""Calls to CUDA and their order, on a stand-in that records its few primitives."""
 
 import contextlib
 from typing import Any

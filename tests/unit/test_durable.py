@@ -12,7 +12,7 @@ from moetool import durable
 from moetool.errors import UsageError
 
 OPERATIONS = ("open", "fsync", "mkdir", "rename", "replace")
-"""What durable asks of the operating system, besides writing a file's bytes and removing what is not wanted."""
+"""System calls of durable, besides writing a file's bytes and removing files."""
 
 
 class Faults:

@@ -1,4 +1,4 @@
-"""What fused knows of a request, of the others and of itself, and that its network says the same in both its forms."""
+"""Inputs of fused from a request, from others and from itself; both forms of its network agree."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What other people's packed checkpoints may say and hold: each variant is read, or refused by name."""
+"""Variants of packed checkpoints by other writers: each is read, or refused by name."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who decides on placements in expert parallelism, by hand: what each mode sees, and both sides of a decision."""
+"""Placement decisions in expert parallelism, by hand: the view of each mode, and both sides of a decision."""
 
 import queue
 from collections.abc import Sequence

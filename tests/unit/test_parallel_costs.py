@@ -1,4 +1,4 @@
-"""What decisions of expert parallelism reckon with: said, measured or by a profile; and where requests start."""
+"""Costs in decisions of expert parallelism (given, measured or by a profile), and the ranks where requests start."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who computes for whom in expert parallelism, stages of a migration, compute phases, channels: no model."""
+"""Routing between ranks, stages of a migration, compute phases and channels, without a model."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""What the bounds of a placement bound, and what they do not."""
+"""Bounds of a placement, and their limits."""
 
 from dataclasses import replace
 

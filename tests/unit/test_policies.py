@@ -1,4 +1,4 @@
-"""What each cache policy does that the others do not."""
+"""Behaviour of each cache policy that the others lack."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What a policy has learned survives a restart, and nobody else's does."""
+"""A policy's learned state survives a restart; another policy's is not taken."""
 
 from pathlib import Path
 

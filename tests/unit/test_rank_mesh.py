@@ -22,7 +22,7 @@ RANKS = 3
 
 
 def in_threads(run: Callable[[int], Any], ranks: Sequence[int] = range(RANKS)) -> list[Any]:
-    """What each rank returns, or the error that it raises."""
+    """Return the result or the error of each rank."""
     results: dict[int, Any] = {}
 
     def keep(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees: nothing is broken in two, whatever the terminal's width."""
+"""Output on a terminal: no cell is split at any width."""
 
 import re
 import sys
@@ -39,7 +39,7 @@ class _Terminal:
 
 
 def _seen(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, without the codes for bold type."""
+    """The printed text, without the codes for bold type."""
     return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 
 

@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def in_time(action: Callable[[], object], seconds: float = 20) -> BaseException | None:
-    """What the action raised. Fails, where a deadlock would hang the tests."""
+    """Return the action's error; fail where a deadlock would hang the tests."""
     raised: list[BaseException | None] = [None]
 
     def run() -> None:

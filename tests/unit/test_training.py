@@ -1,4 +1,4 @@
-"""Who is held out, what is refused, and what an interrupted run leaves. Counting only: fitting is a contract test."""
+"""Held-out requests, refusals, and the files of an interrupted run. Counting only: fitting is a contract test."""
 
 import dataclasses
 import json
