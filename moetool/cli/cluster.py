@@ -47,6 +47,7 @@ def require_no_placement(plan: Path) -> None:
 def _edge(command: ClusterCommand) -> None:
     """Serve by edge servers that call each other's experts; each has its own endpoint."""
     from moetool.cluster.launch import parse_where, prepare
+    from moetool.cluster.ray_launch import head_address
 
     where = parse_where(command.cluster)
     if command.plan is None:
@@ -58,19 +59,21 @@ def _edge(command: ClusterCommand) -> None:
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
     threads = max(1, (os.cpu_count() or 1) // where.count) if where.count else 0
+    toward = head_address(where.address)  # before imports that take seconds
     with contextlib.ExitStack() as stack:
         if fork_server := prepare(where, "moetool.cluster.edge.worker", threads):  # it imports while this process does
             stack.callback(fork_server.close)
-        _serve_edge(command, where, threads, fork_server)
+        _serve_edge(command, where, toward, threads, fork_server)
 
 
-def _serve_edge(command: ClusterCommand, where: "Where", threads: int, fork_server: "ForkServer | None") -> None:
+def _serve_edge(
+    command: ClusterCommand, where: "Where", toward: str, threads: int, fork_server: "ForkServer | None"
+) -> None:
     from moetool.cluster.cluster_options import ClusterOptions
     from moetool.cluster.edge.edge_head import EdgeHead
     from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.edge.worker import Worker
     from moetool.cluster.launch import Detached, Workers
-    from moetool.cluster.ray_launch import head_address
     from moetool.models.checkpoint import Checkpoint
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.runtime.assembly import ServeOptions
@@ -87,7 +90,6 @@ def _serve_edge(command: ClusterCommand, where: "Where", threads: int, fork_serv
         )
     values = dict(command.values)
     own = parse(ClusterOptions, values.pop("cluster", {}), "--set cluster")
-    toward = head_address(where.address)
     _require_any_machine(command.host, toward)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(open_folder(own.name or folder_name(command.port), "servers"))

@@ -21,20 +21,21 @@ def serve_parallel(command: ClusterCommand) -> None:
         UsageError: no plan, another number of ranks than the plan has GPUs, or an option without effect here.
     """
     from moetool.cluster.launch import parse_where, prepare
+    from moetool.cluster.ray_launch import head_address
 
     where = parse_where(command.cluster)
     if command.plan is None:
         raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
+    toward = head_address(where.address)  # before imports that take seconds
     with contextlib.ExitStack() as stack:
         if fork_server := prepare(where, "moetool.cluster.parallel.rank", 1):  # it imports while this process does
             stack.callback(fork_server.close)
-        _serve(command, where, fork_server)
+        _serve(command, where, toward, fork_server)
 
 
-def _serve(command: ClusterCommand, where: "Where", fork_server: "ForkServer | None") -> None:
+def _serve(command: ClusterCommand, where: "Where", toward: str, fork_server: "ForkServer | None") -> None:
     from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
-    from moetool.cluster.ray_launch import head_address
     from moetool.costing.costs import CostProfile
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.serving import server
@@ -65,7 +66,7 @@ def _serve(command: ClusterCommand, where: "Where", fork_server: "ForkServer | N
         head = open_head(
             *(command.model, plan, launcher, options, ranks),
             profile=costs,
-            toward=head_address(where.address),
+            toward=toward,
             narrate=lambda line: tables.narrate(f"moetool: {line}"),
         )
         stack.callback(head.close)

@@ -157,6 +157,12 @@ def role_of(name: str) -> str:
     return name.partition("-")[0]
 
 
+def number_of(name: str) -> int:
+    """Return the number in a certificate name; -1 if there is none."""
+    number = name.partition("-")[2]
+    return int(number) if number.isdecimal() and number.isascii() else -1
+
+
 class _Openssl:
     """Calls `openssl` in a temporary folder, removed at the end."""
 

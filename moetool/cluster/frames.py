@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moetool.cluster.certificates import role_of
+from moetool.cluster.certificates import number_of, role_of
 from moetool.errors import MoetoolError
 
 _Done = TypeVar("_Done")
-_FRAME = struct.Struct("!4sIHiQ")  # magic, bytes of the head, number of parts, sender, call
+_FRAME = struct.Struct("!4sIHQ")  # magic, bytes of the head, number of parts, call
 _SIZES = tuple(struct.Struct(f"!{number}Q") for number in range(9))  # bytes of each part, by the number of parts
 _MAGIC = b"moe2"
-HELLO = b"moetool-peer-4\n"
+HELLO = b"moetool-peer-5\n"
 """First bytes from the called side, once it has accepted the caller."""
 _HEAD_BYTES = 2**20  # limit
 _JOINED_BYTES = 2**18  # messages up to this size take one send; larger ones are sent in pieces of it
@@ -51,7 +51,7 @@ class Frame:
     Attributes:
         head: plain JSON values; empty for messages whose parts describe themselves.
         parts: raw bytes, at most eight; of a received message, each in its own memory.
-        sender: number of the calling server; -1 in answers and where callers are not numbered.
+        sender: number in the caller's certificate (`FrameConnection.number`).
         call: number of the call or of the answered call.
     """
 
@@ -72,6 +72,7 @@ class FrameConnection:
 
     Attributes:
         limit_bytes: this limit; it may be changed.
+        number: number in the certificate of an accepted caller, e.g. 2 of `server-2`; -1: none.
 
     Effects: owns the socket and makes it non-blocking; each direction has its own deadline.
     """
@@ -79,10 +80,11 @@ class FrameConnection:
     def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
         self._sock = sock
         self.limit_bytes = limit_bytes
+        self.number = -1
         self._lock = threading.Lock()
         self._ahead = bytearray(_READ_BYTES)  # bytes read ahead, from `_start` to `_end`
         self._start = self._end = 0
-        self._begun: tuple[int, int, list[bytearray]] | None = None  # message in transit: sender, call, head and parts
+        self._begun: tuple[int, list[bytearray]] | None = None  # message in transit: call, head and parts
         self._whole = self._filled = 0  # its complete buffers, and bytes of the next one
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,20 +158,20 @@ class FrameConnection:
             self._begin_message(by)
         by = time.monotonic() + rest_s if by is None else by
         assert self._begun is not None
-        sender, call, buffers = self._begun
+        call, buffers = self._begun
         while self._whole < len(buffers):
             buffer = buffers[self._whole]
             while self._filled < len(buffer):
                 self._filled += self._take(memoryview(buffer)[self._filled :], by)
             self._whole, self._filled = self._whole + 1, 0
         self._begun = None
-        return Frame(head=_values(buffers[0]) if buffers[0] else {}, parts=buffers[1:], sender=sender, call=call)
+        return Frame(head=_values(buffers[0]) if buffers[0] else {}, parts=buffers[1:], sender=self.number, call=call)
 
     def _begin_message(self, by: float) -> None:
         """Receive a message's header and sizes, and allocate it. Raises: as `receive`."""
         while self._end - self._start < _FRAME.size:
             self._read_ahead(by)
-        magic, head_bytes, num_parts, sender, call = _FRAME.unpack_from(self._ahead, self._start)
+        magic, head_bytes, num_parts, call = _FRAME.unpack_from(self._ahead, self._start)
         if magic != _MAGIC or num_parts >= len(_SIZES):
             raise LinkError("the peer sent something other than a message")
         while self._end - self._start < _FRAME.size + _SIZES[num_parts].size:
@@ -181,7 +183,7 @@ class FrameConnection:
                 f"and {self.limit_bytes:,}"
             )
         self._start += _FRAME.size + _SIZES[num_parts].size
-        self._begun = sender, call, [bytearray(head_bytes), *map(bytearray, sizes)]
+        self._begun = call, [bytearray(head_bytes), *map(bytearray, sizes)]
         self._whole = self._filled = 0
 
     def close(self) -> None:
@@ -228,15 +230,12 @@ class FrameConnection:
         if hello != HELLO:
             raise LinkError("the peer runs another version of moetool")
 
-    def answer(self, context: ssl.SSLContext, roles: Collection[str], by: float) -> str:
+    def answer(self, context: ssl.SSLContext, roles: Collection[str], by: float) -> None:
         """Encrypt and authenticate the connection, as the called side; call `welcome` next.
 
         Args:
             context: from `Identity.answering`.
             roles: accepted roles of callers (`role_of`).
-
-        Returns:
-            The caller's certificate name.
 
         Raises:
             LinkError: the caller has no certificate of the cluster or another role, or the deadline passed.
@@ -250,7 +249,7 @@ class FrameConnection:
         name = next((str(one) for kind, one in certificate.get("subjectAltName", ()) if kind == "DNS"), "")
         if role_of(name) not in roles:
             raise LinkError(f"{name or 'a caller without a name'} may not call here, expected {' or '.join(roles)}")
-        return name
+        self.number = number_of(name)
 
     def welcome(self, by: float) -> None:
         """Tell a caller that it is accepted. Raises like `send`."""
@@ -365,12 +364,12 @@ def dial(address: tuple[str, int], context: ssl.SSLContext, name: str, by: float
     return connection
 
 
-def pack(head: Mapping[str, Any], parts: Sequence[Any], *, sender: int = -1, call: int = 0) -> bytes:
+def pack(head: Mapping[str, Any], parts: Sequence[Any], *, call: int = 0) -> bytes:
     """Encode a message up to its parts, which are buffers of bytes. Args: attributes of `Frame`."""
     text = json.dumps(head, separators=(",", ":")).encode() if head else b""
     assert len(text) <= _HEAD_BYTES
     sizes = _SIZES[len(parts)].pack(*map(len, parts))
-    return b"".join((_FRAME.pack(_MAGIC, len(text), len(parts), sender, call), sizes, text))
+    return b"".join((_FRAME.pack(_MAGIC, len(text), len(parts), call), sizes, text))
 
 
 def _values(head: bytearray) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 
 from moetool.cluster.certificates import Identity
-from moetool.cluster.frames import FrameConnection, LinkError
+from moetool.cluster.frames import FrameConnection, LinkError, Lost
 from moetool.errors import MoetoolError
 
 _LOG = logging.getLogger(__name__)
@@ -113,8 +113,10 @@ class Acceptor:
             if self._admit(connection):
                 connection.welcome(by)
                 self._serve_peer(connection)
-        except LinkError as error:  # the caller has ended or is not a peer
+        except Lost as error:
             _LOG.debug("a peer on port %d has disconnected: %s", self.address[1], error)
+        except LinkError as error:
+            _LOG.warning("ended the connection of peer %d on port %d: %s", connection.number, self.address[1], error)
         finally:
             with self._lock:
                 self._open.pop(connection, None)

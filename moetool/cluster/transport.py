@@ -180,7 +180,6 @@ class Channel:
         server: number of the called server.
         address: the called server's `Listener.address`.
         identity: the caller's key and certificate.
-        caller: number of the calling server.
         links: the caller's outgoing links, which delay calls.
         limit_bytes: largest answer accepted.
         poll_s: see `FrameConnection.receive`; for answers to short calls.
@@ -194,13 +193,12 @@ class Channel:
         address: tuple[str, int],
         identity: Identity,
         *,
-        caller: int,
         links: Links | None = None,
         limit_bytes: int = 2**30,
         poll_s: float = 0.0,
     ) -> None:
         self.address = address
-        self._server, self._caller, self._context = server, caller, identity.calling()
+        self._server, self._context = server, identity.calling()
         self._links = links or Links()
         self._limit_bytes, self._poll_s = limit_bytes, poll_s
         self._connection: FrameConnection | None = None
@@ -223,7 +221,7 @@ class Channel:
         """
         by = time.monotonic() + timeout_s
         number = next(self._numbers)
-        data = pack(head, parts, sender=self._caller, call=number)
+        data = pack(head, parts, call=number)
         answer = CallAnswer(number, data, parts, by, self._receive, self._leave)
         connection = None
         with self._lock:

@@ -1,5 +1,8 @@
 """Greedy copies of a layer's experts into free slots, with DIRECTOR's T_comp + T_comm as the objective."""
 
+import math
+import time
+
 import numpy as np
 
 from moetool.placement._latency import along, expert_flow, flows
@@ -28,7 +31,7 @@ class CopySearch:
         self._flow_GG = flows(problem.cluster, self._tokens_GE, placed_GE)
         self._sum()
 
-    def run(self, most: int = 0) -> None:
+    def run(self, most: int = 0, until: float = math.inf) -> None:
         """Add copies of the stragglers' experts, best first, until none helps or memory is full.
 
         If a GPU has no room for a copy, it gives up its coldest expert, which moves to the free GPU with the least work
@@ -37,9 +40,10 @@ class CopySearch:
         Args:
             most: limit of copies, and of tried experts and of tried GPUs per copy (0: as many copies as help, 4
                 experts and 32 GPUs).
+            until: end of the time for it, in seconds of `time.perf_counter`.
         """
         made = 0
-        while self._add_best(most or _EXPERTS, most or _GPUS):
+        while time.perf_counter() < until and self._add_best(most or _EXPERTS, most or _GPUS):
             made += 1
             if made == most:
                 return

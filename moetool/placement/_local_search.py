@@ -1,5 +1,7 @@
 """Local search for one layer: one copy per expert, with DIRECTOR's T_comp + T_comm as the objective."""
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +13,9 @@ from moetool.placement._latency import Latency, along
 _POTENTIAL = 1e-7
 _SENDERS = 2
 """Number of slowest senders whose time bounds a swap from below, before the full score."""
-_CHUNK = 64
-"""Number of swaps scored at once."""
-_MOST = 2048
+_CHUNK = 256
+"""Number of swaps scored at once (`tests/bench/test_placement_reach.py`)."""
+MOST = 2048
 """Maximum number of scored swaps per step, lowest bound first: many swaps leave the straggler unchanged."""
 _REFRESH = 64
 """Swaps after which sums are recomputed, so that rounding errors do not accumulate."""
@@ -56,10 +58,11 @@ class Descent:
 
     Args:
         wide: whether all swaps may be tried.
+        most: maximum number of scored swaps per step.
     """
 
-    def __init__(self, layer: Layer, gpu_E: np.ndarray, *, wide: bool = True) -> None:
-        self.layer, self.latency = layer, layer.latency
+    def __init__(self, layer: Layer, gpu_E: np.ndarray, *, wide: bool = True, most: int = MOST) -> None:
+        self.layer, self.latency, self.most = layer, layer.latency, most
         num_gpus = len(layer.room_G)
         self.num_experts = layer.num_experts
         # GPUs first: NumPy reduces over a short last axis slowly.
@@ -97,10 +100,10 @@ class Descent:
         cost = comp + self.latency.ways * comm
         return cost + _POTENTIAL * potential / np.maximum(cost, 1e-30)
 
-    def run(self, steps: int = 0) -> float:
-        """Step until no swap helps, or for at most `steps` (0: no limit); return the cost."""
+    def run(self, steps: int = 0, until: float = math.inf) -> float:
+        """Step until no swap helps, for at most `steps` (0: no limit) or `until` a time; return the cost."""
         taken = 0
-        while self._step():
+        while time.perf_counter() < until and self._step():
             taken += 1
             if taken == steps:
                 break
@@ -119,7 +122,7 @@ class Descent:
         bound = self.bounds(here, there)
         best, found = self.score * (1 - 1e-12) - 1e-300, -1
         able = np.flatnonzero(bound < best)
-        able = able[np.argsort(bound[able], kind="stable")[:_MOST]]
+        able = able[np.argsort(bound[able], kind="stable")[: self.most]]
         for start in range(0, len(able), _CHUNK):
             chunk = able[start : start + _CHUNK]
             if bound[chunk[0]] >= best:
@@ -236,22 +239,33 @@ def _others(value_G: np.ndarray, g: np.ndarray, h: np.ndarray) -> np.ndarray:
 
 
 def improve(
-    layer: Layer, starts: list[np.ndarray], rng: np.random.Generator, kicks: int, *, wide: bool = True
+    layer: Layer,
+    starts: list[np.ndarray],
+    rng: np.random.Generator,
+    kicks: int,
+    *,
+    wide: bool = True,
+    until: float = math.inf,
 ) -> tuple[float, np.ndarray]:
     """Descend from every start, then kick the best and descend again repeatedly; return the best found.
 
     Shapes: gpu_E int.
+
+    Args:
+        until: end of the time for it, in seconds of `time.perf_counter`.
     """
     best, found = np.inf, starts[0]
     for start in starts:
         descent = Descent(layer, start, wide=wide)
-        cost = descent.run()
+        cost = descent.run(until=until)
         if cost < best:
             best, found = cost, descent.place()
     for _ in range(kicks):
+        if time.perf_counter() >= until:
+            break
         descent = Descent(layer, found, wide=wide)
         descent.kick(rng, int(rng.integers(2, 5)))
-        cost = descent.run()
+        cost = descent.run(until=until)
         if cost <= best:
             best, found = cost, descent.place()
     return best, found

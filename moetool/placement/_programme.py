@@ -1,5 +1,7 @@
 """Linear programmes by HiGHS."""
 
+import math
+import time
 from dataclasses import dataclass
 
 import highspy
@@ -30,13 +32,18 @@ def minimise(
     row_upper: np.ndarray,
     lower: np.ndarray,
     upper: np.ndarray,
+    until: float = math.inf,
 ) -> Solution | None:
     """Return the optimum by the simplex method, which ends in a vertex; None if infeasible.
 
     Near the least feasible budget the dual simplex may fail, and the primal one is tried next. A programme without
     costs only tests feasibility; it counts as infeasible if both fail.
 
+    Args:
+        until: end of the time for it, in seconds of `time.perf_counter`.
+
     Raises:
+        TimeoutError: there is no optimum by then.
         AssertionError: HiGHS fails with every strategy of `STRATEGIES`, and there are costs.
     """
     highs = highspy.Highs()
@@ -56,10 +63,13 @@ def minimise(
     for strategy in STRATEGIES:
         highs.setOptionValue("simplex_strategy", strategy)
         highs.clearSolver()
+        highs.setOptionValue("time_limit", max(0.0, until - time.perf_counter()))
         highs.run()
         status = highs.getModelStatus()
         if status not in _FAILURES:
             break
+    if status == highspy.HighsModelStatus.kTimeLimit:
+        raise TimeoutError(f"a linear programme of {len(cost):,} variables took too long")
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return None
     if status in _FAILURES and not cost.any():

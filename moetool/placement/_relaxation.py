@@ -1,5 +1,6 @@
 """DIRECTOR's linear relaxation of one layer: a bound with one copy each, and the start of rounding."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,15 @@ class Relaxed:
     x_EG: np.ndarray
 
 
-def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
+def relax(layer: Layer, budget: float | None = None, until: float = math.inf) -> Relaxed | None:
     """Solve Eq. 6 for one layer; None if infeasible within `budget`.
 
     Args:
         budget: find a solution within this T_comp + T_comm, as the printed programme does (None: minimize it).
+        until: end of the time for it, in seconds of `time.perf_counter`.
+
+    Raises:
+        TimeoutError: there is no solution by then.
 
     Source: DIRECTOR § VI-C, Eqs. 6a to 6g. Deviations:
         - Each constraint except 6b concerns one layer and the objective is a sum, so each layer is minimised by itself.
@@ -119,7 +124,7 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
         shape=(len(rows), columns),
     )
     row_lower, row_upper = np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
-    solution = minimise(cost, matrix, row_lower, row_upper, lower, upper)
+    solution = minimise(cost, matrix, row_lower, row_upper, lower, upper, until)
     if solution is None:
         return None
     value = unit * (solution.x[comp] + latency.ways * solution.x[comm])

@@ -1,5 +1,6 @@
 """Scores of a placement on requests: locality, latency, balance, bytes, gaps to the bounds."""
 
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +10,9 @@ from moetool.placement._demand import per_server
 from moetool.placement._latency import along, flows, hull, knots
 from moetool.placement._planner import Problem, layer_slots
 from moetool.types import Cluster
+
+BOUND_S = 120.0
+"""Time limit of a bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +24,16 @@ class PlacementScore:
         local: the same over all calls.
         local_mean: mean over servers that are not idle.
         remote_calls: Prism's Eq. 2, in calls: those that no GPU of the token's server computes.
-        remote_bound: the least of any placement in these slots (`prism_exact`); None if not computed. A slot has the
-            size of the model's largest expert. With experts of several sizes, more may fit by bytes, and the bound does
-            not hold.
+        remote_bound: the least of any placement in these slots (`prism_exact`); None if not computed, or not within
+            two minutes. A slot has the size of the model's largest expert. With experts of several sizes, more may fit
+            by bytes, and the bound does not hold.
         comp: DIRECTOR's T_comp (Eq. 2), in the unit of the costs.
         comm: T_comm (Eq. 4).
         work_bound: lower bound of comp + comm of any placement: perfect balance without traffic. None if not computed.
         latency_bound: a tighter bound of comp + comm for fewer placements, or None. If this placement has one copy of
             each expert, it is that of the relaxation with the hottest expert. It then covers placements with one copy
             each, and per GPU at most as many experts of a layer as this one or `layer_slots`; others may have less. For
-            a placement with copies it is `work_bound`. Compared placements share one bound.
+            a placement with copies, or after two minutes, it is `work_bound`. Compared placements share one bound.
         balancedness: three definitions on the same loads of GPUs: `sglang`, the mean over layers of
             (mean + 1e-5) / (max + 1e-5); `vllm`, the sum of means over the sum of maxima; `tensorrt_llm`, the mean
             over layers of (max - mean) / mean, where 0 is best.
@@ -151,8 +155,10 @@ def balancedness(load_LG: np.ndarray) -> dict[str, float]:
     }
 
 
-def remote_bound(problem: Problem) -> float:
+def remote_bound(problem: Problem) -> float | None:
     """Return the least remote calls of any placement in the cluster's slots of the largest expert's size.
+
+    None if it takes longer than two minutes.
 
     Idle servers have no calls: the thousandth of a token per layer that planners count for them is left out.
     """
@@ -160,7 +166,10 @@ def remote_bound(problem: Problem) -> float:
 
     demand = problem.demand
     idle = float(demand.frequency_NLE.sum() - demand.tokens_NLE.sum())
-    return max(0.0, optimum(problem)[0] - idle)
+    try:
+        return max(0.0, optimum(problem, BOUND_S)[0] - idle)
+    except TimeoutError:
+        return None
 
 
 def work_bound(problem: Problem) -> float:
@@ -184,10 +193,13 @@ def latency_bound(problem: Problem, *placed_GLE: np.ndarray, c_max: int = 0) -> 
 
     # Allow the layer counts of this placement, even if `layer_slots` would not give them.
     room_GL = np.maximum.reduce([layer_slots(problem, c_max), *(one_GLE.sum(axis=2) for one_GLE in placed_GLE)])
-    total = 0.0
+    total, until = 0.0, time.perf_counter() + BOUND_S
     for i, num_experts in enumerate(problem.spec.num_experts_L):
         layer = Layer(tokens_GE=demand.tokens_GLE[:, i, :num_experts], room_G=room_GL[:, i], latency=latency)
-        relaxed = relax(layer)
+        try:
+            relaxed = relax(layer, until=until)
+        except TimeoutError:
+            return work_bound(problem)
         assert relaxed is not None, "without a budget the relaxation has a solution"
         total += relaxed.bound
     return total

@@ -1,7 +1,8 @@
 """Simulated annealing over swaps: DIRECTOR's heuristic baseline."""
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,12 +21,14 @@ class Options:
         steps: swaps tried in each layer.
         hot: initial temperature, as a share of the cost.
         cold: final temperature.
+        seconds: time limit, shared equally by the layers (0: none). The placement then depends on the machine's speed.
     """
 
     c_max: int = 0
     steps: int = 4000
     hot: float = 0.02
     cold: float = 1e-5
+    seconds: float = 120.0
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
@@ -39,17 +42,18 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     Source: DIRECTOR § VIII-D names simulated annealing "for sufficient iterations". The schedule is moetool's.
 
     Raises:
-        UsageError: a temperature is not above 0, or steps are negative.
+        UsageError: a temperature is not above 0, or steps or seconds are negative.
     """
-    if options.steps < 0 or not 0 < options.cold <= options.hot:
-        raise UsageError("annealing needs steps >= 0 and 0 < cold <= hot")
+    if min(options.steps, options.seconds) < 0 or not 0 < options.cold <= options.hot:
+        raise UsageError("annealing needs steps and seconds >= 0, and 0 < cold <= hot")
     room_GL = layer_slots(problem, options.c_max)
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     for number, num_experts in enumerate(problem.spec.num_experts_L):
         tokens_GE = problem.demand.tokens_GLE[:, number, :num_experts]
         layer = Layer(tokens_GE=tokens_GE, room_G=room_GL[:, number], latency=problem.latency)
         start = np.repeat(np.arange(len(room_GL)), even_shares(num_experts, room_GL[:, number]))
-        gpu_E = anneal(layer, start, options, np.random.default_rng([problem.seed, number]))
+        rng = np.random.default_rng([problem.seed, number])
+        gpu_E = anneal(layer, start, replace(options, seconds=options.seconds / len(problem.spec.num_experts_L)), rng)
         placed_GLE[gpu_E, number, np.arange(num_experts)] = True
     return placed_GLE
 
@@ -64,7 +68,10 @@ def anneal(layer: Layer, start: np.ndarray, options: Options, rng: np.random.Gen
     fall = (options.cold / options.hot) ** (1 / max(1, options.steps))
     temperature = options.hot * cost
     slots = np.arange(num_experts + len(free_G))
+    until = time.perf_counter() + options.seconds if options.seconds else math.inf
     for _ in range(options.steps):
+        if time.perf_counter() >= until:
+            break
         temperature *= fall
         here, there = int(rng.integers(num_experts)), int(rng.integers(len(slots)))
         g = int(gpu_E[here])

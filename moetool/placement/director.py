@@ -1,6 +1,9 @@
 """DIRECTOR: a linear relaxation of each layer, rounded, then improved by moves, swaps and copies."""
 
+import contextlib
+import math
 import multiprocessing
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,8 +26,8 @@ _WIDE = 16384
 _QUICK_KICKS, _QUICK_RELAXATION = 1, 256
 _LARGE = 4096
 """Experts times GPUs from which `quick` starts from the current placement only."""
-_LARGE_STEPS, _LARGE_COPIES = 12, 2
-"""Limits of that search per layer: steps; and copies, which also limits the experts and GPUs tried per copy."""
+_LARGE_STEPS, _LARGE_SWAPS, _LARGE_COPIES = 12, 256, 2
+"""Limits of that search per layer: steps; scored swaps per step; copies, and experts and GPUs tried per copy."""
 QUICK = {"quick": True}
 """Options for re-placement while serving."""
 
@@ -47,6 +50,8 @@ class Options:
         quick: limit the work, for placement before each batch: at most one kick, and a relaxation of at most 256
             variables. From 4,096 variables on, the search starts from the current placement, if any, with at most 12
             steps and two copies per layer (`tests/bench/test_placement_reach.py`).
+        seconds: time limit of the search, after which the best placement so far is taken (0: none). Layers get equal
+            shares, half of them for copies. The placement then depends on the machine's speed.
     """
 
     c_max: int = 0
@@ -56,6 +61,7 @@ class Options:
     replicas: bool = True
     processes: int = 1
     quick: bool = False
+    seconds: float = 120.0
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
@@ -77,8 +83,9 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         UsageError: an option is negative, or `processes` is 0.
         CapacityError: `c_max` does not cover every expert.
     """
-    if min(options.kicks, options.relaxation) < 0 or options.processes < 1:
-        raise UsageError("director needs kicks and relaxation >= 0, and processes >= 1")
+    if min(options.kicks, options.relaxation, options.seconds) < 0 or options.processes < 1:
+        raise UsageError("director needs kicks, relaxation and seconds >= 0, and processes >= 1")
+    ends = _after(options.seconds)
     if options.quick:
         options = replace(
             options, kicks=min(options.kicks, _QUICK_KICKS), relaxation=min(options.relaxation, _QUICK_RELAXATION)
@@ -89,14 +96,23 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         tokens_GE = np.ascontiguousarray(problem.demand.tokens_GLE[:, layer, :num_experts])
         start_E = _start(problem, layer, tokens_GE, room_GL[:, layer])
         tasks.append((Layer(tokens_GE=tokens_GE, room_G=room_GL[:, layer], latency=problem.latency), layer, start_E))
-    gpus = run_layers(partial(place_layer, options, problem.seed), tasks, options.processes)
+    # Time that copies do not need stays unused, and experts' unused time goes to copies.
+    share_s = options.seconds * options.processes / len(tasks) / (2 if options.replicas else 1)
+    gpus = run_layers(partial(place_layer, replace(options, seconds=share_s), problem.seed), tasks, options.processes)
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     for layer, gpu_E in enumerate(gpus):
         placed_GLE[gpu_E, layer, np.arange(len(gpu_E))] = True
         if options.replicas and room_GL[:, layer].sum() > len(gpu_E):
             most = _LARGE_COPIES if options.quick and tasks[layer][0].tokens_GE.size >= _LARGE else 0
-            CopySearch(problem, layer, placed_GLE[:, layer], room_GL[:, layer]).run(most)
+            now = time.perf_counter()
+            until = now + (ends - now) / (len(gpus) - layer)
+            CopySearch(problem, layer, placed_GLE[:, layer], room_GL[:, layer]).run(most, until)
     return placed_GLE
+
+
+def _after(seconds: float) -> float:
+    """Return the time in `seconds`, or infinity for 0."""
+    return time.perf_counter() + seconds if seconds else math.inf
 
 
 def _start(problem: Problem, layer: int, tokens_GE: np.ndarray, room_G: np.ndarray) -> np.ndarray | None:
@@ -116,19 +132,21 @@ def place_layer(options: Options, seed: int, task: tuple[Layer, int, np.ndarray 
     """Return the GPU of each expert of a layer, without copies; `task` is the layer, its number and its start."""
     layer, number, start_E = task
     rng = np.random.default_rng([seed, number])
+    until = _after(options.seconds)
     if options.quick and start_E is not None and layer.tokens_GE.size >= _LARGE:
-        descent = Descent(layer, start_E, wide=False)
-        descent.run(_LARGE_STEPS)
+        descent = Descent(layer, start_E, wide=False, most=_LARGE_SWAPS)
+        descent.run(_LARGE_STEPS, until)
         return descent.place()
     speed_G = np.array(layer.latency.speed_G)
     starts = [balance(layer.tokens_GE.sum(axis=0), layer.room_G, speed_G)]
     if start_E is not None:
         starts.append(start_E)
     if layer.tokens_GE.size <= options.relaxation:
-        starts.append(round_layer(layer, _relaxed(layer, options.binary_search, starts[0]), rng))
+        with contextlib.suppress(TimeoutError):
+            starts.append(round_layer(layer, _relaxed(layer, options.binary_search, starts[0], until), rng))
     size = layer.tokens_GE.size
     kicks = options.kicks if size <= _WIDE else min(options.kicks, max(1, options.kicks * _WIDE // size))
-    return improve(layer, starts, rng, kicks, wide=size <= _WIDE)[1]
+    return improve(layer, starts, rng, kicks, wide=size <= _WIDE, until=until)[1]
 
 
 def round_relaxation(layer: Layer, rng: np.random.Generator) -> np.ndarray:
@@ -137,16 +155,16 @@ def round_relaxation(layer: Layer, rng: np.random.Generator) -> np.ndarray:
     return round_layer(layer, _relaxed(layer, True, start), rng)
 
 
-def _relaxed(layer: Layer, binary_search: bool, start: np.ndarray) -> np.ndarray:
+def _relaxed(layer: Layer, binary_search: bool, start: np.ndarray, until: float = math.inf) -> np.ndarray:
     if not binary_search:
-        relaxed = relax(layer)
+        relaxed = relax(layer, until=until)
         assert relaxed is not None, "without a budget the relaxation has a solution: the start is one"
         return relaxed.x_EG
     low, high = 0.0, layer.cost(start)
     x_EG = (start[:, None] == np.arange(len(layer.room_G))).astype(np.float64)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        found = relax(layer, middle)
+        found = relax(layer, middle, until)
         if found is None:
             low = middle
         else:

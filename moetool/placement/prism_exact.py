@@ -1,9 +1,12 @@
 """Prism's Eq. 2, solved exactly: the least remote calls of any placement that covers every expert within memory."""
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.errors import CapacityError
 from moetool.placement._demand import per_server
 from moetool.placement._gpus import pack_servers
 from moetool.placement._planner import Problem
@@ -13,7 +16,13 @@ OBJECTIVE = "remote"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """No options."""
+    """Options of the programme.
+
+    Attributes:
+        seconds: time limit of the simplex method (0: none).
+    """
+
+    seconds: float = 120.0
 
 
 def place(problem: Problem, options: Options) -> np.ndarray:
@@ -29,12 +38,27 @@ def place(problem: Problem, options: Options) -> np.ndarray:
           slots fits its GPUs. Slots have the size of the model's largest expert, so with experts of several sizes this
           is the optimum among placements by slots.
         - An idle server counts as uniform (`Demand.frequency_NLE`).
+
+    Raises:
+        CapacityError: there is no optimum within `seconds`.
     """
-    return pack_servers(problem, optimum(problem)[1])
+    try:
+        return pack_servers(problem, optimum(problem, options.seconds)[1])
+    except TimeoutError as error:
+        raise CapacityError(
+            f"prism_exact: {error} (seconds={options.seconds:g}); raise it with --set seconds=..., or use prism"
+        ) from None
 
 
-def optimum(problem: Problem) -> tuple[float, np.ndarray]:
-    """Return (Eq. 2 at its optimum, placed_NLE)."""
+def optimum(problem: Problem, seconds: float = 0.0) -> tuple[float, np.ndarray]:
+    """Return (Eq. 2 at its optimum, placed_NLE).
+
+    Args:
+        seconds: time limit (0: none).
+
+    Raises:
+        TimeoutError: there is no optimum by then.
+    """
     from scipy.sparse import csc_matrix
 
     from moetool.placement._programme import minimise
@@ -61,6 +85,7 @@ def optimum(problem: Problem) -> tuple[float, np.ndarray]:
         np.concatenate([infinite, slots_N]),
         np.zeros(columns),
         np.ones(columns),
+        time.perf_counter() + seconds if seconds else math.inf,
     )
     assert solution is not None, "Problem has checked that every expert fits"
     chosen_NX = solution.x.reshape(num_servers, num_experts)

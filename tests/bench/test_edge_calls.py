@@ -45,7 +45,7 @@ def test_calls_on_loopback() -> None:
     plain = socket.create_connection(echo)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     began = time.perf_counter()
-    channel = Channel(1, address, identity("server-0"), caller=0)
+    channel = Channel(1, address, identity("server-0"))
     channel.call({}, timeout_s=10).result()
     print(f"\nfirst call, with connection and handshake: {1e3 * (time.perf_counter() - began):.2f} ms")
     buffer = bytearray(max(SIZES.values()))

@@ -70,7 +70,7 @@ def test_links_are_as_slow_as_they_are_said_to_be_and_can_be_cut(hosts: Hosts) -
     def ask(sends: int, wants: int, timeout_s: float = PATIENCE_S) -> float:
         began = time.monotonic()
         with hosts.inside(0):  # its thread is made here, and connects from there
-            channel = Channel(1, listener.address, identity("server-0"), caller=0)
+            channel = Channel(1, listener.address, identity("server-0"))
             try:
                 answer = channel.call({"want": wants}, [b"y" * sends], timeout_s=timeout_s).result()
             finally:

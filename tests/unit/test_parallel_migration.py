@@ -1,5 +1,6 @@
 """Experts on their way between ranks, when something goes wrong: nobody waits for what will not come."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel import expert_buffers
+from moetool.cluster.parallel.channel import connect
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.rank_mesh import Arrivals
@@ -16,6 +19,7 @@ from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from tests.identities import identity
+from tests.servers import eventually
 from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
@@ -41,6 +45,9 @@ class Kept:
     def read_into(self, key: int, buffer: torch.Tensor) -> None:
         if self._fails:
             raise OSError(5, "Input/output error")
+
+    def read(self, key: int, offset: int, num_bytes: int) -> None:
+        return None
 
     def put(self, key: int, buffer: torch.Tensor) -> None:
         self.held[key] = buffer
@@ -71,7 +78,7 @@ class Device:
 
 
 @contextmanager
-def opened(buffers: Any) -> Iterator[ExpertTransfer]:
+def opened(buffers: Any, arrivals: Arrivals | None = None) -> Iterator[ExpertTransfer]:
     made = ExpertTransfer(
         SPEC,
         buffers,
@@ -80,7 +87,7 @@ def opened(buffers: Any) -> Iterator[ExpertTransfer]:
         identity=identity("rank-0"),
         windows=Windows(),
         machine=EmulatedMachine(),
-        on_join=Arrivals().keep,
+        on_join=(arrivals or Arrivals()).keep,
     )
     made.begin(1, [None, None])
     try:
@@ -135,3 +142,44 @@ def test_host_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert buffers.read(165, 0, files.slot_bytes)[0] == expected.numpy().tobytes()  # type: ignore[index]
     buffers.close()
     checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"generation": "first"},
+        {"key": 0, "offset": 0},
+        {"key": [0], "offset": 0, "bytes": 1},
+        {"key": 0, "offset": None, "bytes": 8},
+    ],
+    ids=str,
+)
+def test_a_malformed_message_of_a_rank_ends_its_link_in_one_line(
+    message: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(Kept()) as migration, caplog.at_level(logging.WARNING):
+        channel = connect(migration.address, identity("rank-1"), "rank-0")
+        channel.send(message)
+        with pytest.raises(LinkError):
+            channel.receive(timeout_s=10.0)
+        eventually(lambda: caplog.messages)
+        (line,) = caplog.messages
+        assert line.startswith("ended the connection of peer 1 on port")
+        assert f"rank 1 sent neither a join nor a request for an expert: {message}" in line
+        other = connect(migration.address, identity("rank-1"), "rank-0")
+        other.send({"key": 0, "offset": 0, "bytes": 8})
+        assert other.receive(timeout_s=10.0)[0]["state"] in ("gone", "later")
+        other.close()
+
+
+def test_a_rank_joins_by_the_number_of_its_certificate() -> None:
+    arrivals = Arrivals()
+    with opened(Kept(), arrivals) as migration:
+        channel = connect(migration.address, identity("rank-1"), "rank-0")
+        channel.send({"generation": 1, "gpu": 2})
+        with pytest.raises(LinkError, match="GPU 2 did not connect"):
+            arrivals.take(1, [2], time.monotonic() + 0.2)
+        assert arrivals.take(1, [1], time.monotonic() + 10)[0].number == 1
+        arrivals.close()
+        channel.close()

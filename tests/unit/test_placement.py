@@ -1,5 +1,6 @@
 """Placement algorithms against what is known from outside: published outputs, brute force, hand computation."""
 
+import itertools
 from dataclasses import fields, replace
 
 import numpy as np
@@ -354,6 +355,8 @@ def test_what_planners_refuse() -> None:
         place("exhaustive", problem, {"objective": "speed"})
     with pytest.raises(UsageError, match="0 < cold <= hot"):
         place("annealing", problem, {"hot": 0.0})
+    with pytest.raises(UsageError, match="seconds >= 0"):
+        place("director", problem, {"seconds": -1.0})
 
 
 def test_copies_help_director_where_memory_allows() -> None:
@@ -363,6 +366,33 @@ def test_copies_help_director_where_memory_allows() -> None:
     alone, copied = (place("director", problem, {"replicas": b}) for b in (False, True))
     assert copied[:, 0, 0].all()
     assert score(problem, copied, bounds=False).latency < score(problem, alone, bounds=False).latency
+
+
+@pytest.mark.parametrize("planner", ["director", "annealing"])
+def test_a_planner_whose_time_is_over_returns_a_placement(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(0.0, 1.0)
+    problem = make_problem(make_spec(2, 32), make_cluster([[20] * 4]))
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+    placed = place(planner, problem, {"seconds": 1e-3})
+    assert (placed.sum(axis=0) == 1).all()
+    assert next(ticks) < 50  # each loop has asked once
+
+
+def test_programmes_without_an_optimum_in_time_say_so() -> None:
+    problem = make_problem(make_spec(2, 32), make_cluster([[20] * 2] * 2))
+    with pytest.raises(CapacityError, match=r"prism_exact: a linear programme of 128 variables took too long"):
+        place("prism_exact", problem, {"seconds": 1e-9})
+    assert place("prism_exact", problem, {"seconds": 60.0}).any(axis=0).all()
+
+
+def test_bounds_without_an_optimum_in_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(make_spec(2, 32), make_cluster([[20] * 2] * 2))
+    placed = place("uniform", problem)
+    whole = score(problem, placed)
+    monkeypatch.setattr("moetool.placement._scoring.BOUND_S", 1e-9)
+    late = score(problem, placed)
+    assert whole.remote_bound is not None and late.remote_bound is None
+    assert late.latency_bound == late.work_bound <= whole.latency_bound
 
 
 def test_processes_do_not_change_the_placement() -> None:

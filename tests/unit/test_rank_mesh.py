@@ -47,7 +47,7 @@ def listening(number: int = RANKS) -> Iterator[tuple[list[Acceptor], list[Arriva
     def serve(rank: int) -> Callable[[RankChannel], None]:
         def keep(channel: RankChannel) -> None:
             joins, _ = channel.receive()
-            arrivals[rank].keep(channel.connection, joins["generation"], joins["gpu"])
+            arrivals[rank].keep(channel.connection, joins["generation"], channel.gpu)
 
         return keep
 

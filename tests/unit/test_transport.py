@@ -48,7 +48,7 @@ def _listener(handle: Callable[[Frame], Frame] = _echo, **options: Any) -> Itera
 
 @contextmanager
 def _channel(listener: Listener, caller: Identity | None = None, **options: Any) -> Iterator[Channel]:
-    channel = Channel(1, listener.address, caller or identity(CALLER), caller=0, **options)
+    channel = Channel(1, listener.address, caller or identity(CALLER), **options)
     yield channel
     channel.close()
 
@@ -127,7 +127,7 @@ def test_bytes_are_counted_each_way() -> None:
     there, back = Links(), Links()
     with _listener(links=back) as listener, _channel(listener, links=there) as channel:
         channel.call({}, [b"x" * 1000], timeout_s=5).result(5)
-    asked, answered = pack({}, [b"x" * 1000], sender=0, call=1), pack({"got": 0}, [b"x" * 1000], call=1)
+    asked, answered = pack({}, [b"x" * 1000], call=1), pack({"got": 0}, [b"x" * 1000], call=1)
     assert there.bytes_out == {1: len(asked) + 1000} and back.bytes_out == {0: len(answered) + 1000}
 
 
@@ -164,6 +164,11 @@ def test_a_stranger_is_refused_in_one_line_and_peers_are_served(
         assert not called
         with _channel(listener) as channel:
             assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+
+
+def test_a_server_is_known_by_the_number_of_its_certificate() -> None:
+    with _listener() as listener, _channel(listener, identity("server-7")) as channel:
+        assert channel.call({}, timeout_s=5).result(5).head == {"got": 7}
 
 
 def test_callers_without_certificate_or_tls_1_3_are_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +245,7 @@ def test_bytes_changed_on_the_way_end_the_connection() -> None:
                         threading.Thread(target=forward, args=ends, daemon=True).start()
 
         threading.Thread(target=meet, daemon=True).start()
-        channel = Channel(1, between.getsockname(), identity(CALLER), caller=0)
+        channel = Channel(1, between.getsockname(), identity(CALLER))
         secret = b"which nobody on the way reads" * 100
         assert bytes(channel.call({}, [secret], timeout_s=5).result(5).parts[0]) == secret[::-1]
         changes[0] = 2  # also of the call that is tried again
@@ -323,7 +328,7 @@ def test_an_answer_to_another_call_is_an_error_and_ends_the_connection() -> None
                 connection.send(pack({"got": number}, [], call=number), (), time.monotonic() + 5)
 
     acceptor = Acceptor(listen("127.0.0.1"), identity(CALLED), ("server",), answer_twice, limit_bytes=2**20)
-    channel = Channel(1, acceptor.address, identity(CALLER), caller=0)
+    channel = Channel(1, acceptor.address, identity(CALLER))
     for direct in (True, False):
         assert channel.call({}, timeout_s=5).result(5).head["got"]
         shifted = channel.call({}, [] if direct else [b"x" * 2**19], timeout_s=5)
@@ -474,7 +479,7 @@ def test_a_peer_that_started_anew_is_found_by_the_next_call() -> None:
 
 def test_a_peer_that_says_nothing_and_a_closed_channel_let_nobody_wait() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        channel = Channel(1, silent.getsockname(), identity(CALLER), caller=0)
+        channel = Channel(1, silent.getsockname(), identity(CALLER))
         with pytest.raises(LinkError, match="did not answer in time"):
             channel.call({}, timeout_s=0.1).result(5)
         first, second = channel.call({}, timeout_s=60), channel.call({}, timeout_s=60)
@@ -506,7 +511,7 @@ def test_calls_that_do_not_end_keep_a_listener_from_closing_only_once() -> None:
         return message
 
     listener = Listener(listen("127.0.0.1"), identity(CALLED), wait, rest_s=0.3)
-    channels = [Channel(1, listener.address, identity(CALLER), caller=0) for _ in range(5)]
+    channels = [Channel(1, listener.address, identity(CALLER)) for _ in range(5)]
     for channel in channels:
         channel.call({}, timeout_s=5)
     time.sleep(0.2)
@@ -566,5 +571,5 @@ def test_calls_over_a_slow_link_miss_their_deadline_and_say_so() -> None:
 
 
 def test_a_head_is_json_and_nothing_else() -> None:
-    data = pack({"a": [1, 2.5, "é"]}, [b"12"])  # 22 bytes of header, and 8 of the part's size
-    assert json.loads(data[30:]) == {"a": [1, 2.5, "é"]}
+    data = pack({"a": [1, 2.5, "é"]}, [b"12"])  # 18 bytes of header, and 8 of the part's size
+    assert json.loads(data[26:]) == {"a": [1, 2.5, "é"]}

@@ -123,7 +123,6 @@ class Peers:
                     server,
                     self._addresses[server],
                     self._identity,
-                    caller=self.server,
                     links=self._links,
                     limit_bytes=self._limit_bytes,
                     poll_s=self._poll_s,

@@ -26,6 +26,11 @@ class RankChannel:
         self.connection = connection
         self._sending = threading.Lock()
 
+    @property
+    def gpu(self) -> int:
+        """The calling rank's number, by its certificate."""
+        return self.connection.number
+
     def send(self, message: dict[str, Any], data: bytes | memoryview = b"") -> None:
         """Send a message. Raises: LinkError: the peer does not accept it in time; this closes the connection."""
         text = json.dumps(message, separators=(",", ":")).encode()  # a part, since it may be longer than a head
@@ -51,7 +56,9 @@ class RankChannel:
         try:
             text, data = found.parts
             message: dict[str, Any] = json.loads(bytes(text))
-        except ValueError:
+            if not isinstance(message, dict):
+                raise ValueError
+        except (ValueError, RecursionError):
             raise LinkError("the other end sent a message that cannot be read") from None
         if into is not None and len(data) <= len(into):
             into[: len(data)] = data

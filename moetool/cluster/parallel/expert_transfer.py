@@ -204,10 +204,10 @@ class ExpertTransfer:
                 inside = inside or answer.get("inside", False) or self._windows.exchanges != exchanges
             finally:
                 self._windows.release()
-            if answer["state"] == "later":
+            if answer.get("state") == "later":
                 time.sleep(_AGAIN_S)
                 continue
-            if answer["state"] != "here" or zlib.crc32(view[done : done + num]) != answer["crc"]:
+            if answer.get("state") != "here" or zlib.crc32(view[done : done + num]) != answer.get("crc"):
                 return None
             taken_s = time.perf_counter() - began
             self._rate += 0.3 * (num / max(taken_s, 1e-6) - self._rate)
@@ -220,16 +220,20 @@ class ExpertTransfer:
     def _serve(self, channel: RankChannel) -> None:
         """Serve one rank until it disconnects."""
         while True:
-            asked, _ = channel.receive()
-            if "generation" in asked:
-                self._on_join(channel.connection, int(asked["generation"]), int(asked["gpu"]))
-                return
+            match channel.receive()[0]:
+                case {"generation": int(generation)}:
+                    self._on_join(channel.connection, generation, channel.gpu)
+                    return
+                case {"key": int(key), "offset": int(offset), "bytes": int(num_bytes)}:
+                    pass
+                case asked:
+                    raise LinkError(f"rank {channel.gpu} sent neither a join nor a request for an expert: {asked}")
             if not self._windows.try_hold():
                 channel.send({"state": "later"})
                 continue
             try:
                 exchanges, inside = self._windows.exchanges, self._windows.exchanging
-                piece = self._buffers.read(asked["key"], asked["offset"], asked["bytes"])
+                piece = self._buffers.read(key, offset, num_bytes)
                 if piece is None:
                     channel.send({"state": "gone"})
                     continue

@@ -151,7 +151,6 @@ class Rank:
             self._head.send(
                 {
                     "kind": "hello",
-                    "gpu": gpu,
                     "migration": self.transfer.address,
                     "max_context": self._batcher.max_context,
                     "seats": self._batcher.max_requests,

@@ -328,10 +328,9 @@ class RankHead:
     # -- one thread per rank ---------------------------------------------------------------------------------
 
     def _hear(self, channel: RankChannel) -> None:
-        gpu = None
+        gpu = channel.gpu
         try:
             hello, _ = channel.receive()
-            gpu = hello["gpu"]
             self.loop.post("hello", (gpu, channel, hello))
             while True:
                 message, _ = channel.receive()

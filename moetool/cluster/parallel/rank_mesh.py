@@ -97,7 +97,7 @@ class Mesh:
             for other, (gpu, address) in enumerate(members[:rank]):
                 channel = connect(address, identity, f"rank-{gpu}")
                 self._connections[other] = channel.connection
-                channel.send({"generation": generation, "gpu": members[rank][0]})
+                channel.send({"generation": generation})
             higher = range(rank + 1, self.size)
             arrived = arrivals.take(generation, [members[other][0] for other in higher], by)
             self._connections |= dict(zip(higher, arrived, strict=True))
