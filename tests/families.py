@@ -43,7 +43,7 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-_INDEXED = {**_LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_INDEXED = {**_LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "num_hidden_layers": 2,
@@ -183,6 +183,8 @@ def save(family: str, to: Path, **changed: Any) -> None:
             if name.endswith("tid2eid"):  # experts by token id
                 rows = [torch.randperm(8, generator=draw)[: tensor.shape[1]] for _ in range(len(tensor))]
                 tensor.copy_(torch.stack(rows))
+            elif name.endswith(("_decay", "slope_rate")):
+                continue  # of minimax: other values would let tokens attend to later ones
             elif "bias" in name or (tensor.dim() > 1 and tensor.is_floating_point()):
                 tensor.normal_(0, 0.2, generator=draw)
             elif name.endswith("per_expert_scale"):

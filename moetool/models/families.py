@@ -136,7 +136,7 @@ _OWN_CODE = "transformers has no class for it, and moetool never runs code from 
 
 _ALL = (
     Family(name="afmoe", score="sigmoid", renormalize=True),
-    Family(name="bailing_hybrid", score="sigmoid", own_cache=_LINEAR),
+    Family(name="bailing_hybrid", score="sigmoid", own_cache=_LINEAR, appends=True),
     Family(name="cohere2_moe", renormalize=True),
     Family(
         name="dbrx",
@@ -147,7 +147,7 @@ _ALL = (
     Family(name="deepseek", refused=f"{_OWN_CODE}; the nearest supported family is deepseek_v2"),
     Family(name="deepseek_v2", renormalize=False),
     Family(name="deepseek_v3", score="sigmoid", notes="Kimi-K2 checkpoints (kimi_k2) are of this family"),
-    Family(name="deepseek_v32", score="sigmoid", own_cache=_INDEXED),
+    Family(name="deepseek_v32", score="sigmoid", own_cache=_INDEXED, appends=True),
     Family(
         name="deepseek_v4",
         score="sqrtsoftplus",
@@ -174,7 +174,7 @@ _ALL = (
     ),
     Family(name="glm4_moe", score="sigmoid"),
     Family(name="glm4_moe_lite", score="sigmoid"),
-    Family(name="glm_moe_dsa", score="sigmoid", own_cache=_INDEXED),
+    Family(name="glm_moe_dsa", score="sigmoid", own_cache=_INDEXED, appends=True),
     Family(name="gpt_oss", renormalize=True, own_cache=_EAGER, appends=True),
     Family(name="granitemoe", renormalize=True),
     Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR, appends=True),
@@ -186,6 +186,7 @@ _ALL = (
         name="jetmoe",
         renormalize=True,
         own_cache="it repeats cached keys and values in its own order",
+        appends=True,
         fixed="its router returns sorted tokens, not a replaceable choice",
         notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
     ),
@@ -208,7 +209,7 @@ _ALL = (
     ),
     Family(name="mellum"),
     Family(name="mimo_v2_flash", score="sigmoid", own_cache=_EAGER, appends=True),
-    Family(name="minimax", renormalize=True, own_cache=_LINEAR),
+    Family(name="minimax", renormalize=True, own_cache=_LINEAR, appends=True),
     Family(name="minimax_m2", score="sigmoid", renormalize=True),
     Family(name="mixtral", renormalize=True),
     Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR, appends=True),

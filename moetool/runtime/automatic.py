@@ -277,16 +277,9 @@ def _shared(checkpoint: Checkpoint, model: Footprint, values: Mapping[str, Any],
         model,
         split,
         chunk="prefill_chunk" not in values,
-        cache=kv_is_free and _attends_fully(checkpoint.config),
+        cache=kv_is_free and not own_cache(checkpoint.config),
         first_chunk=values.get("first_chunk"),
     )
-
-
-def _attends_fully(config: Any) -> bool:
-    """Whether every layer attends to the whole context through the paged KV cache."""
-    kinds = getattr(config, "layer_types", None)
-    sliding = getattr(config, "sliding_window", None) is not None if kinds is None else set(kinds) != {"full_attention"}
-    return not sliding and not own_cache(config)
 
 
 def _compiles() -> bool:

@@ -71,9 +71,8 @@ class Batcher:
             restarts. Further requests are admitted only if the cache holds all at full length.
         max_prompt_wait_s: time limit of a forward with prompt tokens while others decode
             (`moetool.runtime.prompt_chunks.PromptChunks`; 0: chunks have full size).
-        prefix_caching: keep the pages of finished requests, and forward only the part of a prompt without a page. No
-            effect on models with sliding-window layers.
-        first_kv_tokens: initial tokens of the KV cache (`GrowingPages`); 0, and models with sliding-window layers: all.
+        prefix_caching: keep the pages of finished requests, and forward only the part of a prompt without a page.
+        first_kv_tokens: initial tokens of the KV cache (`GrowingPages`); 0: all.
 
     Attributes:
         kv_tokens: tokens in the KV cache.
@@ -315,7 +314,7 @@ class Batcher:
             self._manager.logit_processor.tensors_required = 1
             self._manager.logit_processor.do_processing = True
             self.model.set_attn_implementation(_ATTENTION)
-            with UntouchedZeros():
+            with UntouchedZeros(), _whole_contexts(self.model.config.get_text_config()):
                 self.processor = self._manager._create_batch_processor()
         except (ValueError, NotImplementedError, AttributeError, KeyError) as error:
             self._restore()
@@ -327,7 +326,7 @@ class Batcher:
             self.graphs.forget()
         self._pages = PrefixPages(self.processor.cache, self._may_reuse)
         self._growing = None
-        if self._first_kv_tokens and len(self.processor.cache.cache_allocators) == 1:
+        if self._first_kv_tokens:
             self._growing = GrowingPages(self.processor.cache, self._pages, self._first_kv_tokens)
         self._leaving.clear()
         self.kv_tokens = int(self.processor.cache.num_blocks) * PAGE_TOKENS
@@ -453,6 +452,25 @@ class Batcher:
             ends, room = kwargs["cu_seq_lens_k"][kind], kwargs["key_rooms"][kind]
             rows.append(DecodeRows.of(places[allocator.index], ends, room, self.model.dtype))
         return {**kwargs, "decode_rows": rows}
+
+
+@contextlib.contextmanager
+def _whole_contexts(config: Any) -> Iterator[None]:
+    """Let a cache that is built meanwhile hold every layer's whole context, so that later prompts can share pages.
+
+    `paged_attention` applies sliding windows. The cache's memory is that of whole contexts in either case.
+    """
+    names = ("layer_types", "sliding_window")
+    own = {name: vars(config)[name] for name in names if name in vars(config)}
+    try:
+        if own.get("layer_types") is not None:
+            config.layer_types = ["full_attention"] * config.num_hidden_layers
+        elif own.get("sliding_window") is not None:
+            config.sliding_window = None
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(config, name, value)
 
 
 def to_lists(*vectors: torch.Tensor) -> list[list[int]]:

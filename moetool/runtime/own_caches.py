@@ -7,7 +7,7 @@ model's own attention and cache they run as in `generate`. The forwards of the r
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from moetool.runtime.decoding import (
     score_prompt,
 )
 from moetool.runtime.joint_forwards import JointForwards
+from moetool.runtime.kept_caches import KeptCache, attends_only, cuttable, name_linear_layers, state_bytes, states_of
 from moetool.runtime.prompt_chunks import PromptChunks
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
@@ -62,7 +63,7 @@ def open_batcher(
             max_requests=max_requests,
             kv_tokens=kv_tokens,
             max_batch_tokens=max_batch_tokens,
-            prefix_caching=prefix_caching and resumes_cache(model.config.get_text_config()),
+            prefix_caching=prefix_caching,
             max_prompt_wait_s=max_prompt_wait_s if resumes_cache(model.config.get_text_config()) else 0.0,
         )
     return Batcher(
@@ -84,6 +85,7 @@ class _Request:
     params: SamplingParams
     answer: list[int] = field(default_factory=list)
     cache: Any = None
+    marks: dict[int, Any] = field(default_factory=dict)  # as for `KeptCache`
     reused: int = 0  # tokens of the prompt that the cache held before its first forward
     held: int = 0  # tokens of the prompt that the cache holds
     take: int = 0  # tokens of the prompt in its next forward
@@ -108,16 +110,18 @@ class OwnCaches:
     """Continuous batching with one cache per request; otherwise like `Batcher`.
 
     Requests begin in order of arrival, if their caches fit at full length. A prompt is forwarded whole, whatever its
-    length, unless other requests wait for it (`max_prompt_wait_s`). States of fixed size cannot go back to an earlier
-    token, so a prompt can only go on where a whole earlier request ended.
+    length, unless other requests wait for it (`max_prompt_wait_s`).
+
+    Prefix caching keeps the caches of ended requests while there is room, the least recently used leave first. A cache
+    that cannot go back to any token is marked where the request's own forward began and where its prompt ended, so that
+    a chat goes on after an answer, after an answer that the client changed, and with another last question.
 
     Args:
         model: a transformers model in memory.
         max_requests: requests per batch; others queue.
         kv_tokens: tokens in the caches, over all requests.
         max_batch_tokens: most tokens of one forward, unless a single prompt has more.
-        prefix_caching: keep the cache of the request that ended last while there is room, for a prompt that begins
-            with all of its tokens.
+        prefix_caching: keep caches of ended requests for prompts that begin alike.
         max_prompt_wait_s: as for `Batcher`, for families whose caches take several tokens at once (`resumes_cache`).
 
     Attributes:
@@ -146,7 +150,8 @@ class OwnCaches:
         self._max_batch_tokens = max_batch_tokens
         self._chunks = PromptChunks(max_prompt_wait_s, sys.maxsize)
         self._prefix_caching = prefix_caching
-        self._ended: tuple[list[int], Any] | None = None  # tokens of the last request, and its cache
+        self._appends = resumes_cache(model.config.get_text_config())
+        self._kept: list[KeptCache] = []  # the least recently used first
         self._eos = eos_ids(model)
         self._sampler = Sampler(self._eos)
         self._requests: dict[int, _Request] = {}
@@ -158,7 +163,7 @@ class OwnCaches:
         """Drop all requests and end their threads."""
         self._requests.clear()
         self._inside.clear()
-        self._ended = None
+        self._kept.clear()
         self._joint.close()
 
     @property
@@ -218,7 +223,9 @@ class OwnCaches:
         self._chunks.observe(num_prompt_tokens, time.perf_counter() - began, self.stalled_s() - stalled_s)
         self._forward_id += 1
         for request in requests:
-            request.held += 0 if request.answer else request.take
+            if not request.answer:
+                request.held += request.take
+                self._mark(request)
         return [
             self._sample(request, logits_RV[i : i + 1])
             for i, request in enumerate(requests)
@@ -241,20 +248,52 @@ class OwnCaches:
                 break
             self._inside.append(request)
             free_tokens -= request.num_tokens
-            self._go_on(request)
-        if self._ended is not None and (
-            len(self._inside) == self.max_requests > 1 or len(self._ended[0]) > free_tokens
-        ):
-            self._ended = None
+            if self._kept and not request.params.return_routes:
+                self._go_on(request)
+        self._make_room()
 
     def _go_on(self, request: _Request) -> None:
-        """Give a request that goes on where the last one ended its cache."""
-        if self._ended is None or request.params.return_routes:
-            return
-        tokens, cache = self._ended
-        if len(tokens) < len(request.prompt) and request.prompt[: len(tokens)] == tokens:
-            request.cache, request.reused, self._ended = cache, len(tokens), None
-            request.held = request.reused
+        """Give a request the cached part of its prompt."""
+        kept = max(reversed(self._kept), key=lambda one: one.common(request.prompt))
+        if count := kept.common(request.prompt):
+            self._kept.remove(kept)
+            self._kept.append(kept)
+            request.cache, request.reused, request.held = kept.resumed(count), count, count
+            if not cuttable(kept.cache):
+                request.marks[count] = kept.states_at(count)
+
+    def _make_room(self) -> None:
+        """Drop what does not fit beside the requests: kept caches, the least recently used first, then marks."""
+        free_tokens = self.kv_tokens - sum(request.num_tokens for request in self._inside)
+        free_tokens -= sum(self._tokens_of(request.marks) for request in self._inside)
+        kept_tokens = [len(kept.tokens) + self._tokens_of(kept.marks) for kept in self._kept]
+        most = max(1, self.max_requests - len(self._inside))
+        while self._kept and (len(self._kept) > most or sum(kept_tokens) > free_tokens):
+            del self._kept[0], kept_tokens[0]
+        if free_tokens < 0:
+            for request in self._inside:
+                request.marks.clear()
+
+    def _tokens_of(self, marks: Mapping[int, Any]) -> int:
+        """Tokens whose keys and values take as many bytes as marks."""
+        return -(-state_bytes(marks) * self.kv_tokens // self.kv_bytes)
+
+    def _keeps(self, cache: Any) -> bool:
+        """Whether to keep a request's cache for later prompts."""
+        return self._prefix_caching and (self._appends or attends_only(cache))
+
+    def _mark(self, request: _Request) -> None:
+        """Mark the cache of a request whose prompt has been forwarded."""
+        if self._keeps(request.cache) and request.held == len(request.prompt) and not cuttable(request.cache):
+            request.marks[request.held] = states_of(request.cache)
+            self._make_room()
+
+    def _keep(self, request: _Request) -> None:
+        """Keep the cache of an ended request, in place of those that it continued."""
+        if self._keeps(request.cache):
+            tokens = [*request.prompt, *request.answer[:-1]]
+            self._kept = [one for one in self._kept if one.tokens != tokens[: len(one.tokens)]]
+            self._kept.append(KeptCache(tokens, request.cache, request.marks))
 
     def _next_batch(self) -> list[_Request]:
         """Requests that decode, then prompts in order of arrival up to `max_batch_tokens`, at least one."""
@@ -285,7 +324,9 @@ class OwnCaches:
         made = self.model(
             coming, position_ids=positions, past_key_values=request.cache, use_cache=True, logits_to_keep=1
         )
-        request.cache = made.past_key_values
+        first, request.cache = request.cache is None, made.past_key_values
+        if first:
+            name_linear_layers(request.cache)
         logits_1V: torch.Tensor = made.logits[:, -1]
         return logits_1V
 
@@ -302,8 +343,7 @@ class OwnCaches:
         request.answer.append(token)
         finish = finish_of(token, len(request.answer), request.params, self._eos)
         if finish is not None:
-            if self._prefix_caching:
-                self._ended = [*request.prompt, *request.answer[:-1]], request.cache
+            self._keep(request)
             self._end(request.number)
         return Output(request.number, token, logprob, finish, reused=request.reused if len(request.answer) == 1 else 0)
 

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moetool.runtime.decode_attention import OneQuery, attend_one_query, supports
 
 _LEAST_ROOM = 256
+_ABSENT = 0
 _WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN would plan for each new shape
 
 
@@ -54,6 +55,15 @@ class DecodeRows(NamedTuple):
         newest_B = torch.arange(len(first), device=index.device) * room + (end - first - 1)[:, 0]
         return cls(index_BN, newest_B, mask_BN[:, None, None])
 
+    def within(self, window: int | None) -> "DecodeRows":
+        """The same rows for layers with a sliding window of so many keys; None: without one."""
+        if window is None:
+            return self
+        room = self.index_BN.shape[1]
+        newest_B1 = self.newest_B[:, None] % room
+        beyond_BN = torch.arange(room, device=newest_B1.device) <= newest_B1 - window
+        return self._replace(mask_B11N=self.mask_B11N.masked_fill(beyond_BN[:, None, None], float("-inf")))
+
     @staticmethod
     def room_for(num_keys: int) -> int:
         """Padded number of keys."""
@@ -94,7 +104,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _ABSENT,
     cache: Any = None,
     sequence_ends: SequenceEnds | None = None,
     decode_rows: Sequence[DecodeRows] = (),
@@ -114,27 +124,28 @@ def paged_attention(
     Shapes:
         query [1, heads, sum of query lengths, head]; key and value likewise with the KV heads, new tokens only.
     """
+    if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
+        sliding_window = getattr(module, "sliding_window", None) or None
     if cache is None:  # a plain forward of one whole sequence
         return _attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
     width = value.shape[-1]
     value = F.pad(value, (0, key.shape[-1] - width))  # latent attention has narrower values; the cache has one width
     allocator = cache.layer_to_allocator[module.layer_idx]
-    windowed = sliding_window is not None and allocator.layer_type == "full_attention"
-    if decode_rows and not windowed and not isinstance(cache, Unwritten):
+    if decode_rows and not isinstance(cache, Unwritten):
         views, slots = allocator._kv_token_views[module.layer_idx], kwargs["write_index"][allocator.index]
-        output = _decode(query, key, value, scaling, decode_rows[allocator.index], views, slots)
-        return output[..., :width], None
-    if decode_rows and query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"layer {module.layer_idx} attends by lengths that change from step to step")
+        rows = decode_rows[allocator.index].within(sliding_window)
+        return _decode(query, key, value, scaling, rows, views, slots)[..., :width], None
     assert sequence_ends is not None
     query_ends, key_ends = sequence_ends.queries, sequence_ends.keys[allocator.layer_type]
     lengths = [end - first for first, end in pairwise(query_ends)]
     positions = kwargs["read_index"][allocator.index]
-    views = () if windowed or sliding_window is not None else allocator._kv_token_views[module.layer_idx]
-    usable = len(positions) and not isinstance(cache, Unwritten) and views and supports(query, views[0])
-    singles = [
-        OneQuery(query_ends[i], *key_ends[i : i + 2]) for i, length in enumerate(lengths) if length == 1 and usable
+    views = allocator._kv_token_views[module.layer_idx]
+    usable = len(positions) and not isinstance(cache, Unwritten) and supports(query, views[0])
+    spans = [  # of the keys that a sequence's new tokens attend to
+        (max(first, end - sliding_window - length + 1) if sliding_window else first, end)
+        for (first, end), length in zip(pairwise(key_ends), lengths, strict=True)
     ]
+    singles = [OneQuery(query_ends[i], *spans[i]) for i, length in enumerate(lengths) if length == 1 and usable]
     if singles and len(singles) == len(lengths):
         for view, new in zip(views, (key, value), strict=True):
             view.index_copy_(0, kwargs["write_index"][allocator.index], new[0].transpose(0, 1))
@@ -145,7 +156,7 @@ def paged_attention(
         attend_one_query(query[0], views, positions, singles, scaling, output[0])
     for i, length in enumerate(lengths):
         if length > 1 or not singles:
-            queries, keys = slice(*query_ends[i : i + 2]), slice(*key_ends[i : i + 2])
+            queries, keys = slice(*query_ends[i : i + 2]), slice(*spans[i])
             one = _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
             output[:, queries] = one.transpose(1, 2)
     return output[..., :width].contiguous(), None

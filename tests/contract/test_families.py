@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,12 +192,7 @@ def test_dense_tensors_in_half_precision_are_those_of_transformers(case: Case) -
 
 def test_requests_get_the_tokens_of_generate(case: Case) -> None:
     prompts = [TOKENS[0, i : 5 + 9 * i].tolist() for i in range(3)]
-    expected, found = [], [[] for _ in prompts]  # type: tuple[list[list[int]], list[list[int]]]
-    for prompt in prompts:
-        made = case.full.model.generate(
-            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        expected.append(made[0, len(prompt) :].tolist())
+    found: list[list[int]] = [[] for _ in prompts]
     with _lazy(case.path, slots=6) as (loaded, runtime):
         batcher = open_batcher(loaded.model, max_requests=3, kv_tokens=128)
         batcher.on_forward = lambda batch: runtime.begin_forward(batch.info)
@@ -209,29 +205,67 @@ def test_requests_get_the_tokens_of_generate(case: Case) -> None:
                 found[output.request].append(output.token)
             runtime.end_forward()
         batcher.close()
-    assert found == expected
+    assert found == [_generated(case.full.model, prompt, 6) for prompt in prompts]
     assert batcher.max_requests == 3
 
 
-def test_the_next_turn_of_a_chat_gets_the_tokens_of_generate(case: Case) -> None:
-    """For families whose requests have their own caches; paged ones: tests/e2e/test_prefix_caching.py."""
+def test_later_turns_of_a_chat_get_the_tokens_of_generate(case: Case) -> None:
+    """For families whose requests have their own caches; paged ones: tests/e2e/test_prefix_caching.py.
+
+    After three turns the client asks another last question, and then goes on after an answer of its own.
+    """
     config = case.full.model.config.get_text_config()
     if not (own_cache(config) and resumes_cache(config)):
         pytest.skip("paged, or its cache takes no second prompt")
-    chat, more, params = TOKENS[0].tolist(), TOKENS[0, 2:19].tolist(), SamplingParams(max_tokens=4, ignore_eos=True)
-    batcher = open_batcher(case.full.model, max_requests=2, kv_tokens=128, prefix_caching=True)
-    for turn in range(3):
-        batcher.add(turn, chat, params)
+    more, params = TOKENS[0, 2:19].tolist(), SamplingParams(max_tokens=4, ignore_eos=True)
+    batcher = open_batcher(case.full.model, max_requests=4, kv_tokens=4096, prefix_caching=True)
+
+    def ask(prompt: list[int], reused: int) -> list[int]:
+        batcher.add(0, prompt, params)
         outputs: list[Output] = []
         while not batcher.idle:
             outputs += batcher.step()
-        assert outputs[0].reused == (len(chat) - len(more) - 1 if turn else 0)
-        made = case.full.model.generate(
-            torch.tensor([chat]), max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        assert [output.token for output in outputs] == made[0, len(chat) :].tolist()
-        chat = [*made[0].tolist(), *more]
+        made = _generated(case.full.model, prompt, 4)
+        assert [output.token for output in outputs] == made
+        assert outputs[0].reused == reused
+        return prompt + made
+
+    first = ask(TOKENS[0].tolist(), 0)
+    second = ask(first + more, len(first) - 1)
+    third = ask(second + more, len(second) - 1)
+    last = (second[-1] + 1) % 60 + 3  # unlike the answer's last token
+    ask([*second[:-1], last, *more[::-1]], len(second) - 1)
+    asked = len(second) + len(more)
+    ask([*third[:asked], (third[asked] + 1) % 60 + 3, *more], asked)
     batcher.close()
+
+
+@pytest.mark.parametrize("name", ["afmoe", "cohere2_moe", "exaone_moe", "laguna", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_windows_in_the_paged_cache_share_pages(name: str, fixed_shapes: bool, tmp_path: Path) -> None:
+    """Prompts longer than a window of 16 reuse pages, and get the tokens of generate."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if name == "laguna" else {}
+    kinds |= {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2_moe" else {}
+    families.save(name, tmp_path, sliding_window=16, **kinds)
+    model = load_full(Checkpoint.open(tmp_path), torch.float32).model
+    batcher = open_batcher(model, max_requests=2, kv_tokens=256, prefix_caching=True, first_kv_tokens=64)
+    batcher.fixed_shapes = fixed_shapes
+    found, reused, text = [], [], TOKENS[0].repeat(3).tolist()
+    prompts = [text[start:end] for end in (40, 60, 52) for start in (0, 10)]
+    for number, prompt in enumerate(prompts):
+        batcher.add(number, prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        if number % 2:
+            outputs: list[Output] = []
+            while not batcher.idle:
+                outputs += batcher.step()
+            for request in (number - 1, number):
+                mine = [output for output in outputs if output.request == request]
+                reused.append(mine[0].reused)
+                found.append([output.token for output in mine])
+    batcher.close()
+    assert found == [_generated(model, prompt, 8) for prompt in prompts]
+    assert reused == [0, 0, 32, 16, 48, 32]
+    assert model.config.get_text_config().sliding_window == 16
 
 
 def test_a_prompt_in_chunks_gets_the_tokens_of_generate(case: Case) -> None:
@@ -252,10 +286,8 @@ def test_a_prompt_in_chunks_gets_the_tokens_of_generate(case: Case) -> None:
     batcher.close()
     assert sizes[:3] == [len(text), 65, 1 + len(text) - 64]
     for request, prompt in enumerate(prompts):
-        made = case.full.model.generate(
-            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        assert [one.token for one in outputs if one.request == request] == made[0, len(prompt) :].tolist()
+        made = _generated(case.full.model, prompt, 6)
+        assert [one.token for one in outputs if one.request == request] == made
 
 
 def test_scores_in_pieces_are_those_of_a_whole_forward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +296,14 @@ def test_scores_in_pieces_are_those_of_a_whole_forward(case: Case, monkeypatch: 
     pieces = list(decoding.score_prompt(case.full.model, 0, prompt, 0, None))
     assert [len(piece) for piece in pieces[:-1]] == [7] * ((len(prompt) - 1) // 7)
     assert torch.allclose(torch.cat(pieces), case.logits, atol=1e-5)
+
+
+def _generated(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The next tokens by transformers' `generate`."""
+    made = model.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    return made[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def _decode(

@@ -14,8 +14,10 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import INFERRED, known
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.tested_formats import BY_EXPERT, BY_EXPERT_FORMATS, INFERRED_AND_RUN, format_table
+from moetool.request import Output, SamplingParams
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
+from moetool.runtime.own_caches import open_batcher
 from moetool.types import ForwardInfo, Phase
 from tests import families, gguf_oracle
 from tests.contract.test_quantized import FORMATS as QUANTIZED
@@ -95,6 +97,28 @@ def test_an_inferred_family_computes_what_transformers_does(name: str, tmp_path:
     family = known(name)
     assert family is not None and family.inferred and family.own_cache
     assert bool(family.exception) == (name == "inkling_text")  # whose router takes more than hidden states
+
+
+@pytest.mark.parametrize("name", ["aria_text", "granitemoe_swa", "kolibri1"])
+def test_a_prompt_goes_on_from_a_cache_of_keys_and_values(name: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path, **({"sliding_window": 16} if name == "granitemoe_swa" else {}))
+    model = load_full(Checkpoint.open(tmp_path), torch.float32).model
+    prompt, answers = TOKENS[0].tolist(), []
+    for caching in (False, True):
+        batcher = open_batcher(model, max_requests=1, kv_tokens=256, prefix_caching=caching)
+        chat, reused = prompt, []
+        for _ in range(3):
+            batcher.add(0, chat, SamplingParams(max_tokens=4, ignore_eos=True))
+            outputs: list[Output] = []
+            while not batcher.idle:
+                outputs += batcher.step()
+            reused.append(outputs[0].reused)
+            chat = [*chat, *(output.token for output in outputs if output.token is not None), *prompt[3:9]]
+        batcher.close()
+        answers.append(chat)
+        first = len(prompt) + 4 - 1
+        assert reused == ([0, first, first + 10] if caching else [0, 0, 0])
+    assert answers[0] == answers[1]
 
 
 def test_the_table_of_formats_names_what_is_tested() -> None:

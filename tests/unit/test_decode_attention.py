@@ -98,8 +98,9 @@ class _Cache:
         return tuple(view[kwargs["read_index"][0]].transpose(0, 1)[None] for view in self.cache)
 
 
+@pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 6, 1), (4, 3)])
-def test_new_tokens_beside_prompts_are_computed_as_alone(lengths: tuple[int, ...]) -> None:
+def test_new_tokens_beside_prompts_are_computed_as_alone(lengths: tuple[int, ...], window: int | None) -> None:
     heads, kv_heads, width, past = 8, 2, 64, 40
     places = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(3)).split(SLOTS // len(lengths))
     keys = [place[: past + length] for place, length in zip(places, lengths, strict=True)]
@@ -118,6 +119,7 @@ def test_new_tokens_beside_prompts_are_computed_as_alone(lengths: tuple[int, ...
         key,
         value,
         None,
+        sliding_window=window,
         cache=cache,
         sequence_ends=SequenceEnds(query_ends, {"full_attention": key_ends}),
         read_index=[torch.cat(keys)],
@@ -129,7 +131,7 @@ def test_new_tokens_beside_prompts_are_computed_as_alone(lengths: tuple[int, ...
     for n, length in enumerate(lengths):
         mine = query[0, :, query_ends[n] : query_ends[n + 1]]
         for i in range(length):
-            exact = _exact(mine[:, i : i + 1], full, keys[n][: past + i + 1])
+            exact = _exact(mine[:, i : i + 1], full, keys[n][: past + i + 1][-(window or SLOTS) :])
             assert torch.allclose(output[0, query_ends[n] + i].double(), exact, rtol=2**-6, atol=1e-2)
         if length == 1:
-            assert torch.equal(output[0, query_ends[n]], _attended(mine, full, [keys[n]])[0])
+            assert torch.equal(output[0, query_ends[n]], _attended(mine, full, [keys[n][-(window or SLOTS) :]])[0])

@@ -336,3 +336,37 @@ def test_a_prompt_that_others_wait_for_comes_in_chunks(full: Any, ids: list[list
         assert held == list(range(400 + 7))
     assert answers[0] == answers[1] and all(len(tokens) == 8 for tokens in answers[0].values())
     assert sizes[0][:2] == [400, 401] and sizes[1][:2] == [400, 65]
+
+
+def _asked(batcher: OwnCaches, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
+    """Prompt tokens reused and answer of each, all in one batch."""
+    for i, prompt in enumerate(prompts):
+        batcher.add(i, prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    outputs = run_all(batcher)
+    return [(outputs[i][0].reused, tokens_of(outputs[i])) for i in range(len(prompts))]
+
+
+def test_several_chats_and_a_common_beginning_are_kept(full: Any, ids: list[list[int]]) -> None:
+    """Requests of one batch share a kept prefix, and leave it as it was for the next ones."""
+    chats = [[*ids[0], *ids[1]], [*ids[0], *ids[2]]]
+    plain = OwnCaches(full.model, max_requests=4, kv_tokens=512)
+    kept = OwnCaches(full.model, max_requests=4, kv_tokens=512, prefix_caching=True)
+    assert [reused for reused, _ in _asked(kept, [ids[0] + [9]])] == [0]
+    for turn in range(3):
+        expected, found = _asked(plain, chats), _asked(kept, chats)
+        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+        least = [len(ids[0]) if turn == 0 else len(chat) - 4 for chat in chats]
+        assert all(reused >= count for (reused, _), count in zip(found, least, strict=True))
+        chats = [[*chat, *tokens, 7, 8 + turn, 9] for chat, (_, tokens) in zip(chats, found, strict=True)]
+    plain.close()
+    kept.close()
+
+
+def test_kept_caches_leave_for_requests(full: Any, ids: list[list[int]]) -> None:
+    batcher = OwnCaches(full.model, max_requests=4, kv_tokens=64, prefix_caching=True)
+    assert _asked(batcher, [ids[0]])[0][0] == 0
+    assert _asked(batcher, [ids[0]])[0][0] == len(ids[0]) - 1  # the last token is forwarded for its logits
+    batcher.add(0, [50] * 40, SamplingParams(max_tokens=20, ignore_eos=True))
+    run_all(batcher)
+    assert _asked(batcher, [ids[0]])[0][0] == 0
+    batcher.close()
