@@ -10,7 +10,7 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,8 +65,7 @@ class BenchResult:
         command: the typed command.
         machine: facts of `moetool.machine.Machine`, by name.
         load: load average over a minute before the first run, and after the last.
-        file: JSON file, written anew after each row, so that a bench that is killed keeps the rows it has added; None:
-            none. `serve`, `forms`, `cluster-ep` and `paper` add all rows at their end, hence a kill loses them.
+        file: JSON file, written anew after each row or run, so that a bench that is killed keeps them; None: none.
     """
 
     bench: str
@@ -121,23 +120,34 @@ def recorded(bench: str, options: Any, file: Path | None = None) -> Iterator[Ben
     made.save()
 
 
-def in_turn(
-    lines: Sequence[T], rounds: int, on_progress: Callable[[int], None] = lambda done: None
-) -> Iterator[tuple[int, T]]:
-    """Yield each line once per round with the round's number; another line begins each round.
+def in_rounds(
+    made: BenchResult,
+    lines: Sequence[T],
+    rounds: int,
+    run: Callable[[T, int], Row | None],
+    rows: Callable[[list[tuple[T, list[Row]]]], Iterable[Row]],
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Run each line once per round, and keep the rows of the runs so far after each; another line begins each round.
 
     A slow minute of the machine so affects all lines, and ratios within a round are fair.
 
     Args:
+        run: measures a line in a round; None if it cannot be measured.
+        rows: makes rows from the lines that have run, in their order, and the runs of each, one per round.
         on_progress: called with the percentage done after each run.
+
+    Effects: writes the file of `made` after each run; earlier rows stay.
     """
-    done = 0
-    for number in range(rounds):
-        start = number % max(1, len(lines))
-        for line in (*lines[start:], *lines[:start]):
-            yield number, line
-            done += 1
-            on_progress(100 * done // (rounds * len(lines)))
+    earlier, runs = made.rows, [(line, list[Row]()) for line in lines]
+    for done in range(rounds * len(lines)):
+        number, place = divmod(done, len(lines))
+        line, mine = runs[(number + place) % len(lines)]
+        if (found := run(line, number)) is not None:
+            mine.append(found)
+        made.rows = [*earlier, *rows([one for one in runs if one[1]])]
+        made.save()
+        on_progress(100 * (done + 1) // (rounds * len(lines)))
 
 
 def median(rows: Sequence[Row], name: str) -> Any:
@@ -183,7 +193,8 @@ def show(made: BenchResult) -> None:
         machine, load = made.machine, " to ".join(f"{average:.1f}" for average in made.load)
         device = machine["gpu"] or machine["cpu"]
         conditions = f"{device}, {machine['cores']} cores, load {load}, torch {machine['torch']}"
-        for part in [*_module(made).tables(made), *made.notes, conditions]:
+        cut = ["cut short: these are the rows until then"] if len(made.load) == 1 else []
+        for part in [*_module(made).tables(made), *made.notes, *cut, conditions]:
             if isinstance(part, TextTable):
                 part.print()
             else:

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moetool import durable
-from moetool.bench.bench_result import BenchResult, Row, in_turn, recorded
+from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, RoutingPredictor, measured_latency
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_head import RankHead
@@ -139,17 +139,19 @@ def bench_parallel(
     only: Sequence[str] = (),
     simulated: bool = True,
     on_progress: Callable[[int], None] = lambda done: None,
+    file: Path | None = None,
 ) -> BenchResult:
     """Measure every variant once per round.
 
     A row is a variant, with the values of `_run` by round, and its simulation. Facts: `costs` measured by the ranks'
-    head in the end (`Costs.to_json`), and by predictor `token_s`, seconds per prompt token in each round.
+    head so far (`Costs.to_json`), and by predictor `token_s`, seconds per prompt token in each round.
 
     Args:
         launcher: starts the ranks.
         work: folder for trace, cascade and replica; results of a run with the same options are reused.
         only: names of variants (default: all).
         on_progress: called with the percentage done.
+        file: see `BenchResult`.
 
     Raises:
         UsageError: an unknown variant, or too few prompts.
@@ -182,15 +184,16 @@ def bench_parallel(
         ranks,
         profile=CostProfile.load(Path(options.profile)) if options.profile else None,
     )
-    runs: dict[str, list[Row]] = {one.name: [] for one in chosen}
     token_s: dict[str, list[float]] = {}
-    with recorded("cluster-ep", options) as made:
+    known_s = subject.simulated() if simulated else {}
+    with recorded("cluster-ep", options, file) as made:
         try:
             head.start()
             requests = subject.batches(head.tokenizer)
             on_progress(20)
             _run(head, requests[: options.ranks * options.seats], options)  # warms up
-            for _, one in in_turn(chosen, options.rounds, lambda done: on_progress(20 + 75 * done // 100)):
+
+            def run(one: Variant, number: int) -> Row:
                 control = BatchReplacement(
                     one.placement,
                     spec,
@@ -204,15 +207,19 @@ def bench_parallel(
                     predictor.measure(requests[0])
                 start_GLE = uniform(spec, room) if one.placement == "vanilla" else offline_GLE
                 head.use(control, start_GLE, one.migrate)
-                runs[one.name].append(_run(head, requests, options))
+                found = _run(head, requests, options)
                 for predictor in control.predictors:
                     token_s.setdefault(predictor.name, []).append(predictor.token_s)
-            made.facts = {"costs": head.stats()["costs"], "token_s": token_s}
+                made.facts = {"costs": head.stats()["costs"], "token_s": token_s}
+                return found
+
+            def rows(measured: list[tuple[Variant, list[Row]]]) -> Iterator[Row]:
+                for one, runs in measured:
+                    yield {**asdict(one), "simulated": known_s.get(one.name), "rounds": runs}
+
+            in_rounds(made, chosen, options.rounds, run, rows, lambda done: on_progress(20 + 80 * done // 100))
         finally:
             head.close()
-        known_s = subject.simulated() if simulated else {}
-        for one in chosen:
-            made.add(**asdict(one), simulated=known_s.get(one.name), rounds=runs[one.name])
     return made
 
 

@@ -16,7 +16,7 @@ def batch_s(run: Row) -> float:
 
 def ratios(row: Row, base: Row) -> list[float]:
     """Ratio of two variants' batch times in each round."""
-    return [batch_s(a) / batch_s(b) for a, b in zip(row["rounds"], base["rounds"], strict=True)]
+    return [batch_s(a) / batch_s(b) for a, b in zip(row["rounds"], base["rounds"], strict=False)]
 
 
 def _over_rounds(of: str | Callable[[Row], float], scale: float = 1.0) -> Callable[[Row], float]:

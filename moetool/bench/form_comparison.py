@@ -7,7 +7,6 @@ form is measured too, except for a shape: its random weights are rounded to near
 
 import contextlib
 import shutil
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from moetool import tables as printed
 from moetool.bench.bench_result import BenchResult, recorded, table
 from moetool.bench.forced_routes import ForcedRoutes, bench_spec
 from moetool.bench.rounded_checkpoint import rounded_checkpoint
-from moetool.bench.serve import LineToServe, measure_rounds, row_of, workload_facts
+from moetool.bench.serve import LineToServe, measure_rounds, workload_facts
 from moetool.bench.serving_results import describe
 from moetool.bench.serving_runs import Workload
 from moetool.bench.serving_setup import ServingBenchOptions, Subject, open_setup, prompts_of
@@ -64,6 +63,7 @@ def bench_forms(
     options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
+    file: Path | None = None,
 ) -> BenchResult:
     """Time a model and its packed replica with every policy and budget, at batch 1; arguments as of `bench_serve`.
 
@@ -85,23 +85,20 @@ def bench_forms(
         if kind.needs_predictor or kind.needs_future:
             what = "a predictor" if kind.needs_predictor else "the future"
             raise UsageError(f"policy {name} needs {what}, which belongs to one form of a model; leave it out here")
-    with contextlib.ExitStack() as stack, recorded("forms", chosen) as made:
+    with contextlib.ExitStack() as stack, recorded("forms", chosen, file) as made:
         forms, workload, forced = _open(subject, beside, policies, chosen, stack)
         dtype = forms[0].loaded.model.dtype
         kv = kv_cache_bytes(forms[0].loaded.model.config.get_text_config(), dtype, workload.kv_tokens)
         whole = forms[0].loaded.spec.all_experts_bytes
         sizes = sorted({parse_bytes(text, whole) for text in budgets})
         entries, made.notes = _entries(forms, policies, sizes, values, kv)
-        found = measure_rounds(entries, workload, forced, chosen, on_progress)
-        for entry, runs in zip(entries, found.runs, strict=True):
-            made.add(**row_of(entry, runs, None, found.rates(entry.form)))
         made.facts = {
             "model": forms[0].title,
             "beside": forms[1].title,
             "experts_bytes": {form.name: form.loaded.spec.all_experts_bytes for form in forms},
-            "disk_bytes_s": {form.name: statistics.median(found.rates(form.name)) for form in forms},
             **workload_facts([form.loaded for form in forms], workload),
         }
+        measure_rounds(made, entries, workload, forced, chosen, on_progress)
         if forced is None:  # routers of random weights mean nothing
             judged = judge(forms[0].loaded.checkpoint, forms[1].loaded.checkpoint, _blocks(workload), dtype)
             made.facts["judged"] = {name: getattr(judged, name) for name in ("tokens", "kl", "top1", "match")}
@@ -240,10 +237,7 @@ def tables(made: BenchResult) -> Iterator[Any]:
     """
     facts = made.facts
     sizes = " and ".join(f"{printed.count(size, 'B')} as {form}" for form, size in facts["experts_bytes"].items())
-    rates = " and ".join(f"{printed.count(rate, 'B')}/s as {form}" for form, rate in facts["disk_bytes_s"].items())
-    yield from describe(
-        made, f"{facts['model']} beside {facts['beside']}: experts of {sizes}", f"experts read at {rates}"
-    )
+    yield from describe(made, f"{facts['model']} beside {facts['beside']}: experts of {sizes}")
     yield table(
         "equal memory; times in milliseconds",
         made.rows,

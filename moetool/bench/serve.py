@@ -8,13 +8,14 @@ import contextlib
 import copy
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moetool.bench.bench_result import BenchResult, Row, in_turn, recorded
+from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.bench.forced_routes import ForcedRoutes
 from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, serving_row
 from moetool.bench.serving_runs import Workload, run_engine, run_plain
@@ -63,29 +64,6 @@ class LineToServe:
     more: Row = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
-class MeasuredRounds:
-    """Measurements of the rounds.
-
-    Attributes:
-        runs: runs of each line, one per round.
-        disk: read rates of whole experts in bytes/s, by form and number of threads, one per round.
-        refused: transformers' refusal to run the model offloaded.
-    """
-
-    runs: list[list[Row]]
-    disk: dict[str, dict[int, list[float]]]
-    refused: str | None = None
-
-    def threads(self, form: str = "") -> int:
-        """The fastest number of threads for reading experts of a form."""
-        return max(self.disk[form], key=lambda number: statistics.median(self.disk[form][number]))
-
-    def rates(self, form: str = "") -> list[float]:
-        """The rates with that number, one a round."""
-        return self.disk[form][self.threads(form)]
-
-
 def bench_serve(
     subject: Subject,
     *,
@@ -94,6 +72,7 @@ def bench_serve(
     options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
+    file: Path | None = None,
 ) -> BenchResult:
     """Time every policy with every budget at batch 1, next to the same engine with all experts in memory.
 
@@ -102,6 +81,7 @@ def bench_serve(
         budgets: expert memory in bytes, or a share like `25%`.
         policy_options: values for the policies' `Options`, by name.
         on_progress: called with the percentage done.
+        file: see `BenchResult`.
 
     Effects: writes a random checkpoint and a part of the trace into `subject.work`; sets torch's number of threads;
         allocates one pool at a time, the largest that of all experts.
@@ -113,7 +93,7 @@ def bench_serve(
     """
     chosen, values = options or ServingBenchOptions(), policy_options or {}
     kinds = {name: policy_class(name) for name in policies}
-    with contextlib.ExitStack() as stack, recorded("serve", chosen) as made:
+    with contextlib.ExitStack() as stack, recorded("serve", chosen, file) as made:
         setup = open_setup(subject, chosen, kinds, stack)
         spec = setup.loaded.spec
         whole = spec.total_experts * _files(setup.loaded).slot_bytes
@@ -129,27 +109,14 @@ def bench_serve(
         dense = _require_memory(setup, entries, chosen.products)
         others, refused = _of_transformers(setup, chosen, dense + sizes[0], whole, stack)
         entries += others
-        found = measure_rounds(entries, setup.workload, setup.forced, chosen, on_progress)
-        base, rates = found.runs[0] if chosen.resident else None, found.rates()
-        for entry, runs in zip(entries, found.runs, strict=True):
-            if len(runs) == chosen.rounds:
-                made.add(**row_of(entry, runs, base, rates))
-        made.notes += [
-            f"{row['policy']} with {row['slots']} slots: the counts differ from replay"
-            for row in made.of(as_replayed=False)
-        ]
-        for one in futures:
-            made.add(**_foreseen(one, base, rates))
         made.facts = {
             "model": setup.name,
             "experts_bytes": whole,
-            "disk_bytes_s": statistics.median(rates),
-            "disk_threads": found.threads(),
-            "disk_rates": {number: statistics.median(each) for number, each in found.disk[""].items()},
             "routes": None if setup.part is None else str(setup.part.path),
-            "refused": found.refused or refused,
+            "refused": refused,
             **workload_facts([setup.loaded], setup.workload),
         }
+        measure_rounds(made, entries, setup.workload, setup.forced, chosen, on_progress, futures)
     return made
 
 
@@ -264,38 +231,56 @@ def _of_transformers(
 
 
 def measure_rounds(
+    made: BenchResult,
     lines: Sequence[LineToServe],
     workload: Workload,
     forced: ForcedRoutes | None,
     options: ServingBenchOptions,
     on_progress: Callable[[int], None],
-) -> MeasuredRounds:
-    """Run every line once per round, after reading each form's experts.
+    futures: Sequence[ReplayRow] = (),
+) -> None:
+    """Run every line once per round, after reading each form's experts, and keep the rows.
 
     Args:
         on_progress: called with the percentage done.
+        futures: rows of policies that are only replayed.
+
+    Effects: adds the facts `disk_bytes_s`, median read rates of whole experts by form and number of threads, and
+        `refused`, transformers' refusal to run the model offloaded.
     """
     forms = {line.form: _files(line.loaded) for line in lines}
     disk: dict[str, dict[int, list[float]]] = {form: {threads: [] for threads in THREADS} for form in forms}
-    found = MeasuredRounds(runs=[[] for _ in lines], disk=disk)
-    read = -1  # the last round in which the disk was read
-    for number, (line, runs) in in_turn([*zip(lines, found.runs, strict=True)], options.rounds, on_progress):
-        for form, files in forms.items() if number > read else ():
-            for threads, rate in disk_rates(files, THREADS).items():
-                found.disk[form][threads].append(rate)
-        read = number
+
+    def run(line: LineToServe, number: int) -> Row | None:
+        for form, files in forms.items():
+            if len(disk[form][THREADS[0]]) == number:  # the round begins
+                for threads, rate in disk_rates(files, THREADS).items():
+                    disk[form][threads].append(rate)
         if line.slots is not None:
             slots, warm = options.layer_slots(line.loaded.spec, line.slots), line.build() if line.warm else None
             how: dict[str, Any] = {"io_threads": options.io_threads, "layer_slots": slots, "warm": warm}
-            runs.append(run_engine(line.loaded, line.build(), workload, forced=forced, **how))
-        elif line.policy != OFFLOADED or found.refused is None:
-            try:
-                runs.append(run_plain(line.build(), workload, forced))
-            except Exception as error:
-                if line.policy != OFFLOADED:
-                    raise
-                found.refused = refusal(error)
-    return found
+            return run_engine(line.loaded, line.build(), workload, forced=forced, **how)
+        if line.policy == OFFLOADED and made.facts["refused"]:
+            return None
+        try:
+            return run_plain(line.build(), workload, forced)
+        except Exception as error:
+            if line.policy != OFFLOADED:
+                raise
+            made.facts["refused"] = refusal(error)
+            return None
+
+    def rows(measured: list[tuple[LineToServe, list[Row]]]) -> Iterator[Row]:
+        medians = {form: {n: statistics.median(rates) for n, rates in each.items()} for form, each in disk.items()}
+        made.facts["disk_bytes_s"] = medians
+        rates = {form: disk[form][max(each, key=lambda n: each[n])] for form, each in medians.items()}
+        base = next((runs for line, runs in measured if line.policy == RESIDENT), None)
+        for line, runs in measured:
+            if line.policy != OFFLOADED or not made.facts["refused"]:
+                yield _row(line, runs, base, rates[line.form])
+        yield from (_foreseen(one, base, rates[""]) for one in futures)
+
+    in_rounds(made, lines, options.rounds, run, rows, on_progress)
 
 
 def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
@@ -311,7 +296,7 @@ def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
     return rates
 
 
-def row_of(entry: LineToServe, runs: Sequence[Row], resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:
+def _row(entry: LineToServe, runs: Sequence[Row], resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:
     """Return the results of a line; arguments and values as of `serving_row`.
 
     `as_replayed` is whether the counts of every round are those of `moetool replay`; None without a trace.
@@ -328,7 +313,7 @@ def row_of(entry: LineToServe, runs: Sequence[Row], resident: Sequence[Row] | No
 def _foreseen(row: ReplayRow, resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:
     """Results of a policy that needs the future, from replay: the fewest bytes, and their bounds."""
     io = [row.bytes_per_decode_token / rate for rate in rates]
-    both = [] if resident is None else [(run["decode"]["mean_s"], i) for run, i in zip(resident, io, strict=True)]
+    both = [] if resident is None else [(run["decode"]["mean_s"], i) for run, i in zip(resident, io, strict=False)]
     return {
         "policy": row.policy,
         "budget_bytes": row.budget_bytes,

@@ -39,7 +39,7 @@ def serving_row(
         policy: its name, or that of a baseline.
         runs: by `moetool.bench.serving_runs.run_row`.
         resident: the runs of the same rounds with every expert in memory.
-        rates: disk rates of the same rounds in bytes per second.
+        rates: disk rates of the same rounds in bytes per second. These and the resident runs may be of more rounds.
         more: other values; without `slots` there is no pool.
 
     Returns:
@@ -80,8 +80,8 @@ def _bound(phases: Sequence[Row], resident: Sequence[Row], rates: Sequence[float
     """
     ahead = any(phase["ahead_bytes"] > 0 for phase in phases)
     compute = [phase["mean_s"] for phase in resident]
-    io = [phase["mean_bytes"] / rate for phase, rate in zip(phases, rates, strict=True)]
-    both = [(c + i, max(c, i)) for c, i in zip(compute, io, strict=True)]
+    io = [phase["mean_bytes"] / rate for phase, rate in zip(phases, rates, strict=False)]
+    both = [(c + i, max(c, i)) for c, i in zip(compute, io, strict=False)]
     mine = [phase["mean_s"] for phase in phases]
     return {
         "compute_s": statistics.median(compute),
@@ -89,12 +89,12 @@ def _bound(phases: Sequence[Row], resident: Sequence[Row], rates: Sequence[float
         "sum_s": statistics.median(total for total, _ in both),
         "larger_s": statistics.median(larger for _, larger in both),
         "reads_ahead": ahead,
-        "x_bound": statistics.median(m / pair[ahead] for m, pair in zip(mine, both, strict=True)),
-        "x_resident": statistics.median(m / c for m, c in zip(mine, compute, strict=True)),
+        "x_bound": statistics.median(m / pair[ahead] for m, pair in zip(mine, both, strict=False)),
+        "x_resident": statistics.median(m / c for m, c in zip(mine, compute, strict=False)),
     }
 
 
-def describe(made: BenchResult, subject: str, disk: str) -> Iterator[str]:
+def describe(made: BenchResult, subject: str) -> Iterator[str]:
     """Sentences about model, workload and disk, above the table."""
     facts, options = made.facts, made.options
     lengths = facts["prompt_tokens"]
@@ -104,17 +104,20 @@ def describe(made: BenchResult, subject: str, disk: str) -> Iterator[str]:
         f"tokens each; medians of {options['rounds']} rounds"
     )
     cache = "past the page cache" if facts["direct"] else "THROUGH THE PAGE CACHE"
-    yield f"{disk}, {cache}; {facts['threads']} compute and {options['io_threads']} I/O threads, {facts['dtype']}"
+    disk = " and ".join(
+        f"{max(rates.values()) / 1e9:.2f} GB/s{form and f' as {form}'}, {max(rates, key=rates.get)} at a time"
+        for form, rates in facts["disk_bytes_s"].items()
+    )
+    yield (
+        f"disk: whole experts at {disk}, {cache}; {facts['threads']} compute and {options['io_threads']} I/O threads, "
+        f"{facts['dtype']}"
+    )
 
 
 def tables(made: BenchResult) -> Iterator[Any]:
     """The table of policies and budgets, with its legend."""
     facts = made.facts
-    yield from describe(
-        made,
-        f"{facts['model']}: experts of {printed.count(facts['experts_bytes'], 'B')}",
-        f"disk {facts['disk_bytes_s'] / 1e9:.2f} GB/s in whole experts, {facts['disk_threads']} at a time",
-    )
+    yield from describe(made, f"{facts['model']}: experts of {printed.count(facts['experts_bytes'], 'B')}")
     yield table(
         "Times in milliseconds",
         made.rows,
@@ -139,6 +142,8 @@ def tables(made: BenchResult) -> Iterator[Any]:
     yield "x all: mean time per token, relative to all experts in memory; MB/token: loaded on demand or prefetched"
     yield "stall, decisions: share of the time waiting for loads, and in cache decisions"
     yield "sum, max: bounds from compute plus I/O, and from the larger; x bound: relative to the sum (*: to the max)"
+    for row in made.of(as_replayed=False):
+        yield f"{row['policy']} with {row['slots']} slots: the counts differ from replay"
     if facts["refused"] is not None:
         yield f"{OFFLOADED}: {facts['refused']}"
 

@@ -268,21 +268,16 @@ def _drive(server: Any, workload: Workload, forced: ForcedRoutes | None, residen
 
 
 def _totals(server: Any, residency: _Booked | None) -> list[float]:
+    """Totals so far, in the order of `_TOTALS`."""
     metrics = server.metrics()
     names = ("bytes_read", "prefetch_bytes_read", "stall_seconds", "host_bytes")
     booked = residency.booked_s if residency is not None else 0.0
     return [*(metrics.get(name, 0.0) for name in names), booked, time.process_time()]
 
 
+_TOTALS = ("bytes_read", "ahead_bytes", "stall_s", "host_bytes", "booking_s", "cpu_s")
+
+
 def _phase(forwards: Sequence[Sequence[float]]) -> Row:
     seconds, *totals = zip(*forwards, strict=True)
-    read, ahead, stall, host, booking, cpu = map(sum, totals)
-    return phase_row(
-        seconds,
-        bytes_read=read,
-        ahead_bytes=ahead,
-        stall_s=stall,
-        host_bytes=host,
-        booking_s=booking,
-        cpu_s=cpu,
-    )
+    return phase_row(seconds, **dict(zip(_TOTALS, map(sum, totals), strict=True)))

@@ -3,6 +3,7 @@
 Only expert ids are available: no weights, no logits. The importers of the server's format read the answers.
 """
 
+import http.client
 import json
 import re
 import tempfile
@@ -60,7 +61,7 @@ class RemoteServer:
         except urllib.error.HTTPError as error:
             reply = error.read(300).decode(errors="replace").replace("\n", " ")
             raise MoetoolError(f"{address} answers {error.code} ({reply or error.reason})") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
 
     def engine(self) -> str:

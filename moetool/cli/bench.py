@@ -43,12 +43,10 @@ def _file(out: Path | None, name: str, overwrite: bool) -> Path | None:
 
 
 def _hand_over(made: "BenchResult", file: Path | None, as_json: bool) -> None:
-    """Write results and figures, if a file is given, and print tables or JSON."""
+    """Draw figures beside the file, if there is one, and print tables or JSON."""
     from moetool.bench.bench_result import draw, show
 
     if file is not None:
-        made.file = file
-        made.save()
         tables.narrate(f"moetool: {', '.join(map(str, (file, *draw(made, file.parent))))}")
     if as_json:
         tables.print_json(made.to_json())
@@ -127,6 +125,7 @@ def serve(
             "options": parse(ServingBenchOptions, values, "bench"),
             "policy_options": options,
             "on_progress": on_progress,
+            "file": file,
         }
         made = bench_serve(subject, **how) if beside is None else bench_forms(subject, beside, **how)
     _hand_over(made, file, as_json)
@@ -302,7 +301,8 @@ def cluster(
     file = _file(out, "cluster" if mode == "edge" else "cluster-ep", overwrite)
     sets = listed(data) if data else []
     if mode == "ep":
-        _hand_over(_ranks(model, sets, listed(variant) if variant else [], quick, given), file, as_json)
+        given |= {"data": sets} if sets else {}
+        _hand_over(_ranks(model, given, listed(variant) if variant else [], quick, file), file, as_json)
         return
     from moetool.bench.live_cluster.bench_options import QUICK, TASKS, ClusterBenchOptions, parse_lines
     from moetool.bench.live_cluster.rounds import bench_cluster
@@ -314,13 +314,13 @@ def cluster(
     _hand_over(made, file, as_json)
 
 
-def _ranks(model: str, data: Sequence[str], lines: Sequence[str], quick: bool, values: dict[str, Any]) -> "BenchResult":
+def _ranks(model: str, values: dict[str, Any], lines: Sequence[str], quick: bool, file: Path | None) -> "BenchResult":
     """DIRECTOR's comparisons on ranks of this machine; `work` of the values keeps the trace and the predictors."""
     from moetool.bench.expert_parallelism import QUICK, RankBenchOptions, bench_parallel
     from moetool.cluster.launch import Where
     from moetool.cluster.parallel.rank_launch import RankProcesses
 
-    values = {**(QUICK if quick else {}), **values, **({"data": list(data)} if data else {})}
+    values = {**(QUICK if quick else {}), **values}
     work = values.pop("work", None)
     options = parse(RankBenchOptions, values, "bench")
     launcher = RankProcesses(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
@@ -330,7 +330,7 @@ def _ranks(model: str, data: Sequence[str], lines: Sequence[str], quick: bool, v
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make the directory {folder}: {error.strerror}") from None
-        return bench_parallel(model, options, launcher, folder, only=lines, on_progress=on_progress)
+        return bench_parallel(model, options, launcher, folder, only=lines, on_progress=on_progress, file=file)
 
 
 def paper(
@@ -347,9 +347,7 @@ def paper(
     trace: Annotated[
         list[str], typer.Option(help="NAME=DIR: trace to use instead of the embedded model's. Repeatable.")
     ] = [],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Output directory for figures (SVG, PNG) and verdicts.json.")
-    ] = None,
+    out: Results = None,
     work: Annotated[
         Path | None,
         typer.Option(help="Directory that keeps traces and predictors for later runs (default: temporary)."),
@@ -371,19 +369,12 @@ def paper(
 
     if name is None:
         raise UsageError(f"no paper named, expected one of: {', '.join(names())}, all; run: moetool bench paper NAME")
+    file = _file(out, "verdicts", overwrite)
     options = PaperOptions(names=(name,), only=tuple(only), quick=quick, links=tuple(links), jobs=jobs)
     given = {server: one.path for server, one in open_traces(trace).items()}
     if work is not None:
         _require_own(work)
-    if out is None:
-        made = run_papers(options, given, work)
-    else:
-        with durable.staged_directory(out, overwrite, "verdicts.json") as folder:
-            made = run_papers(options, given, work, folder)
-    _hand_over(made, None, as_json)
-    if out is not None and not as_json:
-        pictures = {(row["paper"], picture) for row in made.rows for picture in row["pictures"]}
-        print(f"{out}: verdicts.json, and figures of {len(pictures) // 2} experiments as SVG and PNG")
+    _hand_over(run_papers(options, given, work, file), file, as_json)
 
 
 def _require_own(work: Path) -> None:

@@ -12,7 +12,7 @@ from moetool.bench.bench_result import (
     Columns,
     Row,
     draw,
-    in_turn,
+    in_rounds,
     read_result,
     recorded,
     show,
@@ -152,11 +152,39 @@ def test_example_files_are_shown(tmp_path: Path) -> None:
 
 def test_another_line_begins_each_round() -> None:
     told: list[int] = []
-    assert list(in_turn("abc", 2, told.append)) == [
-        *[(0, "a"), (0, "b"), (0, "c")],
-        *[(1, "b"), (1, "c"), (1, "a")],
-    ]
+    ran: list[tuple[int, str]] = []
+
+    def run(line: str, number: int) -> Row | None:
+        ran.append((number, line))
+        return {"n": number} if line != "c" else None
+
+    def rows(measured: list[tuple[str, list[Row]]]) -> list[Row]:
+        return [{"line": line, "rounds": list(runs)} for line, runs in measured]
+
+    made = BenchResult(bench="drafts", options={}, command="", machine={}, load=[], rows=[{"line": "earlier"}])
+    in_rounds(made, "abc", 2, run, rows, told.append)
+    assert ran == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
     assert told == [16, 33, 50, 66, 83, 100]
+    both = [{"n": 0}, {"n": 1}]
+    assert made.rows == [{"line": "earlier"}, {"line": "a", "rounds": both}, {"line": "b", "rounds": both}]
+
+
+def test_runs_are_kept_after_each_and_shown_as_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "drafts.json"
+
+    def run(line: str, number: int) -> Row:
+        if (number, line) == (1, "ngram"):
+            raise KeyboardInterrupt
+        return {"right": 0.25 * (number + 1)}
+
+    def rows(measured: list[tuple[str, list[Row]]]) -> list[Row]:
+        return [{"trace": "law", "drafter": line, **runs[-1]} for line, runs in measured]
+
+    with pytest.raises(KeyboardInterrupt), recorded("drafts", DraftOptions(), file) as made:
+        in_rounds(made, ["none", "ngram"], 2, run, rows)
+    assert [(row["drafter"], row["right"]) for row in read_result(file).rows] == [("none", 0.25), ("ngram", 0.25)]
+    show(read_result(file))
+    assert "cut short" in capsys.readouterr().out
 
 
 def test_cells_show_units_and_what_is_missing() -> None:

@@ -1,14 +1,14 @@
 """Open-loop load: requests arrive independently of earlier answers."""
 
-import http.client
-import json
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import numpy as np
+
+from moetool.capture.remote import RemoteServer
+from moetool.errors import MoetoolError
 
 _GIVE_UP_S = 300.0
 
@@ -115,15 +115,9 @@ def warm(urls: Sequence[str], model: str, text: str) -> None:
 
 
 def _ask(url: str, model: str, text: str, new_tokens: int) -> str | None:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_GIVE_UP_S)
     body = {"model": model, "prompt": text, "max_tokens": new_tokens, "temperature": 0}
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        content = answer.read()
-        return str(json.loads(content)["choices"][0]["text"]) if answer.status == 200 else None
-    except (OSError, http.client.HTTPException, ValueError, LookupError):
+        answer = RemoteServer(url=url, timeout_s=_GIVE_UP_S).ask("/v1/completions", body)
+        return str(answer["choices"][0]["text"])
+    except (MoetoolError, LookupError, TypeError):
         return None
-    finally:
-        connection.close()

@@ -1,15 +1,16 @@
 """The cluster bench: every line once per round, all lines of a round under the same arrivals."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moetool.bench.bench_result import BenchResult, Row, in_turn, recorded
+from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.bench.live_cluster.bench_inputs import BenchInputs, prepare
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
 from moetool.bench.live_cluster.cluster_results import line_row
@@ -87,13 +88,11 @@ def bench_cluster(
                     warm(stand.urls, model, inputs.texts[0][0])
                 runner = _Runner(inputs, options, stand, alone, plans)
                 for gap_s in options.gaps_s if link == options.links[0] else options.gaps_s[:1]:
-                    runs: dict[str, list[Row]] = {line: [] for line in lines}
-                    for number, line in in_turn(lines, options.rounds, report):
-                        runs[line].append(runner.run(line, number, gap_s))
-                    for line in lines:
-                        plan = plans.get(line)
-                        told = None if plan is None else _simulate(inputs, cluster, options, line, plan, gap_s)
-                        made.add(**line_row(line, gap_s, link, runs[line], runs[lines[-1]], simulated=told))
+                    told = {
+                        line: _simulate(inputs, cluster, options, line, plan, gap_s) for line, plan in plans.items()
+                    }
+                    rows = partial(_rows, lines=lines, gap_s=gap_s, link=link, simulated=told)
+                    in_rounds(made, lines, options.rounds, partial(runner.run, gap_s=gap_s), rows, report)
                     done += 1
                 if options.shift and plans and link == options.links[0]:
                     line = list(plans)[-1]
@@ -101,6 +100,19 @@ def bench_cluster(
                         run = runner.shift(line, moves)
                         made.add(**line_row(line, options.gaps_s[0], link, [run], [], shift=True))
     return made
+
+
+def _rows(
+    measured: list[tuple[str, list[Row]]],
+    *,
+    lines: Sequence[str],
+    gap_s: float,
+    link: float,
+    simulated: Mapping[str, Row],
+) -> Iterator[Row]:
+    against = dict(measured).get(lines[-1], [])
+    for line, runs in measured:
+        yield line_row(line, gap_s, link, runs, against, simulated=simulated.get(line))
 
 
 class _Runner:

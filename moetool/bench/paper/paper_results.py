@@ -1,11 +1,15 @@
 """Tables of papers' claims: what the paper says, what was found, the verdict, and verdicts by the rate of links."""
 
+import itertools
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from moetool.bench.bench_result import BenchResult, Columns, Row, table
+from moetool.bench.found_figure import Found
 from moetool.bench.paper.verdict import ANSWERS
 
 
@@ -20,6 +24,18 @@ def tables(made: BenchResult) -> Iterator[Any]:
         rows = [_counts(name, made.of(paper=name, links=1.0)) for name in made.facts["papers"]]
         columns: Columns = {"paper": ("paper", "s"), **{answer: (answer, "d") for answer in ANSWERS}}
         yield table("claims by verdict", rows, {**columns, "minutes": ("minutes", ".1f")})
+
+
+def figures(made: BenchResult) -> dict[str, Found]:
+    """Values and curves of each experiment, named after its first claim."""
+    founds: dict[str, Found] = {}
+    for row in made.of(links=1.0):
+        if "curves" in row:
+            words = f"{row['paper']} {row['id']}" if len(made.facts["papers"]) > 1 else row["id"]
+            stem = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+            name = next(one for number in itertools.count(2) for one in (stem, f"{stem}-{number}") if one not in founds)
+            founds[name] = Found(**{field.name: row[field.name] for field in fields(Found)})
+    return founds
 
 
 def _claims(made: BenchResult, paper: Row, rows: list[Row]) -> Iterator[Any]:

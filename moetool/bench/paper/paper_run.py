@@ -4,14 +4,15 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from moetool import config, durable, plugins
+from moetool import config, plugins
 from moetool.bench.bench_result import BenchResult, Row, recorded
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.claims import Claim, Paper, choose, names, read_paper
@@ -26,41 +27,42 @@ _MISSING = (CannotTestError, MismatchError, CapacityError)
 
 
 def run_paper(
-    paper: Paper,
-    work: Path,
-    *,
-    only: Sequence[str] = (),
-    quick: bool = False,
-    given: Mapping[str, Path] | None = None,
-    out: Path | None = None,
-    on_progress: Callable[[int], None] = lambda done: None,
-) -> list[Row]:
-    """Run the experiments of a paper and judge its claims.
+    paper: Paper, work: Path, *, quick: bool = False, given: Mapping[str, Path] | None = None
+) -> Iterator[Row]:
+    """Run the experiments of a paper and judge its claims, one after the other.
 
-    A row is a claim with its verdict; `values`, `traces`, `exact` and `on` are those of `Found`, and missing if it
-    cannot be tested here. `seconds` is the run time of the experiment, 0 if another claim ran it; `pictures` are the
-    names of its figure files.
+    A row is a claim with its verdict and the fields of `Found`, which are missing if it cannot be tested here.
+    `seconds` is the run time of the experiment; if another claim ran it, 0, and `curves` is missing.
 
     Args:
         work: folder that keeps traces and predictors (`moetool.bench.paper.workbench.Workbench`).
-        only: tables and figures to test (`moetool.bench.paper.claims.choose`).
         quick: use the recipe's small sizes.
         given: traces by name, instead of the embedded model's.
-        out: folder for a figure of each experiment, as SVG and PNG.
-        on_progress: called with the number of judged claims.
 
     Raises:
-        UsageError: no claim has a name, or a claim refers to an unmeasured value.
+        UsageError: a claim refers to an unmeasured value.
     """
-    claims = choose(paper.claim, only)
     bench = Workbench(
         sizes=paper.quick if quick else paper.sizes,
         machine=paper.machine.assumed(),
         work=work,
         given=given or {},
     )
+    known: dict[str, Found | Verdict] = {}
     try:
-        return _judged(bench, claims, out, on_progress)
+        for claim in paper.claim:
+            key, began = repr((claim.experiment, claim.options)), time.perf_counter()
+            if fresh := key not in known:
+                known[key] = _measure(bench, claim)
+            found, seconds = known[key], time.perf_counter() - began
+            # A ceiling is 1 + the compute time that loads can hide, relative to the load time.
+            ceiling = {name: 1 + (most - 1) * bench.machine.links for name, most in claim.ceiling.items()}
+            if isinstance(found, Verdict):
+                row = _row(claim, found)
+            else:
+                row = _row(claim, judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling))
+                row |= {name: value for name, value in asdict(found).items() if fresh or name != "curves"}
+            yield {**row, "seconds": seconds if fresh else 0.0}
     finally:
         shutil.rmtree(bench.scratch, ignore_errors=True)
 
@@ -90,7 +92,7 @@ class PaperOptions:
 
 
 def run_papers(
-    options: PaperOptions, given: Mapping[str, Path], work: Path | None = None, out: Path | None = None
+    options: PaperOptions, given: Mapping[str, Path], work: Path | None = None, file: Path | None = None
 ) -> BenchResult:
     """Run papers, and again at each further rate of links the claims that it can change.
 
@@ -98,60 +100,61 @@ def run_papers(
 
     Args:
         given, work: as in `run_paper`; without `work` a temporary folder.
-        out: folder for figures, with a folder for each of several papers, and for `verdicts.json`.
+        file: see `BenchResult`.
+
+    Raises:
+        UsageError: no claim has a name of `only`, or a claim refers to an unmeasured value.
     """
-    recipes = {one: read_paper(one) for one in (names() if options.names == ("all",) else options.names)}
-    tasks: dict[tuple[str, float], Paper] = {}
-    for name, chosen in recipes.items():
-        choose(chosen.claim, options.only)
-        tasks[name, 1.0] = chosen
-        for rate in options.links:
-            if (varied := with_links(chosen, rate, options.only)).claim:
-                tasks.setdefault((name, rate), varied)
+    papers: dict[str, Paper] = {}
+    for name in names() if options.names == ("all",) else options.names:
+        recipe = read_paper(name)
+        papers[name] = replace(recipe, claim=tuple(choose(recipe.claim, options.only)))
+    tasks = {
+        (name, rate): one if rate == 1.0 else with_links(one, rate)
+        for name, one in papers.items()
+        for rate in (1.0, *options.links)
+    }
+    claims = sum(len(one.claim) for one in tasks.values())
+    title = "all papers" if len(papers) > 1 else next(iter(papers.values())).paper.title[:40]
     with ExitStack() as stack:
         scratch = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-paper-")))
-        made = stack.enter_context(recorded("paper", options, out and out / "verdicts.json"))
-        calls: dict[tuple[str, float], Callable[..., list[Row]]] = {}
-        for (name, rate), chosen in tasks.items():
-            folder = None if out is None or rate != 1.0 else out / name if len(recipes) > 1 else out
-            if folder is not None:
-                folder.mkdir(exist_ok=True)
-            only = options.only if rate == 1.0 else ()  # the others hold only what was named
-            calls[name, rate] = partial(
-                run_paper, chosen, scratch, only=only, quick=options.quick, given=given, out=folder
-            )
-        for (name, rate), tested in _called(calls, options, recipes).items():
-            made.rows += [{"paper": name, "links": rate, **one} for one in tested]
-        made.facts["papers"] = {name: _facts(chosen, options.quick) for name, chosen in recipes.items()}
+        on_progress = stack.enter_context(progress(title, claims))
+        made = stack.enter_context(recorded("paper", options, file))
+        made.facts["papers"] = {name: _facts(one, options.quick) for name, one in papers.items()}
+        calls = {
+            task: partial(run_paper, one, scratch, quick=options.quick, given=given) for task, one in tasks.items()
+        }
+        for done, ((name, rate), row) in enumerate(_rows(calls, options.jobs), start=1):
+            made.add(paper=name, links=rate, **row)
+            on_progress(done)
     return made
 
 
-def _called(
-    calls: Mapping[tuple[str, float], Callable[..., list[Row]]],
-    options: PaperOptions,
-    recipes: Mapping[str, Paper],
-) -> dict[tuple[str, float], list[Row]]:
-    """Return the results of calls, made in turn or by as many processes as there are jobs."""
-    if len(calls) == 1:
-        ((task, call),) = calls.items()
-        chosen = recipes[task[0]]
-        with progress(chosen.paper.title[:40], len(choose(chosen.claim, options.only))) as on_progress:
-            return {task: call(on_progress=on_progress)}
-    found = {}
-    with ExitStack() as stack:
-        on_progress = stack.enter_context(
-            progress("all papers" if len(recipes) > 1 else "all rates of links", len(calls))
-        )
-        if options.jobs == 1:
-            for task, call in calls.items():
-                found[task] = call()
-                on_progress(len(found))
-            return found
-        pool = stack.enter_context(ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")))
-        coming = {task: pool.submit(call) for task, call in calls.items()}
-        for done, _ in enumerate(as_completed(coming.values())):
-            on_progress(done + 1)
-        return {task: one.result() for task, one in coming.items()}
+Task = tuple[str, float]
+"""A paper and a rate of links."""
+
+
+def _rows(calls: Mapping[Task, Callable[[], Iterator[Row]]], jobs: int) -> Iterator[tuple[Task, Row]]:
+    """Yield the rows of the calls as they are made, in turn or by as many processes as there are jobs."""
+    if jobs == 1 or len(calls) == 1:
+        for task, call in calls.items():
+            yield from ((task, row) for row in call())
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        rows = manager.Queue()
+        running = [pool.submit(_send, task, call, rows) for task, call in calls.items()]
+        for one in running:
+            one.add_done_callback(lambda _: rows.put(None))  # a killed process sends nothing itself
+        for _ in running:
+            yield from iter(rows.get, None)
+        for one in running:
+            one.result()
+
+
+def _send(task: Task, call: Callable[[], Iterator[Row]], rows: Any) -> None:
+    for row in call():
+        rows.put((task, row))
 
 
 def _facts(chosen: Paper, quick: bool) -> Row:
@@ -164,39 +167,13 @@ def _facts(chosen: Paper, quick: bool) -> Row:
     }
 
 
-def with_links(paper: Paper, links: float, only: Sequence[str] = ()) -> Paper:
+def with_links(paper: Paper, links: float) -> Paper:
     """Return the paper with a factor on the rates of all links, and only the claims that links can change.
 
     The same factor on compute costs would give the same ratios.
     """
-    claims = [
-        one for one in choose(paper.claim, only) if getattr(plugins.load("experiment", one.experiment), "LINKS", False)
-    ]
+    claims = [one for one in paper.claim if getattr(plugins.load("experiment", one.experiment), "LINKS", False)]
     return replace(paper, claim=tuple(claims), machine=replace(paper.machine, links=links * paper.machine.links))
-
-
-def _judged(
-    bench: Workbench, claims: Sequence[Claim], out: Path | None, on_progress: Callable[[int], None]
-) -> list[Row]:
-    known: dict[str, tuple[Found | Verdict, list[str]]] = {}
-    rows = []
-    for number, claim in enumerate(claims):
-        key, began = repr((claim.experiment, claim.options)), time.perf_counter()
-        if fresh := key not in known:
-            made = _measure(bench, claim)
-            known[key] = made, [] if out is None or isinstance(made, Verdict) else _draw(out, claim, made)
-        found, pictures = known[key]
-        seconds = time.perf_counter() - began if fresh else 0.0
-        # A ceiling is 1 + the compute time that loads can hide, relative to the load time.
-        ceiling = {name: 1 + (most - 1) * bench.machine.links for name, most in claim.ceiling.items()}
-        if isinstance(found, Verdict):
-            row = _row(claim, found)
-        else:
-            row = _row(claim, judge(claim.check, found, claim.derive, size=claim.size, ceiling=ceiling))
-            row |= {name: getattr(found, name) for name in ("values", "traces", "exact", "on")}
-        rows.append({**row, "seconds": seconds, "pictures": pictures})
-        on_progress(number + 1)
-    return rows
 
 
 def _row(claim: Claim, verdict: Verdict) -> Row:
@@ -219,18 +196,3 @@ def _measure(bench: Workbench, claim: Claim) -> Found | Verdict:
     except _MISSING as error:
         return Verdict(answer="cannot be tested here", why=str(error))
     return found
-
-
-def _draw(out: Path, claim: Claim, found: Found) -> list[str]:
-    from moetool.bench.found_figure import draw
-
-    stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
-    paths = []
-    for suffix in (".svg", ".png"):
-        name, number = f"{stem}{suffix}", 2
-        while (out / name).exists():
-            name, number = f"{stem}-{number}{suffix}", number + 1
-        durable.require_writable(out / name)
-        draw(out / name, claim.id, found)
-        paths.append(name)
-    return paths

@@ -1,5 +1,6 @@
 """Shared inputs of a paper's experiments, each made once: sizes, traces, predictors."""
 
+import ast
 import hashlib
 import json
 import os
@@ -173,7 +174,7 @@ class Workbench:
 
         def make() -> Path:
             # `code_files` lacks predictors from outside, such as my_lab.predictor in a recipe
-            source = Path(plugins.load("predictor", name).__file__ or "").read_text(encoding="utf-8")
+            source = parsed(Path(plugins.load("predictor", name).__file__ or ""))
             made_of = [trace.sha256, seed, dict(options or {}), fit, source]
             return self._kept(name, made_of, "card.json", train_into)
 
@@ -300,7 +301,20 @@ def code_files() -> list[Path]:
 
 @cache
 def _code() -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in code_files())).hexdigest()
+    return hashlib.sha256("".join(map(parsed, code_files())).encode()).hexdigest()
+
+
+def parsed(file: Path) -> str:
+    """Return the syntax tree of a file without docstrings, as text: comments, wording and layout change no result."""
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [one for one in body if not _is_text(one)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _identified(values: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -26,7 +26,6 @@ _WHAT = {
     "latency": "mean latency per request",
     "throughput": "served",
     "unevenness": "standard deviation of the latency of rounds",
-    "planning": "planning time",
 }
 _LATENCY_S = 5e-6  # of a link between nodes
 
@@ -66,7 +65,7 @@ class Options:
         plan_s: seconds per planning, if a run charges it (0: measured CPU time).
         arrivals: see `moetool simulate`.
         measure: mean `latency`, `throughput` in tokens per second, `unevenness`, the standard deviation of the latency
-            of rounds, or `planning`, measured seconds of one planning.
+            of rounds.
         rounds: rounds of one request per GPU; 0: as many as the sizes' requests allow.
         simulation: see `moetool simulate`.
     """
@@ -81,7 +80,7 @@ class Options:
     ways: Mapping[str, float] = field(default_factory=lambda: {"GPU links": 0.0})
     plan_s: tuple[float, ...] = (0.0,)
     arrivals: str = "every:100us"
-    measure: Literal["latency", "throughput", "unevenness", "planning"] = "latency"
+    measure: Literal["latency", "throughput", "unevenness"] = "latency"
     rounds: int = 0
     simulation: Mapping[str, Any] = field(default_factory=dict)
 
@@ -140,7 +139,7 @@ def run(bench: Workbench, options: Options) -> Found:
                 value = _measure(found, options.measure)
                 samples.add(label + case.words, value)
                 lines.setdefault(label, []).append((case.x, value))
-                if not swept and options.measure != "planning":
+                if not swept:
                     ends = sorted(_rounds(found))
                     samples.draw(label, range(1, len(ends) + 1), (1e3 * seconds for _, seconds in ends))
         if swept:
@@ -251,8 +250,6 @@ def _measure(found: Simulated, measure: str) -> float:
         return 1e3 * found.mean_s
     if measure == "throughput":
         return found.tokens_per_s
-    if measure == "planning":
-        return 1e3 * float(np.mean([one.plan_s for one in found.migrations])) if found.migrations else 0.0
     rounds = sorted(_rounds(found))
     whole = [seconds for _, seconds in rounds[1:]]  # the first follows a round of one request
     if len(whole) < 2:

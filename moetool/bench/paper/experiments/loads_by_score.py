@@ -83,7 +83,7 @@ def _count(bench: Workbench, trace: Trace, line: PolicyLine, options: Options, f
     """Iterate over a replay's decisions with their events."""
     trace.require({"logits"}, "telling low scores from top scores")
     history, later = bench.history(trace)
-    predictor = bench.predictor(line.predictor, history, seed=fold, **line.fit) if line.predictor else None
+    predictor = bench.predictor(line.predictor, history, seed=fold) if line.predictor else None
     budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
     steps: dict[tuple[int, int], list[Step]] = {}
     setup = ReplaySetup(options={line.policy: line.options}, requests=later, predictor=predictor, sequential=True)

@@ -87,7 +87,7 @@ def run(bench: Workbench, options: Options) -> Found:
         slots = policy_class(line.policy).slots_used(spec, chosen, spec.total_experts)
         held = dense + slots * spec.slot_bytes
         if line.predictor:
-            held += build(line.predictor, spec, line.predictor_options).num_bytes
+            held += build(line.predictor, spec, {}).num_bytes
         values[name] = [held / whole]
     return Found(
         values=values,

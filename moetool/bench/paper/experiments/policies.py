@@ -25,7 +25,6 @@ class PolicyLine:
 
     Attributes:
         predictor: predictor trained on the history, or on other prompts (`Options.apart`); empty: none.
-        predictor_options, fit: options of the predictor and of its training (`moetool.learning.training.train`).
         before: whether the policy serves the history before the measurement.
         synchronous: whether a layer's experts wait for all prefetches (`moetool.costing.pricing.TimelineOptions`).
         machine: costs of this line only, as `Options.machine`.
@@ -34,8 +33,6 @@ class PolicyLine:
     policy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     predictor: str = ""
-    predictor_options: Mapping[str, Any] = field(default_factory=dict)
-    fit: Mapping[str, Any] = field(default_factory=dict)
     before: bool = False
     synchronous: bool = False
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -208,8 +205,7 @@ def measure(
         history, later = learned, frozenset(requests_of(trace))
     predictor = None
     if line.predictor:
-        how = {"seed": fold, "options": line.predictor_options, **line.fit}
-        predictor = bench.predictor(line.predictor, history, **how)
+        predictor = bench.predictor(line.predictor, history, seed=fold)
     budget = int(memory * trace.spec.total_experts) * trace.spec.slot_bytes
     more: dict[str, Any] = {
         "options": {line.policy: line.options},
