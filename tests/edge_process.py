@@ -72,6 +72,7 @@ class EdgeProcess:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--cluster", "local:3"]
+        command += ["--set", "dtype=float32"]  # as `right_answers`
         environment = child_environment(XDG_CACHE_HOME=str(self._cache))
         self.popen = subprocess.Popen([*command, *self._arguments], stderr=self._stderr, env=environment)
 

@@ -87,7 +87,7 @@ def open_head(
         striped(spec, gpus) if placed_GLE is None else placed_GLE,
         control or BatchReplacement("offline", spec, cluster),
         launcher or ThreadRanks(),
-        rank_options=RankOptions(**{"kv_tokens": 1024, "threads": 1, **options}),
+        rank_options=RankOptions(**{"dtype": "float32", "kv_tokens": 1024, "threads": 1, **options}),
         options=HeadOptions(gather_s=gather_s),
     )
     head.start()

@@ -169,6 +169,7 @@ def bench_parallel(
     room = with_buffer(cluster, spec, 0)
     offline_GLE = subject.offline(room)
     ranks = RankOptions(
+        dtype="float32",
         seats=options.seats,
         kv_tokens=options.seats * (options.prompt_tokens + options.new_tokens + 16) + 64,
         threads=1,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,15 @@ def _edge(command: ClusterCommand) -> None:
 def _serve_edge(
     command: ClusterCommand, where: "Where", toward: str, threads: int, fork_server: "ForkServer | None"
 ) -> None:
+    import torch
+
     from moetool.cluster.cluster_options import ClusterOptions
     from moetool.cluster.edge.edge_head import EdgeHead
     from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.edge.worker import Worker
     from moetool.cluster.launch import Detached, Workers
     from moetool.models.checkpoint import Checkpoint
+    from moetool.models.loading import served_dtype
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.runtime.assembly import ServeOptions
     from moetool.serving.server import address_of, open_to_all
@@ -100,6 +104,8 @@ def _serve_edge(
         limits = parse(ServerOptions, values.pop("server", {}), "--set server")
         options = parse(ServeOptions, values, "--set")
         checkpoint = Checkpoint.open(command.model)
+        if "dtype" not in values:
+            options = replace(options, dtype=served_dtype(checkpoint, torch.device(options.device))[0])
         settings = worker_settings(
             checkpoint,
             plan,

@@ -77,6 +77,14 @@ class LoadedModel:
             self.files.shards.close()
 
 
+def served_dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:
+    """Data type in which a server computes unless told otherwise, and the reason."""
+    declared = checkpoint.declared_dtype
+    if declared == torch.float16 and device.type == "cpu":
+        return "float32", "processors compute float16 slowly"
+    return next((name for name, known in DTYPES.items() if known == declared), "bfloat16"), "from the checkpoint"
+
+
 def parse_dtype(name: str) -> torch.dtype:
     """A data type by name. Raises: UsageError: the name is not a supported data type."""
     if name not in DTYPES:

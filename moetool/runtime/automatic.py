@@ -15,7 +15,7 @@ from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.learning.token_memory import compile_loops
 from moetool.machine import memory_bytes, resident_bytes
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import DTYPES, parse_device, parse_dtype
+from moetool.models.loading import parse_device, parse_dtype, served_dtype
 from moetool.runtime.assembly import ServeOptions, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
@@ -97,7 +97,7 @@ def choose(
         why["device"] = "the first GPU" if chosen["device"] == "cuda" else "torch sees no GPU"
     device = parse_device(chosen["device"])
     if "dtype" not in values:
-        chosen["dtype"], why["dtype"] = _dtype(checkpoint, device)
+        chosen["dtype"], why["dtype"] = served_dtype(checkpoint, device)
     if "io_threads" not in values:
         chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "threads reading experts"
     options = parse(ServeOptions, chosen, "--set")  # refuse bad values before they are used
@@ -303,14 +303,6 @@ def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     if not _compiles():
         return "lfru", "foresight needs numba, which fails here"
     return "foresight", "predicts from similar earlier tokens"
-
-
-def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:
-    declared = checkpoint.declared_dtype
-    if declared == torch.float16 and device.type == "cpu":
-        return "float32", "processors compute float16 slowly"
-    name = next((name for name, known in DTYPES.items() if known == declared), "bfloat16")
-    return name, "from the checkpoint"
 
 
 def _state_bytes(spec: ModelSpec, policy: str, options: ServeOptions) -> int:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from moetool.cli import main as cli
+from moetool.cluster.edge import server_settings
 from moetool.cluster.launch import Where, parse_where
 from moetool.errors import UsageError
+from moetool.runtime.assembly import ServeOptions
 from tests.edge_process import write_plan
 
 Run = Callable[..., tuple[int, str, str]]
@@ -66,6 +68,21 @@ def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None
     assert "cluster.name is '../x', expected letters" in refused(2, *cluster, "--set", "cluster.name=../x")
     assert "cluster.ping_s is 0" in refused(2, *cluster, "--set", "cluster.ping_s=0")
     assert "devices is 2, expected 1" in refused(2, *cluster, "--set", "devices=2")
+
+
+def test_servers_compute_in_the_checkpoints_data_type(
+    refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def stop(*args: Any, options: ServeOptions, **given: Any) -> None:
+        seen.append(options.dtype)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(server_settings, "worker_settings", stop)
+    for more in ((), ("--set", "dtype=float32")):
+        refused(2, "reference", "--plan", plan, "--cluster", "local:3", "--set", "cluster.name=a", *more)
+    assert seen == ["bfloat16", "float32"]
 
 
 def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,10 @@ def test_a_profile_that_is_none_or_of_another_model(refused: Callable[..., tuple
     code, line = refused("--profile", tmp_path / "none.json")
     assert code == 2 and "no profile at" in line
     make_profile(make_spec()).save(tmp_path / "other.json")
-    code, line = refused("--profile", tmp_path / "other.json")
+    code, line = refused("--profile", tmp_path / "other.json", "--set", "dtype=float32")
     assert code == 3 and "the profile is of synthetic" in line
+    code, line = refused("--profile", tmp_path / "other.json")
+    assert "the profile has no costs of bfloat16 on cpu" in line  # the checkpoint's data type
 
 
 def test_a_profile_means_something_to_ranks_only(

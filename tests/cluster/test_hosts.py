@@ -209,7 +209,7 @@ def test_servers_on_hosts_of_their_own_answer_as_one_would_and_outlive_head_and_
     right = right_answers(reference, tokenizer, 8)
     # 127.0.0.1 is the head's machine only to itself: the servers have to hear of another address.
     where = ["--plan", str(plan), "--cluster", "127.0.0.1:6379", "--host", "0.0.0.0", "--port", "0"]
-    sets = ("kv_tokens=512", "cluster.name=lab", "cluster.orphan_s=40")
+    sets = ("dtype=float32", "kv_tokens=512", "cluster.name=lab", "cluster.orphan_s=40")
     command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", *where]
     command += [part for one in sets for part in ("--set", one)]
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])

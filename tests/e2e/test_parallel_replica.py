@@ -71,7 +71,7 @@ def head(made: Made) -> Iterator[RankHead]:
         striped(made.spec, GPUS),
         BatchReplacement("offline", made.spec, cluster),
         ThreadRanks(),
-        rank_options=RankOptions(kv_tokens=256, threads=1, seats=SEATS),
+        rank_options=RankOptions(dtype="float32", kv_tokens=256, threads=1, seats=SEATS),
         options=HeadOptions(gather_s=0.2, patience_s=60.0),
     )
     opened.start()

@@ -31,7 +31,7 @@ from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.cluster.transport import own_address
 from moetool.errors import MoetoolError, first_line
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
+from moetool.models.loading import load_lazy, parse_device, parse_dtype, served_dtype, use_threads
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.own_caches import open_batcher
@@ -95,7 +95,9 @@ class Rank:
         self._placed_GLE = np.zeros((0, 0, 0), bool)
         with contextlib.ExitStack() as stack:
             checkpoint, device = Checkpoint.open(model), _device(options.device, gpu, server_G)
-            self.loaded = loaded = load_lazy(checkpoint, parse_dtype(options.dtype), device)
+            self.loaded = loaded = load_lazy(
+                checkpoint, parse_dtype(options.dtype or served_dtype(checkpoint, device)[0]), device
+            )
             stack.callback(loaded.close)
             assert loaded.files is not None
             use_threads(loaded.model.config.get_text_config(), options.threads)

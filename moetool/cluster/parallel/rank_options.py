@@ -36,7 +36,7 @@ class RankOptions:
 
     Attributes:
         device: `cpu` or `cuda`. With `cuda` rows travel over NCCL, and each rank needs its own GPU.
-        dtype: data type of all weights except the experts, which keep the checkpoint's form.
+        dtype: data type of all weights except the experts, which keep the checkpoint's form; empty: as `served_dtype`.
         kv_tokens: tokens in a rank's KV cache; also the longest context of one request.
         seats: requests that run at once on each rank.
         max_prompt_wait_s: time limit of a step with prompt tokens while the rank's other requests decode; prompt chunks
@@ -51,7 +51,7 @@ class RankOptions:
     """
 
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = ""
     kv_tokens: int = 4096
     seats: int = 4
     max_prompt_wait_s: float = 0.25

@@ -1,11 +1,12 @@
 """Start the head of `moetool serve --mode ep` and of the bench from a placement plan."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from moetool import config
 from moetool.cluster.parallel.batch_placement import PLACEMENTS, BatchReplacement, RoutingPredictor
@@ -20,7 +21,7 @@ from moetool.costing.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
 from moetool.learning.predictor import load_predictor
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import parse_dtype
+from moetool.models.loading import parse_dtype, served_dtype
 from moetool.placement import _planner as planner
 from moetool.placement._demand import STARTS, Demand
 from moetool.placement._latency import unit_latency
@@ -160,6 +161,7 @@ def open_head(
     cluster = plan.cluster
     moves = options.placement in ("reactive", "proactive")
     room = with_buffer(cluster, spec, options.buffer_experts) if moves else cluster
+    dtype = ranks.dtype or served_dtype(checkpoint, torch.device(ranks.device))[0]
     control = BatchReplacement(
         options.placement,
         spec,
@@ -182,7 +184,7 @@ def open_head(
         uniform(spec, cluster) if options.placement == "vanilla" else plan.placed_GLE,
         control,
         launcher,
-        rank_options=ranks,
+        rank_options=replace(ranks, dtype=dtype),
         costs=Costs(
             spec,
             cluster,
@@ -193,8 +195,8 @@ def open_head(
             ),
             profile=profile,
             device=ranks.device,
-            dtype=ranks.dtype,
-            row_bytes=float(spec.hidden_size * parse_dtype(ranks.dtype).itemsize),
+            dtype=dtype,
+            row_bytes=float(spec.hidden_size * parse_dtype(dtype).itemsize),
         ),
         options=HeadOptions(
             seating=Seating(server_G=tuple(cluster.server_G), starts=options.starts or plan.starts, seed=options.seed),
