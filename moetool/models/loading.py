@@ -23,6 +23,7 @@ from moetool.models.packed_linear import PackedLinear
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded
 from moetool.models.stored_embedding import StoredEmbedding
+from moetool.models.tensor_index import FLOATS, read_index
 from moetool.types import ForwardInfo, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -208,6 +209,10 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
     """
     model = _from_pretrained(path, dtype, ("unexpected_keys", *_MISSING))
     if hasattr(model, "hf_quantizer"):
+        stored = read_index(path).tensors
+        for name, parameter in model.named_parameters():
+            if name.endswith("_scale") and name in stored:  # the library unpacks in the type of the stored scales
+                parameter.data = parameter.data.to(FLOATS[stored[name].dtype])
         with contextlib.redirect_stderr(io.StringIO()):
             model.hf_quantizer.compressor.decompress_model(model)
     return model.to(dtype).eval()  # experts would keep the type of their scales

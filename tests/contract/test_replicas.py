@@ -20,6 +20,7 @@ from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import PackedWeight, Scheme, quantization_config, round_weight, to_tensors
 from moetool.models.packed_memory import held_bytes, load_packed
 from moetool.models.shards import Shards
+from moetool.models.tensor_index import read_index
 from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import FAMILIES, folds_of
 from moetool.quantize.judging import judge
@@ -82,6 +83,17 @@ def test_transformers_has_loaded_it(case: Case) -> None:
     assert not case.replica.with_name("replica.resume").exists()
     assert {note["layer"] for note in case.card["layers"]} == {0, 1, 2}
     assert 0.5 < case.card["judged"]["match"] <= 1
+
+
+def test_replicas_of_bfloat16_models_are_loaded_again(tmp_path: Path) -> None:
+    """Their scales have 16 bits too, and transformers would unpack attention with scales widened to float32."""
+    families.save("qwen3_moe", tmp_path / "wide")
+    model = load_full(Checkpoint.open(tmp_path / "wide"), torch.bfloat16).model
+    model.save_pretrained(tmp_path / "model")
+    card = make_replica(Checkpoint.open(tmp_path / "model"), tmp_path / "replica", CALIBRATION, OPTIONS)
+    assert card["reloaded_by"] == "transformers"
+    scale = read_index(tmp_path / "replica").tensors["model.layers.0.self_attn.q_proj.weight_scale"]
+    assert scale.dtype == "BF16"
 
 
 def test_the_pool_computes_what_transformers_does(case: Case) -> None:
