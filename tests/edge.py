@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
+from moetool.caching._devices import build_policies, open_pool, split_slots
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
@@ -21,8 +20,8 @@ from moetool.cluster.transport import Listener
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.runtime.batching import Batcher
+from moetool.runtime.device_stores import open_stores
 from moetool.runtime.engine import Engine
-from moetool.runtime.expert_store import open_store
 from tests.identities import identity
 
 PATIENT = ClusterOptions(hedge_s=0.0)
@@ -47,6 +46,7 @@ class Node:
         slots: int,
         distance: Sequence[float],
         options: ClusterOptions,
+        devices: int = 1,
     ) -> None:
         self.server = server
         self.on_call: Callable[[Frame], None] | None = None
@@ -55,11 +55,12 @@ class Node:
         self.meter = Meter(server, loaded.spec, self.links)
         self.peers = Peers(server, identity(f"server-{server}"), distance, links=self.links)
 
-        residency = Residency(build_policy("lru", loaded.spec, {}, slots))
+        shares = [slots] if devices == 1 else split_slots(loaded.spec, slots, devices)
+        residency = open_pool(build_policies("lru", loaded.spec, {}, shares))
         self.runtime = PlacedRuntime(
             loaded,
             residency,
-            open_store(loaded, residency),
+            open_stores(loaded, residency),
             held=held,
             capacity=capacity,
             peers=self.peers,
@@ -134,13 +135,15 @@ def cluster(
     slots: int | None = None,
     distance: Sequence[Sequence[float]] | None = None,
     options: ClusterOptions | None = None,
+    devices: Sequence[int] = (),
 ) -> Iterator[Nodes]:
-    """A cluster with one server per list of held experts."""
+    """A cluster with one server per list of held experts, on this number of devices (default: one each)."""
     near = distance or [[1.0] * len(held)] * len(held)
     nodes: list[Node] = []
     try:
         for server, experts in enumerate(held):
-            given = {"capacity": capacity, "slots": slots or capacity, "options": options or PATIENT}
+            given: dict[str, Any] = {"capacity": capacity, "slots": slots or capacity, "options": options or PATIENT}
+            given["devices"] = devices[server] if devices else 1
             nodes.append(Node(path, tokenizer, server, experts, distance=near[server], **given))
         yield Nodes(nodes)
     finally:

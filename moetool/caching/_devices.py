@@ -99,6 +99,16 @@ class Fleet:
         for residency in self.residencies:
             residency.end_request(request)
 
+    def bring(self, key: int) -> Step | None:
+        """See `Residency.bring`."""
+        device = key % len(self.residencies)
+        step = self.residencies[device].bring(key)
+        return None if step is None else step._replace(slot=self._starts[device] + step.slot)
+
+    def forget(self, key: int) -> None:
+        """See `Residency.forget`."""
+        self.residencies[key % len(self.residencies)].forget(key)
+
     def _emit(self, forward: int, layer: int, programs: list[list[Step]]) -> list[Step]:
         for start, program in zip(self._starts, programs, strict=True):
             program[:] = [step if step.slot < 0 else step._replace(slot=start + step.slot) for step in program]

@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,7 +72,7 @@ class ReplacementCosts:
     Attributes:
         latency: costs of computing and sending.
         call_s: seconds of a remote call (None: from the cluster's links).
-        move_control_s: seconds of a copy in addition to those of its bytes.
+        control_s: returns the seconds of moves in addition to those of their bytes.
         move_bytes_s: rate of experts to each GPU when all receive at once.
         added_byte_s: recently measured slowdown of serving per byte of moved experts.
         free_s: seconds of compute phases before the new placement is needed, in which moves are free.
@@ -81,7 +81,7 @@ class ReplacementCosts:
 
     latency: Latency
     call_s: float | None = None
-    move_control_s: float = 0.0
+    control_s: Callable[[Sequence[Move]], float] = lambda moves: 0.0
     move_bytes_s: float = float("inf")
     added_byte_s: float = 0.0
     free_s: float = 0.0
@@ -247,8 +247,7 @@ def _eq4(
         call_s = remote_call_s(cluster, _VALUE_BYTES * spec.hidden_size)
     loads_s = _added_bytes(in_force, new_GLE) / np.array([gpu.host_to_device_bytes_s for gpu in cluster.gpus])
     saved_s, eq3_s = (before - after) * call_s, float(loads_s.sum())
-    bytes_s, copies = sum(move.seconds for move in moves), sum(move.kind == "copy" for move in moves)
-    moves_s = bytes_s + copies * costs.move_control_s
+    moves_s = sum(move.seconds for move in moves) + costs.control_s(moves)
     return MigrationPlan(
         spec=spec,
         cluster=cluster,

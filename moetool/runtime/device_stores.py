@@ -84,6 +84,16 @@ class Stores:
         store, own_slot = self._at(slot)
         store.computed(own_slot)
 
+    def put(self, key: int, slot: int, data: torch.Tensor) -> None:
+        """See `ExpertStore.put`."""
+        store, own_slot = self._at(slot)
+        store.put(key, own_slot, data)
+
+    def bytes_of(self, key: int, slot: int) -> torch.Tensor:
+        """See `ExpertStore.bytes_of`."""
+        store, own_slot = self._at(slot)
+        return store.bytes_of(key, own_slot)
+
     def host(self, key: int) -> AbstractContextManager[tuple[Weight, ...]]:
         """See `ExpertStore.host`; uses the host tier of the expert's device."""
         return self._stores[key % len(self._stores)].host(key)

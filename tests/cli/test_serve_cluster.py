@@ -67,7 +67,6 @@ def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None
     assert "did you mean 'hang_s'?" in refused(2, *cluster, "--set", "cluster.hangs=1")
     assert "cluster.name is '../x', expected letters" in refused(2, *cluster, "--set", "cluster.name=../x")
     assert "cluster.ping_s is 0" in refused(2, *cluster, "--set", "cluster.ping_s=0")
-    assert "devices is 2, expected 1" in refused(2, *cluster, "--set", "devices=2")
 
 
 def test_servers_compute_in_the_checkpoints_data_type(

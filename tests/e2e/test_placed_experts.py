@@ -117,6 +117,21 @@ def test_logits_are_those_of_one_server(name: str, baseline: Any, well_again: No
     assert (stats.remote_pairs == 0) == (not stats.calls)
 
 
+@pytest.mark.parametrize("slots", [256, 100], ids=["all have slots", "some are read when needed"])
+def test_servers_with_several_devices(reference: Path, tokenizer: Any, baseline: Any, slots: int) -> None:
+    held = PLACEMENTS["a third each"]
+    with cluster(reference, tokenizer, held, devices=(2, 3, 1), slots=slots) as nodes:
+        _check(nodes, baseline)
+        even = [at for at in ALL if at[1] % 2 == 0]  # all on the first device of two
+        nodes.arrange([even, *held[1:]])
+        nodes.nodes[1].runtime.adopt(0, 2, source=0)
+        nodes.arrange([even, [at for at in ALL if at[1] % 2], held[2]])
+        for server in range(3):
+            _check(nodes, baseline, server)
+        assert nodes[0].meter.total["remote_pairs"] and not nodes[0].meter.total["last_resort"]
+        assert len(nodes[0].runtime.held) == len(even)
+
+
 @pytest.mark.parametrize("name", ["llama4_text", "longcat_flash", "jetmoe", "dbrx", "gpt_oss", "finished"])
 def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
     finished = name == "finished"  # made up: what no family here does to an expert's output

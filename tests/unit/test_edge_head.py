@@ -432,11 +432,13 @@ def test_what_a_plan_becomes() -> None:
     assert held_by(plan, 1) == ((1, 0), (1, 1), (1, 2), (1, 3))  # once, though two GPUs have it
 
 
-def _settings(reference: Path, *, slots: int = 128, options: Any = None, port: int = 8000, **cluster: Any) -> Any:
+def _settings(
+    reference: Path, *, slots: int = 128, gpus: int = 1, options: Any = None, port: int = 8000, **cluster: Any
+) -> Any:
     spec = Checkpoint.open(reference).spec
-    placed_GLE = np.zeros((2, 8, 32), bool)
+    placed_GLE = np.zeros((1 + gpus, 8, 32), bool)
     placed_GLE[0, :, :16] = placed_GLE[1, :, 16:] = True
-    machines = make_cluster([[slots], [slots]], slot_bytes=spec.slot_bytes, link_bytes_s=1e6, link_latency_s=0.5)
+    machines = make_cluster([[slots], [slots] * gpus], slot_bytes=spec.slot_bytes, link_bytes_s=1e6, link_latency_s=0.5)
     return worker_settings(
         Checkpoint.open("reference"),
         make_plan(spec, machines, placed_GLE),
@@ -455,8 +457,9 @@ def test_settings_of_each_server(reference: Path) -> None:
     assert first.distance[1] == pytest.approx(2 * (0.5 + 4 * 192 / 1e6)) and first.cluster.call_timeout_s == 3.0
     assert _settings(reference)[0].links == {}
     assert "tttt" not in repr(first)  # a key is not for logs
-    with pytest.raises(UsageError, match="devices is 2, expected 1"):
-        _settings(reference, options=ServeOptions(devices=2))
+    assert [one.options.devices for one in _settings(reference, options=ServeOptions(devices=2))] == [2, 2]
+    on_gpus = _settings(reference, options=ServeOptions(device="cuda"), gpus=3)
+    assert [one.options.devices for one in on_gpus] == [1, 3]
     with pytest.raises(UsageError, match="state is for policies that learn"):
         _settings(reference, options=ServeOptions(state="x"))
     with pytest.raises(UsageError, match="port 65535 leaves none for the last server"):

@@ -169,8 +169,8 @@ def test_eq4_has_both_sides_in_seconds() -> None:
     assert refused.saved_s == pytest.approx((refused.calls_before - refused.calls_after) * 1e-7, rel=1e-6)
     assert refused.measured and refused.calls_after < refused.calls_before
     # 100 kB/s: 10 ms for an expert of 1,000 bytes; Eq. 3 goes by the GPUs' own rate.
-    # No expert has moved yet: a copy takes as long as a call besides, of which each here is one pair of 0.1 ms.
-    assert refused.moves_s == pytest.approx(refused.copies * (0.01 + 1e-4), rel=1e-4)
+    # No expert has moved yet: each of 4 rounds is assumed to take 0.1 s besides.
+    assert refused.moves_s == pytest.approx(refused.copies * 0.01 + 4 * 0.1, rel=1e-4)
     assert refused.eq3_s == pytest.approx(refused.copies * 1000 / 12e9)
     cheap = World(odds_NLE, planned(odds_NLE, "uniform"))
     cheap.pass_s(130)
@@ -212,7 +212,7 @@ def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) ->
     took_s = [one.done_s - one.at_s for one in made if one.done_s is not None]
     assert len(made) >= 3 and made[0].foreseen_s < took_s[0] / 2  # nothing was measured yet
     for one, seconds in list(zip(made, took_s, strict=True))[1:]:
-        assert one.copies < 5 or seconds / 1.5 < one.foreseen_s < 1.5 * seconds
+        assert seconds / 1.5 < one.foreseen_s < 1.5 * seconds
 
 
 def slow(world: "World") -> None:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from moetool.caching._residency import Residency
+from moetool.caching._devices import Pool
 from moetool.errors import CapacityError, MoetoolError
+from moetool.runtime.device_stores import Stores
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ModelSpec
 
@@ -33,8 +34,8 @@ class Holding:
         self,
         server: int,
         spec: ModelSpec,
-        pool: Residency,
-        store: ExpertStore,
+        pool: Pool,
+        store: ExpertStore | Stores,
         held: Collection[tuple[int, int]],
         capacity: int,
     ) -> None:

@@ -14,6 +14,8 @@ from moetool.validation import require, require_number
 _FOLDS = 4
 _TRACE = 1e-6
 _OLDER_MOVES = 0.8
+_FIRST_ROUND_S = 0.1
+"""Assumed before the first migration."""
 _MOST = 1e18
 """Largest tokens, bytes or seconds in a state, so that sums and products stay finite."""
 
@@ -62,8 +64,7 @@ class Statistics:
         self._computed_N = np.zeros((num_servers, 3))  # seconds, pairs, since when
         self._expert_s_N = np.full(num_servers, np.nan)
         self._moved_NN = np.zeros((num_servers, num_servers, 2))  # bytes, seconds
-        self._control = np.zeros(2)  # seconds of migrations besides transfer, copies
-        self._messages = np.zeros(2)  # seconds of calls, calls
+        self._rounds = np.zeros(2)  # seconds of migrations besides transfer, rounds
 
     def add(self, stats: WorkerStats, now_s: float) -> None:
         """Count a worker's report. Raises: MismatchError: it is of another model."""
@@ -76,7 +77,6 @@ class Statistics:
         self._decay(now_s)
         self._tokens_FNLE[int(now_s // self._block_s) % _FOLDS, n] += stats.tokens_LE
         self._call += (sum(stats.call_s.values()), sum(stats.call_pairs.values()))
-        self._messages += (sum(stats.call_s.values()), sum(stats.calls.values()))
         if stats.expert_pairs:
             self._computed_N[n, :2] += (stats.expert_s, stats.expert_pairs)
         seconds, pairs, began_s = self._computed_N[n]
@@ -90,18 +90,15 @@ class Statistics:
             self._moved_NN[moved.source, server] *= _OLDER_MOVES
             self._moved_NN[moved.source, server] += (moved.bytes, moved.seconds)
 
-    def migrated(self, copies: int, beside_s: float) -> None:
+    def migrated(self, rounds: int, beside_s: float) -> None:
         """Count a migration and its seconds without transfer time; later ones weigh more."""
-        self._control = _OLDER_MOVES * self._control + (beside_s, copies)
+        self._rounds = _OLDER_MOVES * self._rounds + (beside_s, rounds)
 
     @property
-    def move_control_s(self) -> float:
-        """Seconds of a copy besides transfer: informing all servers and queueing.
-
-        Before the first migration the time of a call replaces it, because it waits for the same servers.
-        """
-        seconds, count = self._control if self._control[1] else self._messages
-        return max(0.0, float(seconds / count)) if count else 0.0
+    def round_s(self) -> float:
+        """Seconds of a round of a migration besides transfer: informing all servers, and waiting for computations."""
+        seconds, count = self._rounds
+        return max(0.0, float(seconds / count)) if count else _FIRST_ROUND_S
 
     def changed(self, now_s: float) -> None:
         """Start over with a new placement. The time of a call is kept until it is measured again."""
@@ -178,7 +175,7 @@ class Statistics:
             "call_s": self._call_s,
             "expert_s": [None if np.isnan(value) else float(value) for value in self._expert_s_N],
             "moved": self._moved_NN.tolist(),
-            "control": self._control.tolist(),
+            "rounds": self._rounds.tolist(),
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -191,9 +188,9 @@ class Statistics:
                 f"{self._tokens_FNLE.shape[1:]}; remove it or give another file"
             )
         call = np.array(values["call"], float)
-        control = np.array(values.get("control", (0.0, 0.0)), float)  # older states have none
-        plausible = control.shape == (2,) and bool((np.abs(control) <= _MOST).all()) and control[1] >= 0
-        require(plausible, "statistics.control", control, "seconds and copies")
+        rounds = np.array(values["rounds"], float)
+        plausible = rounds.shape == (2,) and bool((np.abs(rounds) <= _MOST).all()) and rounds[1] >= 0
+        require(plausible, "statistics.rounds", rounds, "seconds and rounds")
         expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
         require(call.shape == (2,), "statistics.call", call.shape, "seconds and pairs")
         require(expert_s_N.shape == (num_servers,), "statistics.expert_s", expert_s_N.shape, f"{num_servers} servers")
@@ -207,7 +204,7 @@ class Statistics:
         for value in expert_s_N[~np.isnan(expert_s_N)]:
             require_number("statistics.expert_s", float(value), most=_MOST)
         self._tokens_FNLE, self._moved_NN = tokens_FNLE, moved_NN
-        self._call, self._expert_s_N, self._control = call, expert_s_N, control
+        self._call, self._expert_s_N, self._rounds = call, expert_s_N, rounds
         self._call_s = values["call_s"]
         self.since_s, self._decayed_s = values["since_s"], values["decayed_s"]
         self._seconds, self._restored = float(values["seconds"]), True
@@ -222,7 +219,6 @@ class Statistics:
         self._tokens_FNLE *= kept
         self._seconds = self._seconds * kept + counted_s
         self._call *= kept
-        self._messages *= kept
         self._decayed_s = max(now_s, self._decayed_s)
 
 

@@ -13,7 +13,6 @@ from itertools import chain
 import torch
 
 from moetool.caching._devices import Pool
-from moetool.caching._residency import Residency
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.held_experts import Holding
 from moetool.cluster.edge.meter import Meter
@@ -65,7 +64,7 @@ class PlacedRuntime(ExpertRuntime):
     waiting for another server.
 
     Args:
-        loaded, residency, store: as for `ExpertRuntime`; one device, and a policy that needs only an event's experts.
+        loaded, residency, store: as for `ExpertRuntime`, with a policy that needs only an event's experts.
         held: (layer, expert) held from the start.
         capacity: most experts held (`Holding`).
         peers: the other servers.
@@ -94,7 +93,6 @@ class PlacedRuntime(ExpertRuntime):
         meter: Meter,
         options: ClusterOptions | None = None,
     ) -> None:
-        assert isinstance(residency, Residency) and isinstance(store, ExpertStore), "one device"
         super().__init__(loaded, residency, store)
         self.spec = loaded.spec
         self._layers = loaded.layers

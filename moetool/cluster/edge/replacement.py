@@ -13,11 +13,16 @@ from moetool.placement._migration import order_moves
 from moetool.placement._placement_plan import Move, Place
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
+_ROUND = 64
+"""Limit of copies per round; servers receive the new placement between rounds."""
+_ROUND_S = 0.5
+"""Limit of a round's transfer seconds, by known link rates."""
+
 
 def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Cluster:
     """Running servers for planners: one GPU each.
 
-    A worker has one pool. Host memory does not count, because a worker computes only from its pool.
+    A worker spreads its experts over its GPUs itself. Host memory does not count, because it computes only from pools.
 
     Args:
         slots: expert slots of each server, by number.
@@ -62,7 +67,9 @@ def observe(
         Observed(tokens_GLE=tokens_NLE, held_out=tuple(folds), horizon_tokens=horizon_tokens, source="past"),
         InForce(spec=spec, cluster=machines, placed_GLE=placed_NLE),
         ReplacementCosts(
-            latency=unit_latency(machines), call_s=statistics.call_s, move_control_s=statistics.move_control_s
+            latency=unit_latency(machines),
+            call_s=statistics.call_s,
+            control_s=lambda moves: statistics.round_s * num_rounds(by_server(moves, servers), held, slots),
         ),
     )
 
@@ -84,7 +91,11 @@ def steps_to(
 
 
 def next_round(
-    steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int], copies: int, seconds: float
+    steps: Sequence[Move],
+    held: Mapping[int, Set[Place]],
+    slots: Mapping[int, int],
+    copies: int = _ROUND,
+    seconds: float = _ROUND_S,
 ) -> tuple[list[Move], list[Move], int, int]:
     """Select the first moves that can run together: first all drops, then all copies.
 
@@ -129,6 +140,19 @@ def next_round(
             made[0].append(step)
         done += 1
     return *made, done, skipped
+
+
+def num_rounds(steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int]) -> int:
+    """Number of rounds that moves take (`next_round`)."""
+    now, rounds = {n: set(places) for n, places in held.items()}, 0
+    while steps:
+        drops, copies, done, _ = next_round(steps, now, slots)
+        for step in drops:
+            now[step.gpu].discard(step.place)
+        for step in copies:
+            now[step.gpu].add(step.place)
+        steps, rounds = steps[done:], rounds + 1
+    return rounds
 
 
 def by_server(moves: Sequence[Move], servers: Sequence[int]) -> list[Move]:

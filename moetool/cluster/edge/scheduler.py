@@ -31,10 +31,6 @@ _LOG = logging.getLogger(__name__)
 _SAVE_S = 30.0
 _SNAPSHOT_WAIT_S = 0.2
 _LEAST_TICK_S = 0.005
-_ROUND = 64
-"""Limit of copies per round; servers receive the new placement between rounds."""
-_ROUND_S = 0.5
-"""Limit of a round's transfer seconds, by known link rates."""
 _DECIDES = ("eq4", "always", "never")
 
 
@@ -137,7 +133,7 @@ class Scheduler:
         self._steps: list[Move] = []
         self._target: dict[int, frozenset[Place]] | None = None
         self._moving: ReplacementRecord | None = None
-        self._moved = np.zeros(2)  # in this migration: copies, and seconds of transfer
+        self._moved = np.zeros(3)  # in this migration: copies, seconds of transfer, rounds
         self._now_s: float | None = None
         self._resume = False
         self._servers: Servers | None = None
@@ -271,14 +267,16 @@ class Scheduler:
             return
         self._decided_s = now_s
         record = ReplacementRecord(at_s=now_s, planner=self.options.planner)
+        began = time.monotonic()
         decision = self._propose(record, held, slots)
+        record.plan_s = time.monotonic() - began
         self.history.decide(record)
         if decision is not None and decision.made:
             record.outcome = "under way"
             servers_there = sorted(slots)
             self._steps = by_server(decision.moves, servers_there)
             self._target = {n: frozenset(places_of(decision.placed_GLE[i])) for i, n in enumerate(servers_there)}
-            self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(2)
+            self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(3)
             self._narrate(
                 f"{record.copies} experts move: {record.saved_s:,.1f} s of remote calls saved over "
                 f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s of migration"
@@ -332,7 +330,7 @@ class Scheduler:
         if gone := sorted(self._target.keys() - slots.keys()):
             self._end(now_s, f"cancelled: server {self.cluster.servers[gone[0]].name} has gone")
             return
-        drops, copies, done, skipped = next_round(self._steps, held, slots, _ROUND, _ROUND_S)
+        drops, copies, done, skipped = next_round(self._steps, held, slots)
         self._steps = self._steps[done:]
         self._moving.skipped += skipped
         left = {n: places - {step.place for step in drops if step.gpu == n} for n, places in held.items()}
@@ -343,7 +341,7 @@ class Scheduler:
         for (server, _), moved in made.arrived.items():
             self.statistics.moved(server, moved)
         busy_s = sum(moved.seconds for moved in made.arrived.values())
-        self._moved += (len(made.arrived), busy_s)
+        self._moved += (len(made.arrived), busy_s, 1)
         for _, place, error in made.failed:
             if isinstance(error, WorkerDied):
                 self._end(now_s, f"cancelled: {first_line(error)}")
@@ -361,9 +359,10 @@ class Scheduler:
     def _migrated(self, over_s: float) -> None:
         """Measure the time of a migration besides transfer."""
         assert self._moving is not None
-        copies, busy_s = self._moved
+        copies, busy_s, rounds = self._moved
         if copies and copies == self._moving.copies:  # otherwise an earlier scheduler began it, or it was aborted
-            self.statistics.migrated(int(copies), over_s - self._moving.at_s - busy_s / self.options.share)
+            took_s = over_s - self._moving.at_s - self._moving.plan_s
+            self.statistics.migrated(int(rounds), took_s - busy_s / self.options.share)
 
     def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
         """The holder with the plan's fastest link to a server; -1 if there is none."""
@@ -373,7 +372,8 @@ class Scheduler:
     def _end(self, now_s: float, outcome: str) -> None:
         assert self._moving is not None
         self._moving.outcome, self._moving.done_s = outcome, now_s
-        took = f"{now_s - self._moving.at_s:,.1f} s, {self._moving.foreseen_s:,.1f} s expected"
+        took_s = now_s - self._moving.at_s - self._moving.plan_s
+        took = f"{took_s:,.1f} s, {self._moving.foreseen_s:,.1f} s expected"
         self._narrate(f"the migration of experts: {outcome} ({took})")
         self._steps, self._target, self._moving = [], None, None
         self.statistics.changed(now_s)

@@ -1,7 +1,7 @@
 """Settings of each server of a cluster, from a placement plan."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moetool.cluster.certificates import Identity
@@ -41,7 +41,9 @@ def worker_settings(
     limits: ServerOptions,
     cluster: ClusterOptions,
 ) -> list[WorkerSettings]:
-    """Settings of each server of the plan's cluster; its GPUs are one pool.
+    """Settings of each server of the plan's cluster.
+
+    A server on GPUs uses as many as the plan gives it.
 
     Args:
         identify: returns a process's key and certificate by name.
@@ -53,8 +55,6 @@ def worker_settings(
     """
     spec = checkpoint.spec
     plan.check(spec)
-    if options.devices != 1:
-        raise UsageError(f"devices is {options.devices}, expected 1: each server of a cluster serves on one device")
     if options.state:
         raise UsageError("state is for policies that learn, but servers of a cluster follow the plan")
     for option, port in (
@@ -75,6 +75,7 @@ def worker_settings(
                 f"the plan gives server {server.name} {len(held)} experts, but its memory holds {capacity} of "
                 f"{spec.slot_bytes:,} bytes; make a new plan: moetool plan placement"
             )
+        devices = options.devices if options.device == "cpu" else max(options.devices, len(server.gpus))
         links = {o: plan.cluster.link(n, o) for o in servers if o != n}
         settings.append(
             WorkerSettings(
@@ -91,7 +92,7 @@ def worker_settings(
                 identity=identify(f"server-{n}"),
                 distance=tuple(plan.cluster.round_trip_s(n, m, 4 * spec.hidden_size) for m in servers),
                 links=links if cluster.emulate_links else {},
-                options=options,
+                options=replace(options, devices=devices),
                 cluster=cluster,
                 limits=limits,
                 api_key=endpoints.api_key,

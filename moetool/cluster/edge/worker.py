@@ -115,7 +115,7 @@ class Worker:
             peer_host = own_address(settings.toward) if settings.toward else "127.0.0.1"
             for_peers = listen(peer_host, settings.peer_port)
             undo.callback(for_peers.close)
-            slots = max(MIN_SLOTS, settings.cluster.slots or settings.capacity)
+            slots = max(MIN_SLOTS * settings.options.devices, settings.cluster.slots or settings.capacity)
             memory = sum(fixed_bytes(checkpoint, settings.options)) + slots * stride_of(spec.slot_bytes)
 
             def open_runtime(loaded: LoadedModel, pool: Pool, store: ExpertStore | Stores) -> PlacedRuntime:
