@@ -83,7 +83,8 @@ def bench_gpu(
     following = [name for name in options.policies if name not in looking]
     looking = ["lru", *looking] if looking else []
     with recorded("gpu", options, file) as made:
-        made.facts = {"device": _device_name(where), "host_bytes_s": host_bandwidth(where)}
+        device_name = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
+        made.facts = {"device": device_name, "host_bytes_s": host_bandwidth(where)}
         for shape in shapes:
             name = Path(shape).name
             middle = sorted(options.shares)[len(options.shares) // 2 : len(options.shares) // 2 + 1]
@@ -192,7 +193,3 @@ def _measure(cell: Row, setup: ServingSetup, device: torch.device, rate: float, 
 def _times(prefill_s: float, decode: Row) -> Row:
     times = {"prefill_s": prefill_s, "decode_s": decode["p50_s"], "decode_p95_s": decode["p95_s"]}
     return {**times, "rounds": [decode["seconds"]]}
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

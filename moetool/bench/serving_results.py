@@ -10,8 +10,6 @@ from moetool.bench.bench_result import BenchResult, Row, median, table
 RESIDENT = "all in memory"
 PLAIN = "transformers, all in memory"
 OFFLOADED = "transformers, offloaded"
-
-
 _MEDIANS = {
     "ttft_s": ("prefill", "p50_s"),
     "tpot_p50_s": ("decode", "p50_s"),

@@ -76,16 +76,12 @@ def _by_links(rows: list[Row]) -> Iterator[Any]:
         {
             "": ("id", "s"),
             "the paper says": ("says", "s"),
-            **{f"{rate:g} x": (partial(_verdict, rate=rate), "s") for rate in rates},
+            **{f"{rate:g} x": (partial(lambda row, rate: row["verdicts"][rate], rate=rate), "s") for rate in rates},
         },
         num_text=len(rates) + 2,
     )
     same = sum(len(set(mine["verdicts"].values())) == 1 for mine in varied)
     yield f"{same} of {len(varied)} claims have the same verdict at every rate; links change no other claim"
-
-
-def _verdict(row: Row, rate: float) -> str:
-    return str(row["verdicts"][rate])
 
 
 def _counts(paper: str, rows: list[Row]) -> Row:

@@ -146,8 +146,12 @@ def run(bench: Workbench, options: Options) -> Found:
             for label, points in lines.items():
                 samples.draw(label, *zip(*sorted(points), strict=True))
     on = f"rounds of one request per GPU, with costs of {model.name} on {machine.name}"
-    axes = _axes(options) if swept else ("round", "latency of the round, ms")
-    return samples.found(_WHAT[options.measure], _unit(options), on, axes=axes)
+    what, unit = _WHAT[options.measure], "tokens/s" if options.measure == "throughput" else "ms"
+    axes = ("round", "latency of the round, ms")
+    if swept:
+        along = "migration time per expert, µs" if len(options.ways) > 1 else "planning time, ms"
+        axes = ("GPUs" if len(options.gpus) > 1 else along, f"{what}, {unit}")
+    return samples.found(what, unit, on, axes=axes)
 
 
 def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]:
@@ -172,15 +176,6 @@ def _cases(options: Options, model: NamedModel, links: float) -> Iterator[_Case]
                     words=words,
                     x=float(gpus) if len(options.gpus) > 1 else x,
                 )
-
-
-def _axes(options: Options) -> tuple[str, str]:
-    swept = "migration time per expert, µs" if len(options.ways) > 1 else "planning time, ms"
-    return ("GPUs" if len(options.gpus) > 1 else swept, f"{_WHAT[options.measure]}, {_unit(options)}")
-
-
-def _unit(options: Options) -> str:
-    return "tokens/s" if options.measure == "throughput" else "ms"
 
 
 def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> SimulationOptions:

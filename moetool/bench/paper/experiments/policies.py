@@ -226,7 +226,9 @@ def measure(
     if before:
         earlier = replayed(before)
         assert earlier.timing is not None, "replayed with a profile"
-        decode, spent = _less(decode, earlier.decode), spent - _seconds(earlier)
+        names = Counts.__dataclass_fields__
+        decode = Counts(**{name: getattr(decode, name) - getattr(earlier.decode, name) for name in names})
+        spent = spent - _seconds(earlier)
         forwards -= earlier.timing.decode_forwards
     if not forwards:
         raise CannotTestError(f"{trace.path} has no new tokens in the measured requests")
@@ -250,11 +252,6 @@ def _seconds(row: ReplayRow) -> np.ndarray:
     assert row.timing is not None, "replayed with a profile"
     spent = row.timing.decode
     return np.array([spent.seconds, spent.compute_s, sum(spent.io_s.values()), spent.host_s])
-
-
-def _less(counts: Counts, others: Counts) -> Counts:
-    left = {name: getattr(counts, name) - getattr(others, name) for name in Counts.__dataclass_fields__}
-    return Counts(**left)
 
 
 def _value(measured: PolicyMeasures, what: str) -> float:
