@@ -23,6 +23,7 @@ EXAMPLES = {
         "moetool replay --trace trace --policy auto --budget 25% --profile profile.json",
     ),
     "serve": (
+        "moetool serve org/model",
         "moetool serve reference --plan plan.json",
         "moetool serve reference --policy lru --device-memory 32MB --port 0",
         "moetool serve MODEL --plan placement.json --cluster local:3",

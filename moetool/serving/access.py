@@ -56,6 +56,16 @@ class AccessRecord:
         known = {name: value for name, value in asdict(self).items() if value is not None}
         return json.dumps({"time": round(time.time(), 3), **known}, ensure_ascii=True)
 
+    def lengths(self) -> str:
+        """Lengths of prompts and answers, and a stream's error, after a comma each; empty if unknown."""
+        known = (
+            (self.prompt_tokens, "prompt tokens"),
+            (self.reused_tokens or None, "of them cached"),
+            (self.generated_tokens, "generated"),
+        )
+        parts = [f", {value} {name}" for value, name in known if value is not None]
+        return "".join(parts) + ("" if self.error is None else f", error: {self.error}")
+
 
 def record_of(scope: Scope) -> AccessRecord:
     """Return the record of a route's request."""
@@ -101,9 +111,9 @@ class Access:
             record.seconds = round(time.perf_counter() - began, 6)
             self._report(record)
             _LOG.info(
-                '%s "%s %s" %d %.3f s, prompt tokens %s, generated %s, %s',
+                '%s "%s %s" %d %.3f s%s, %s',
                 *(record.client, record.method, record.path, record.status, record.seconds),
-                *(record.prompt_tokens, record.generated_tokens, record.request_id),
+                *(record.lengths(), record.request_id),
             )
 
 

@@ -28,6 +28,8 @@ from moetool.caching._layer_slots import equal_slots
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
 from moetool.errors import CapacityError
+from moetool.formats import route_csv
+from moetool.formats._model_facts import ModelFacts
 from moetool.machine import resident_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.location import locate_config
@@ -46,7 +48,7 @@ from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MemorySplit, divid
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests import families
 from tests.bench.test_foresight import sequences
-from tests.published_routes import needs_routes
+from tests.published_routes import QWEN, needs_routes
 from tests.synthetic import DEEPSEEK_V2_LITE, make_forward
 
 pytestmark = pytest.mark.slow
@@ -122,11 +124,12 @@ class Asked:
     seconds: float
 
 
-def ask(engine: Engine, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
+def ask(engine: Engine, prompt: Sequence[int], max_tokens: int = 1, *, whole: bool = False) -> Asked:
+    """Run a request; `whole`: without its cached prefix."""
     answer: list[int] = []
     before, passed, held = engine.metrics()["bytes_read"], engine.runtime.window.passed, set(engine.residency.slot_of)
     began = time.perf_counter()
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, return_routes=whole)
     engine.submit(list(prompt), params, lambda output: answer.append(output.token or 0))
     while not engine.idle:
         engine.step()
@@ -159,27 +162,98 @@ def test_prompts_of_2000_tokens(checkpoint: Checkpoint) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("new", [4, 32])
-def test_second_turn(checkpoint: Checkpoint, new: int) -> None:
-    read, seconds, least = {}, {}, 0
-    for caching in (False, True):
-        engine = opened(checkpoint, without_flags(checkpoint, kv_tokens=2048, prefix_caching=caching))
-        turns = []
-        for chat in texts(checkpoint, 900, 4):
-            first = ask(engine, chat[:800], 16)
-            turns.append(ask(engine, [*chat[:800], *first.answer, *chat[800 : 800 + new]]))
+NEW_TOKENS = (8, 20, 50, 100)
+"""New tokens of a chat's second turn; the last token of the first answer is forwarded with them."""
+CHATS = 2
+
+
+def test_second_turn(checkpoint: Checkpoint) -> None:
+    """Experts read by the second turn of a chat, over those that the whole conversation would read in one forward.
+
+    The least are those that the forwarded tokens need and that are not resident. Then the whole conversation runs.
+    """
+    for new in NEW_TOKENS:
+        read, least, needed, plain, whole, seconds = 0.0, 0, 0, 0, 0, []
+        engine = opened(checkpoint, without_flags(checkpoint, kv_tokens=2304))
+        for chat in texts(checkpoint, 2100, CHATS):
+            first = ask(engine, chat[:1984], 16)
+            held = set(engine.residency.slot_of)
+            prompt = [*chat[:1984], *first.answer, *chat[1984 : 1984 + new]]
+            turn = ask(engine, prompt)
+            used = first.needed | turn.needed
+            read, needed, least = read + turn.read, needed + len(turn.needed), least + len(turn.needed - held)
+            plain, whole = plain + len(used - held), whole + len(used)
+            seconds.append((turn.seconds, ask(engine, prompt, whole=True).seconds))
         engine.close()
-        read[caching] = sum(turn.read for turn in turns)
-        seconds[caching] = statistics.median(turn.seconds for turn in turns)
-        least = sum(len(turn.needed) - turn.resident for turn in turns)
+        mine, others = (statistics.median(column) for column in zip(*seconds, strict=True))
         print(
-            f"\n  {checkpoint.name}, {new} new tokens, prefix caching {caching}: {turns[0].tokens} tokens, read "
-            f"{read[caching]:.0f} (not resident {least}), {seconds[caching]:.3f} s"
+            f"\n  {checkpoint.name}, {new} new tokens, {turn.tokens} forwarded: {needed} of {whole} needed, {least} "
+            f"not resident, least {least / whole:.2f} of whole, {least / plain:.2f} x; read {read:.0f}, "
+            f"{read / plain:.2f} x; TTFT {mine:.2f} s, {mine / others:.2f} x",
+            flush=True,
         )
-    print(
-        f"  bytes {read[True] / read[False]:.2f} x (least {least / read[False]:.2f}), "
-        f"TTFT {seconds[True] / seconds[False]:.2f} x"
-    )
+
+
+@needs_routes
+@pytest.mark.parametrize("source", ["law", "intent", "translation", "qwen3"])
+def test_second_turn_on_published_routes(source: str) -> None:
+    """The least reads of a second turn with prefix caching, over those without.
+
+    Before it are 2,000 tokens, the last 48 decoded. Qwen3's routes have 156 tokens in all, the first 28 of a prompt.
+    """
+    if source == "qwen3":
+        spec, rows = whole_conversation()
+    else:
+        spec, parts = sequences(source)
+        rows = np.concatenate(parts)
+    slots = round(SHARE * spec.total_experts)
+    room_L = np.array(equal_slots(spec, slots))
+    for new in NEW_TOKENS:
+        first = min(2000, len(rows) - new)
+        sums = dict.fromkeys(("needed", "whole", "best", "least", "plain"), 0)
+        chats = [rows[start : start + first + new] for start in range(0, len(rows) - first - new + 1, first + new)]
+        for chat in chats:
+            residency = Residency(build_policy("foresight", spec, {}, slots), layer_slots=equal_slots(spec, slots))
+            prompt = max(28, first - 48) if source != "qwen3" else 28
+            for number, end in enumerate(range(prompt, first)):
+                _forward(spec, residency, chat[end - 1 if number else 0 : end], number, 0)
+            used, needed = (_used(spec, part) for part in (chat, chat[first - 1 :]))
+            held_LE = np.zeros_like(used)
+            for key in residency.slot_of:
+                held_LE[divmod(key, spec.num_experts)] = True
+            sums["needed"] += int(needed.sum())
+            sums["whole"] += int(used.sum())
+            sums["best"] += int(np.maximum(needed.sum(1) - room_L, 0).sum())
+            sums["least"] += int((needed & ~held_LE).sum())
+            sums["plain"] += int((used & ~held_LE).sum())
+        print(
+            f"\n  {source}, {len(chats)} chats of {first} + {new} tokens: {sums}; least "
+            f"{sums['least'] / sums['whole']:.2f} of whole, {sums['least'] / sums['plain']:.2f} x; with the best "
+            f"residents {sums['best'] / sums['plain']:.2f} x"
+        )
+
+
+def _used(spec: ModelSpec, experts_TLK: np.ndarray) -> np.ndarray:
+    """Whether an expert is used, [L, E]."""
+    used_LE = np.zeros((spec.num_layers, spec.num_experts), bool)
+    for layer in range(spec.num_layers):
+        used_LE[layer, experts_TLK[:, layer]] = True
+    return used_LE
+
+
+def whole_conversation() -> tuple[ModelSpec, np.ndarray]:
+    """Qwen3's spec, and experts [T, L, K] of its conversation."""
+    routes = route_csv.read_routes(QWEN, ModelFacts())
+    (sequence,) = routes.sequences
+    return routes.spec, sequence.experts_TS.astype(np.int64).reshape(-1, routes.spec.num_layers, routes.spec.top_k_L[0])
+
+
+def _forward(spec: ModelSpec, residency: Residency, experts_TLK: np.ndarray, number: int, request: int) -> None:
+    info, events = make_forward(spec, experts_TLK, forward_id=number, request=request)
+    residency.begin_forward(info)
+    for event in events:
+        residency.event(event)
+    residency.end_forward(info)
 
 
 def test_prompt_wait(checkpoint: Checkpoint) -> None:
@@ -375,11 +449,7 @@ def test_second_start_on_published_routes() -> None:
 
 def _run(spec: ModelSpec, residency: Residency, experts_TLK: np.ndarray, number: int) -> None:
     for token in range(len(experts_TLK)):
-        info, events = make_forward(spec, experts_TLK[None, token], forward_id=number + token, request=number)
-        residency.begin_forward(info)
-        for event in events:
-            residency.event(event)
-        residency.end_forward(info)
+        _forward(spec, residency, experts_TLK[None, token], number + token, number)
     residency.end_request(number)
 
 

@@ -39,8 +39,9 @@ def test_a_key_is_asked_for_everywhere_but_health() -> None:
             Conversation(url)
 
 
-def test_requests_are_numbered_and_logged_without_their_text(tmp_path: Path) -> None:
+def test_requests_are_numbered_and_logged_without_their_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "access.jsonl"
+    caplog.set_level("INFO", "moetool.serving.access")
     with serving(ScriptedEngine(), options=ServerOptions(access_log=str(log))) as (url, _):
         for number in ("abc-1", "", "two words", "x" * 200):
             connection = connect(url)
@@ -57,7 +58,9 @@ def test_requests_are_numbered_and_logged_without_their_text(tmp_path: Path) -> 
     assert lines[0]["request_id"] == "abc-1" and len({line["request_id"] for line in lines}) == 6
     assert all(line["generated_tokens"] > 3 and line["prompt_tokens"] > 0 for line in lines[:5])
     assert all(0 < line["first_token_s"] <= line["seconds"] for line in lines[:5])
-    assert "secret" not in log.read_text()
+    assert "secret" not in log.read_text() + caplog.text
+    said = [record.getMessage() for record in caplog.records if record.name == "moetool.serving.access"]
+    assert ["prompt tokens" in line for line in said] == [True] * 5 + [False] and "None" not in caplog.text
 
 
 def test_an_access_log_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
