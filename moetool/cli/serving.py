@@ -261,10 +261,13 @@ def chat(
     _warn_of_ignored(fields)
     tables.narrate(tables.printable(f"moetool: {conversation.model}"))
     while text := _next_line():
+        dropped = conversation.num_dropped
         try:
             for piece in conversation.ask(text):
                 print(tables.printable(piece, keep=_SPOKEN), end="", flush=True)
             print()
+            if conversation.num_dropped > dropped:
+                tables.narrate("moetool: the chat outgrew the model's context; its oldest turns were dropped")
         except ServerRefused as refused:
             if not refused.is_recoverable:
                 raise

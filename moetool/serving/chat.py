@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import ssl
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ class Conversation:
     Attributes:
         messages: the conversation so far.
         usage: token counts of the last answer, if the server sent them.
+        num_dropped: messages dropped from `messages` so far, because the conversation outgrew the model's context.
     """
 
     url: str
@@ -36,6 +38,7 @@ class Conversation:
     settings: Mapping[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
     usage: Mapping[str, int] = field(default_factory=dict)
+    num_dropped: int = 0
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
@@ -49,22 +52,29 @@ class Conversation:
     def ask(self, text: str) -> Iterator[str]:
         """Send a turn; yield the answer in pieces. Only a complete answer is kept in `messages`.
 
+        Drops the oldest turns of a conversation that outgrows the model's context.
+
         Raises:
             Refused: the server refused this turn.
             MoetoolError: the server cannot be reached, or the answer breaks off.
         """
         turn = {"role": "user", "content": text}
-        if not self._by_prompt:
+        answer, kept = None, list(self.messages)
+        while answer is None and not self._by_prompt:
             try:
-                answer = yield from self._stream("/chat/completions", {"messages": [*self.messages, turn]})
+                answer = yield from self._stream("/chat/completions", {"messages": [*kept, turn]})
             except ServerRefused as refused:
-                if self.messages or "chat template" not in str(refused):
+                if kept and refused.code == "context_length_exceeded":
+                    del kept[: max(2, len(kept) // 8 * 2)]  # a quarter: with less, the next turns are refused too
+                elif self.messages or "chat template" not in str(refused):
                     raise
-                self._by_prompt = True
+                else:
+                    self._by_prompt = True
         if self._by_prompt:
             body = {"prompt": text, "max_tokens": self.settings.get("max_tokens", _MAX_TOKENS)}
             answer = yield from self._stream("/completions", body)
-        self.messages += [turn, {"role": "assistant", "content": answer}]
+        self.num_dropped += len(self.messages) - len(kept)
+        self.messages = [*kept, turn, {"role": "assistant", "content": answer or ""}]
 
     def _stream(self, path: str, body: dict[str, Any]) -> Generator[str, None, str]:
         """Send a request, yield the pieces of the answer, and return it whole."""
@@ -107,10 +117,17 @@ class Conversation:
             connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise ServerRefused(response.status, _reason(response))
+                raise ServerRefused(response.status, *_reason(response))
             yield response
+        except ssl.SSLCertVerificationError as error:
+            raise MoetoolError(
+                f"the certificate of {self.url} is not trusted: {error.verify_message}; to trust it, set SSL_CERT_FILE "
+                "to its PEM file"
+            ) from None
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise MoetoolError(f"no answer from {self.url}: {error or type(error).__name__}") from None
+            closed = isinstance(error, http.client.RemoteDisconnected) and not self._https
+            advice = "; if it serves HTTPS, write https://" if closed else ""
+            raise MoetoolError(f"no answer from {self.url}: {error or type(error).__name__}{advice}") from None
         finally:
             connection.close()
 
@@ -120,11 +137,12 @@ class ServerRefused(MoetoolError):
 
     Attributes:
         status: HTTP status of the answer.
+        code: OpenAI's code of the error, if any.
     """
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status: int, reason: str, code: str = "") -> None:
         super().__init__(f"the server refused ({status}): {reason}")
-        self.status = status
+        self.status, self.code = status, code
 
     @property
     def is_recoverable(self) -> bool:
@@ -132,10 +150,11 @@ class ServerRefused(MoetoolError):
         return self.status in (400, 408, 413, 429, 503)
 
 
-def _reason(response: http.client.HTTPResponse) -> str:
+def _reason(response: http.client.HTTPResponse) -> tuple[str, str]:
+    """Message and code of a refusal."""
     text = response.read(4096).decode(errors="replace")
     try:
-        text = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        text = text.strip().partition("\n")[0]
-    return str(text)
+        error = json.loads(text)["error"]
+        return str(error["message"]), str(error.get("code") or "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text.strip().partition("\n")[0], ""

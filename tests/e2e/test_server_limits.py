@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from moetool.cli.main import app
 from moetool.errors import MoetoolError, UsageError
 from moetool.request import SamplingParams, Sink, TokenLogprob
-from moetool.serving.chat import Conversation
+from moetool.serving.chat import Conversation, ServerRefused
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.status_line import Rates
 from tests.scripted_engine import ScriptedEngine
@@ -296,6 +296,21 @@ def test_a_conversation() -> None:
         Conversation(url)
     with pytest.raises(UsageError, match="not a server address"):
         Conversation("ftp://a")
+
+
+def test_a_conversation_drops_its_oldest_turns_where_it_outgrows_the_context() -> None:
+    with serving(ScriptedEngine(max_context=200)) as (url, _):
+        conversation = Conversation(url, settings={"temperature": 0})
+        for number in range(12):
+            list(conversation.ask(f"turn {number}: " + "word " * 10))
+        assert conversation.num_dropped > 2 and len(conversation.messages) + conversation.num_dropped == 24
+        assert conversation.messages[-2]["content"].startswith("turn 11")
+        before = list(conversation.messages)
+        with pytest.raises(ServerRefused, match="maximum context length"):
+            list(conversation.ask("word " * 400))
+        assert conversation.messages == before
+        done = CliRunner().invoke(app, ["chat", url, "--set", "temperature=0"], input=("word " * 30 + "\n") * 6)
+    assert done.exit_code == 0 and "its oldest turns were dropped" in done.stderr
 
 
 def test_a_conversation_that_breaks_off_is_not_remembered() -> None:

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from moetool.errors import UsageError
+from moetool.errors import MoetoolError, UsageError
+from moetool.serving.chat import Conversation
 from moetool.serving.server import tls_context
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
@@ -55,6 +56,17 @@ def test_https(files: dict[str, str]) -> None:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert not plain.recv(100).startswith(b"HTTP")
+
+
+def test_a_chat_over_https(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServerOptions(ssl_certfile=files["cert"], ssl_keyfile=files["key"])
+    with serving(ScriptedEngine(), options=options) as (url, _):
+        with pytest.raises(MoetoolError, match=r"is not trusted: self-signed certificate; .* set SSL_CERT_FILE"):
+            Conversation(url)
+        with pytest.raises(MoetoolError, match=r"no answer from http:.*(; if it serves HTTPS|reset)"):
+            Conversation(url.replace("https", "http"))
+        monkeypatch.setenv("SSL_CERT_FILE", files["cert"])
+        assert "".join(Conversation(url, settings={"temperature": 0}).ask("hello"))
 
 
 def test_files_that_cannot_be_used(files: dict[str, str], tmp_path: Path) -> None:
