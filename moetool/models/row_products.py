@@ -7,6 +7,7 @@ call. A row's result is bit-identical in any batch that a kernel computes, and d
 """
 
 import functools
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from moetool.models.row_kernels import BLOCK_ROWS, find_kernel
 from moetool.models.row_kinds import BFLOAT16, RowKind
 from moetool.models.row_threads import PoolCall
 from moetool.models.scaled_weight import ScaledWeight, StackedWeight, kernel_of
-from moetool.models.tile_products import MOST_ROWS, TILE_INPUTS, Rows, find_tiles, tile_products
+from moetool.models.tile_products import TILE_INPUTS, Rows, find_tiles, tile_products
 
 MAX_ROWS = 2
 """Most rows for which the bfloat16 kernel is faster than tiles or torch (`tests/bench/test_row_products.py`).
@@ -47,14 +48,14 @@ def multiplies(x: torch.Tensor, weight: Any) -> bool:
 
 
 def max_rows(weight: Any, dtype: torch.dtype) -> int:
-    """Most rows of a product with this weight [O, I] in the kernels; 0 if it is unsupported.
+    """Most rows of a product with this weight [O, I] in the kernels: any number with tiles; 0 if it is unsupported.
 
     Args:
         dtype: type of x.
     """
     if not isinstance(weight, ScaledWeight | StackedWeight) and not takes(weight):
         return 0
-    return MOST_ROWS if dtype == torch.bfloat16 and _has_tiles(weight) else _few(weight)
+    return sys.maxsize if dtype == torch.bfloat16 and _has_tiles(weight) else _few(weight)
 
 
 def _few(weight: torch.Tensor | ScaledWeight | StackedWeight) -> int:

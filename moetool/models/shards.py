@@ -14,7 +14,8 @@ from moetool.models.weight_format import STORED_DTYPES, Dense, unpack
 from moetool.models.weight_index import WeightIndex
 
 _BLOCK = 4096
-_KEPT_BYTES = 384 << 20  # largest buffer kept for later reads: fits any expert; an embedding's is freed
+_KEPT_BYTES = 384 << 20  # largest buffer kept for later reads: fits any expert
+_PIECE_BYTES = 16 << 20
 
 
 class WeightsChanged(OSError):
@@ -133,8 +134,11 @@ class Shards:
             )
         if not tensor.num_bytes:
             return torch.empty(tensor.shape, dtype=dtype)
-        data = bytearray(self.read(tensor.file, tensor.offset, tensor.num_bytes))
-        return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
+        data = torch.empty(tensor.num_bytes, dtype=torch.uint8)
+        for part in data.split(_PIECE_BYTES):  # a buffer of the whole weight would double its memory
+            offset = tensor.offset + part.storage_offset()
+            part.copy_(torch.frombuffer(self.read(tensor.file, offset, len(part)), dtype=torch.uint8))
+        return data.view(dtype).view(tensor.shape)
 
     def _require_unchanged(self, file: int) -> None:
         """Raises: WeightsChanged: the file has changed."""

@@ -1,8 +1,9 @@
 """Products of several rows with weights by the tiles of a CPU with AMX.
 
 A tile holds 16 rows of 32 numbers in bfloat16. Rows of a weight are loaded into tiles as they lie in memory; rows of x
-are few and are rearranged first. So a product of up to 32 rows takes as long as reading the weight. torch's product
-rearranges the weight in each call (`tests/bench/test_scaled_weights.py`). Packed weights are unpacked into the CPU
+are rearranged first. So a product of up to 32 rows takes as long as reading the weight. torch's product rearranges the
+weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of rows: 8 ms and
+1.4 MB, which it keeps. Packed weights are unpacked into the CPU
 cache, 32 rows at a time, rounded to bfloat16.
 
 Sums are in float32, in an order that depends only on the width of the weight. So a row's result is bit-identical in any
@@ -28,11 +29,10 @@ from moetool.models.row_threads import PoolCall, next_task_of, on_pool
 BLOCK_ROWS = 32
 """Rows of a weight per task of a thread: two tiles."""
 TILE_ROWS = 16
-MOST_ROWS = 128
-"""Most rows of a weight for which tiles are faster than torch (`tests/bench/test_scaled_weights.py`)."""
 TILE_INPUTS = 32
 _MOST_TILES = 64  # of rearranged x in memory: few rows fill whole tiles
 _TILE_BYTES = 1024
+_CACHED_BYTES = 2**20  # of x multiplied with a block of a weight in turn: half of a core's second-level cache
 _SUMS_BYTES = 4 * _TILE_BYTES  # of two tiles of a weight by two of x, in float32
 _SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of <asm/prctl.h>, x86-64
 
@@ -87,10 +87,12 @@ def tile_products(
     Args:
         multiply: from `find_tiles` for the weights' kind.
         x_TI: in bfloat16, as wide as the weights.
-        rows: at most `MOST_ROWS` for each weight, at least one.
+        rows: at least one for each weight.
         output_RO: in bfloat16; its rows `targets` are written.
     """
     x_TI = x_TI.contiguous()
+    most = max(1, _CACHED_BYTES // (2 * x_TI.shape[1] * TILE_ROWS)) * TILE_ROWS
+    rows = [part for each in rows for part in _parts(each, most)]
     if len(rows) > 1 and sum(-(-len(each.sources) // TILE_ROWS) for each in rows) > _MOST_TILES:
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             tile_products(multiply, x_TI, half, shape, output_RO)
@@ -122,6 +124,12 @@ def tile_products(
     )
     job = [*head, *shape, *(each.values for each in rows), *(each.scale for each in rows)]
     multiply([*job, *starts, *tiles, *targets], threads)
+
+
+def _parts(rows: Rows, most: int) -> list[Rows]:
+    """Split rows of a weight into parts of at most this many."""
+    starts = range(0, len(rows.sources), most)
+    return [rows._replace(sources=rows.sources[n : n + most], targets=rows.targets[n : n + most]) for n in starts]
 
 
 @functools.cache

@@ -16,6 +16,8 @@ from moetool.learning.token_memory import compile_loops
 from moetool.machine import memory_bytes, resident_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import parse_device, parse_dtype, served_dtype
+from moetool.models.packed_slot import stays_packed
+from moetool.models.tile_products import cpu_has_tiles
 from moetool.runtime.assembly import ServeOptions, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
@@ -37,12 +39,14 @@ from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 AUTO = "auto"
-_RESERVE_BYTES = 660_000_000
+_RESERVE_BYTES = 390_000_000
 """Uncounted memory of a process: late libraries, tokenizer, HTTP, compiled products, allocators.
 
-Qwen3-30B-A3B's shape with four layers took about 620 MB, with four prompts of 700 tokens at once; shapes of
-DeepSeek-V2-Lite with 2 and 5 MoE layers took up to 560 MB (tests/soak/test_memory_limit.py).
+Qwen3-30B-A3B's shape with four layers took about 340 MB, with prompts of 30 lengths up to 2,000 tokens, four at once
+(tests/soak/test_memory_limit.py).
 """
+_TORCH_PRODUCTS_BYTES = 270_000_000
+"""Code that torch compiles for each number of rows, where products of many rows are not computed by tiles."""
 _GPU_HEADROOM = 0.08  # of a GPU's free memory, for the CUDA context, workspaces and fragmentation
 _HOST_SHARE = 0.8  # of the free host memory beside a GPU that experts may take
 _IO_THREADS = 4  # readers that keep an NVMe drive busy
@@ -106,7 +110,8 @@ def choose(
         if process_memory_bytes is not None:
             raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
     else:
-        limit, source = _process_limit(process_memory_bytes, _state_bytes(checkpoint.spec, policy, options))
+        beside = _reserve_bytes(checkpoint, options) + _state_bytes(checkpoint.spec, policy, options)
+        limit, source = _process_limit(process_memory_bytes, beside)
     model = footprint(checkpoint, options, predictor_bytes)
     automatic = policy == AUTO
     curve = _curve(checkpoint.spec, chosen) if automatic else PUBLISHED
@@ -311,14 +316,31 @@ def _state_bytes(spec: ModelSpec, policy: str, options: ServeOptions) -> int:
     return 2 * policy_class(name).state_bytes(spec, parse_options(name, given))
 
 
-def _process_limit(process_memory_bytes: int | None, state_bytes: int) -> tuple[int, str]:
-    """Memory for weights, activations, KV cache and slots in this process, and what sets it."""
+def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Bytes of this process's memory that nothing counts."""
+    dtype, forms = parse_dtype(options.dtype), [layer.form for layer in checkpoint.layers]
+    formats = checkpoint.quantization.formats if checkpoint.quantization is not None else ()
+    by_torch = (
+        dtype != torch.bfloat16
+        or any(form.up_transposed or form.down_transposed for form in forms)
+        or any(stays_packed(format, forms[0], dtype) for format in formats)
+        or not cpu_has_tiles()
+    )
+    return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
+
+
+def _process_limit(process_memory_bytes: int | None, beside_bytes: int) -> tuple[int, str]:
+    """Memory for weights, activations, KV cache and slots in this process, and what sets it.
+
+    Args:
+        beside_bytes: what the process needs besides, and does not hold yet.
+    """
     taken = resident_bytes()
     allowed = memory_bytes()[1] + taken
     limit, source = allowed, "free memory"
     if process_memory_bytes is not None:
         limit, source = process_memory_bytes, "--process-memory"
-    beside = taken + _RESERVE_BYTES + state_bytes
+    beside = taken + beside_bytes
     left = limit - beside
     if left <= 0:
         raise CapacityError(

@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import linear_regression
 
 LEAST_WAITED_CHUNK = 64
 """Fewest prompt tokens of a forward that other requests wait for: each forward may need every expert."""
@@ -66,9 +65,9 @@ class PromptChunks:
         token_s = now.computed_s / num_tokens
         if len(self._newest) > 1:
             counted = self._newest.values()
-            slope_s, rest_s = np.polyfit([one.tokens for one in counted], [one.computed_s for one in counted], 1)
+            slope_s, rest_s = linear_regression([one.tokens for one in counted], [one.computed_s for one in counted])
             if slope_s > 0 and rest_s >= 0:
-                token_s, fixed_s = float(slope_s), fixed_s + float(rest_s)
+                token_s, fixed_s = slope_s, fixed_s + rest_s
         # A fixed time that only this forward shows does not excuse it: it may be an outlier.
         too_long = took_s > max(self._max_wait_s, 2 * min(fixed_s, self._fixed_s))
         wanted = max(self._max_wait_s - fixed_s, fixed_s) / max(token_s, 1e-9)

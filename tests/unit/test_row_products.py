@@ -21,7 +21,6 @@ from moetool.models.row_products import (
     scattered_products,
     takes,
 )
-from moetool.models.tile_products import MOST_ROWS
 
 
 def _weights(count: int, rows: int = 512, columns: int = 576) -> list[torch.Tensor]:
@@ -96,10 +95,11 @@ def test_weights_keep_their_values_in_huge_pages() -> None:
     assert not ask_for_huge_pages(weight[:4])  # holds no whole page
 
 
-def test_what_the_kernel_does_not_take_is_left_to_torch() -> None:
+def test_what_the_kernel_does_not_take_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     (weight,) = _weights(1)
     assert takes(weight)
-    assert not multiplies(_rows(MOST_ROWS + 1), weight)
+    monkeypatch.setattr(row_products, "find_tiles", lambda *kind: None)
+    assert not multiplies(_rows(MAX_ROWS + 1), weight)
     assert not multiplies(_rows(MAX_ROWS + 1, dtype=torch.float32), weight)
     assert not multiplies(_rows(0), weight)
     assert not takes(weight.float())
@@ -110,7 +110,8 @@ def test_what_the_kernel_does_not_take_is_left_to_torch() -> None:
     assert not takes("a packed weight")
 
 
-def test_linear_layers_are_adopted_in_place() -> None:
+def test_linear_layers_are_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_products, "find_tiles", lambda *kind: None)
     model = torch.nn.Sequential(
         torch.nn.Linear(576, 512, dtype=torch.bfloat16),
         torch.nn.Linear(512, 64, bias=False, dtype=torch.bfloat16),  # small
@@ -124,7 +125,7 @@ def test_linear_layers_are_adopted_in_place() -> None:
         after = model[0](x)
         assert after.shape == before.shape
         assert torch.allclose(after.float(), before.float(), rtol=2**-7, atol=1e-2)
-        many = _rows(MOST_ROWS + 1)
+        many = _rows(MAX_ROWS + 1)
         assert torch.equal(model[0](many), torch.nn.functional.linear(many, model[0].weight, model[0].bias))
     assert adopt(model) == 0
 
@@ -135,7 +136,9 @@ def test_without_numba_torch_computes_all(monkeypatch: pytest.MonkeyPatch) -> No
     assert not takes(_weights(1)[0])
 
 
-def test_a_router_multiplies_few_rows_by_the_kernel_and_more_by_torch() -> None:
+def test_a_router_multiplies_few_rows_by_the_kernel_and_more_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_products, "find_tiles", lambda *kind: None)
+
     class Router(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -144,7 +147,7 @@ def test_a_router_multiplies_few_rows_by_the_kernel_and_more_by_torch() -> None:
         def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return torch.nn.functional.linear(x, self.weight, bias)
 
-    router, x, bias = Router(), _rows(MOST_ROWS + 1), _rows(1, 512)[0]
+    router, x, bias = Router(), _rows(MAX_ROWS + 1), _rows(1, 512)[0]
     expected = router(x)
     assert adopt(torch.nn.Sequential(), [router]) == 1
     assert torch.equal(router(x), expected)

@@ -1,5 +1,7 @@
 """Products by tiles: against float64, in any batch, of stored weights, and beside torch's own."""
 
+import sys
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from moetool.models import row_products
 from moetool.models.row_kinds import GGML_KINDS, RowKind
 from moetool.models.row_products import MAX_ROWS, MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
 from moetool.models.scaled_weight import ScaledWeight
-from moetool.models.tile_products import MOST_ROWS, cpu_has_tiles, find_tiles
+from moetool.models.tile_products import cpu_has_tiles, find_tiles
 from tests.unit.test_scaled_weight import CASES, example_weight
 
 pytestmark = pytest.mark.skipif(not cpu_has_tiles(), reason="this CPU has no AMX")
@@ -23,10 +25,10 @@ def _weight(seed: int = 1) -> torch.Tensor:
     return torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("count", [MAX_ROWS + 1, 16, 17, 33, MOST_ROWS])
+@pytest.mark.parametrize("count", [MAX_ROWS + 1, 16, 17, 33, 128, 3000])
 def test_a_product_is_that_of_float64_rounded_once(count: int) -> None:
     x, weight = _rows(count), _weight()
-    assert max_rows(weight, x.dtype) == MOST_ROWS
+    assert max_rows(weight, x.dtype) == sys.maxsize
     exact = x.double() @ weight.double().T
     made = products([x], [weight])[0]
     assert made.dtype == torch.bfloat16
@@ -70,7 +72,7 @@ def test_blocks_give_the_bits_of_the_unpacked_weight(kind: RowKind) -> None:
 def test_a_stored_weight_gives_the_bits_of_the_unpacked_one(name: str) -> None:
     weight = example_weight(name)
     x = _rows(MAX_SCALED_ROWS + 30, inputs=weight.columns)
-    assert max_rows(weight, x.dtype) == MOST_ROWS and max_rows(weight, torch.float32) == MAX_SCALED_ROWS
+    assert max_rows(weight, x.dtype) == sys.maxsize and max_rows(weight, torch.float32) == MAX_SCALED_ROWS
     dense = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, -weight.columns % 64))
     dense = torch.cat([dense] * (-(-row_products.MIN_ELEMENTS // dense.numel())))
     unpacked = products([torch.nn.functional.pad(x, (0, -weight.columns % 64))], [dense])[0]
@@ -99,6 +101,13 @@ def test_many_experts_with_few_rows_take_several_calls() -> None:
     made = scattered_products(x, jobs, 400)
     for n in (0, 49, 50, 99):
         assert torch.equal(made[4 * n : 4 * n + 4], products([x[4 * n : 4 * n + 4]], [weights[n]])[0])
+
+
+def test_a_row_is_the_same_among_many() -> None:
+    x, weight = _rows(3000), _weight()
+    made = products([x], [weight])[0]
+    for start in (0, 1000, 2990):
+        assert torch.equal(made[start : start + 10], products([x[start : start + 10]], [weight])[0])
 
 
 def test_without_tiles_the_kernel_for_few_rows_remains(monkeypatch: pytest.MonkeyPatch) -> None:
