@@ -12,7 +12,8 @@ from moetool.request import Finish, SamplingParams, TokenLogprob
 from moetool.runtime.sampling import NOT_NUMBERS
 from moetool.types import ForwardInfo, Phase
 
-PAGE_TOKENS = 16
+PAGE_TOKENS = 4
+"""Fewest that transformers allows: a chat's next turn forwards again what its last page does not fill."""
 PIECE_BYTES = 16 << 20
 """Logits of a scored prompt in memory at once; all logits of a long prompt can take more than its experts."""
 

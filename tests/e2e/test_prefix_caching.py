@@ -10,6 +10,7 @@ from moetool.request import Output, SamplingParams
 from moetool.runtime import growing_pages
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.copies import stride_of
+from moetool.runtime.decoding import PAGE_TOKENS
 from moetool.runtime.engine import Engine
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import replay
@@ -121,7 +122,7 @@ def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.Monke
     assert min(reused[2:4]) < 100 and all(0 < size <= 768 for size in sizes[4:])
     assert all(count >= 190 for count in reused[4:])
     assert talk.engine.residency.lent > 0
-    for number in range(60):
+    for number in range(120):
         talk.ask([70 + number % 20, 3, 4], max_tokens=4)
         talk.finish()
     assert talk.engine.batcher.borrowed_kv_tokens == talk.engine.residency.lent == 0
@@ -140,7 +141,7 @@ def test_usage_tells_how_much_of_a_prompt_was_there() -> None:
         usage = [chunk.usage for chunk in chunks][-1]
         metrics = get(url, "/metrics")[2]
     assert [choice["text"] for choice in first["choices"]] == [choice["text"] for choice in again["choices"]]
-    most = (first["usage"]["prompt_tokens"] - 1) // 16 * 16
+    most = (first["usage"]["prompt_tokens"] - 1) // PAGE_TOKENS * PAGE_TOKENS
     assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": most}
     assert usage is not None and usage.prompt_tokens_details is not None

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moetool.errors import CapacityError
+from moetool.runtime.decoding import PAGE_TOKENS
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
 from moetool.runtime.memory_share import lendable
 from moetool.runtime.sizing import (
@@ -68,7 +69,7 @@ def test_the_parts_stay_within_the_memory(
     assert split.unused_bytes >= 0
     assert model.min_slots <= split.slots <= num_experts
     assert split.slots == num_experts or split.unused_bytes < model.slot_bytes
-    assert split.kv_tokens % 16 == 0
+    assert split.kv_tokens % PAGE_TOKENS == 0
     assert split.kv_tokens >= (kv_tokens or min(max_context, LEAST_CONTEXT))
     if chunk_tokens is not None:
         assert split.chunk_tokens == chunk_tokens
