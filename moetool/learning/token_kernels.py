@@ -15,12 +15,14 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LAYERS, EXPERTS, TOKENS, COLUMNS, NEIGHBOURS, WEIGHTS, HORIZON, COUNT = range(8)
-"""Sizes in the table: L, experts of a layer, N, P, M, entries of `weight_D` and of `worth_D`, stored tokens."""
-SHARED_WLN, NOW_WN, LEAST_W, FOUND_W, ITEM_WM, NEAR_WM, USES_AN, BEFORE_N = range(8, 16)
-SOON_NA, WORTH_D, PATH_NP, PAST_A, USE_A, WEIGHT_D, UNUSED_E, KEY_E = range(16, 24)
+LAYERS, EXPERTS, TOKENS, COLUMNS, NEIGHBOURS, WEIGHTS, HORIZON, COUNT, RUNS = range(9)
+"""Sizes in the table: L, experts of a layer, N, P, M, entries of `weight_D` and of `worth_D`, stored tokens, runs."""
+SHARED_WLN, NOW_WN, LEAST_W, FOUND_W, ITEM_WM, NEAR_WM, USES_AB, BEFORE_N, START_N = range(9, 18)
+SOON_NA, WORTH_D, PATH_NP, PAST_A, USE_A, WEIGHT_D, UNUSED_E, KEY_E = range(18, 26)
 """Addresses in the table. `LEAST_W` holds the fewest experts shared by a similar token of each window (0: unknown)."""
-TABLE_SIZE = 24
+TABLE_SIZE = 26
+
+_BLOCK = 32  # stored tokens that are skipped together if none of them is similar
 
 _ONE, _NONE = np.float32(1), np.float32(0)  # a Python integer would promote to float64
 
@@ -56,6 +58,23 @@ def settle(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyped-d
 
 
 @_compiled
+def find_runs(before_N, count, start_N):  # type: ignore[no-untyped-def]
+    """Put the first token of each run into `start_N`, then `count`; return the number of runs.
+
+    In a run either all tokens have a token before them, at the same distance, or none has. Loops over a run need no
+    index per token, and processors do many of its tokens at once.
+    """
+    runs = 0
+    for item in range(count):
+        before, last = before_N[item], before_N[item - 1]
+        if item == 0 or (before != last + 1 if last >= 0 else before >= 0):
+            start_N[runs] = item
+            runs += 1
+    start_N[runs] = count
+    return runs
+
+
+@_compiled
 def begin(before_N, old_N, now_N, count):  # type: ignore[no-untyped-def]
     """Begin a token: compare the window of the previous token with those before each stored token."""
     for item in range(count):
@@ -68,30 +87,36 @@ def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyp
     """Replace a layer of the window by the chosen `keys`, and `settle` them for the token `last` (-1: none).
 
     Args:
-        stored: uses_AN, before_N, soon_NA and worth_D of the memory.
+        stored: uses_AB, before_N, the runs' start_N, soon_NA and worth_D of the memory.
     """
-    uses_AN, before_N, soon_NA, worth_D = stored
-    for item in range(count):
-        before = before_N[item]
+    uses_AB, before_N, start_N, soon_NA, worth_D = stored
+    for run in range(len(start_N) - 1):
+        start, before = start_N[run], before_N[start_N[run]]
         if before >= 0:
-            now_N[item] -= shared_N[before]
+            run_N = now_N[start : start_N[run + 1]]
+            before_S = shared_N[before : before + len(run_N)]
+            for item in range(len(run_N)):
+                run_N[item] -= before_S[item]
     shared_N[:count] = 0
     for key in keys:
         if key >= 0:
-            uses_N = uses_AN[key]
-            for item in range(count):
-                shared_N[item] += uses_N[item]
+            uses_B = uses_AB[key]
+            for bit in range(8):
+                shared_B = shared_N[bit * len(uses_B) : (bit + 1) * len(uses_B)]
+                for index in range(len(shared_B)):
+                    shared_B[index] += (uses_B[index] >> bit) & 1
     for item in range(count):
         now_N[item] += shared_N[item]
     settle(keys, last, before_N, soon_NA, worth_D)
 
 
 @_compiled
-def store(path_P, item, last, path_NP, uses_AN, soon_NA, before_N, after_N):  # type: ignore[no-untyped-def]
+def store(path_P, item, last, path_NP, uses_AB, soon_NA, before_N, after_N):  # type: ignore[no-untyped-def]
     """Overwrite the token `item` by one that follows `last` (-1: none)."""
+    bit, index = divmod(item, uses_AB.shape[1])
     for key in path_NP[item]:
         if key >= 0:
-            uses_AN[key, item] = 0
+            uses_AB[key, index] &= ~np.uint8(1 << bit)
     if before_N[item] >= 0:
         after_N[before_N[item]] = -1
     if after_N[item] >= 0:
@@ -99,7 +124,7 @@ def store(path_P, item, last, path_NP, uses_AN, soon_NA, before_N, after_N):  # 
     path_NP[item] = path_P
     for key in path_P:
         if key >= 0:
-            uses_AN[key, item] = 1
+            uses_AB[key, index] |= np.uint8(1 << bit)
     soon_NA[item] = 0
     before_N[item], after_N[item] = last, -1
     if last >= 0:
@@ -116,12 +141,22 @@ def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no
     Returns:
         Their number, and the fewest experts that one shares if there are M, else 0.
     """
-    best = 0
-    for item in range(count):
-        best = max(best, now_N[item])
+    best, number, item_N = 0, 0, np.empty(count, np.int32)  # the tokens at or above the bound
+    for start in range(0, count, _BLOCK):
+        now_I = now_N[start : min(count, start + _BLOCK)]
+        top = now_I[0]
+        for index in range(len(now_I)):
+            if now_I[index] > top:
+                top = now_I[index]
+        if top >= bound:
+            best = max(best, top)
+            for index in range(len(now_I)):  # without branches
+                item_N[number] = start + index
+                number += now_I[index] >= bound
+    item_N = item_N[:number]
     least = max(best - len(weight_D) + 1, bound, 0)
     number_D = np.zeros(best - least + 1, np.int32)
-    for item in range(count):
+    for item in item_N:
         if now_N[item] >= least:
             number_D[best - now_N[item]] += 1
     cut, room = 0, len(item_M)
@@ -131,7 +166,7 @@ def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no
     full = cut < len(number_D)
     last = best - cut if full and room > 0 else best - cut + 1  # fewest shared experts of those chosen
     found = 0
-    for item in range(count - 1, -1, -1):
+    for item in item_N[::-1]:
         if now_N[item] < last:
             continue
         less = best - now_N[item]
@@ -269,20 +304,22 @@ def observe(table, row_R3, path_TP, layer, columns, fade):  # type: ignore[no-un
     use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
     note_use(used_E, base, keep, scale, past_A, use_A)
     before_N = carray(_pointer(table[BEFORE_N]), (num_tokens,), np.int32)
-    uses_AN = carray(_pointer(table[USES_AN]), (num, num_tokens), np.uint8)
+    start_N = carray(_pointer(table[START_N]), (table[RUNS] + 1,), np.int32)
+    uses_AB = carray(_pointer(table[USES_AB]), (num, (num_tokens + 7) // 8), np.uint8)
     soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
     worth_D = carray(_pointer(table[WORTH_D]), (table[HORIZON],), np.uint8)
+    stored = uses_AB, before_N, start_N, soon_NA, worth_D
     weight_D = carray(_pointer(table[WEIGHT_D]), (table[WEIGHTS],), np.float32)
     for number in range(len(row_R3)):
         window, tail, last = row_R3[number, 0], row_R3[number, 1], row_R3[number, 2]
         most = (window + 1, table[NEIGHBOURS])
         shared_LN = carray(_pointer(table[SHARED_WLN]), (window + 1, num_layers, num_tokens), np.uint8)[window]
-        now_N = carray(_pointer(table[NOW_WN]), (window + 1, num_tokens), np.int32)[window]
+        now_N = carray(_pointer(table[NOW_WN]), (window + 1, num_tokens), np.int16)[window]
         item_M = carray(_pointer(table[ITEM_WM]), most, np.int32)[window]
         near_M = carray(_pointer(table[NEAR_WM]), most, np.float32)[window]
         least_W = carray(_pointer(table[LEAST_W]), (window + 1,), np.int64)
         found_W = carray(_pointer(table[FOUND_W]), (window + 1,), np.int64)
-        follow(path_TP[tail, first:end], shared_LN[layer], now_N, count, last, (uses_AN, before_N, soon_NA, worth_D))
+        follow(path_TP[tail, first:end], shared_LN[layer], now_N, count, last, stored)
         bound = least_W[window] - (end - first)  # a layer changes no similarity by more
         found_W[window], least_W[window] = nearest(now_N, count, bound, weight_D, item_M, near_M)
 

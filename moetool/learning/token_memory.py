@@ -85,7 +85,7 @@ class TokenMemory:
         columns: first column of each layer in a path, then P.
         unused_E: probability that no request uses each expert of the layer of the last `expect`.
         shared_WLN: uint8, experts of each layer shared by the last token of a window and each stored token.
-        now_WN, old_WN: int32, sums over the window, of this token and of the last one.
+        now_WN, old_WN: int16, sums over the window, of this token and of the last one.
     """
 
     def __init__(
@@ -105,9 +105,10 @@ class TokenMemory:
         self._fixed = 0 if fixed is None else len(fixed[0])
         num_tokens, num = self._fixed + size, spec.num_layers * spec.num_experts
         self._path_NP = np.full((num_tokens, self.columns[-1]), -1, np.int32)
-        self._uses_AN = np.zeros((num, num_tokens), np.uint8)
+        self._uses_AB = np.zeros((num, (num_tokens + 7) // 8), np.uint8)
         self._soon_NA = np.zeros((num_tokens, num), np.uint8)
         self._before_N, self._after_N = (np.full(num_tokens, -1, np.int32) for _ in range(2))
+        self._start_N = np.zeros(num_tokens + 1, np.int32)  # first token of each run of `find_runs`
         self._stored = 0  # tokens added so far, overwritten ones included
         self._count = self._fixed  # number of tokens
         self._worth_D = np.rint(255 * DISCOUNT ** np.arange(HORIZON)).astype(np.uint8)
@@ -123,9 +124,10 @@ class TokenMemory:
         self._value_WA = np.zeros((0, num), np.float32)
         self._valuations = 0
         self.shared_WLN = np.zeros((0, spec.num_layers, num_tokens), np.uint8)
-        self.now_WN, self.old_WN = np.zeros((0, num_tokens), np.int32), np.zeros((0, num_tokens), np.int32)
+        self.now_WN, self.old_WN = np.zeros((0, num_tokens), np.int16), np.zeros((0, num_tokens), np.int16)
         self._table = self._make_table()
         self._make_windows(1)
+        self._batch = _make_batch(0, 0, 0)
         if fixed is not None:
             for item, (path_P, before) in enumerate(zip(*fixed, strict=True)):
                 self._put(path_P, item, int(before))
@@ -138,17 +140,25 @@ class TokenMemory:
         return RequestWindow(index=self._num_windows - 1)
 
     def begin(self, windows: Sequence[RequestWindow], rows: Sequence[Sequence[int]]) -> WindowBatch:
-        """Begin a forward with the next tokens of these requests; `rows` are the rows of each one's tokens."""
+        """Begin a forward with the next tokens of these requests; `rows` are the rows of each one's tokens.
+
+        The returned batch may be changed by the next call.
+        """
+        self._table[self._kernels.RUNS] = self._kernels.find_runs(self._before_N, self._count, self._start_N)
         for index in (window.index for window in windows):
             self.old_WN[index, : self._count] = self.now_WN[index, : self._count]
             self._kernels.begin(self._before_N, self.old_WN[index], self.now_WN[index], self._count)
             self._least_W[index] = 0
         lasts = [self._last(window) if len(mine) == 1 else -1 for window, mine in zip(windows, rows, strict=True)]
-        rows_of = zip(windows, rows, lasts, strict=True)
-        row_R3 = np.array([(window.index, mine[-1], last) for window, mine, last in rows_of], np.int64).reshape(-1, 3)
-        path_TP = np.full((sum(map(len, rows)), self.columns[-1]), -1, np.int32)
-        path_bytes = path_TP.data.cast("B") if path_TP.size else memoryview(b"")
-        return WindowBatch(windows=windows, row_R3=row_R3, path_TP=path_TP, path_bytes=path_bytes)
+        batch, num_tokens = self._batch, sum(map(len, rows))
+        if (len(batch.row_R3), len(batch.path_TP)) == (len(rows), num_tokens):
+            batch.path_TP.fill(-1)  # faster than new arrays
+        else:
+            self._batch = batch = _make_batch(len(rows), num_tokens, self.columns[-1])
+        batch.windows = windows
+        for number, (window, mine, last) in enumerate(zip(windows, rows, lasts, strict=True)):
+            batch.row_R3[number] = window.index, mine[-1], last
+        return batch
 
     def observe(self, batch: WindowBatch, layer: int, experts_TK: Sequence[Sequence[int]]) -> None:
         """Record the experts that a layer's router has chosen for every token of the forward."""
@@ -276,8 +286,8 @@ class TokenMemory:
         num_tokens, rows = len(self._path_NP), self._num_windows
         shared_WLN, now_WN, old_WN = self.shared_WLN, self.now_WN, self.old_WN
         self.shared_WLN = np.zeros((number, self.spec.num_layers, num_tokens), np.uint8)
-        self.now_WN = np.zeros((number, num_tokens), np.int32)
-        self.old_WN = np.zeros((number, num_tokens), np.int32)
+        self.now_WN = np.zeros((number, num_tokens), np.int16)
+        self.old_WN = np.zeros((number, num_tokens), np.int16)
         self.shared_WLN[:rows], self.now_WN[:rows], self.old_WN[:rows] = shared_WLN[:rows], now_WN[:rows], old_WN[:rows]
         item_WM = np.zeros((number, self._neighbours), np.int32)
         weight_WM = np.zeros((number, self._neighbours), np.float32)
@@ -302,8 +312,9 @@ class TokenMemory:
             k.COUNT: self._count,
         }
         arrays = {
-            k.USES_AN: self._uses_AN,
+            k.USES_AB: self._uses_AB,
             k.BEFORE_N: self._before_N,
+            k.START_N: self._start_N,
             k.SOON_NA: self._soon_NA,
             k.WORTH_D: self._worth_D,
             k.PATH_NP: self._path_NP,
@@ -325,8 +336,15 @@ class TokenMemory:
         if last >= 0:
             self._kernels.settle(path_P, last, self._before_N, self._soon_NA, self._worth_D)
         self._kernels.store(
-            path_P, item, last, self._path_NP, self._uses_AN, self._soon_NA, self._before_N, self._after_N
+            path_P, item, last, self._path_NP, self._uses_AB, self._soon_NA, self._before_N, self._after_N
         )
+
+
+def _make_batch(num_requests: int, num_tokens: int, num_columns: int) -> WindowBatch:
+    path_TP = np.full((num_tokens, num_columns), -1, np.int32)
+    path_bytes = path_TP.data.cast("B") if path_TP.size else memoryview(b"")
+    row_R3 = np.zeros((num_requests, 3), np.int64)
+    return WindowBatch(windows=(), row_R3=row_R3, path_TP=path_TP, path_bytes=path_bytes)
 
 
 @cache
@@ -338,8 +356,8 @@ def _packer(width: int) -> Callable[..., None]:
 def memory_bytes(spec: ModelSpec, size: int, num_windows: int = 8) -> int:
     """Return the bytes of the arrays of a `TokenMemory` of `size` tokens with `num_windows` concurrent requests."""
     num = spec.num_layers * spec.num_experts
-    token = 2 * num + 4 * sum(spec.top_k_L) + 8
-    return size * token + num_windows * (size * (spec.num_layers + 8) + 4 * num)
+    token = num + (num + 7) // 8 + 4 * sum(spec.top_k_L) + 12
+    return size * token + num_windows * (size * (spec.num_layers + 4) + 4 * num)
 
 
 @cache
