@@ -40,7 +40,7 @@ class JoinedMachine:
     Attributes:
         servers: names of its servers (`--resources '{"moetool:NAME": 1}'`).
         versions: its versions of Python, Ray and moetool; None if not asked or no answer.
-        trouble: reason for no answer.
+        trouble: reason for no answer, if asked.
     """
 
     address: str
@@ -224,16 +224,14 @@ def _compare(answer: HeadAnswer) -> list[ClusterCheck]:
                          good=not others if there else None)
         )  # fmt: skip
     here = any(is_here(machine.address) for machine in answer.machines)
-    join = (
-        "this machine is among them"
-        if here
-        else "this machine is not among them; join with: RAY_AUTH_MODE=token ray start --address=HOST:PORT"
-    )
+    join = "this machine is among them"
+    if not here:
+        join = "this machine is not among them; join as in 'moetool guide clusters', then check again"
     names = [f"{one.address} ({', '.join(one.servers) or 'no name'})" for one in answer.machines]
     checks.append(
         ClusterCheck(name="machines", value=", ".join(names) or "none has joined", meaning=join, good=here or None)
     )
-    silent = [f"{one.address}: {one.trouble}" for one in answer.machines if one.versions is None]
+    silent = [f"{one.address}: {one.trouble}" for one in answer.machines if one.trouble]
     if silent:
         checks.append(
             ClusterCheck(
@@ -290,7 +288,6 @@ def _ask(address: str, machines: bool) -> dict[str, Any]:
         {
             "address": info.node_manager_address,
             "servers": sorted(name.removeprefix(_NAME) for name in info.resources_total if name.startswith(_NAME)),
-            "trouble": "versions are read only from a machine that has joined, with the same Ray and Python",
         }
         for info in nodes
     ]
