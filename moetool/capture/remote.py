@@ -8,6 +8,7 @@ import json
 import re
 import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,13 +57,19 @@ class RemoteServer:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(address, data=data, headers=headers)
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+            with self._opener().open(request, timeout=self.timeout_s) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             reply = error.read(300).decode(errors="replace").replace("\n", " ")
             raise MoetoolError(f"{address} answers {error.code} ({reply or error.reason})") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
+
+    def _opener(self) -> urllib.request.OpenerDirector:
+        """The environment's proxies do not know addresses of this machine."""
+        host = urllib.parse.urlsplit(self.url).hostname or ""
+        own = host == "localhost" or host.startswith("127.") or host == "::1"
+        return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * own)
 
     def engine(self) -> str:
         """Return `sglang` if the server has SGLang's own routes, else `vllm`."""

@@ -70,7 +70,6 @@ def _edge(command: ClusterCommand) -> None:
 def _serve_edge(
     command: ClusterCommand, where: "Where", toward: str, threads: int, fork_server: "ForkServer | None"
 ) -> None:
-    import torch
 
     from moetool.cluster.cluster_options import ClusterOptions
     from moetool.cluster.edge.edge_head import EdgeHead
@@ -78,7 +77,7 @@ def _serve_edge(
     from moetool.cluster.edge.worker import Worker
     from moetool.cluster.launch import Detached, Workers
     from moetool.models.checkpoint import Checkpoint
-    from moetool.models.loading import served_dtype
+    from moetool.models.loading import parse_device, served_dtype
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.runtime.assembly import ServeOptions
     from moetool.serving.server import address_of, open_to_all
@@ -105,7 +104,7 @@ def _serve_edge(
         options = parse(ServeOptions, values, "--set")
         checkpoint = Checkpoint.open(command.model)
         if "dtype" not in values:
-            options = replace(options, dtype=served_dtype(checkpoint, torch.device(options.device))[0])
+            options = replace(options, dtype=served_dtype(checkpoint, parse_device(options.device))[0])
         settings = worker_settings(
             checkpoint,
             plan,

@@ -179,7 +179,7 @@ def _row_shape(num_outputs: int, num_inputs: int) -> RowShape:
 
 
 class RowLinear(torch.nn.Linear):
-    """A linear layer computed by the kernels for up to `max_rows` rows, and by torch for more.
+    """A linear layer computed by the kernels for up to `max_rows` rows, and by torch beyond.
 
     `adopt` turns a `torch.nn.Linear` into one in place.
     """

@@ -2,9 +2,8 @@
 
 A tile holds 16 rows of 32 numbers in bfloat16. Rows of a weight are loaded into tiles as they lie in memory; rows of x
 are rearranged first. So a product of up to 32 rows takes as long as reading the weight. torch's product rearranges the
-weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of rows: 8 ms and
-1.4 MB, which it keeps. Packed weights are unpacked into the CPU
-cache, 32 rows at a time, rounded to bfloat16.
+weight in each call (`tests/bench/test_scaled_weights.py`), and compiles code for each new number of rows, which takes
+8 ms and 1.4 to 2.1 MB. Packed weights are unpacked into the CPU cache, 32 rows at a time, rounded to bfloat16.
 
 Sums are in float32, in an order that depends only on the width of the weight. So a row's result is bit-identical in any
 batch, and differs from torch's only in rounding.
@@ -30,7 +29,7 @@ BLOCK_ROWS = 32
 """Rows of a weight per task of a thread: two tiles."""
 TILE_ROWS = 16
 TILE_INPUTS = 32
-_MOST_TILES = 64  # of rearranged x in memory: few rows fill whole tiles
+_MOST_TILES = 64  # of rearranged x in memory
 _TILE_BYTES = 1024
 _CACHED_BYTES = 2**20  # of x multiplied with a block of a weight in turn: half of a core's second-level cache
 _SUMS_BYTES = 4 * _TILE_BYTES  # of two tiles of a weight by two of x, in float32

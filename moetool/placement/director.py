@@ -97,7 +97,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         start_E = _start(problem, layer, tokens_GE, room_GL[:, layer])
         tasks.append((Layer(tokens_GE=tokens_GE, room_G=room_GL[:, layer], latency=problem.latency), layer, start_E))
     # Time that copies do not need stays unused, and experts' unused time goes to copies.
-    share_s = options.seconds * options.processes / len(tasks) / (2 if options.replicas else 1)
+    share_s = options.seconds * min(options.processes, len(tasks)) / len(tasks) / (2 if options.replicas else 1)
     gpus = run_layers(partial(place_layer, replace(options, seconds=share_s), problem.seed), tasks, options.processes)
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     for layer, gpu_E in enumerate(gpus):

@@ -17,7 +17,7 @@ from moetool.machine import memory_bytes, resident_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import parse_device, parse_dtype, served_dtype
 from moetool.models.packed_slot import stays_packed
-from moetool.models.tile_products import cpu_has_tiles
+from moetool.models.tile_products import find_tiles
 from moetool.runtime.assembly import ServeOptions, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
@@ -42,11 +42,14 @@ AUTO = "auto"
 _RESERVE_BYTES = 390_000_000
 """Uncounted memory of a process: late libraries, tokenizer, HTTP, compiled products, allocators.
 
-Qwen3-30B-A3B's shape with four layers took about 340 MB, with prompts of 30 lengths up to 2,000 tokens, four at once
-(tests/soak/test_memory_limit.py).
+Qwen3-30B-A3B's shape with four layers took about 340 MB, with prompts of 30 lengths up to 2,000 tokens, four at once.
+With 430 MB, it and DeepSeek-V2-Lite's shape left 130 MB of a third of their size (tests/soak/test_memory_limit.py).
 """
-_TORCH_PRODUCTS_BYTES = 270_000_000
-"""Code that torch compiles for each number of rows, where products of many rows are not computed by tiles."""
+_TORCH_PRODUCTS_BYTES = 370_000_000
+"""Code that torch compiles for each number of rows, where products of many rows are not computed by tiles.
+
+It grew by 340 MB over 80 prompts of different lengths (weights of Qwen3-30B-A3B's shape).
+"""
 _GPU_HEADROOM = 0.08  # of a GPU's free memory, for the CUDA context, workspaces and fragmentation
 _HOST_SHARE = 0.8  # of the free host memory beside a GPU that experts may take
 _IO_THREADS = 4  # readers that keep an NVMe drive busy
@@ -323,8 +326,8 @@ def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
     by_torch = (
         dtype != torch.bfloat16
         or any(form.up_transposed or form.down_transposed for form in forms)
-        or any(stays_packed(format, forms[0], dtype) for format in formats)
-        or not cpu_has_tiles()
+        or any(stays_packed(format, form, dtype) for format in formats for form in forms)
+        or find_tiles() is None
     )
     return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
 

@@ -49,3 +49,10 @@ def test_servers_that_cannot_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected an address"):
         RemoteServer(url="localhost:8000")
     assert not (tmp_path / "t").exists()
+
+
+def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    with engine("sglang") as url:
+        assert RemoteServer(url=url).engine() == "sglang"

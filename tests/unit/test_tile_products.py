@@ -110,6 +110,14 @@ def test_a_row_is_the_same_among_many() -> None:
         assert torch.equal(made[start : start + 10], products([x[start : start + 10]], [weight])[0])
 
 
+def test_layers_and_routers_multiply_many_rows_by_tiles() -> None:
+    layer = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.bfloat16)
+    assert row_products.adopt(torch.nn.Sequential(layer)) == 1
+    x = _rows(300)
+    with torch.inference_mode():
+        assert torch.equal(layer(x[None])[0], products([x], [layer.weight])[0])
+
+
 def test_without_tiles_the_kernel_for_few_rows_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_products, "find_tiles", lambda kind: None)
     weight = example_weight("mxfp4")

@@ -21,7 +21,7 @@ from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 _PARTS = ("planned", "served")
 _WIRE_BYTES = 4
-"""Bytes of one hidden-state value between servers, which compute in float32."""
+"""Bytes of one hidden-state value between servers; the bench lets them compute in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,14 +68,17 @@ def worker_settings(
     settings = []
     servers = range(len(plan.cluster.servers))
     for n, server in enumerate(plan.cluster.servers):
-        capacity = min(spec.total_experts, sum(slots for g, slots in enumerate(slots_G) if server_G[g] == n))
+        own = [slots for g, slots in enumerate(slots_G) if server_G[g] == n]
+        on_gpus = options.device != "cpu"
+        devices = max(options.devices, len(server.gpus)) if on_gpus else options.devices
+        # Each GPU of a server has equally many slots.
+        capacity = min(spec.total_experts, devices * min(own) if on_gpus and devices > 1 else sum(own))
         held = held_by(plan, n)
         if len(held) > capacity:
             raise CapacityError(
                 f"the plan gives server {server.name} {len(held)} experts, but its memory holds {capacity} of "
                 f"{spec.slot_bytes:,} bytes; make a new plan: moetool plan placement"
             )
-        devices = options.devices if options.device == "cpu" else max(options.devices, len(server.gpus))
         links = {o: plan.cluster.link(n, o) for o in servers if o != n}
         settings.append(
             WorkerSettings(
