@@ -39,16 +39,16 @@ from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 AUTO = "auto"
-_RESERVE_BYTES = 390_000_000
+_RESERVE_BYTES = 430_000_000
 """Uncounted memory of a process: late libraries, tokenizer, HTTP, compiled products, allocators.
 
 Qwen3-30B-A3B's shape with four layers took about 340 MB, with prompts of 30 lengths up to 2,000 tokens, four at once.
-With 430 MB, it and DeepSeek-V2-Lite's shape left 130 MB of a third of their size (tests/soak/test_memory_limit.py).
+It and DeepSeek-V2-Lite's shape left 130 MB of a third of their size (tests/soak/test_memory_limit.py).
 """
-_TORCH_PRODUCTS_BYTES = 370_000_000
+_TORCH_PRODUCTS_BYTES = 340_000_000
 """Code that torch compiles for each number of rows, where products of many rows are not computed by tiles.
 
-It grew by 340 MB over 80 prompts of different lengths (weights of Qwen3-30B-A3B's shape).
+It takes up to 340 MB over 80 prompts of different lengths (weights of Qwen3-30B-A3B's shape).
 """
 _GPU_HEADROOM = 0.08  # of a GPU's free memory, for the CUDA context, workspaces and fragmentation
 _HOST_SHARE = 0.8  # of the free host memory beside a GPU that experts may take
@@ -323,9 +323,8 @@ def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
     """Bytes of this process's memory that nothing counts."""
     dtype, forms = parse_dtype(options.dtype), [layer.form for layer in checkpoint.layers]
     formats = checkpoint.quantization.formats if checkpoint.quantization is not None else ()
-    by_torch = (
-        dtype != torch.bfloat16
-        or any(form.up_transposed or form.down_transposed for form in forms)
+    by_torch = dtype == torch.bfloat16 and (  # products in float32 need no code of their own
+        any(form.up_transposed or form.down_transposed for form in forms)
         or any(stays_packed(format, form, dtype) for format in formats for form in forms)
         or find_tiles() is None
     )

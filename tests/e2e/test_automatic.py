@@ -84,10 +84,10 @@ def test_what_foresight_remembers_leaves_fewer_slots(monkeypatch: pytest.MonkeyP
     checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32", "warm_start": False}
     monkeypatch.setattr(automatic, "resident_bytes", lambda: 0)
     more, less = (
-        choose(checkpoint, values, process_memory_bytes=685_000_000, policy=policy).device_memory_bytes
+        choose(checkpoint, values, process_memory_bytes=455_000_000, policy=policy).device_memory_bytes
         for policy in ("lru", "foresight")
     )
-    assert more - 73_728 * 30 < less < more - 73_728 * 15
+    assert more - 73_728 * 20 < less < more - 73_728 * 10
 
 
 def test_a_device_memory_that_is_too_small_is_refused_with_its_own_parts() -> None:

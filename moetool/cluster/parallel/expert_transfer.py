@@ -227,7 +227,9 @@ class ExpertTransfer:
                 case {"key": int(key), "offset": int(offset), "bytes": int(num_bytes)}:
                     pass
                 case asked:
-                    raise LinkError(f"rank {channel.gpu} sent neither a join nor a request for an expert: {str(asked)[:200]}")
+                    raise LinkError(
+                        f"rank {channel.gpu} sent neither a join nor a request for an expert: {str(asked)[:200]}"
+                    )
             if not self._windows.try_hold():
                 channel.send({"state": "later"})
                 continue
