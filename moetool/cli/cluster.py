@@ -77,7 +77,7 @@ def _serve_edge(
     from moetool.cluster.edge.worker import Worker
     from moetool.cluster.launch import Detached, Workers
     from moetool.models.checkpoint import Checkpoint
-    from moetool.models.loading import parse_device, served_dtype
+    from moetool.models.loading import device_kind, served_dtype
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.runtime.assembly import ServeOptions
     from moetool.serving.server import address_of, open_to_all
@@ -104,7 +104,7 @@ def _serve_edge(
         options = parse(ServeOptions, values, "--set")
         checkpoint = Checkpoint.open(command.model)
         if "dtype" not in values:
-            options = replace(options, dtype=served_dtype(checkpoint, parse_device(options.device))[0])
+            options = replace(options, dtype=served_dtype(checkpoint, device_kind(options.device))[0])
         settings = worker_settings(
             checkpoint,
             plan,

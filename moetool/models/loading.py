@@ -93,15 +93,24 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def device_kind(name: str) -> torch.device:
+    """Parse a device name for another machine, which may have GPUs where this one has none.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    if name not in DEVICES:
+        raise UsageError(f"unknown device {name!r}: known are {', '.join(DEVICES)}")
+    return torch.device(name)
+
+
 def parse_device(name: str) -> torch.device:
     """Parse a device name: `cpu`, or `cuda` for the first GPU, under torchrun that of the local rank.
 
     Raises:
         UsageError: the name is unknown, or torch sees no GPU.
     """
-    if name not in DEVICES:
-        raise UsageError(f"unknown device {name!r}: known are {', '.join(DEVICES)}")
-    if name == "cpu":
+    if device_kind(name) == CPU:
         return CPU
     if not torch.cuda.is_available():
         raise UsageError(

@@ -20,7 +20,7 @@ from moetool.costing.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
 from moetool.learning.predictor import load_predictor
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import parse_device, parse_dtype, served_dtype
+from moetool.models.loading import device_kind, parse_dtype, served_dtype
 from moetool.placement import _planner as planner
 from moetool.placement._demand import STARTS, Demand
 from moetool.placement._latency import unit_latency
@@ -160,7 +160,7 @@ def open_head(
     cluster = plan.cluster
     moves = options.placement in ("reactive", "proactive")
     room = with_buffer(cluster, spec, options.buffer_experts) if moves else cluster
-    dtype = ranks.dtype or served_dtype(checkpoint, parse_device(ranks.device))[0]
+    dtype = ranks.dtype or served_dtype(checkpoint, device_kind(ranks.device))[0]
     control = BatchReplacement(
         options.placement,
         spec,
