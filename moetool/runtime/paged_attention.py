@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moetool.runtime.decode_attention import OneQuery, attend_one_query, supports
 
 _LEAST_ROOM = 256
-_ABSENT = 0
+_ABSENT = 0  # the model passes no window; None: it passes that there is none
 _WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN would plan for each new shape
 
 
