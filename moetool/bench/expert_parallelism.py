@@ -27,6 +27,7 @@ from moetool.costing.costs import CostProfile
 from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.learning.fit_options import FitOptions
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import CPU, DTYPES, served_dtype
 from moetool.placement import _planner as planner
 from moetool.placement._demand import Demand, held_out, loads, numbers, planned_share
 from moetool.placement._placement_plan import bare_plan
@@ -169,7 +170,6 @@ def bench_parallel(
     room = with_buffer(cluster, spec, 0)
     offline_GLE = subject.offline(room)
     ranks = RankOptions(
-        dtype="float32",
         seats=options.seats,
         kv_tokens=options.seats * (options.prompt_tokens + options.new_tokens + 16) + 64,
         threads=1,
@@ -340,7 +340,11 @@ class _Subject:
 
         o = self._options
         options = SimulationOptions(
-            seed=o.seed, prompt_tokens=o.prompt_tokens, decode_tokens=o.new_tokens, seats=o.seats, value_bytes=4
+            seed=o.seed,
+            prompt_tokens=o.prompt_tokens,
+            decode_tokens=o.new_tokens,
+            seats=o.seats,
+            value_bytes=DTYPES[served_dtype(Checkpoint.open(self._model), CPU)[0]].itemsize,
         )
         world = read_world({"node": self._coming}, with_buffer(self._cluster, self._spec, 0), options)
         costs = AssumedCosts(expert_s=0.0, expert_token_s=o.expert_token_s)

@@ -59,10 +59,11 @@ class Fleet:
     def num_slots(self) -> int:
         return sum(residency.num_slots for residency in self.residencies)
 
-    @property
-    def slot_of(self) -> dict[int, int]:
-        parts = zip(self._starts, self.residencies, strict=True)
-        return {key: start + slot for start, residency in parts for key, slot in residency.slot_of.items()}
+    def slot(self, key: int) -> int | None:
+        """See `Residency.slot`."""
+        device = key % len(self.residencies)
+        own = self.residencies[device].slot(key)
+        return None if own is None else self._starts[device] + own
 
     @property
     def prefill(self) -> Counts:

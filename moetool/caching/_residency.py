@@ -302,6 +302,10 @@ class Residency:
             self._give_up(key, ())
         return self._emit(event.forward.forward_id, event.layer, steps)
 
+    def slot(self, key: int) -> int | None:
+        """Return the slot of a resident expert; None if it is not resident."""
+        return self.slot_of.get(key)
+
     def bring(self, key: int) -> Step | None:
         """Put an expert into a free slot outside of any event; return the load to start.
 

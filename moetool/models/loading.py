@@ -104,8 +104,11 @@ def device_kind(name: str) -> torch.device:
     return torch.device(name)
 
 
-def parse_device(name: str) -> torch.device:
+def parse_device(name: str, first: int = 0) -> torch.device:
     """Parse a device name: `cpu`, or `cuda` for the first GPU, under torchrun that of the local rank.
+
+    Args:
+        first: number of the first GPU; those beyond the last one begin again with 0.
 
     Raises:
         UsageError: the name is unknown, or torch sees no GPU.
@@ -117,25 +120,28 @@ def parse_device(name: str) -> torch.device:
             f"--device cuda: torch {torch.__version__} finds no usable GPU; 'moetool doctor' shows this "
             "machine's devices; omit --device to run on the CPU"
         )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", (first + int(os.environ.get("LOCAL_RANK", "0"))) % torch.cuda.device_count())
 
 
-def parse_devices(name: str, count: int) -> list[torch.device]:
-    """Return this number of devices: the first GPUs, or the CPU repeated; for one see `parse_device`.
+def parse_devices(name: str, count: int, first: int = 0) -> list[torch.device]:
+    """Return this number of devices: GPUs from the first on, or the CPU repeated; for one see `parse_device`.
+
+    Args:
+        first: as for `parse_device`.
 
     Raises:
         UsageError: the name is unknown, or torch can use fewer GPUs.
     """
-    first = parse_device(name)
-    if first.type != "cuda" or count == 1:
-        return [first] * count
+    device = parse_device(name, first)
+    if device.type != "cuda" or count == 1:
+        return [device] * count
     if (found := torch.cuda.device_count()) < count:
         gpus = "1 GPU" if found == 1 else f"{found} GPUs"
         raise UsageError(
             f"devices is {count}, but torch can use {gpus}; 'moetool doctor' shows this machine's devices; "
             "set fewer devices"
         )
-    return [torch.device("cuda", index) for index in range(count)]
+    return [torch.device("cuda", (first + index) % found) for index in range(count)]
 
 
 def use_threads(config: Any, threads: int = 0) -> int:

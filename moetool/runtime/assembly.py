@@ -69,6 +69,8 @@ class ServeOptions:
         devices: number of devices that share the experts (`moetool.caching._devices`). Slots and host memory are split
             evenly. The first device also has the dense weights and the KV cache. `--device-memory` is the total over
             all. On the CPU each device is a separate pool.
+        first_device: number of the first GPU (default: 0; with `--cluster local:N` a server takes the GPUs after those
+            of the server before it).
         host_memory_bytes: host memory for experts, the tier between disk and device (0: only the transfer buffers; see
             `moetool.runtime.expert_store.ExpertStore`). It is not part of the device memory.
         dtype: data type of all weights except the experts, which keep the checkpoint's form.
@@ -118,6 +120,7 @@ class ServeOptions:
 
     device: str = "cpu"
     devices: int = 1
+    first_device: int | None = None
     host_memory_bytes: int = 0
     dtype: str = "float32"
     kv_tokens: int = 4096
@@ -198,7 +201,8 @@ def build_engine(
         MismatchError: plan, predictor and model do not match, or weights are damaged.
         CapacityError: the model does not fit in the memory.
     """
-    dtype, device = parse_dtype(options.dtype), parse_devices(options.device, options.devices)[0]
+    device, *_ = parse_devices(options.device, options.devices, options.first_device or 0)
+    dtype = parse_dtype(options.dtype)
     name = policy or (plan.policy if plan else "lru")
     kind = policy_class(name)
     if kind.needs_future:

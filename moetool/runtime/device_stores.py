@@ -124,7 +124,7 @@ def open_stores(
     if not isinstance(pool, Fleet):
         return open_store(loaded, pool, num_threads, host_memory_bytes)
     count = len(pool.residencies)
-    devices = parse_devices(loaded.device.type, count)
+    devices = parse_devices(loaded.device.type, count, loaded.device.index or 0)
     host = None if host_memory_bytes is None else host_memory_bytes // count
     stores: list[ExpertStore] = []
     try:

@@ -170,6 +170,7 @@ def test_fewer_gpus_than_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     assert parse_devices("cuda", 1) == [torch.device("cuda", 0)]
     assert parse_devices("cuda", 3) == [torch.device("cuda", index) for index in range(3)]
+    assert parse_devices("cuda", 2, 2) == [torch.device("cuda", 2), torch.device("cuda", 0)]
     assert parse_devices("cpu", 2) == [torch.device("cpu")] * 2
     with pytest.raises(UsageError, match=r"devices is 4, but torch can use 3 GPUs.* set fewer devices"):
         parse_devices("cuda", 4)

@@ -137,7 +137,8 @@ def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
     given: dict[str, Any] = {"gpu": 0, "model": "reference", "server_G": [0], "identity": identity("rank-0")}
-    given |= {"head": ("127.0.0.1", 1), "store": ("127.0.0.1", store.port), "options": rank.RankOptions(kv_tokens=512)}
+    options = rank.RankOptions(dtype="float32", kv_tokens=512)
+    given |= {"head": ("127.0.0.1", 1), "store": ("127.0.0.1", store.port), "options": options}
     with contextlib.suppress(LinkError):  # port 1 takes nobody; the first time loads libraries
         rank.Rank(**given)
     gc.collect()

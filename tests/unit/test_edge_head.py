@@ -433,7 +433,14 @@ def test_what_a_plan_becomes() -> None:
 
 
 def _settings(
-    reference: Path, *, slots: int = 128, gpus: int = 1, options: Any = None, port: int = 8000, **cluster: Any
+    reference: Path,
+    *,
+    slots: int = 128,
+    gpus: int = 1,
+    options: Any = None,
+    port: int = 8000,
+    toward: str = "",
+    **cluster: Any,
 ) -> Any:
     spec = Checkpoint.open(reference).spec
     placed_GLE = np.zeros((1 + gpus, 8, 32), bool)
@@ -443,7 +450,7 @@ def _settings(
         Checkpoint.open("reference"),
         make_plan(spec, machines, placed_GLE),
         identify=lambda name: replace(NOBODY, name=name, key="tttt"),
-        endpoints=Endpoints(port=port),
+        endpoints=Endpoints(port=port, toward=toward),
         options=options or ServeOptions(),
         limits=ServerOptions(),
         cluster=ClusterOptions(**cluster),
@@ -459,7 +466,11 @@ def test_settings_of_each_server(reference: Path) -> None:
     assert "tttt" not in repr(first)  # a key is not for logs
     assert [one.options.devices for one in _settings(reference, options=ServeOptions(devices=2))] == [2, 2]
     on_gpus = _settings(reference, options=ServeOptions(device="cuda"), gpus=3)
-    assert [one.options.devices for one in on_gpus] == [1, 3]
+    assert [(one.options.devices, one.options.first_device) for one in on_gpus] == [(1, 0), (3, 1)]
+    on_hosts = _settings(reference, options=ServeOptions(device="cuda"), gpus=3, toward="10.0.0.1:6379")
+    assert [one.options.first_device for one in on_hosts] == [0, 0]
+    given = _settings(reference, options=ServeOptions(device="cuda", first_device=2), gpus=3)
+    assert [one.options.first_device for one in given] == [2, 2]
     with pytest.raises(UsageError, match="state is for policies that learn"):
         _settings(reference, options=ServeOptions(state="x"))
     with pytest.raises(UsageError, match="port 65535 leaves none for the last server"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moetool.cluster.edge.protocol import MovedRound
-from moetool.cluster.edge.replacement import as_array, next_round, places_of, pooled, steps_to
+from moetool.cluster.edge.replacement import as_array, next_round, num_rounds, places_of, pooled, steps_to
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.errors import MismatchError, UsageError
 from moetool.placement import _planner as planner
@@ -414,3 +414,12 @@ def test_a_round_is_what_can_be_made_together() -> None:
     assert next_round(full, held, slots, 64, 9.0) == ([], full[1:2], 3, 1)  # no room on 0, and 3 is on 2 already
     both = [step("drop", 1, 0), step("drop", 1, 1)]
     assert next_round(both, held, slots, 64, 9.0) == (both, [], 2, 0)  # the head refuses the second
+
+
+def test_the_last_holders_drop_frees_no_room_for_later_rounds() -> None:
+    def step(kind: str, expert: int, server: int) -> Move:
+        return Move(kind=kind, layer=0, expert=expert, gpu=server, source=-1, bytes=1, seconds=0.6)
+
+    held, slots = {0: {(0, 0)}, 1: set(), 2: {(0, 1), (0, 2)}}, {0: 1, 1: 2, 2: 2}
+    steps = [step("drop", 0, 0), step("copy", 1, 1), step("copy", 1, 0), step("copy", 2, 1)]
+    assert num_rounds(steps, held, slots) == 2  # the head refuses the drop, so server 0 has no room

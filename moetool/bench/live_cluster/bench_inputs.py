@@ -10,6 +10,7 @@ from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, ClusterB
 from moetool.costing.costs import CostProfile
 from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import CPU, DTYPES, served_dtype
 from moetool.placement._comparing import plan_placement
 from moetool.placement._demand import loads
 from moetool.placement._placement_plan import PlacementPlan
@@ -20,8 +21,6 @@ from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 _PARTS = ("planned", "served")
-_WIRE_BYTES = 4
-"""Bytes of one hidden-state value between servers; the bench lets them compute in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,7 @@ class BenchInputs:
     """Inputs of the runs.
 
     Attributes:
+        dtype: data type in which servers compute.
         tasks: task of each server.
         texts: served prompts, by server.
         planned: traces for planning, by server name.
@@ -39,6 +39,7 @@ class BenchInputs:
     """
 
     model: str
+    dtype: str
     spec: ModelSpec
     tasks: tuple[str, ...]
     texts: tuple[tuple[str, ...], ...]
@@ -106,7 +107,8 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
             f"{numbered(len(tasks), 'set')} of prompts for {numbered(len(options.memory), 'server')}; give "
             f"one set per server with --data, or set as many servers with --set bench.memory"
         )
-    spec = Checkpoint.open(model).spec
+    checkpoint = Checkpoint.open(model)
+    spec, dtype = checkpoint.spec, served_dtype(checkpoint, CPU)[0]
     parts: tuple[dict[str, list[Prompt]], ...] = ({}, {})
     for task in tasks:
         found = [_cut(prompt, options.prompt_tokens) for prompt in gather([task], max_prompts=options.prompts).prompts]
@@ -130,10 +132,11 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
         )
     traces = split(Trace(work / "trace"), work / "parts", by="task")
     planned, served = ({names[task]: traces[f"{part}-{n}"] for n, task in enumerate(tasks)} for part in _PARTS)
-    profile = measure(model, ProfileOptions(dtype="float32", seconds=options.profile_s, threads=1, scratch=work))
+    profile = measure(model, ProfileOptions(dtype=dtype, seconds=options.profile_s, threads=1, scratch=work))
     expert_s = options.expert_us * 1e-6 or profile.on("cpu").expert(1)
     return BenchInputs(
         model=model,
+        dtype=dtype,
         spec=spec,
         tasks=tuple(names.values()),
         texts=tuple(tuple(prompt.text for prompt in parts[1][task]) for task in tasks),
@@ -141,7 +144,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
         served=served,
         profile=profile,
         expert_s=expert_s,
-        even_bytes_s=spec.hidden_size * _WIRE_BYTES / expert_s,
+        even_bytes_s=spec.hidden_size * DTYPES[dtype].itemsize / expert_s,
     )
 
 

@@ -18,6 +18,7 @@ from moetool.bench.live_cluster.deployment import Stand, open_alone, open_stand
 from moetool.bench.live_cluster.load_generator import Answered, Coming, draw, drive, warm
 from moetool.bench.live_cluster.sites import open_site
 from moetool.cluster.edge.scheduler import SchedulerOptions
+from moetool.models.loading import DTYPES
 from moetool.placement._demand import read_demand
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions
@@ -54,10 +55,10 @@ def bench_cluster(
         from moetool.bench.live_cluster.namespaces import require_namespaces
 
         require_namespaces()
-    serve = ServeOptions(kv_tokens=2048, max_requests=4, threads=1)
     with ExitStack() as undo:
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="moetool-bench-"))
         inputs = prepare(model, tasks, options, Path(folder))
+        serve = ServeOptions(dtype=inputs.dtype, kv_tokens=2048, max_requests=4, threads=1)
         made = undo.enter_context(recorded("cluster", options, file))
         made.facts = {
             "model": model,
@@ -240,7 +241,7 @@ def _simulate(
             decode_tokens=max(1, options.new_tokens - 1),
             replan_s=options.interval_s if options.migrate and line not in STATIC else 0.0,
             seats=4,
-            value_bytes=4,
+            value_bytes=DTYPES[inputs.dtype].itemsize,
             window_s=options.interval_s,
         ),
         costs=inputs.profile,

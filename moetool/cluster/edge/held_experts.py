@@ -106,7 +106,7 @@ class Holding:
     def bytes_of(self, key: int) -> torch.Tensor:
         """Return a copy of an expert's bytes (uint8), from the pool, else from disk. Raises: MoetoolError."""
         with self.computing:
-            slot = self._pool.slot_of.get(key)
+            slot = self._pool.slot(key)
             if slot is not None:
                 return self._store.bytes_of(key, slot)
         return self._read(key)

@@ -19,7 +19,7 @@ from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange
 from moetool.cluster.frames import Frame, LinkError
-from moetool.cluster.row_bytes import read_rows, rows_parts
+from moetool.cluster.row_bytes import ExpertRows, read_rows, rows_parts
 from moetool.cluster.transport import Answer, CallRefused
 from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.models.loading import LoadedModel
@@ -33,6 +33,8 @@ _LOG = logging.getLogger(__name__)
 
 _DISK_BYTES_S = 500e6
 """Assumed disk rate of last-resort reads."""
+_ALIGNED_BYTES = 64
+"""Alignment of new tensors on a CPU."""
 _FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
 
 Inputs = Callable[[int, torch.Tensor], torch.Tensor]
@@ -106,6 +108,7 @@ class PlacedRuntime(ExpertRuntime):
             version=-1, servers_LE=tuple(((),) * num for num in self.spec.num_experts_L), peers=(None,)
         )
         self.holding = Holding(peers.server, loaded.spec, residency, store, held, capacity)
+        self._has_all_slots = isinstance(store, ExpertStore) and store.num_slots >= capacity
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
@@ -387,16 +390,38 @@ class PlacedRuntime(ExpertRuntime):
         layer = self._bare_layers[asked.layer]
         if max(asked.counts) >= layer.form.num_experts:
             raise MoetoolError("the call names an expert without weights")
-        event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(asked.counts),))
         with torch.inference_mode():
-            # Kernels are chosen by alignment, and another kernel may add in another order: in new memory, each expert's
-            # rows are aligned as on the calling server.
-            rows = {expert: rows.to(self._device, copy=True) for expert, rows in asked.by_expert().items()}
-            outputs: dict[int, torch.Tensor] = {}
-            self._compute_here(layer, event, rows, _given, outputs.__setitem__, own=False)
+            outputs = self._resident_outputs(layer, asked)
+            if outputs is None:
+                event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(asked.counts),))
+                # Kernels are chosen by alignment, and another kernel may add in another order: in new memory, each
+                # expert's rows are aligned as on the calling server.
+                rows = {expert: rows.to(self._device, copy=True) for expert, rows in asked.by_expert().items()}
+                outputs = {}
+                self._compute_here(layer, event, rows, _given, outputs.__setitem__, own=False)
             counts = {expert: asked.counts[expert] for expert in outputs}
             made = torch.cat(list(outputs.values())) if outputs else asked.rows_RD[:0]
             return Frame(head={}, parts=rows_parts(layer.index, counts, made))
+
+    def _resident_outputs(self, layer: MoeLayer, asked: ExpertRows) -> dict[int, torch.Tensor] | None:
+        """Outputs of the held experts, without the residency's steps; None if an expert may have no slot."""
+        rows_RD, base = asked.rows_RD, self._key(layer.index, 0)
+        if not self._has_all_slots or rows_RD.shape[0] > ROWS_TOGETHER or rows_RD[0].nbytes % _ALIGNED_BYTES:
+            return None
+        rows_of = ExpertRows(layer.index, asked.counts, rows_RD.clone()).by_expert()
+        with self.holding.computing:
+            began = time.perf_counter()
+            found = [(expert, base + expert) for expert in rows_of if base + expert in self.holding]
+            slots = [slot for _, key in found if (slot := self.residency.slot(key)) is not None]
+            if len(slots) < len(found) or not found:
+                return None
+            weights = [self.store.ready(key, slot) for (_, key), slot in zip(found, slots, strict=True)]
+            outputs = layer.form.compute_each([rows_of[expert] for expert, _ in found], weights)
+            for slot in slots:
+                self.store.computed(slot)
+            seconds = time.perf_counter() - began
+        self.meter.computed(sum(asked.counts[expert] for expert, _ in found), seconds, own=False)
+        return dict(zip((expert for expert, _ in found), outputs, strict=True))
 
     def _give(self, message: Frame) -> Frame:
         """Return the bytes of an expert held here, with their checksum."""

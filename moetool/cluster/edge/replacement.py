@@ -148,7 +148,8 @@ def num_rounds(steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Map
     while steps:
         drops, copies, done, _ = next_round(steps, now, slots)
         for step in drops:
-            now[step.gpu].discard(step.place)
+            if any(step.place in places for n, places in now.items() if n != step.gpu):  # else the head refuses it
+                now[step.gpu].discard(step.place)
         for step in copies:
             now[step.gpu].add(step.place)
         steps, rounds = steps[done:], rounds + 1

@@ -43,7 +43,7 @@ def worker_settings(
 ) -> list[WorkerSettings]:
     """Settings of each server of the plan's cluster.
 
-    A server on GPUs uses as many as the plan gives it.
+    A server on GPUs uses as many as the plan gives it. If all are on one machine, each has its own.
 
     Args:
         identify: returns a process's key and certificate by name.
@@ -65,8 +65,9 @@ def worker_settings(
         if port and port + len(plan.cluster.servers) > 2**16:
             raise UsageError(f"port {port} leaves none for the last server; choose a lower one with {option}")
     slots_G, server_G = plan.cluster.slots_G(spec.slot_bytes), plan.cluster.server_G
-    settings = []
-    servers = range(len(plan.cluster.servers))
+    settings: list[WorkerSettings] = []
+    taken = 0  # GPUs of earlier servers on this machine
+    servers, first = range(len(plan.cluster.servers)), options.first_device
     for n, server in enumerate(plan.cluster.servers):
         own = [slots for g, slots in enumerate(slots_G) if server_G[g] == n]
         on_gpus = options.device != "cpu"
@@ -95,12 +96,13 @@ def worker_settings(
                 identity=identify(f"server-{n}"),
                 distance=tuple(plan.cluster.round_trip_s(n, m, 4 * spec.hidden_size) for m in servers),
                 links=links if cluster.emulate_links else {},
-                options=replace(options, devices=devices),
+                options=replace(options, devices=devices, first_device=taken if first is None else first),
                 cluster=cluster,
                 limits=limits,
                 api_key=endpoints.api_key,
             )
         )
+        taken += 0 if endpoints.toward else devices
     return settings
 
 

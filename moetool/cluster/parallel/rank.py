@@ -5,12 +5,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from moetool.caching._policy import MIN_SLOTS, build_policy
@@ -31,7 +29,7 @@ from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.cluster.transport import own_address
 from moetool.errors import MoetoolError, first_line
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import load_lazy, parse_device, parse_dtype, served_dtype, use_threads
+from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.own_caches import open_batcher
@@ -78,7 +76,7 @@ class Rank:
         self,
         gpu: int,
         model: str,
-        server_G: Sequence[int],
+        server_G: list[int],
         *,
         head: tuple[str, int],
         store: tuple[str, int] | None,
@@ -94,10 +92,9 @@ class Rank:
         self._identity = identity
         self._placed_GLE = np.zeros((0, 0, 0), bool)
         with contextlib.ExitStack() as stack:
-            checkpoint, device = Checkpoint.open(model), _device(options.device, gpu, server_G)
-            self.loaded = loaded = load_lazy(
-                checkpoint, parse_dtype(options.dtype or served_dtype(checkpoint, device)[0]), device
-            )
+            on_one_machine = head[0] == "127.0.0.1"
+            device = parse_device(options.device, gpu if on_one_machine else server_G[:gpu].count(server_G[gpu]))
+            self.loaded = loaded = load_lazy(Checkpoint.open(model), parse_dtype(options.dtype), device)
             stack.callback(loaded.close)
             assert loaded.files is not None
             use_threads(loaded.model.config.get_text_config(), options.threads)
@@ -284,10 +281,3 @@ class Rank:
 
     def _say(self, message: dict[str, Any]) -> None:
         self._head.send({"generation": self._generation, **message})
-
-
-def _device(name: str, gpu: int, server_G: Sequence[int]) -> torch.device:
-    """Return the rank's own GPU on this machine, or the CPU. Raises: UsageError."""
-    if parse_device(name).type == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", list(server_G[:gpu]).count(server_G[gpu]) % torch.cuda.device_count())
