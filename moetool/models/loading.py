@@ -339,8 +339,8 @@ def load_lazy(
         files.shards.drop_buffer()  # as large as an output head
         if device.type == "cpu":
             row_products.adopt(model, [layer.router for layer in layers])
-            row_norms.adopt(model)
             row_gates.find_gate_kernel()  # no request waits for the compiler
+        row_norms.adopt(model)
         if (checkpoint.path / "generation_config.json").is_file():
             try:
                 model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)

@@ -5,7 +5,10 @@ returns one that is passed when all computation queued so far is done; None is a
 thread: everything else orders the device's queues, so that the model's thread runs ahead of them.
 """
 
+import contextlib
+import mmap
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -108,7 +111,7 @@ class CudaCopies:
     """A GPU: copies have a stream of their own, marks are CUDA events.
 
     Host memory is allocated in pages and registered with the driver afterwards, because torch rounds pinned memory up
-    to powers of two: a budget of 100 GB would take 128.
+    to powers of two: a budget of 100 GB would take 128. The driver registers whole pages, and each page once.
     """
 
     staged = True
@@ -117,6 +120,9 @@ class CudaCopies:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._registered: list[torch.Tensor] = []
+        # Also without `close`: freed memory that stays registered makes later registrations of its pages fail.
+        self._give_back = weakref.finalize(self, _unregister, self._stream, self._registered)
+        self._give_back.atexit = False
         self._lock = threading.Lock()
         self._stalls: dict[str, deque[tuple[Any, Any]]] = {"disk": deque(), "host": deque()}
         self._stalled = {"disk": 0.0, "host": 0.0}
@@ -129,16 +135,17 @@ class CudaCopies:
         return memory
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        memory = _allocate(num_bytes, torch.device("cpu"))
+        memory = _allocate(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, torch.device("cpu"), mmap.PAGESIZE)
         with torch.cuda.device(self.device):
-            error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+            error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         if error:
+            clear_error(self.device)
             raise CapacityError(
                 f"the driver cannot pin {num_bytes:,} bytes of host memory (CUDA error {error}); lower "
                 "--host-memory; 'moetool doctor' shows this machine's memory"
             )
         self._registered.append(memory)
-        return memory
+        return memory[:num_bytes]
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
         return self.copy_all([(source, target, after)])
@@ -187,16 +194,26 @@ class CudaCopies:
             return self._stalled[tier]
 
     def close(self) -> None:
-        self._stream.synchronize()
-        while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+        self._give_back()
 
 
-def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+def clear_error(device: torch.device) -> None:
+    """Make CUDA forget a reported error, which torch's next launch would raise again."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+def _unregister(stream: torch.cuda.Stream, registered: list[torch.Tensor]) -> None:
+    stream.synchronize()
+    while registered:
+        torch.cuda.cudart().cudaHostUnregister(registered.pop().data_ptr())
+
+
+def _allocate(num_bytes: int, device: torch.device, alignment: int = ALIGNMENT) -> torch.Tensor:
     """Allocate aligned memory; alignment takes a few extra bytes."""
     try:
         # Zeros touch every page now, so that no load pays for the first touch later.
-        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        memory = torch.empty(num_bytes + alignment, dtype=torch.uint8, device=device)
         if device.type == "cpu":
             ask_for_huge_pages(memory)
         memory.zero_()
@@ -205,7 +222,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
             f"{device} does not have {num_bytes:,} bytes for experts ({first_line(error)}); set a smaller "
             "--device-memory or --host-memory"
         ) from None
-    start = -memory.data_ptr() % ALIGNMENT
+    start = -memory.data_ptr() % alignment
     return memory[start : start + num_bytes]
 
 

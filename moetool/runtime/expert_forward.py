@@ -23,7 +23,7 @@ from moetool.runtime.cost_meter import CostMeter
 from moetool.runtime.decode_graphs import RecordedExperts
 from moetool.runtime.device_stores import Stores
 from moetool.runtime.event_window import EventWindow
-from moetool.runtime.expert_grouping import by_expert
+from moetool.runtime.expert_grouping import by_expert, weighted_sum
 from moetool.runtime.expert_store import ExpertStore
 from moetool.runtime.host_compute import HostCompute
 from moetool.runtime.pooled_experts import PooledExperts
@@ -34,8 +34,6 @@ from moetool.types import ForwardInfo, GateEvent
 _IMPLEMENTATION = "moetool"
 ROWS_TOGETHER = 1024
 """Most rows computed together, because the intermediate values of all are held at once."""
-_SUMMED_TOKENS = 256
-"""Tokens whose products are weighted together on a CPU: the weighted products of all would take twice their memory."""
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
@@ -118,12 +116,12 @@ class ExpertRuntime:
             self._bind(layer)
         self._pooled: PooledExperts | None = None
         wanted = store.copies.device.type == "cuda" if pooled is None else pooled
-        wanted = wanted and self.from_pool and "resident" not in self._needs  # a partial forward starts its own loads
-        if wanted and isinstance(residency, Residency) and isinstance(store, ExpertStore):
+        if wanted and self.from_pool and isinstance(residency, Residency) and isinstance(store, ExpertStore):
             self._pooled = PooledExperts(loaded, residency, store, self._host)
         policy = residency.policy
-        apart = isinstance(residency, Residency) and self._pooled is None and self.from_pool
-        self._predicts_beside = apart and policy.prediction_lag is not None
+        self._predicts_beside = (
+            isinstance(residency, Residency) and self.from_pool and policy.prediction_lag is not None
+        )
         self._may_defer = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
         self.recorded: Mapping[int, RecordedExperts] = {}
         self.deferred_events: list[tuple[MoeLayer, torch.Tensor]] = []
@@ -131,7 +129,14 @@ class ExpertRuntime:
             self._layer_max_rows(layer, loaded.model.dtype) if self.from_pool else 0 for layer in loaded.layers
         ]
         if "resident" in self._needs:
-            self._look = ResidentLook(loaded, residency, store if self.from_pool else None)
+            self._look = ResidentLook(
+                loaded,
+                residency,
+                store if self.from_pool else None,
+                load_first=self._load_first,
+                under_way=self._under_way,
+                pooled=self._pooled,
+            )
             self._look.require_equal_logits(loaded.model)
 
     def begin_forward(self, info: ForwardInfo) -> None:
@@ -221,7 +226,7 @@ class ExpertRuntime:
             if self._look is not None:
                 self._look.begin(layer, index_TK, weights_TK)
             if self._pooled is not None:
-                steps = self._program(layer, event)
+                steps = [step for step in self._program(layer, event) if not self._is_under_way(step)]
                 if recorded is not None and (later := self._pooled.settle(layer, steps)) is not None:
                     output = recorded.run(index_TK, weights_TK)
                     self._pooled.settled(steps, later)
@@ -233,7 +238,7 @@ class ExpertRuntime:
             products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
         for on_products in tuple(self._watching.get(layer.index, {}).values()):
             on_products(products.view(num_tokens, top_k, -1))
-        return _summed(products, weights_TK).to(hidden_TD.dtype)
+        return weighted_sum(products, weights_TK).to(hidden_TD.dtype)
 
     def compute_by_table(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -241,7 +246,7 @@ class ExpertRuntime:
         """Like `forward`, with experts in the slots of the device's table; the residency is not involved."""
         assert self._pooled is not None
         products = self._pooled.compute_all(layer, hidden_TD, index_TK.shape[1], index_TK)
-        return _summed(products, weights_TK).to(hidden_TD.dtype)
+        return weighted_sum(products, weights_TK).to(hidden_TD.dtype)
 
     def computes_by_table(self, layer: MoeLayer, num_rows: int) -> bool:
         """Whether `compute_by_table` may be called for this number of choices."""
@@ -289,25 +294,29 @@ class ExpertRuntime:
             steps = self._look.program(event)
         elif self._predicts_beside and not event.forward.prefill:
             assert isinstance(self.residency, Residency)
-            steps = self.residency.event(event, self._load_first)
+            steps = self.residency.event(event, self._load_then_predict)
         else:
             steps = self.residency.event(event)
         self.uses_L[layer.index] += len(needed)
         self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in needed for step in steps)
         return steps
 
-    def _load_first(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
-        """Start the loads before an event's first expert; a callback of `Residency.event`."""
-        for step in steps:
-            if step.kind is StepKind.LOAD:
-                self.store.load(step.key, step.slot, prefetch=False)
-                self._under_way.add(step.key)
+    def _load_then_predict(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
+        """A callback of `Residency.event`."""
+        self._load_first(steps)
         return event
+
+    def _load_first(self, steps: Sequence[Step]) -> None:
+        """Start the loads before an event's first expert."""
+        assert isinstance(self.store, ExpertStore)
+        first = [(step.key, step.slot) for step in steps if step.kind is StepKind.LOAD]
+        self._under_way.update(key for key, _ in first)
+        if first and self._pooled is not None:
+            self._pooled.moved()
+        self.store.load_together(first)
 
     def _is_under_way(self, step: Step) -> bool:
         """Whether a step of the program is a load that is under way."""
-        if self._look is not None:
-            return self._look.began(step)
         return step.kind is StepKind.LOAD and step.key in self._under_way
 
     @property
@@ -609,20 +618,6 @@ class ExpertRuntime:
             self._pooled.moved()
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-
-
-def _summed(products: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Sum over each token's experts, [T, D] in the wider type of products [T * K, D] and weights."""
-    tokens = _SUMMED_TOKENS if products.device.type == "cpu" else len(weights_TK)
-    if len(weights_TK) > tokens:
-        summed = torch.empty(
-            len(weights_TK), products.shape[1], dtype=torch.promote_types(products.dtype, weights_TK.dtype)
-        )
-        shares = products.view(len(weights_TK), -1).split(tokens)
-        for target, some, weights in zip(summed.split(tokens), shares, weights_TK.split(tokens), strict=True):
-            target.copy_(_summed(some.view(weights.numel(), -1), weights))
-        return summed
-    return (products * weights_TK.reshape(-1, 1)).view(*weights_TK.shape, -1).sum(dim=1)
 
 
 def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:

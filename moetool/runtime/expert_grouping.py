@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+_SUMMED_TOKENS = 256
+"""Tokens whose products are weighted together on a CPU: the weighted products of all would take twice their memory."""
+
 
 class Choices(NamedTuple):
     """A layer's choices, sorted by expert.
@@ -40,3 +43,17 @@ def by_expert(index_TK: torch.Tensor) -> Choices:
         span_of[expert] = slice(start, stop)
         start = stop
     return Choices(ids.to(index_TK.device), places.to(index_TK.device), span_of)
+
+
+def weighted_sum(products: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Sum over each token's experts, [T, D] in the wider type of products [T * K, D] and weights."""
+    tokens = _SUMMED_TOKENS if products.device.type == "cpu" else len(weights_TK)
+    if len(weights_TK) > tokens:
+        summed = torch.empty(
+            len(weights_TK), products.shape[1], dtype=torch.promote_types(products.dtype, weights_TK.dtype)
+        )
+        shares = products.view(len(weights_TK), -1).split(tokens)
+        for target, some, weights in zip(summed.split(tokens), shares, weights_TK.split(tokens), strict=True):
+            target.copy_(weighted_sum(some.view(weights.numel(), -1), weights))
+        return summed
+    return (products * weights_TK.reshape(-1, 1)).view(*weights_TK.shape, -1).sum(dim=1)

@@ -1,6 +1,7 @@
 """Attention over a paged KV cache, and over one plain sequence."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +13,9 @@ from moetool.runtime.decode_attention import OneQuery, attend_one_query, support
 
 _LEAST_ROOM = 256
 _ABSENT = 0  # the model passes no window; None: it passes that there is none
-_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN would plan for each new shape
+# Without cuDNN, which would plan for each new shape.
+_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_WITHOUT_MASK = [SDPBackend.FLASH_ATTENTION, *_WITH_MASK]
 
 
 class SequenceEnds(NamedTuple):
@@ -127,7 +130,7 @@ def paged_attention(
     if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
         sliding_window = getattr(module, "sliding_window", None) or None
     if cache is None:  # a plain forward of one whole sequence
-        return _attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
+        return attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
     width = value.shape[-1]
     value = F.pad(value, (0, key.shape[-1] - width))  # latent attention has narrower values; the cache has one width
     allocator = cache.layer_to_allocator[module.layer_idx]
@@ -157,7 +160,7 @@ def paged_attention(
     for i, length in enumerate(lengths):
         if length > 1 or not singles:
             queries, keys = slice(*query_ends[i : i + 2]), slice(*spans[i])
-            one = _attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
+            one = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
             output[:, queries] = one.transpose(1, 2)
     return output[..., :width].contiguous(), None
 
@@ -190,20 +193,30 @@ def _decode(
     return output.reshape(1, batch, num_heads, width)
 
 
-def _attend(
+def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Causal attention of one sequence whose last key belongs to its last query."""
+    """Causal attention [1, heads, T, head] of one sequence whose last key belongs to its last query.
+
+    Args:
+        query: [1, heads, T, head]; key and value likewise with the KV heads and at least T tokens.
+        scaling: factor on the scores (default: 1 / sqrt(head)).
+        window: number of keys that a query attends to; None: all up to its own.
+    """
     mask = _causal_mask(query.shape[2], key.shape[2], window, query.device)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None and query.shape[2] > 1,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+    scored = partial(
+        F.scaled_dot_product_attention, is_causal=mask is None and query.shape[2] > 1, attn_mask=mask, scale=scaling
     )
+    grouped = query.shape[1] != key.shape[1]
+    if query.device.type != "cuda":
+        return scored(query, key, value, enable_gqa=grouped)
+    with sdpa_kernel(_WITHOUT_MASK if mask is None else _WITH_MASK):
+        if mask is None or not grouped:
+            return scored(query, key, value, enable_gqa=grouped)
+        # The kernel that takes a mask knows no groups of heads: each KV head is a sequence of its own here.
+        groups = query[0].unflatten(0, (key.shape[1], -1))
+        shared = (heads[0, :, None].expand(-1, groups.shape[1], -1, -1) for heads in (key, value))
+        return scored(groups, *shared).flatten(0, 1)[None]
 
 
 def _causal_mask(num_q: int, num_k: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -105,6 +105,23 @@ class PooledExperts:
         assert parts is not None
         return _finished(layer.form, self._run(layer.form, given, self._table_LE[layer.index], parts, None), given)
 
+    def compute_some(
+        self, layer: MoeLayer, slots: dict[int, int], x: torch.Tensor, index_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """Like `compute_all`, of these experts in their slots; zeros for other choices.
+
+        The slots must not be reused until the device has computed it.
+
+        Raises:
+            MoetoolError: an expert could not be read.
+        """
+        base = self._residency.policy.spec.expert_key(layer.index, 0)
+        for expert, slot in slots.items():
+            self._store.ready(base + expert, slot)
+        given = _Input(x, index_TK.shape[1], SlotRows.of(index_TK, layer.form.num_experts))
+        zeros = x.new_zeros(index_TK.numel(), x.shape[-1])
+        return _finished(layer.form, self._wave(layer, slots, given, zeros, whole=False), given)
+
     def computed_all(self) -> None:
         """Protect all slots from reuse until the computation queued so far is done."""
         self._store.computed_together(range(self._store.num_slots))

@@ -1,7 +1,7 @@
 """A server's partial forward: the next router's logits after resident experts, while misses load."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +9,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.caching._devices import Pool
-from moetool.caching._residency import Residency, Step, StepKind
+from moetool.caching._residency import Residency, Step
 from moetool.errors import UsageError
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import is_unrecorded, to_float16
 from moetool.models.spec import MoeLayer
 from moetool.runtime.device_stores import Stores
+from moetool.runtime.expert_grouping import weighted_sum
 from moetool.runtime.expert_store import ExpertStore
 from moetool.runtime.own_caches import own_cache
 from moetool.runtime.partial_forward import PartialForward
+from moetool.runtime.pooled_experts import PooledExperts
 from moetool.trace.events import next_scores
 from moetool.types import GateEvent
 
@@ -31,6 +33,9 @@ class ResidentLook(PartialForward):
 
     Args:
         store: holds the experts; None if it does not hold all.
+        load_first: starts an event's first loads.
+        under_way: keys of the loads that it started for the current event.
+        pooled: computes the experts of an event together, if set.
 
     Attributes:
         aside: computes the experts' output during the partial forward; None otherwise.
@@ -41,7 +46,16 @@ class ResidentLook(PartialForward):
         UsageError: this model or pool does not support it.
     """
 
-    def __init__(self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores | None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        residency: Pool,
+        store: ExpertStore | Stores | None,
+        *,
+        load_first: Callable[[Sequence[Step]], None],
+        under_way: Collection[int],
+        pooled: PooledExperts | None,
+    ) -> None:
         predictor = residency.policy.predictor
         why = ""
         if not isinstance(residency, Residency) or not isinstance(store, ExpertStore):
@@ -62,7 +76,9 @@ class ResidentLook(PartialForward):
         self._store = store
         self._spec = residency.policy.spec
         self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # routes of the current event
-        self._under_way: set[int] = set()  # keys of its loads in progress
+        self._load_first = load_first
+        self._under_way = under_way
+        self._pooled = pooled
         self._watchers: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._stream = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
@@ -100,26 +116,22 @@ class ResidentLook(PartialForward):
 
     def program(self, event: GateEvent) -> list[Step]:
         """Return the residency's program for the current event; its first loads have started."""
-        self._under_way.clear()
         last = event.layer + 1 == self._spec.num_layers
         return self._residency.event(event, None if last else self._fill)
-
-    def began(self, step: Step) -> bool:
-        """Whether a step of the program is a load in progress."""
-        return step.kind is StepKind.LOAD and step.key in self._under_way
 
     def _fill(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
         assert self._routes is not None
         layer, index_TK, weights_TK = self._routes
-        for step in steps:
-            if step.kind is StepKind.LOAD:
-                self._store.load(step.key, step.slot, prefetch=False)
-                self._under_way.add(step.key)
+        self._load_first(steps)
         slot_of = self._residency.slot_of
         keys = {expert: self._spec.expert_key(event.layer, expert) for expert in event.needed}
         here = {e: key for e, key in keys.items() if key in slot_of and key not in self._under_way}
 
         def resident_sum(hidden_TD: torch.Tensor) -> torch.Tensor:
+            if self._pooled is not None:
+                slots = {expert: slot_of[key] for expert, key in here.items()}
+                products = self._pooled.compute_some(layer, slots, hidden_TD, index_TK)
+                return weighted_sum(products, weights_TK).to(hidden_TD.dtype)
             out_TD = torch.zeros_like(hidden_TD)
             for expert, key in here.items():
                 rows, ranks = torch.where(index_TK == expert)

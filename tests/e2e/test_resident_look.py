@@ -74,10 +74,11 @@ def _right(events: list[GateEvent]) -> float:
     return float(np.mean([(said[:, :, None] == true[:, None]).any(2).mean() for said, true in best]))
 
 
-def test_with_every_expert_resident_it_says_what_the_next_router_says(model: Path) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+def test_with_every_expert_resident_it_says_what_the_next_router_says(model: Path, pooled: bool) -> None:
     spec = Checkpoint.open(model).spec
     policy = Listening(spec, smoe.Options(look="resident"), spec.total_experts, None)
-    warm = engine(model, None, policy, spec.total_experts)
+    warm = engine(model, None, policy, spec.total_experts, pooled=pooled)
     for layer in range(spec.num_layers):
         for expert in range(spec.num_experts_L[layer]):
             assert isinstance(warm.residency, Residency)
@@ -89,11 +90,12 @@ def test_with_every_expert_resident_it_says_what_the_next_router_says(model: Pat
     assert _right(_listened(model, 4, 0.0)) < _right(_listened(model, 20, 0.0)) < _right(policy.events)
 
 
-def test_it_changes_no_bit(model: Path) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+def test_it_changes_no_bit(model: Path, pooled: bool) -> None:
     made = {}
     for look in ("ahead", "resident"):
         for slots in (5, 16):
-            served = engine(model, None, "smoe", slots, options={"alpha": 0.0, "look": look})
+            served = engine(model, None, "smoe", slots, options={"alpha": 0.0, "look": look}, pooled=pooled)
             made[look, slots] = generate(served, _prompts(), 6)
             assert served.residency.counts.prefetch_loads
             served.close()
@@ -103,10 +105,10 @@ def test_it_changes_no_bit(model: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(logits, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("slots", "alpha"), [(4, 0.0), (12, 0.4), (18, 0.9)])
-def test_replay_decides_as_serve_did(model: Path, slots: int, alpha: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("slots", "alpha", "pooled"), [(4, 0.0, False), (12, 0.4, True), (18, 0.9, False)])
+def test_replay_decides_as_serve_did(model: Path, slots: int, alpha: float, pooled: bool, tmp_path: Path) -> None:
     options = {"alpha": alpha, "look": "resident"}
-    made = engine(model, None, "smoe", slots, log=tmp_path / "log", options=options)
+    made = engine(model, None, "smoe", slots, log=tmp_path / "log", options=options, pooled=pooled)
     for n, prompt in enumerate(_prompts()):
         made.submit(prompt, SamplingParams(max_tokens=3 + 2 * n, ignore_eos=True), lambda output: None)
         made.step()

@@ -1,6 +1,7 @@
 """Calls to CUDA and their order, on a stand-in that records its few primitives."""
 
 import contextlib
+import gc
 from typing import Any
 
 import pytest
@@ -75,6 +76,7 @@ class _Cuda:
             "cudart": Cudart,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr("moetool.runtime.copies.clear_error", lambda device: cuda.log.append(("clear",)))
 
     def run(self) -> None:
         for event in self.events:
@@ -118,10 +120,17 @@ def test_host_memory_is_registered_and_given_back(cuda: _Cuda) -> None:
     memory = copies.host_memory(5000)
     assert (memory.numel(), memory.data_ptr() % ALIGNMENT) == (5000, 0)
     copies.close()
-    assert cuda.log == [("register", "5000"), ("host", "wait", "copies"), ("unregister",)]
-    cuda.refuse = 2
+    assert cuda.log == [("register", "8192"), ("host", "wait", "copies"), ("unregister",)]  # whole pages
+    copies = CudaCopies(GPU)
+    copies.host_memory(5000)
     with pytest.raises(CapacityError, match=r"cannot pin 5,000 bytes .*CUDA error 2"):
+        cuda.refuse = 2
         copies.host_memory(5000)
+    assert cuda.log[-1] == ("clear",)
+    cuda.log.clear()
+    del copies
+    gc.collect()
+    assert cuda.log == [("host", "wait", "copies"), ("unregister",)]  # without `close` too
 
 
 def test_memory_that_is_not_there_is_refused() -> None:
