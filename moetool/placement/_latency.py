@@ -217,14 +217,14 @@ def flows(cluster: Cluster, tokens_GE: np.ndarray, placed_GE: np.ndarray, routin
     if routing == "even":
         return tokens_GE @ anywhere_GE.T
     server_G = np.array(cluster.server_G)
-    flow_GG = np.zeros((len(tokens_GE), len(tokens_GE)))
-    for n in range(len(cluster.servers)):
-        mine_G = server_G == n
-        inside_GE = hosts_GE * mine_G[:, None]
-        count_E = inside_GE.sum(axis=0)
-        share_GE = np.where(count_E > 0, inside_GE / np.maximum(count_E, 1.0), anywhere_GE)
-        away_GE = np.where(placed_GE, 0.0, tokens_GE)[mine_G]
-        flow_GG[mine_G] = away_GE @ share_GE.T
+    first_N = np.flatnonzero(np.diff(server_G, prepend=-1))  # a server's GPUs are consecutive
+    count_GE = np.add.reduceat(hosts_GE, first_N)[server_G]
+    away_GE = np.where(placed_GE, 0.0, tokens_GE)
+    flow_GG = np.where(count_GE > 0, 0.0, away_GE) @ anywhere_GE.T
+    near_GE, share_GE = np.where(count_GE > 0, away_GE, 0.0), hosts_GE / np.maximum(count_GE, 1.0)
+    for first, end in pairwise([*first_N.tolist(), len(server_G)]):
+        if end - first > 1:
+            flow_GG[first:end, first:end] += near_GE[first:end] @ share_GE[first:end].T
     flow_GG[np.diag_indices(len(tokens_GE))] += np.where(placed_GE, tokens_GE, 0.0).sum(axis=1)
     return flow_GG
 

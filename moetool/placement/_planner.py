@@ -8,7 +8,7 @@ which returns the experts of each layer on each GPU. It uses arrays only: no I/O
 `problem.seed`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -31,6 +31,7 @@ class Problem:
         latency: costs of computing and sending.
         seed: seed of every random choice.
         start_GLE: current placement, from which a planner may start; None without one.
+        on_progress: called with the work done and the total, by planners that may take long.
         slots_G: experts of the model's largest size that fit on each GPU.
     """
 
@@ -38,6 +39,7 @@ class Problem:
     latency: Latency
     seed: int = 0
     start_GLE: np.ndarray | None = None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
 
     def __post_init__(self) -> None:
         require_room(self.spec, self.cluster)

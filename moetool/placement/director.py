@@ -98,7 +98,9 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         tasks.append((Layer(tokens_GE=tokens_GE, room_G=room_GL[:, layer], latency=problem.latency), layer, start_E))
     # Time that copies do not need stays unused, and experts' unused time goes to copies.
     share_s = options.seconds * min(options.processes, len(tasks)) / len(tasks) / (2 if options.replicas else 1)
-    gpus = run_layers(partial(place_layer, replace(options, seconds=share_s), problem.seed), tasks, options.processes)
+    work = partial(place_layer, replace(options, seconds=share_s), problem.seed)
+    total = len(tasks) * (2 if options.replicas else 1)
+    gpus = run_layers(work, tasks, options.processes, lambda done: problem.on_progress(done, total))
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     for layer, gpu_E in enumerate(gpus):
         placed_GLE[gpu_E, layer, np.arange(len(gpu_E))] = True
@@ -107,6 +109,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
             now = time.perf_counter()
             until = now + (ends - now) / (len(gpus) - layer)
             CopySearch(problem, layer, placed_GLE[:, layer], room_GL[:, layer]).run(most, until)
+        problem.on_progress(len(tasks) + layer + 1 if options.replicas else total, total)
     return placed_GLE
 
 
@@ -172,11 +175,16 @@ def _relaxed(layer: Layer, binary_search: bool, start: np.ndarray, until: float 
     return x_EG
 
 
-def run_layers(work: Callable[[Any], Any], tasks: Sequence[Any], processes: int) -> list[Any]:
-    """Return the results in the order of the tasks."""
-    if processes == 1:
-        return [work(task) for task in tasks]
-    return list(_pool(processes).map(work, tasks, chunksize=max(1, len(tasks) // (2 * processes))))
+def run_layers(
+    work: Callable[[Any], Any], tasks: Sequence[Any], processes: int, on_done: Callable[[int], None]
+) -> list[Any]:
+    """Return the results in the order of the tasks; `on_done` is called with their number after each."""
+    chunk = max(1, len(tasks) // (2 * processes))
+    results = []
+    for result in map(work, tasks) if processes == 1 else _pool(processes).map(work, tasks, chunksize=chunk):
+        results.append(result)
+        on_done(len(results))
+    return results
 
 
 @cache

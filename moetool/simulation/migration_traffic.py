@@ -31,6 +31,7 @@ class Moving:
     ) -> None:
         self._moves, self._piece, self._done = moves, options.piece_bytes, done
         self._windows, self._over_links = options.migrate == "overlap", options.copies == "links"
+        self._server_G, self._gpus = engine.cluster.server_G, engine.cluster.gpus
         self._left = len(moves)
         self._then: list[list[int]] = [[] for _ in moves]
         self._waits = [0] * len(moves)
@@ -51,8 +52,8 @@ class Moving:
     def _begin_of(self, i: int) -> "Callable[[EventLoop, float], None]":
         def begin(engine: "EventLoop", now_s: float) -> None:
             move = self._moves[i]
-            home = engine.cluster.server_G[move.gpu]
-            source = -1 if move.source < 0 else engine.cluster.server_G[move.source]
+            home = self._server_G[move.gpu]
+            source = -1 if move.source < 0 else self._server_G[move.source]
             if move.kind == "copy" and source >= 0 and (source != home or self._over_links):
                 self._send(engine, i, engine.network.queue_GG[move.source][move.gpu], move.bytes)
             elif move.bytes:
@@ -76,9 +77,9 @@ class Moving:
         sent = began + size * link[1]
         link[0] = sent
         engine.moved_Q[queue] += size
-        loaded, move, server_G = sent, self._moves[i], engine.cluster.server_G
-        if server_G[move.source] != server_G[move.gpu]:
-            loaded = max(sent, began + size / engine.cluster.gpus[move.gpu].host_to_device_bytes_s)
+        loaded, move = sent, self._moves[i]
+        if self._server_G[move.source] != self._server_G[move.gpu]:
+            loaded = max(sent, began + size / self._gpus[move.gpu].host_to_device_bytes_s)
         if left > size:
             engine.at(loaded, CALL, lambda engine, now_s: self._send(engine, i, queue, left - size))
         else:

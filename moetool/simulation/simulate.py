@@ -238,16 +238,20 @@ def simulate(
     else:
         computing = assumed(costs or AssumedCosts(), longest)
     latency = planning_latency(cluster, computing, size, mean_call_s(computing, drawn) if chosen.batches else 0.0)
-    on_progress(f"{mode}: placing", 0, 1)
+
+    def placing(done: int, total: int) -> None:
+        on_progress(f"{mode}: placing", done, total)
+
+    placing(0, 1)
     if inputs.plan is None:
-        problem = Problem(demand=world.history, latency=latency, seed=options.seed)
+        problem = Problem(demand=world.history, latency=latency, seed=options.seed, on_progress=placing)
         placed_GLE = planner.place(chosen.planner, problem, own_options)
     else:
         spec.require_same(inputs.plan.spec, "the traces", "the plan")
         if inputs.plan.cluster != cluster:
             raise MismatchError("the plan is for another cluster; plan for this one with: moetool plan placement")
         placed_GLE = inputs.plan.placed_GLE
-    on_progress(f"{mode}: placing", 1, 1)
+    placing(1, 1)
     network = make_network(cluster, size, options.links)
     control = SimulatedReplacement(
         chosen.sees,

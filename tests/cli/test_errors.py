@@ -1,6 +1,7 @@
 """Errors of commands: one line (found, expected, next command), and the exit code."""
 
 import json
+import os
 import shlex
 import shutil
 import socket
@@ -27,6 +28,21 @@ def _one_line(result: tuple[int, str, str], code: int, *parts: str) -> None:
     assert len(lines) == 1, err
     for part in parts:
         assert part in lines[0]
+
+
+def test_numpy_computes_on_one_thread() -> None:
+    script = (
+        "import os, sys, threading; sys.argv = ['moetool', '--version']\n"
+        "from moetool.cli import main as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "import numpy as np; np.ones((512, 512)) @ np.ones((512, 512))\n"
+        "print(len(os.listdir('/proc/self/task')), threading.active_count())"
+    )
+    usual = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=usual)
+    tasks, threads = done.stdout.split()[-2:]
+    assert tasks == threads  # OpenBLAS started none
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -109,6 +109,9 @@ def test_progress_is_told_by_what_is_done(world: World) -> None:
     simulate(world, "uniform", "poisson:3s", 5, OPTIONS, on_progress=lambda *at: told.append(at))
     assert told[:2] == [("uniform: placing", 0, 1), ("uniform: placing", 1, 1)]
     assert told[2:] == [("uniform: serving", count, 5) for count in range(1, 6)]
+    told.clear()
+    simulate(world, "director-offline", "poisson:3s", 1, OPTIONS, on_progress=lambda *at: told.append(at))
+    assert told[1:-2] == [("director-offline: placing", done, 6) for done in range(1, 7)]  # 3 layers, then their copies
 
 
 def test_another_seed_draws_other_requests(world: World) -> None:
