@@ -119,7 +119,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """Parse `a=1`, `b.c=text` into a dictionary; values are TOML if possible, else text.
+    """Parse `a=1`, `b.c=text`, `d=[text,2]` into a dictionary; values are TOML if possible, else text or lists of it.
 
     Raises:
         UsageError: a setting has no `=`, or two of them contradict each other.
@@ -130,14 +130,18 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
         *parents, leaf = path.strip().split(".")
         if not equals or not leaf:
             raise UsageError(f"--set {setting!r} is not a setting; write name=value")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
         place = values
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise UsageError(f"--set {setting!r} contradicts an earlier --set {parent}=…")
-        place[leaf] = value
+        place[leaf] = _parsed(text)
     return values
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        words = re.fullmatch(r"\s*\[([\w./%, -]+)\]\s*", text)  # not an address such as [::1]
+        return [_parsed(word.strip()) for word in words[1].split(",")] if words else text

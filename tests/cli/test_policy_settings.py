@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moetool.config import parse_settings
 from moetool.errors import UsageError
 from tests.command_line import Run
 from tests.synthetic_routes import make_spec, write_trace
@@ -40,3 +41,19 @@ def test_serve_takes_both_spellings(spelling: str, run: Run, monkeypatch: pytest
 def test_serve_refuses_options_of_another_policy(policy: str, why: str, run: Run) -> None:
     code, _, err = run("serve", "reference", "--policy", policy, "--set", SPELLINGS[0], "--port", "0")
     assert code == 2 and why in err and err.strip().endswith("add --policy lfu")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[on_demand,lru]", ["on_demand", "lru"]),
+        ("['on_demand', lru]", "['on_demand', lru]"),  # half quoted: neither TOML nor a list of words
+        ('["on_demand", "lru"]', ["on_demand", "lru"]),
+        ("[ lru, 2, 0.5, true, 25%, a/b-c.jsonl ]", ["lru", 2, 0.5, True, "25%", "a/b-c.jsonl"]),
+        ("[::1]", "[::1]"),
+        ("lru", "lru"),
+        ("[0.25,0.5]", [0.25, 0.5]),
+    ],
+)
+def test_lists_take_names_without_quotes(text: str, value: object) -> None:
+    assert parse_settings([f"bench.policies={text}"]) == {"bench": {"policies": value}}

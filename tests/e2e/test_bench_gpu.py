@@ -61,7 +61,7 @@ def test_cells_after_the_time_limit_are_not_started(folder: Path) -> None:
 def test_out_may_be_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder / "named" / "x.json"
     given = ("bench", "gpu", "--shape", folder / "tiny", "--routes", folder / "routes", "--device", "cpu")
-    given = (*given, "--set", "layers=4", "--set", "shares=[0.25]", "--set", "policies=['lru']", "--set", "plain=false")
+    given = (*given, "--set", "layers=4", "--set", "shares=[0.25]", "--set", "policies=[lru]", "--set", "plain=false")
     assert exit_code(monkeypatch, *given, "--set", "new_tokens=2", "--out", file) == 0
     assert file.is_file() and (file.parent / "work").is_dir()
 

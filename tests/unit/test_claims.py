@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from moetool import plugins
+from moetool.bench.bench_result import Row, read_result
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_paper
-from moetool.bench.paper.paper_run import run_paper, with_links
+from moetool.bench.paper.experiments import remote_share
+from moetool.bench.paper.paper_run import PaperOptions, run_paper, run_papers, with_links
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import Check, Verdict, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, parsed, requests_of
@@ -218,6 +220,33 @@ def test_links_are_varied_for_claims_that_they_can_change(tmp_path: Path) -> Non
         values.append(row["values"])
     assert values[1]["0 % remote"] == values[0]["0 % remote"]
     assert values[1]["100 % remote"][0] > values[0]["100 % remote"][0]
+
+
+def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes find what one finds; an error of one paper is raised after the others' rows are written."""
+    trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
+    good, bad = str(tmp_path / "good.toml"), str(tmp_path / "bad.toml")
+    Path(good).write_text(RECIPE)
+    Path(bad).write_text(RECIPE.replace('order = ["0 %', 'order = ["9 %'))
+
+    def run(jobs: int, *papers: str) -> None:
+        options = PaperOptions(names=papers, links=(0.5,), jobs=jobs)
+        run_papers(options, trace, tmp_path / "work", tmp_path / f"{jobs}.json")
+
+    def rows(jobs: int) -> list[Row]:
+        written = read_result(tmp_path / f"{jobs}.json").rows
+        return sorted(({**row, "seconds": 0.0} for row in written), key=lambda row: -float(row["links"]))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("run in the first process")
+
+    run(1, good)
+    alone = rows(1)
+    assert [row["links"] for row in alone] == [1.0, 0.5] and alone[0]["values"] != alone[1]["values"]
+    monkeypatch.setattr(remote_share, "run", refuse)
+    with pytest.raises(UsageError, match="unknown measured value '9 % remote'"):
+        run(2, bad, good)
+    assert rows(2) == alone
 
 
 def test_a_ceiling_falls_with_the_rate_of_links(tmp_path: Path) -> None:
