@@ -6,7 +6,6 @@ form is measured too, except for a shape: its random weights are rounded to near
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -116,8 +115,6 @@ def _open(
         scheme = Scheme(bits=4, group=options.group)
         setup = open_setup(subject, options, {name: policy_class(name) for name in policies}, stack)
         path = rounded_checkpoint(setup.loaded.checkpoint, scheme)
-        if not options.keep:
-            stack.callback(shutil.rmtree, path)
         other = load_lazy(Checkpoint(path), setup.loaded.model.dtype, products=options.products)
         stack.callback(other.close)
         assert setup.forced is not None and setup.part is not None

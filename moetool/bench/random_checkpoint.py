@@ -98,20 +98,6 @@ def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int =
     return out
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a folder written by `random_checkpoint`, and nothing else.
-
-    Raises:
-        UsageError: the folder is not such a checkpoint.
-    """
-    if not (path / MARKER).is_file():
-        raise UsageError(f"{path} holds no {MARKER}, so moetool did not write it and will not remove it")
-    doomed = path.with_name(path.name + durable.PARTIAL)  # if killed, the next run removes it
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
 def _files(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """The tensors of each file with their shapes, named as the family's own checkpoints name them."""
     from transformers.core_model_loading import revert_weight_conversion

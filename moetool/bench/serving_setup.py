@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import shutil
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
-from moetool.bench.random_checkpoint import random_checkpoint, remove_checkpoint
+from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.bench.serving_runs import Workload
 from moetool.caching._layer_slots import SHARES, equal_slots, require_pool_form
 from moetool.caching._policy import Policy
@@ -48,7 +47,6 @@ class ServingBenchOptions:
         offload: whether to run transformers' offloading too.
         group: inputs that share a scale, in the packed form of a shape (`--beside int4`).
         products: as for `moetool.runtime.assembly.ServeOptions`.
-        keep: whether to keep random checkpoints and the part of the trace for the next bench.
     """
 
     rounds: int = 5
@@ -66,7 +64,6 @@ class ServingBenchOptions:
     offload: bool = True
     group: int = 128
     products: bool = True
-    keep: bool = True
 
     def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:
         """Guaranteed slots per layer in a pool of this size. Raises: CapacityError: a layer would get none."""
@@ -164,8 +161,6 @@ def open_setup(
     if subject.shape is not None:
         path = random_checkpoint(subject.shape, subject.layers, subject.work, seed=options.seed)
         checkpoint = Checkpoint(path)
-        if not options.keep:
-            stack.callback(remove_checkpoint, path)
         name += f" ({path.name}, random weights)"
     else:
         checkpoint = Checkpoint.open(str(subject.model))
@@ -214,8 +209,6 @@ def _following(
         predictor=predictor,
     )
     part = write_part(trace, loaded.spec, chosen, work)
-    if not options.keep:
-        stack.callback(shutil.rmtree, part.path)
     forced = ForcedRoutes(loaded.layers, part)
     stack.callback(forced.close)
     vocabulary = int(loaded.model.config.get_text_config().vocab_size)

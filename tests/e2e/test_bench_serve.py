@@ -234,14 +234,13 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
 ) -> None:
     work, out = tmp_path / "work", tmp_path / "results.json"
     common = ["--shape", folder / "tiny", "--layers", 2, "--routes", folder / "routes", "--work", work]
-    settings = [f"--set=bench.{s}" for s in ("rounds=2", "requests=2", "new_tokens=4", "threads=1", "keep=false")]
+    settings = [f"--set=bench.{s}" for s in ("rounds=2", "requests=2", "new_tokens=4", "threads=1")]
     code = _main(
         monkeypatch, *["bench", "serve", *common, "--policy", "lru,belady,on_demand", "--budget", "25%,50%"],
         *settings, "--out", out,
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    assert not [path for path in work.iterdir() if path.is_dir()]  # nothing is kept
     made = json.loads(out.read_text())
     assert [row["policy"] for row in made["rows"]][:4] == [RESIDENT, "lru", "lru", "on_demand"]
     assert all(len(row["rounds"]) == 2 for row in made["rows"] if row["policy"] != "belady")
@@ -271,10 +270,9 @@ def test_a_shape_is_compared_with_its_4_bit_form(
     work = tmp_path / "work"
     common = ["bench", "serve", "--shape", folder / "tiny", "--layers", 2, "--routes", folder / "routes"]
     args = [*common, "--work", work, "--policy", "lru", "--beside", "int4", "--budget", "50%,100%"]
-    settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=4", "threads=1", "keep=false")]
+    settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=4", "threads=1")]
     assert _main(monkeypatch, *args, *settings, "--set=bench.group=16", "--json") == 0
     made = json.loads(capsys.readouterr().out)
-    assert not [path for path in work.iterdir() if path.is_dir()]  # nothing is kept
     assert [row["form"] for row in made["rows"]] == ["bfloat16", "int4"] * 2
     bf16, int4 = made["rows"][:2]
     assert bf16["memory_bytes"] == int4["memory_bytes"]

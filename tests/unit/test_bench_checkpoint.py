@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moetool.bench import random_checkpoint as checkpoint
-from moetool.bench.random_checkpoint import MARKER, random_checkpoint, remove_checkpoint
+from moetool.bench.random_checkpoint import MARKER, random_checkpoint
 from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
@@ -120,12 +120,3 @@ def test_a_full_disk_is_reported_before_writing(shape: str, tmp_path: Path, monk
 def test_missing_layers_are_refused(shape: str, tmp_path: Path, layers: int) -> None:
     with pytest.raises(UsageError, match="4 MoE layers; give 1 to 4"):
         random_checkpoint(shape, layers, tmp_path / "work")
-
-
-def test_only_random_checkpoints_are_removed(shape: str, tmp_path: Path) -> None:
-    path = random_checkpoint(shape, 1, tmp_path / "work")
-    remove_checkpoint(path)
-    assert not path.exists()
-    with pytest.raises(UsageError, match="will not remove it"):
-        remove_checkpoint(tmp_path / "tiny")
-    assert (tmp_path / "tiny" / "config.json").is_file()
