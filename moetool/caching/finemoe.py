@@ -38,6 +38,7 @@ class Options:
         meaning: whether to search by embedding; without it, nothing is prefetched for layers 1 to d.
         mass: whether to prefetch the probability mass δ; without it, the K likeliest experts.
         eviction: `maps`, by 1 / (p * freq); or `lfu` or `lru`, for comparison.
+        spare: whether a prefetch may evict only experts of lower value than its own. The paper has no such rule.
     """
 
     distance: int = 3
@@ -47,6 +48,7 @@ class Options:
     meaning: bool = True
     mass: bool = True
     eviction: Literal["maps", "lfu", "lru"] = "maps"
+    spare: bool = False
 
     def __post_init__(self) -> None:
         if self.distance < 1:
@@ -77,7 +79,6 @@ class Policy(policy.Policy):
         - For coming layers, p is that of the latest map found for them. For passed layers, it is that of the next
           iteration after the found one, if known, else that of the found one.
         - Experts prefetched for a later layer are evicted last.
-        - A prefetch never evicts an expert with a higher p * (freq + 1). The paper has no such rule.
         - A prompt's map and embedding are means over its tokens. A chunk of a long prompt counts as an iteration.
         - In a forward of several requests, each has its own search; p is the sum over them.
         - `moetool.caching._devices` distributes experts over several devices (section 5). Each device has its own
@@ -198,10 +199,8 @@ class Policy(policy.Policy):
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         found = self._least(self._ahead.union(locked))
-        if found is None:
-            return None
-        if self.options.eviction == "lru":
-            return found  # the prefetched expert was always used longer ago
+        if found is None or not self.options.spare:
+            return found
         return None if self._worth_X[found] > self._weigh(np.array([key]))[0] else found
 
     def end_forward(self, info: ForwardInfo) -> None:

@@ -19,10 +19,13 @@ class Options(HostCosts):
     Attributes:
         distance: number of layers ahead to prefetch.
         alpha: weight of the last event's scores in an expert's running score S.
+        spare: whether a prefetch may evict only experts whose S is below its predicted score. Neither paper nor code
+            has such a rule.
     """
 
     distance: int = 3
     alpha: float = 0.5
+    spare: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,8 +52,6 @@ class Policy(policy.Policy):
           time that it takes off the layer's longer side, with misses split as in `on_host`; further experts follow in
           turn. Experts with a gain are prefetched, the largest gain first, then the nearer layer, then the higher
           score. Without costs every miss has the same gain.
-        - A prefetch never evicts an expert whose S is at least the predicted score, to which alpha and TopP are not
-          applied.
         - Within a layer, experts with fewer tokens, then lower scores, go to the host first; each expert goes to the
           side that finishes it first. The code's schedule also counts GPU compute and may move residents to the host.
           Costs are options, or recent averages with `live`; without them the host computes nothing.
@@ -131,7 +132,9 @@ class Policy(policy.Policy):
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         lowest = self._lowest({*locked, *self._shield, *self._ahead})
-        return None if lowest is None or self._score_E[lowest] >= self._wanted[key] else lowest
+        if lowest is None or not self.options.spare:
+            return lowest
+        return None if self._score_E[lowest] >= self._wanted[key] else lowest
 
     def _gains(self, layer: int, scores_TE: np.ndarray) -> list[tuple[float, int, int, int, float]]:
         """Return (-gain, layer, rank, key, score) of the missing experts that a coming layer is predicted to need.

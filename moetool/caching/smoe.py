@@ -25,6 +25,8 @@ class Options(HostCosts):
             `resident`, those after resident and shared experts and the next attention, as in the paper.
         split: side of each miss in Algorithm 2: `sums`, the side that is free first, as printed; or `finish`, the side
             that would finish the expert first.
+        spare: whether a prefetch may evict only experts whose mean score is below the predicted one. The paper has no
+            such rule.
     """
 
     alpha: float = 0.3
@@ -32,6 +34,7 @@ class Options(HostCosts):
     prefetch: bool = True
     look: Literal["ahead", "resident"] = "ahead"
     split: Literal["sums", "finish"] = "sums"
+    spare: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +73,6 @@ class Policy(policy.Policy):
           (`moetool.runtime.resident_gates`). By default the next router gets the hidden states at this layer's router
           (the column `ahead`), which is cheaper and may predict worse. Band C of the prediction is prefetched, the
           highest scores first.
-        - A prefetch never evicts an expert whose mean score is at least the predicted one.
         - Algorithm 2 takes its costs from past timings, as `live` does. A server logs the costs it used, so that a
           replay decides alike. Otherwise costs are options, and without them the host computes nothing. Experts are
           ordered by their scores, averaged over the event's tokens. The cost of further tokens is an addition for
@@ -147,7 +149,9 @@ class Policy(policy.Policy):
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         lowest = self._scores.lowest((*locked, *self._shield, *self._ahead))
-        return None if lowest is None or self._scores.mean(lowest) >= self._ahead[key] else lowest
+        if lowest is None or not self.options.spare:
+            return lowest
+        return None if self._scores.mean(lowest) >= self._ahead[key] else lowest
 
 
 class ScoreWindow:

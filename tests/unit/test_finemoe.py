@@ -142,11 +142,18 @@ def test_what_is_least_likely_and_least_used_goes_and_what_is_in_flight_stays() 
     for key in (4, 5, 6, 8):
         policy.admit(key, prefetched=key == 8)
     assert policy.evict([]) == 6
-    assert policy.evict_for_prefetch(10, []) == 6  # 0.8 is worth more than 0.2
-    assert policy.evict_for_prefetch(7, []) is None  # 0.1 is not
     for event in events[:3]:
         policy.gate(event, [], [])
     assert policy.evict([]) == 8  # its layer has passed
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_prefetch_spares_what_is_worth_more_only_if_asked(spare: bool) -> None:
+    policy = _policy(_store(MAP_LE), distance=2, spare=spare)
+    policy.begin_forward(_forward([MAP_LE], [[1, 0, 0, 0]])[0])
+    policy.admit(6, prefetched=False)  # 0.2
+    assert policy.evict_for_prefetch(10, []) == 6  # 0.8 is worth more
+    assert policy.evict_for_prefetch(7, []) == (None if spare else 6)  # 0.1 is not
 
 
 def test_layers_that_passed_count_as_the_next_iteration_has_them() -> None:
@@ -241,7 +248,7 @@ def test_a_planned_store_serves_replay_and_stays_as_it_was(trace: Path, tmp_path
     )
     (cold,) = replay(source, ["finemoe"], [budget], ReplaySetup(requests=tests))
     assert warm == again
-    assert warm[0].counts.prefetched > cold.counts.prefetched
+    assert warm[0].counts.missed < cold.counts.missed
     np.testing.assert_array_equal(predictor.maps.maps_LCE, before)
 
 

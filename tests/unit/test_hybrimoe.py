@@ -70,6 +70,21 @@ def test_without_costs_every_miss_gains_the_same_and_the_nearer_layer_goes_first
     assert made.after_first_expert(event_of(spec, [[0.4, 0.3, 0.2, 0.1]], 0, ahead)) == [4 + 2, 8 + 3, 8 + 0]
 
 
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_prefetch_spares_higher_scores_only_if_asked(spare: bool) -> None:
+    spec = make_spec(layers=2, experts=4, top_k=2)
+    made = build_policy("hybrimoe", spec, {"spare": spare}, 4)
+    event = event_of(spec, [[0.4, 0.3, 0.2, 0.1]], 0, [[[0.1, 0.5, 0.25, 0.15]]])
+    made.gate(event, [], [])
+    made.admit(0, False)  # S is 0.2
+    made.after_last_expert(event)
+    assert made.after_first_expert(event) == [4 + 1, 4 + 2]
+    made.gate(event, [], [])  # S is 0.3
+    made.after_last_expert(event)
+    assert made.evict_for_prefetch(4 + 1, ()) == 0  # 0.5 is more
+    assert made.evict_for_prefetch(4 + 2, ()) == (None if spare else 0)  # 0.25 is not
+
+
 def test_with_costs_the_layer_that_gets_shortest_goes_first() -> None:
     spec = make_spec(layers=3, experts=8, top_k=4)
     made = build_policy("hybrimoe", spec, {"load_s": 4.0, "host_s": 1.0}, 9)

@@ -208,6 +208,19 @@ def test_only_predicted_top_scores_are_prefetched_and_evict_only_lower_ones() ->
     ]
 
 
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_prefetch_spares_higher_mean_scores_only_if_asked(spare: bool) -> None:
+    spec = make_spec(layers=2, experts=6, top_k=2)
+    policy = build_policy("smoe", spec, {"alpha": 0.0, "spare": spare}, 4)
+    event = event_of(spec, [[0.05, 0.1, 0.1, 0.05, 0.3, 0.4]], ahead=[[0.5, 0.08, 0.2, 0.1, 0.07, 0.05]])
+    policy.gate(event, [], [])
+    policy.admit(4, False)
+    policy.after_last_expert(event)
+    assert policy.after_first_expert(event) == [6, 8]
+    assert policy.evict_for_prefetch(6, ()) == 4  # 0.5 is above the mean of 0.3
+    assert policy.evict_for_prefetch(8, ()) == (None if spare else 4)  # 0.2 is not
+
+
 @pytest.mark.parametrize("count", range(1, 9))
 def test_the_split_by_finish_is_the_shortest_and_the_printed_one_within_an_expert(count: int) -> None:
     for load, host in product([1.0, 2.0, 3.0, 7.0], repeat=2):
