@@ -7,6 +7,7 @@ import typer
 
 from moetool import durable, tables
 from moetool.cli.flags import (
+    Device,
     Json,
     Model,
     Out,
@@ -172,6 +173,11 @@ def plan_alpha(
     device_memory: Annotated[str, typer.Option(help="Device memory for the whole model, e.g. 64MB.")],
     target_tpot: Annotated[str, typer.Option(help="Limit of the time per output token, e.g. 80ms.")],
     out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON), for 'moetool serve --plan'.")],
+    device: Device = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory that caches experts between disk and device, e.g. 32GB (default: none)."),
+    ] = None,
     settings: Annotated[
         list[str], settable("Setting: alphas=[0,0.2,0.4], tokens=N, rounds=N, or of serve, e.g. serve.dtype=bfloat16.")
     ] = [],
@@ -186,7 +192,11 @@ def plan_alpha(
 
     durable.require_new_file(out, overwrite)
     values = parse_settings(settings)
-    serve_options = parse(ServeOptions, values.pop("serve", {}), "--set serve")
+    serve = values.pop("serve", {})
+    if isinstance(serve, dict):
+        serve |= {} if device is None else {"device": device}
+        serve |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
+    serve_options = parse(ServeOptions, serve, "--set serve")
     options = parse(AlphaOptions, values, "--set")
     texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(listed(data))]
     with tables.progress("passes", options.rounds * len({0.0, *options.alphas})) as passed:

@@ -132,7 +132,7 @@ def serve(
     if log is not None:  # a remembered policy without its state would be worse than the default
         values = {**values, "warm_start": False}
     from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import build_engine
+    from moetool.runtime.assembly import build_engine, predictor_bytes
     from moetool.runtime.automatic import AUTO, choose
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
@@ -143,12 +143,14 @@ def serve(
     sock = server.bind(host, port)
     try:
         memory = None if device_memory is None else parse_bytes(device_memory)
+        named = policy or (chosen.policy if chosen is not None else AUTO)
         choose_for = partial(
             choose,
             values=values,
             device_memory_bytes=chosen.device_memory_bytes if chosen is not None and memory is None else memory,
             process_memory_bytes=None if process_memory is None else parse_bytes(process_memory),
-            policy=policy or (chosen.policy if chosen is not None else AUTO),
+            predictor_bytes=predictor_bytes("foresight" if named == AUTO else named, predictor, chosen),
+            policy=named,
             planned=planned,
         )
         if (on_hub := parse_hub_name(model)) is not None and not (Path(model).exists() or is_downloaded(on_hub)):

@@ -14,7 +14,7 @@ from moetool import durable
 from moetool.cache_plan import CachePlan, PrefetchLimits
 from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
 from moetool.caching._layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
-from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
+from moetool.caching._policy import MIN_SLOTS, Policy, build_policy, policy_class
 from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching._residency import Residency
 from moetool.config import POSITIVE, Span, require_within
@@ -219,9 +219,7 @@ def build_engine(
             require_substitutable(loaded.spec.name, name)
         if plan is not None:
             plan.check(loaded.spec)
-        predicts = _predictor(predictor, plan if from_plan else None) if kind.uses() else None
-        if predicts is not None and not kind.uses(predicts):
-            predicts = None
+        predicts = _predictor(kind, predictor, plan if from_plan else None)
         slots = loaded.spec.total_experts
         if device_memory_bytes is None and plan is not None:
             device_memory_bytes = plan.device_memory_bytes
@@ -386,11 +384,22 @@ def open_pooled(
     return pooled
 
 
-def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
+def predictor_bytes(policy: str, predictor: Path | None, plan: CachePlan | None) -> int:
+    """Return the device memory of the predictor that `build_engine` would load for this policy; 0 if none."""
+    from_plan = plan if plan is not None and plan.policy == policy else None
+    loaded = _predictor(policy_class(policy), predictor, from_plan)
+    return 0 if loaded is None else int(loaded.num_bytes)
+
+
+def _predictor(kind: type[Policy], path: Path | None, plan: CachePlan | None) -> Any:
+    """Load the predictor; None if there is none, or if the policy does not use it."""
     from moetool.learning.predictor import load_predictor
 
+    if not kind.uses():
+        return None
     if path is not None:
-        return load_predictor(path)
+        predictor = load_predictor(path)
+        return predictor if kind.uses(predictor) else None
     if plan is None or plan.predictor is None:
         return None  # build_policy says that one is needed
     predictor = load_predictor(Path(plan.predictor.path))
@@ -399,7 +408,7 @@ def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
             f"the predictor at {plan.predictor.path} has sha256 {predictor.sha256[:12]}, but the plan was made with "
             f"{plan.predictor.sha256[:12]}; make a new plan, or give the right predictor with --predictor"
         )
-    return predictor
+    return predictor if kind.uses(predictor) else None
 
 
 def expert_slots(loaded: LoadedModel, memory_bytes: int, dense: int, kv: int, predictor: int = 0) -> int:

@@ -90,6 +90,7 @@ def choose(
         device_memory_bytes: limit of weights, KV cache and expert slots.
         process_memory_bytes: limit of this process's resident memory, on a CPU (default: as control groups and free
             memory allow).
+        predictor_bytes: device memory of the policy's predictor (`moetool.runtime.assembly.predictor_bytes`).
         policy: cache policy; `auto` is the policy in force at the end of the last run, else the best one without a
             trained predictor. Unless set otherwise, `auto` starts warm and may switch policies.
 
@@ -131,7 +132,8 @@ def choose(
     )
     chunk_why, counted = found.split.why["chunk_tokens"], model
     if device_memory_bytes is not None:
-        _require_room(checkpoint.spec, model, device_memory_bytes, kv_tokens or min(model.max_context, LEAST_CONTEXT))
+        least_kv = kv_tokens or min(model.max_context, LEAST_CONTEXT)
+        _require_room(checkpoint.spec, model, device_memory_bytes, least_kv, predictor_bytes)
         chunk = found.split.chunk_tokens
         activations = chunk * model.token_bytes
         if device_memory_bytes + activations + found.split.kv_tokens * model.context_bytes < limit:
@@ -190,11 +192,13 @@ def choose(
         ("device", chosen["device"], why["device"]),
         ("dtype", chosen["dtype"], why["dtype"]),
         ("memory", count(limit, "B") if device_memory_bytes is None else count(memory, "B"), source),
-        ("weights", count(model.dense_bytes, "B"), "outside the routed experts"),
+        ("weights", count(model.dense_bytes - predictor_bytes, "B"), "outside the routed experts"),
         ("expert slots", f"{slots} of {model.num_experts}", slots_why),
         ("KV cache", f"{split.kv_tokens:,} tokens", kv_why),
         ("prefill chunk", f"{chosen['prefill_chunk']:,} tokens", chunk_why),
     ]
+    if predictor_bytes:
+        choices.insert(4, ("predictor", count(predictor_bytes, "B"), "--predictor, or the plan's"))
     if found.others and not every:
         choices.append(_reads_row(checkpoint.spec, found, curve))
     form = chosen.get("pool") or "one"
@@ -210,13 +214,17 @@ def choose(
     )
 
 
-def _require_room(spec: ModelSpec, model: Footprint, device_memory_bytes: int, kv_tokens: int) -> None:
+def _require_room(
+    spec: ModelSpec, model: Footprint, device_memory_bytes: int, kv_tokens: int, predictor_bytes: int
+) -> None:
     kv_bytes, slots_bytes = kv_tokens * model.kv_token_bytes, model.min_slots * model.slot_bytes
     needed = model.dense_bytes + kv_bytes + slots_bytes
     if device_memory_bytes < needed:
+        dense = count(model.dense_bytes - predictor_bytes, "B")
+        beside = f"{dense}, predictor {count(predictor_bytes, 'B')}" if predictor_bytes else dense
         raise CapacityError(
             f"--device-memory {count(device_memory_bytes, 'B')} is too small for {spec.name}: it needs at least "
-            f"{count(needed, 'B')} (dense weights {count(model.dense_bytes, 'B')}, KV cache of {kv_tokens:,} tokens "
+            f"{count(needed, 'B')} (dense weights {beside}, KV cache of {kv_tokens:,} tokens "
             f"{count(kv_bytes, 'B')}, {model.min_slots} expert slots {count(slots_bytes, 'B')}); raise it, or give a "
             "smaller --set kv_tokens"
         )

@@ -40,8 +40,8 @@ def test_the_least_alpha_that_is_fast_enough_becomes_a_plan(
 
 
 def test_host_memory_and_the_partial_forward_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ("serve.host_memory_bytes=20000000", "serve.policy.look=resident", "serve.policy.live=true")
-    assert _run(monkeypatch, tmp_path / "plan.json", *(part for text in settings for part in ("--set", text))) == 0
+    given = ("--host-memory", "20MB", "--set", "serve.policy.look=resident", "--set", "serve.policy.live=true")
+    assert _run(monkeypatch, tmp_path / "plan.json", *given) == 0
     plan = CachePlan.load(tmp_path / "plan.json")
     assert plan.options["look"] == "resident" and plan.options["live"]
     assert [point["alpha"] for point in plan.evidence] == [0.0, 0.4, 0.8]
@@ -57,7 +57,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "--device-memory 1,000,000 does not hold" in capsys.readouterr().err
     assert _run(monkeypatch, out, "--set", "serve.devices=2") == 2
     assert "alpha is measured on one" in capsys.readouterr().err
-    assert _run(monkeypatch, out, "--set", "serve.host_memory_bytes=1", "--set", "serve.policy.live=true") == 4
+    assert _run(monkeypatch, out, "--host-memory", "1", "--set", "serve.policy.live=true") == 4
     assert "--host-memory 1 holds 0 experts" in capsys.readouterr().err
     for wrong in ("alphas=[0.5]", "alphas=[2,3]", "rounds=0"):
         assert _run(monkeypatch, out, "--set", wrong) == 2

@@ -8,6 +8,10 @@ import pytest
 
 from moetool.config import parse_settings
 from moetool.errors import UsageError
+from moetool.learning.predictor import build, save
+from moetool.models.checkpoint import Checkpoint
+from moetool.runtime.assembly import predictor_bytes
+from moetool.runtime.automatic import choose
 from tests.command_line import Run
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -41,6 +45,29 @@ def test_serve_takes_both_spellings(spelling: str, run: Run, monkeypatch: pytest
 def test_serve_refuses_options_of_another_policy(policy: str, why: str, run: Run) -> None:
     code, _, err = run("serve", "reference", "--policy", policy, "--set", SPELLINGS[0], "--port", "0")
     assert code == 2 and why in err and err.strip().endswith("add --policy lfu")
+
+
+def test_a_predictor_takes_memory_only_where_it_is_used(run: Run, tmp_path: Path) -> None:
+    spec = Checkpoint.open("reference").spec
+    predictor = build("expert_mlp", spec)  # 14.5 MB
+    (tmp_path / "predictor").mkdir()
+    facts = {"trace": {"sha256": "0" * 64}, "requests": {key: [] for key in ("train", "validation", "test")}}
+    save(predictor, tmp_path / "predictor", {**facts, "seen_prompts": [], "fit": {}})
+    for policy, takes in (("duoserve", predictor.num_bytes), ("lru", 0), ("foresight", 0)):
+        assert predictor_bytes(policy, tmp_path / "predictor", None) == takes
+    line = ("serve", "reference", "--device-memory", "14MB", "--policy", "duoserve", "--port", "0")
+    code, _, err = run(*line, "--predictor", tmp_path / "predictor")
+    assert code == 4 and "it needs at least 20.0 MB" in err and "predictor 14.5 MB" in err
+    chosen = choose(
+        Checkpoint.open("reference"),
+        {"device": "cpu"},
+        device_memory_bytes=28_000_000,
+        predictor_bytes=predictor.num_bytes,
+        policy="duoserve",
+    )
+    rows = {name: value for name, value, _ in chosen.choices}
+    slots = int(rows["expert slots"].split()[0])
+    assert slots * spec.slot_bytes < 28_000_000 - predictor.num_bytes and rows["predictor"] == "14.5 MB"
 
 
 @pytest.mark.parametrize(
