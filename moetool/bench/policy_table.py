@@ -15,7 +15,6 @@ from moetool.tuning.candidates import servable, too_large
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 
 BOUND = "belady"
-KNOWN = "known_routes"
 BY_LAYER = ("lru", "lfu", "lfru", "least_stale", "foresight")
 """Policies that also run with a pool per layer."""
 
@@ -52,7 +51,7 @@ def bench_policies(
     on_trace: Callable[[int], object] = lambda number: None,
     file: Path | None = None,
 ) -> BenchResult:
-    """Replay every lossless policy that needs no training, the bound, and foresight with known routes.
+    """Replay every lossless policy that needs no training, and the bound.
 
     A row is one policy with one budget on one trace: its name, with `by layer` for equal slots per layer; `hit_rate`,
     the share of needed experts that were resident; `loaded`, loads (on-demand and prefetch) per needed expert: with
@@ -105,7 +104,7 @@ def _spelled(row: Row | None) -> str:
 
 def _rows(trace: Trace, options: PolicyTableOptions) -> Iterator[Row]:
     spec = trace.spec
-    requests, total = _first(trace, options.tokens)
+    requests, total = first_requests(trace, options.tokens)
     setup = ReplaySetup(requests=requests, warm_tokens=round(options.warm * total), pool_unit="slots")
     names = servable(trace, None)
     for share in options.shares:
@@ -127,16 +126,13 @@ def _rows(trace: Trace, options: PolicyTableOptions) -> Iterator[Row]:
         lost = too_large(names, spec, budget, {})
         fit = [name for name in names if name not in lost]
         yield from (row(found.policy, found) for found in replay(trace, [*fit, BOUND], [budget], setup))
-        for title, layers in (("next layer", 1), ("next token", spec.num_layers)):
-            (found,) = replay(trace, [KNOWN], [budget], replace(setup, options={KNOWN: {"layers": layers}}))
-            yield row(f"foresight, {title} known", found)
         if slots_within(spec, budget) >= spec.num_layers:
             for found in replay(trace, BY_LAYER, [budget], replace(setup, pool="layer")):
                 yield row(PolicyChoice(found.policy, "layer").name, found)
 
 
-def _first(trace: Trace, tokens: int) -> tuple[frozenset[int], int]:
-    """The first requests with about this number of tokens in all, and their number of tokens."""
+def first_requests(trace: Trace, tokens: int) -> tuple[frozenset[int], int]:
+    """Return the first requests with about this number of tokens in all, and their number of tokens."""
     chosen: list[int] = []
     total = 0
     for request, count in zip(*(trace.requests[name].to_pylist() for name in ("request", "tokens")), strict=True):

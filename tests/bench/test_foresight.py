@@ -1,28 +1,37 @@
-"""Kept hits of foresight on routes of DeepSeek-V2-Lite and Qwen3-30B-A3B, and what an oracle would add.
+"""Kept hits of foresight on published routes, and what knowledge of the coming routes would add.
 
     python -m pytest tests/bench/test_foresight.py -m '' -s
 
 DeepSeek-V2-Lite: with every other sequence of two tasks stored, it is scored on 1,500 tokens of the other sequences of
-the first, and of a task that it has never seen on the 1,500 tokens after the first 1,000. Qwen3: its routes are of one
-conversation, so it is scored on the second half of the new tokens. Prefetching is off, so that every hit is kept.
+the first, and of a task that it has never seen on the 1,500 tokens after the first 1,000. Prefetching is off, so that
+every hit is kept.
 
-`known_routes` is foresight that also knows the experts of the next layer, or of the next 48, and keeps those.
+Known routes: the traces and the time split of `bench policies --warm 50%`. `KnownRoutes` is foresight that knows the
+next events exactly.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from moetool.bench.policy_table import first_requests
+from moetool.caching import foresight
 from moetool.caching._layer_slots import equal_slots
-from moetool.caching._policy import build_policy
+from moetool.caching._policy import Policy, build_policy
 from moetool.caching._residency import Counts, Residency
-from moetool.formats import route_csv, topk_parquet
+from moetool.capture.run import CaptureOptions, capture
+from moetool.formats import topk_parquet
+from moetool.formats._import import import_trace
 from moetool.formats._model_facts import ModelFacts
 from moetool.learning.predictor import Predictor, build
+from moetool.learning.token_memory import TokenMemory
 from moetool.learning.tokens import Tokens
+from moetool.prompts import gather as prompt_sets
+from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.published_routes import DEEPSEEK, QWEN, needs_routes
 from tests.synthetic import make_forward
@@ -34,7 +43,6 @@ OFF: dict[str, object] = {"prefetch": False}
 pytestmark = [pytest.mark.slow, needs_routes]
 
 Sequences = list[np.ndarray]
-ORACLES = ("next layer known", "next 48 layers known")
 Run = tuple[str, str, dict[str, object], Predictor | None]  # title, policy (`by layer`: each its own pool), options
 COLD_RUNS: list[Run] = [
     ("lru", "lru", {}, None),
@@ -42,8 +50,6 @@ COLD_RUNS: list[Run] = [
     ("lru by layer", "lru by layer", {}, None),
     ("cold", "foresight", OFF, None),
     ("cold by layer", "foresight by layer", OFF, None),
-    (ORACLES[0], "known_routes", {}, None),
-    (ORACLES[1], "known_routes", {"layers": 48}, None),
     ("belady", "belady", {}, None),
 ]
 
@@ -53,15 +59,6 @@ def sequences(task: str) -> tuple[ModelSpec, Sequences]:
     routes = topk_parquet.read_routes(DEEPSEEK / f"{task}.parquet", ModelFacts())
     shape = (-1, routes.spec.num_layers, routes.spec.top_k_L[0])
     return routes.spec, [sequence.experts_TS.astype(np.int64).reshape(shape) for sequence in routes.sequences]
-
-
-def conversation() -> tuple[ModelSpec, Sequences]:
-    """Qwen3's spec, and experts [T, L, K] of the new tokens."""
-    routes = route_csv.read_routes(QWEN, ModelFacts())
-    (sequence,) = routes.sequences
-    new_T = slice(len(sequence.experts_TS) - 128, None)
-    experts_TS = sequence.experts_TS[new_T].astype(np.int64)
-    return routes.spec, [experts_TS.reshape(len(experts_TS), routes.spec.num_layers, -1)]
 
 
 def first_tokens(parts: Sequences, num_tokens: int) -> Sequences:
@@ -142,7 +139,7 @@ def table(title: str, spec: ModelSpec, parts: Sequences, warm: int, runs: list[R
         print(f"  {run[0]:18}", *(f"{hits:.3f}" for hits, _ in results), f"  {results[1][1]:.2f}", flush=True)
     found["decayed use"] = [max(decayed(spec, parts, share, h, warm) for h in (2, 8, 32, 100)) for share in SHARES]
     print(f"  {'decayed use':18}", *(f"{hits:.3f}" for hits in found["decayed use"]), " (the best of four rates)")
-    for name in ("cold", "warm", *ORACLES):
+    for name in ("cold", "warm"):
         if name in found:
             print(f"  {name} closes of the gap to Belady:", *(f"{closed:.2f}" for closed in closed_gap(found, name)))
     return found
@@ -173,12 +170,121 @@ def test_kept_hits(unseen: str) -> None:
         assert closed_gap(found, "warm")[SHARES.index(0.25)] > least - 0.1
 
 
-def test_kept_hits_late_in_a_conversation() -> None:
-    """To close half of the gap, a policy would have to know more than the next token's route.
+Stream = Sequence[tuple[ForwardInfo, Sequence[GateEvent], Sequence[int]]]  # and the requests that end with the forward
 
-    Without prompt tokens half of the experts hold all that is used, so there is no gap at 50 %.
+
+class KnownRoutes(Policy):
+    """Foresight that knows the next `known` events exactly.
+
+    Experts that these need stay, the one needed latest goes first. Of the others, it evicts the one whose next use is
+    expected latest by foresight's memory, which has already seen these events.
     """
-    spec, parts = conversation()
-    found = table("Qwen3, the second 64 new tokens", spec, parts, len(parts[0]) // 2, COLD_RUNS)
-    assert min(closed_gap(found, "cold")[:2]) > 0.15
-    assert max(closed_gap(found, "next 48 layers known")[:2]) < 0.5
+
+    def __init__(self, spec: ModelSpec, num_slots: int, stream: Stream, known: int) -> None:
+        super().__init__(spec, None, num_slots)
+        self.options = foresight.Options()
+        self.needed = [[spec.expert_key(e.layer, x) for x in e.needed] for _, events, _ in stream for e in events]
+        self.known, self.passed, self.seen = known, 0, 0
+        self.memory = TokenMemory(spec, self.options.memory, self.options.neighbours)
+        self.seen_layers = self.look(stream)
+        self.layer = 0
+        num = spec.num_layers * spec.num_experts
+        self.resident_A, self.value_A = np.zeros(num, bool), np.zeros(num, np.float32)
+        self.worth_A: np.ndarray | None = None
+
+    def look(self, stream: Stream) -> Iterator[int]:
+        """Show the events to the memory, one at a time; yield their layers."""
+        window = self.memory.open_window()  # one request follows another, and foresight keeps their window
+        for info, events, _ in stream:
+            rows = range(len(info.request_T))
+            self.batch = self.memory.begin([window], [rows])
+            for event in events:
+                self.memory.observe(self.batch, event.layer, event.experts_TK)
+                yield event.layer
+            for row in rows:
+                self.memory.store(window, self.batch.path_TP[row])
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        self.passed += 1
+        while self.seen < min(self.passed + self.known, len(self.needed)):
+            self.layer = next(self.seen_layers)
+            self.seen += 1
+        self.worth_A = None
+        return misses
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self.resident_A[key] = True
+
+    def removed(self, key: int) -> None:
+        self.resident_A[key] = False
+
+    def evict(self, locked: Collection[int]) -> int:
+        if self.worth_A is None:
+            self.memory.value(self.batch, 0, len(self.value_A), self.value_A)
+            ahead_L = (np.arange(self.spec.num_layers) - self.layer - 1) % self.spec.num_layers + 1
+            near_L = foresight.NEARNESS ** (ahead_L / self.spec.num_layers)
+            self.worth_A = self.value_A * near_L.repeat(self.spec.num_experts)
+            for number in range(self.seen - 1, self.passed - 1, -1):  # other experts are worth at most 1
+                self.worth_A[self.needed[number]] = 2 + self.seen - number
+        free_A = self.resident_A.copy()
+        free_A[list(locked)] = False
+        return int(np.where(free_A, self.worth_A, np.inf).argmin())
+
+
+def in_time(trace: Trace) -> tuple[Stream, int]:
+    """The forwards of the first 2,000 tokens, and the number of tokens in their first half."""
+    requests, total = first_requests(trace, 2000)
+    left = dict(zip(*(trace.requests[name].to_pylist() for name in ("request", "tokens")), strict=True))
+    stream = []
+    for info, events in trace.forwards(sequential=True, columns=(), requests=requests):
+        for request in info.request_T:
+            left[request] -= 1
+        stream.append((info, list(events), [request for request in set(info.request_T) if not left[request]]))
+    return stream, round(total / 2)
+
+
+def loaded(policy: Policy, stream: Stream, warm: int, layer_slots: Sequence[int] = ()) -> float:
+    """Loads per needed expert after `warm` tokens."""
+    residency, tokens, before = Residency(policy, layer_slots=layer_slots), 0, None
+    for info, events, ended in stream:
+        if before is None and tokens >= warm:
+            before = residency.counts
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+        for request in ended:
+            residency.end_request(request)
+        tokens += len(info.request_T)
+    assert before is not None
+    counts = residency.counts - before
+    return counts.loads / counts.needed
+
+
+@pytest.mark.parametrize("name", ["law", "qwen3", "toy"])
+def test_known_routes(name: str, tmp_path: Path) -> None:
+    """To close half of the gap, a policy must know a large part of the next token's route."""
+    if name == "toy":
+        capture("reference", prompt_sets.load(["all"], max_prompts=4), tmp_path / name, CaptureOptions())
+    else:
+        file = QWEN if name == "qwen3" else DEEPSEEK / "law.parquet"
+        import_trace([file], "route_csv" if name == "qwen3" else "topk_parquet", tmp_path / name)
+    trace = Trace(tmp_path / name)
+    spec, (stream, warm) = trace.spec, in_time(trace)
+    layers = spec.num_layers
+    steps = (0, 1, layers // 4, layers // 2, 3 * layers // 4, layers, 2 * layers)
+    future = [[spec.expert_key(e.layer, x) for x in e.needed] for _, events, _ in stream for e in events]
+    print(f"{name}: closed share of the gap to Belady with the next {steps} layers known")
+    for share in SHARES:
+        slots = round(share * spec.total_experts)
+        plain = {
+            name: loaded(build_policy(name, spec, {}, slots, future=future), stream, warm)
+            for name in ("lru", "lfu", "belady")
+        }
+        by_layer = loaded(build_policy("lru", spec, {}, slots), stream, warm, equal_slots(spec, slots))
+        rival = min(plain["lru"], plain["lfu"], by_layer)
+        found = [loaded(KnownRoutes(spec, slots, stream, known), stream, warm) for known in steps]
+        closed = [(rival - loads) / (rival - plain["belady"]) for loads in found]
+        print(f"  {share:.1%}:", *(f"{part:.2f}" for part in closed), flush=True)
+        assert closed[1] - closed[0] < 0.05
+        assert share > 0.25 or closed[2] < 0.5

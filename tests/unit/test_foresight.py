@@ -82,21 +82,6 @@ def test_a_price_on_waste_and_a_switch_end_prefetching() -> None:
     assert few == 0 < many
 
 
-def test_known_routes_lie_between_foresight_and_belady() -> None:
-    routes_TLK, loads = walk(300), []
-    future = [[SPEC.expert_key(e.layer, x) for x in e.needed] for _, events in forwards(routes_TLK) for e in events]
-    for name, options in (
-        ("foresight", {"prefetch": False}),
-        ("known_routes", {"layers": SPEC.num_layers}),
-        ("belady", {}),
-    ):
-        residency = Residency(build_policy(name, SPEC, options, SLOTS, future=future))
-        loads.append(drive(residency, routes_TLK).loads)
-    assert loads[0] > loads[1] and loads[1] >= loads[2]
-    with pytest.raises(UsageError, match="layers is 0"):
-        build_policy("known_routes", SPEC, {"layers": 0}, SLOTS, future=future)
-
-
 def test_what_is_remembered_comes_back_and_decides_the_same() -> None:
     first = made()
     drive(first, walk(200))

@@ -37,7 +37,6 @@ def test_rows_equal_replays(folders: list[Path]) -> None:
         "lfu",
         "moe_infinity",
         "belady",
-        "foresight, next layer known",
         *(f"{name} by layer" for name in BY_LAYER),
     } <= names
     for trace_name, share in (("a", 0.25), ("b", 0.5)):
