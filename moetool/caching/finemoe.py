@@ -68,10 +68,11 @@ class Policy(policy.Policy):
     The store is that of the predictor `expert_map`, if given; else it starts empty, without prefetches at first.
 
     Source: FineMoE (Yu et al., EuroSys 2026), section 4. Readings and deviations:
-        - The search that the gate of layer l starts runs on a separate thread. Its result is used `lag` events later,
-          so that replay decides as serve did, and is then `distance` - `lag` layers ahead. If the result is not ready,
-          the model's thread waits: this is the cost of a search. The search by embedding runs on the model's thread and
-          is used at once: it starts after the embedding layer, and later it would miss the first layer.
+        - The search that the gate of layer l starts runs on a separate thread, and so does the update of the store at
+          the end of a forward. A search's result is used `lag` events later, so that replay decides as serve did, and
+          is then `distance` - `lag` layers ahead. The next forward begins with the updated store. If a result is not
+          ready, the model's thread waits: this is the cost of a search. The search by embedding runs on the model's
+          thread and is used at once: it starts after the embedding layer, and later it would miss the first layer.
         - The paper pauses all prefetches at a miss. Here a prefetch gets a slot only after every miss of the event.
         - 1 / (p * freq) is infinite for an expert that was never used or is not in the map. Here freq + 1 replaces
           freq, and p has a floor. freq counts the events that needed the expert, resident or not. Among equal
@@ -92,8 +93,9 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         layers, experts = spec.num_layers, spec.num_experts
         self._lag = min(options.lag, options.distance - 1)
-        self.store = self._first_store(getattr(predictor, "maps", None))
+        self._store = self._first_store(getattr(predictor, "maps", None))
         self._searcher = ThreadPoolExecutor(1, "finemoe-search")  # its thread ends with the policy
+        self._joining: Future[dict[int, int]] | None = None  # rows of the last forward's iterations, by request
         self._requests: dict[int, _Request] = {}  # requests of the forward
         self._last: dict[int, int] = {}  # row of the previous iteration, by running request
         self.chance_LE = np.zeros((layers, experts), np.float32)  # p, over all requests of the forward
@@ -107,6 +109,12 @@ class Policy(policy.Policy):
         self._worth_X = np.zeros(layers * experts)
         self._stale = True
         self._time = 0
+
+    @property
+    def store(self) -> MapStore:
+        """The maps, those of the last forward included."""
+        self._settle()
+        return self._store
 
     @classmethod
     def uses(cls, predictor: Any = None) -> bool:
@@ -204,19 +212,11 @@ class Policy(policy.Policy):
         return None if self._worth_X[found] > self._weigh(np.array([key]))[0] else found
 
     def end_forward(self, info: ForwardInfo) -> None:
-        for running in self._requests.values():
-            for search in running.pending:
-                search.result()  # the store must not change during a search
-        done = {request: running.search for request, running in self._requests.items() if running.search.complete}
+        self._joining = self._searcher.submit(_join, self.store, self._requests, self._last)
         self._requests = {}
-        if not done:
-            return
-        rows = self.store.add(list(done.values()), [self._last.get(request, -1) for request in done])
-        taken = set(rows)
-        self._last = {request: row for request, row in self._last.items() if row not in taken}
-        self._last.update({request: row for request, row in zip(done, rows, strict=True) if row >= 0})
 
     def end_request(self, request: int) -> None:
+        self._settle()
         self._last.pop(request, None)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -233,15 +233,23 @@ class Policy(policy.Policy):
         for name in ("uses_X", "used_X"):
             if state[name].dtype.kind != "i" or (state[name] < 0).any():
                 raise ValueError(f"{name} is not whole numbers of 0 or more")
-        self.store = MapStore.of(
+        self._store = MapStore.of(
             maps_LCE.copy(),
             embedding_CD.copy(),
             state["next_C"],
-            capacity=self.store.capacity,
-            distance=self.store.distance,
+            capacity=self._store.capacity,
+            distance=self._store.distance,
         )
         self._uses_X, self._used_X = state["uses_X"].astype(np.int64), state["used_X"].astype(np.int64)
         self._time = int(self._used_X.max(initial=0))
+
+    def _settle(self) -> None:
+        """Wait until the last forward's iterations have joined the store."""
+        if self._joining is not None:
+            rows = self._joining.result()
+            self._joining, taken = None, set(rows.values())
+            self._last = {request: row for request, row in self._last.items() if row not in taken}
+            self._last.update({request: row for request, row in rows.items() if row >= 0})
 
     def _use(self, layer: int, targets: range, *, first: int = 0) -> None:
         """Use the requests' newest matches: update p and select the experts to prefetch.
@@ -307,6 +315,16 @@ class Policy(policy.Policy):
             return None
         equal = np.flatnonzero(worth_X == least)
         return int(equal[self._used_X[equal].argmin()])
+
+
+def _join(store: MapStore, requests: Mapping[int, "_Request"], last: Mapping[int, int]) -> dict[int, int]:
+    """Add the iterations of a forward to the store after its searches; return their rows by request (-1: dropped)."""
+    for running in requests.values():
+        for search in running.pending:
+            search.result()  # raises its error
+    done = {request: running.search for request, running in requests.items() if running.search.complete}
+    rows = store.add(list(done.values()), [last.get(request, -1) for request in done]) if done else []
+    return dict(zip(done, rows, strict=True))
 
 
 def _search_on(search: MapSearch, chance_E: np.ndarray) -> tuple[int, float] | None:

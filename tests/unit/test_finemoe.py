@@ -147,6 +147,26 @@ def test_what_is_least_likely_and_least_used_goes_and_what_is_in_flight_stays() 
     assert policy.evict([]) == 8  # its layer has passed
 
 
+def test_the_store_is_updated_on_the_thread_of_the_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = _policy(_store(MAP_LE), distance=2)
+    info, events = _forward([MAP_LE], [[1, 0, 0, 0]])
+    may_go, threads, real = threading.Event(), [], MapStore.add
+
+    def add(store: MapStore, *given: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        assert may_go.wait(20)
+        return real(store, *given)
+
+    monkeypatch.setattr(MapStore, "add", add)
+    policy.begin_forward(info)
+    for event in events:
+        policy.gate(event, [], [])
+    policy.end_forward(info)  # does not wait
+    may_go.set()
+    policy.begin_forward(info)
+    assert policy.store.size == 2 and len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_prefetch_spares_what_is_worth_more_only_if_asked(spare: bool) -> None:
     policy = _policy(_store(MAP_LE), distance=2, spare=spare)
