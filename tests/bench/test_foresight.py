@@ -3,8 +3,8 @@
     python -m pytest tests/bench/test_foresight.py -m '' -s
 
 DeepSeek-V2-Lite: with every other sequence of two tasks stored, it is scored on 1,500 tokens of the other sequences of
-the first, and of a task that it has never seen on the 1,500 tokens after the first 1,000. Prefetching is off, so that
-every hit is kept.
+the first, and of a task that it has never seen on the 1,500 tokens after the first 1,000. The toy model: on requests of
+stored tasks. Prefetching is off, so that every hit is kept.
 
 Known routes: the traces and the time split of `bench policies --warm 50%`. `KnownRoutes` is foresight that knows the
 next events exactly.
@@ -52,6 +52,11 @@ COLD_RUNS: list[Run] = [
     ("cold by layer", "foresight by layer", OFF, None),
     ("belady", "belady", {}, None),
 ]
+
+
+def all_runs(model: Predictor) -> list[Run]:
+    """The cold ones, and foresight with these tokens stored."""
+    return [*COLD_RUNS, ("warm", "foresight", OFF, model), ("warm by layer", "foresight by layer", OFF, model)]
 
 
 def sequences(task: str) -> tuple[ModelSpec, Sequences]:
@@ -159,15 +164,25 @@ def test_kept_hits(unseen: str) -> None:
     other, strange = sequences(known)[1], sequences(unseen)[1]
     held_out = first_tokens(law[1::2], SCORED)
     model = counted(spec, law[::2] + other[::2])
-    runs: list[Run] = [
-        *COLD_RUNS,
-        ("warm", "foresight", OFF, model),
-        ("warm by layer", "foresight by layer", OFF, model),
-    ]
+    runs = all_runs(model)
     inside = table(f"law and {known} trained on, law", spec, held_out, 0, runs)
     outside = table(f"{unseen} never seen", spec, first_tokens(strange, WARM + SCORED), WARM, runs)
     for found, least in ((inside, 0.5), (outside, 1 / 3)):
         assert closed_gap(found, "warm")[SHARES.index(0.25)] > least - 0.1
+
+
+def test_kept_hits_on_the_toy_model(tmp_path: Path) -> None:
+    """Every other request of seven tasks is stored; every tenth is scored, its tokens one a forward."""
+    capture("reference", prompt_sets.load(["all"], max_prompts=16), tmp_path / "toy", CaptureOptions(keep=("topk",)))
+    trace = Trace(tmp_path / "toy")
+    parts: dict[int, Sequences] = {}
+    for info, events in trace.forwards(sequential=True, columns=()):
+        experts_TLK = np.stack([np.array(event.experts_TK) for event in events], axis=1)
+        parts.setdefault(info.request_T[0], []).append(experts_TLK)
+    requests = [np.concatenate(part) for part in parts.values()]
+    model = counted(trace.spec, requests[::2])
+    found = table("toy model, trained on its tasks", trace.spec, requests[1::10], 0, all_runs(model))
+    assert closed_gap(found, "warm")[SHARES.index(0.25)] > 0.4
 
 
 Stream = Sequence[tuple[ForwardInfo, Sequence[GateEvent], Sequence[int]]]  # and the requests that end with the forward
