@@ -28,7 +28,7 @@ from moetool.formats import topk_parquet
 from moetool.formats._import import import_trace
 from moetool.formats._model_facts import ModelFacts
 from moetool.learning.predictor import Predictor, build
-from moetool.learning.token_memory import TokenMemory
+from moetool.learning.token_memory import DISCOUNT, RECALL, TokenMemory
 from moetool.learning.tokens import Tokens
 from moetool.prompts import gather as prompt_sets
 from moetool.trace.reader import Trace
@@ -38,6 +38,7 @@ from tests.synthetic import make_forward
 
 SHARES = (0.125, 0.25, 0.5)
 WARM, SCORED = 1000, 1500
+EPOCHS = 15
 OFF: dict[str, object] = {"prefetch": False}
 
 pytestmark = [pytest.mark.slow, needs_routes]
@@ -303,3 +304,75 @@ def test_known_routes(name: str, tmp_path: Path) -> None:
         print(f"  {share:.1%}:", *(f"{part:.2f}" for part in closed), flush=True)
         assert closed[1] - closed[0] < 0.05
         assert share > 0.25 or closed[2] < 0.5
+
+
+def windows(parts: Sequences, num_experts: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """For each token: experts used [A]; past use before it [A]; and value of the next use, itself included [A]."""
+    for part in parts:
+        used_TA = np.zeros((len(part), part.shape[1] * num_experts), np.float32)
+        used_TA[np.arange(len(part))[:, None, None], part + num_experts * np.arange(part.shape[1])[:, None]] = 1
+        soon_TA, past_TA = used_TA.copy(), np.zeros_like(used_TA)
+        for token in range(len(part) - 2, -1, -1):
+            soon_TA[token] = np.maximum(used_TA[token], DISCOUNT * soon_TA[token + 1])
+        for token in range(1, len(part)):
+            past_TA[token] = RECALL * past_TA[token - 1] + (1 - RECALL) * used_TA[token - 1]
+        yield used_TA, past_TA, soon_TA
+
+
+def test_a_trained_network_in_place_of_the_memory() -> None:
+    """How much the past routes tell: 10 million parameters, fitted to foresight's own values on the stored tokens."""
+    torch.manual_seed(0)
+    draw = np.random.default_rng(0)
+    spec, law = sequences("law")
+    layers, experts, num = spec.num_layers, spec.num_experts, spec.num_layers * spec.num_experts
+    layer_A = np.arange(num) // experts
+
+    def inputs(used_TA: np.ndarray, past_TA: np.ndarray, token: int, layer: int) -> np.ndarray:
+        """The window after this layer: this token's experts up to it, the last token's after it; past use; layer."""
+        seen_A, last_A = layer_A <= layer, used_TA[token - 1] if token else np.zeros(num, np.float32)
+        newer_A = RECALL * past_TA[token] + (1 - RECALL) * used_TA[token]
+        window_A = np.where(seen_A, used_TA[token], last_A)
+        return np.concatenate([window_A, np.where(seen_A, newer_A, past_TA[token]), np.arange(layers) == layer])
+
+    known = list(windows(law[::2] + sequences("intent")[1][::2], experts))
+    places = [(number, token) for number, made in enumerate(known) for token in range(1, len(made[0]) - 1)]
+    net = torch.nn.Sequential(
+        torch.nn.Linear(2 * num + layers, 2048), torch.nn.ReLU(), torch.nn.Dropout(0.4), torch.nn.Linear(2048, num)
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), 2e-3, weight_decay=1e-2)
+    for epoch in range(EPOCHS):
+        optimizer.param_groups[0]["lr"] = 2e-3 * (1 - epoch / EPOCHS)
+        draw.shuffle(places)
+        for first in range(0, len(places), 128):
+            rows, values = [], []
+            for number, token in places[first : first + 128]:
+                layer, (used_TA, past_TA, soon_TA) = int(draw.integers(layers)), known[number]
+                rows.append(inputs(used_TA, past_TA, token, layer))
+                values.append(np.where(layer_A <= layer, soon_TA[token + 1], soon_TA[token]))
+            scores = net(torch.from_numpy(np.stack(rows).astype(np.float32)))
+            target = torch.from_numpy(np.stack(values).astype(np.float32))
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    net.eval()
+    slots = [int(share * num) for share in SHARES]
+    resident = [np.zeros(num, bool) for _ in slots]
+    hits, needed = np.zeros(len(slots)), 0
+    for used_TA, past_TA, _ in windows(first_tokens(law[1::2], SCORED), experts):
+        for token in range(len(used_TA)):
+            rows = [inputs(used_TA, past_TA, token, layer) for layer in range(layers)]
+            with torch.inference_mode():
+                value_LA = net(torch.from_numpy(np.stack(rows).astype(np.float32))).sigmoid().numpy()
+            for layer in range(layers):
+                keys = np.flatnonzero((used_TA[token] > 0) & (layer_A == layer))
+                near_A = foresight.NEARNESS ** (((layer_A - layer - 1) % layers + 1) / layers)
+                needed += len(keys)
+                for i, resident_A in enumerate(resident):
+                    hits[i] += resident_A[keys].sum()
+                    resident_A[keys] = True
+                    worth_A = np.where(resident_A, value_LA[layer] * near_A, np.inf)
+                    worth_A[keys] = np.inf
+                    resident_A[np.argsort(worth_A)[: max(0, int(resident_A.sum()) - slots[i])]] = False
+    print(f"law: kept hits of a trained network {', '.join(f'{share:.3f}' for share in hits / needed)}")
+    assert hits[0] < hits[1] < hits[2]
