@@ -126,6 +126,11 @@ class DrawnWorker:
                 arrived.append(str(error))
         return arrived
 
+    def time_copies(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert]:
+        self._live()
+        size = self.spec.slot_bytes
+        return [ArrivedExpert(source=source, bytes=size, seconds=self.move_s) for *_, source in moves]
+
     def drop_all(self, places: Sequence[Place]) -> None:
         for place in places:
             self.drop(*place)
@@ -225,6 +230,15 @@ class Table:
             except MoetoolError as error:
                 failed.append((server, at, error))
         return MovedRound(arrived=arrived, failed=failed)
+
+    def time_copies(self, copies: Sequence[tuple[int, Place, int]]) -> list[tuple[int, ArrivedExpert]]:
+        timed = []
+        for server, at, source in copies:
+            try:
+                timed += [(server, one) for one in self._workers[server].time_copies([(*at, source)])]
+            except WorkerDied:
+                continue
+        return timed
 
     def drop(self, server: int, layer: int, expert: int) -> None:
         if not any((layer, expert) in held for n, held in enumerate(self._held) if n != server):

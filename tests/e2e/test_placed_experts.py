@@ -426,6 +426,15 @@ def test_a_damaged_expert_is_not_taken(well_again: Nodes, monkeypatch: Any) -> N
     assert torch.equal(*found)
 
 
+def test_a_timed_copy_changes_nothing(thirds: Nodes) -> None:
+    runtime, held = thirds[0].runtime, thirds[0].runtime.held
+    there, elsewhere = _third(1)[0], _third(2)[0]
+    before = runtime.meter.take(0).migrated_bytes, runtime.version
+    (timed,) = runtime.time_copies([(*there, 1), (*elsewhere, 1)])  # server 1 holds only the first
+    assert (timed.source, timed.bytes) == (1, runtime.spec.slot_bytes) and timed.seconds > 0
+    assert runtime.held == held and (runtime.meter.take(0).migrated_bytes, runtime.version) == (0, before[1])
+
+
 def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
     nodes = thirds
 

@@ -60,6 +60,9 @@ class NodeWorker:
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
         return self.node.runtime.adopt_all(moves)
 
+    def time_copies(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert]:
+        return self.node.runtime.time_copies(moves)
+
     def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
         for place in places:
             self.drop(*place)

@@ -79,6 +79,9 @@ class _Worker:
                 arrived.append(str(error))
         return arrived
 
+    def time_copies(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert]:
+        return [ArrivedExpert(source=source, bytes=1, seconds=0.5) for *_, source in moves]
+
     def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
         for place in places:
             self.drop(*place)
@@ -248,6 +251,15 @@ def test_a_round_of_moves_is_told_twice_and_by_what_has_changed(start: Callable[
     assert "s0 is the only one" in str(made.failed[0][2]) and str(made.failed[1][2]) == "full"
     assert cluster.agree() and cluster.processes[0].held == {(1, 0), (1, 1)}
     assert len(worker.holders) == heard + 2  # before the drops; nothing has arrived
+
+
+def test_copies_are_timed_where_a_server_answers(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 6)
+    held = cluster.head.held()
+    timed = cluster.head.time_copies([(1, (0, 0), 0), (1, (0, 1), 0)])
+    assert timed == [(1, ArrivedExpert(source=0, bytes=1, seconds=0.5))] * 2 and cluster.head.held() == held
+    cluster.processes.loses_answers_to = "time_copies"
+    assert cluster.head.time_copies([(1, (0, 0), 0)]) == []
 
 
 @pytest.mark.parametrize("method", ["adopt_all", "adopt"])

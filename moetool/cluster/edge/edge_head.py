@@ -212,6 +212,23 @@ class EdgeHead:
         with self._moving():
             return self._move(drops, copies)
 
+    def time_copies(self, copies: Sequence[tuple[int, Place, int]]) -> list[tuple[int, ArrivedExpert]]:
+        """Time transfers of experts that change nothing.
+
+        Servers work in parallel, each on its own copies in order.
+
+        Args:
+            copies: as for `move`.
+
+        Returns:
+            (server, transfer) of those that succeeded.
+        """
+        wanted: dict[int, list[tuple[int, int, int]]] = {}
+        for server, at, source in copies:
+            wanted.setdefault(server, []).append((*at, source))
+        answers = self._ask_each("time_copies", wanted).items()
+        return [(server, found) for (server, _), some in answers if not isinstance(some, Exception) for found in some]
+
     def publish(self) -> None:
         """Send the table of experts to all servers; returns when all running ones have received it."""
         self._table.holders(newer=True)

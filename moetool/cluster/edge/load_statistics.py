@@ -85,10 +85,15 @@ class Statistics:
             self._computed_N[n] = (0.0, 0.0, now_s)
 
     def moved(self, server: int, moved: ArrivedExpert) -> None:
-        """Count an expert copied to a server; later ones weigh more."""
+        """Count an expert copied to a server, in a migration or a trial; later ones weigh more."""
         if moved.source >= 0 and moved.seconds > 0:
             self._moved_NN[moved.source, server] *= _OLDER_MOVES
             self._moved_NN[moved.source, server] += (moved.bytes, moved.seconds)
+
+    @property
+    def moved_between(self) -> frozenset[frozenset[int]]:
+        """Pairs of servers whose transfers were measured."""
+        return frozenset(frozenset(pair) for pair in np.argwhere(self._moved_NN[:, :, 1] > 0).tolist())
 
     def migrated(self, rounds: int, beside_s: float) -> None:
         """Count a migration and its seconds without transfer time; later ones weigh more."""

@@ -173,6 +173,17 @@ class PlacedRuntime(ExpertRuntime):
         _LOG.info("adopted expert %d of MoE layer %d from %s (%s B)", expert, layer, came, num_bytes)
         return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
+    def time_copies(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert]:
+        """Fetch each (layer, expert, source) from its peer like `adopt`, and discard it; failed ones are left out."""
+        timed = []
+        for layer, expert, source in moves:
+            began = time.monotonic()
+            if (data := self._fetch(layer, expert, source)) is not None:
+                with self.holding.computing:  # an adoption waits for it too
+                    seconds = time.monotonic() - began
+                timed.append(ArrivedExpert(source=source, bytes=data.numel(), seconds=seconds))
+        return timed
+
     def drop(self, layer: int, expert: int) -> None:
         """Stop holding an expert, once no computation uses it. Later calls are refused and repeated elsewhere."""
         self.holding.remove(self._key(layer, expert))

@@ -1,7 +1,9 @@
 """Observations of an edge cluster for re-placement, and its servers' actual placements."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -17,6 +19,12 @@ _ROUND = 64
 """Limit of copies per round; servers receive the new placement between rounds."""
 _ROUND_S = 0.5
 """Limit of a round's transfer seconds, by known link rates."""
+_TRIALS = 3
+"""Trial copies over each link."""
+_TRIAL_LINKS = 8
+"""Limit of links that a server tries."""
+_TRIAL_S = 0.05
+"""Longest trial copy, by the plan."""
 
 
 def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Cluster:
@@ -140,6 +148,29 @@ def next_round(
             made[0].append(step)
         done += 1
     return *made, done, skipped
+
+
+def trial_copies(
+    statistics: Statistics, cluster: Cluster, held: Mapping[int, Set[Place]]
+) -> list[tuple[int, Place, int]]:
+    """Copies (server, place, source) that would measure links between running servers that no copy has used yet.
+
+    A link on which a copy takes long by the plan is left out: its rate outweighs everything else.
+
+    Args:
+        cluster: the plan's.
+        held: experts of each running server.
+    """
+    known, copies, asked = statistics.moved_between, [], Counter[int]()
+    for a, b in combinations(sorted(held), 2):
+        bytes_s, latency_s = cluster.link(a, b)
+        slow = latency_s + statistics.spec.slot_bytes / bytes_s > _TRIAL_S
+        server, source = (a, b) if (a + b) % 2 else (b, a)  # about equally many at each server
+        if frozenset((a, b)) in known or slow or asked[server] >= _TRIAL_LINKS:
+            continue
+        asked[server] += 1
+        copies += [(server, place, source) for place in sorted(held[source])[:_TRIALS]]
+    return copies
 
 
 def num_rounds(steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int]) -> int:

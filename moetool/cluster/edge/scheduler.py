@@ -13,8 +13,16 @@ import numpy as np
 from moetool import config, durable
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
-from moetool.cluster.edge.protocol import MovedRound, WorkerInfo, WorkerStats
-from moetool.cluster.edge.replacement import by_server, next_round, observe, places_of, pooled, steps_to
+from moetool.cluster.edge.protocol import ArrivedExpert, MovedRound, WorkerInfo, WorkerStats
+from moetool.cluster.edge.replacement import (
+    by_server,
+    next_round,
+    observe,
+    places_of,
+    pooled,
+    steps_to,
+    trial_copies,
+)
 from moetool.cluster.edge.scheduler_state import SchedulerState, reading
 from moetool.cluster.worker_link import WorkerDied
 from moetool.config import POSITIVE, SHARE, Span, require_within
@@ -84,6 +92,7 @@ class Servers(Protocol):
     def held(self) -> Sequence[frozenset[Place]]: ...
     def stats(self) -> Sequence[WorkerStats | None]: ...
     def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound: ...
+    def time_copies(self, copies: Sequence[tuple[int, Place, int]]) -> Sequence[tuple[int, ArrivedExpert]]: ...
 
 
 class Scheduler:
@@ -266,6 +275,9 @@ class Scheduler:
         if len(frozenset[Place]().union(*held.values())) < self.spec.total_experts:
             return
         self._decided_s = now_s
+        if trials := trial_copies(self.statistics, self.cluster, held):
+            for server, moved in servers.time_copies(trials):
+                self.statistics.moved(server, moved)
         record = ReplacementRecord(at_s=now_s, planner=self.options.planner)
         began = time.monotonic()
         decision = self._propose(record, held, slots)

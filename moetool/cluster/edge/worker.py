@@ -89,7 +89,7 @@ class Worker:
     """A server of the cluster, called by its head. Methods may be called from any thread.
 
     Attributes:
-        set_holders, change_holders, adopt, adopt_all, drop, drop_all: those of its `PlacedRuntime`.
+        set_holders, change_holders, adopt, adopt_all, time_copies, drop, drop_all: those of its `PlacedRuntime`.
 
     Effects: reads the model, listens for users and peers, and starts threads; it serves on return. `close` ends
     everything.
@@ -135,7 +135,7 @@ class Worker:
             self._runtime = runtime = self._engine.runtime
             self.set_holders, self.change_holders = runtime.set_holders, runtime.change_holders
             self.adopt, self.adopt_all = runtime.adopt, runtime.adopt_all
-            self.drop, self.drop_all = runtime.drop, runtime.drop_all
+            self.drop, self.drop_all, self.time_copies = runtime.drop, runtime.drop_all, runtime.time_copies
             self._listener = Listener(
                 for_peers, settings.identity, self._runtime.handle, links=links, limit_bytes=limit_bytes
             )
