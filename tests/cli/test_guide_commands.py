@@ -33,10 +33,12 @@ NOT_RUN = {
     "README": {"python3 -m venv": "pip's environment", "pip install": "downloads torch"},
     "clusters": {
         "moetool serve MODEL": "several server processes or hosts; tests/cluster runs it",
+        "umask 077": "test_rays_commands_are_those_of_ray runs it",
         "ray get-auth-token": "test_rays_commands_are_those_of_ray runs it",
         "export RAY_AUTH_MODE=token": "Ray on several hosts",
         "ray start": "Ray on several hosts; test_rays_commands_are_those_of_ray checks its options",
-        "scp ADDRESS": "a second host",
+        "mkdir -p ~/.ray && scp -p ADDRESS": "a second host",
+        "curl http://ADDRESS:8000": "an edge server; tests/cluster/test_hosts.py asks one",
         "moetool doctor --cluster": "Ray on several hosts; tests/cluster/test_hosts.py runs it",
         "PORTS=": "test_rays_commands_are_those_of_ray checks its options",
     },
@@ -145,8 +147,11 @@ def test_rays_commands_are_those_of_ray(tmp_path: Path) -> None:
     options = {word for word in used if word.startswith("--")}
     assert len(options) > 10 and options <= known, options - known
     (token,) = (words for words in lines if words[:2] == ["ray", "get-auth-token"])
-    subprocess.run([ray, *token[1:]], capture_output=True, check=True, env={**os.environ, "HOME": str(tmp_path)})
-    assert (tmp_path / ".ray" / "auth_token").read_text()
+    (mask,) = (int(words[1], 8) for words in lines if words[0] == "umask")
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run([ray, *token[1:]], capture_output=True, check=True, env=environment, umask=mask)
+    made = tmp_path / ".ray" / "auth_token"
+    assert made.read_text() and made.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_glossary_is_the_packages() -> None:
