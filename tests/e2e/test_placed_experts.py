@@ -1,6 +1,7 @@
 """Experts on several servers: the same bits as on one, wherever they are and whatever becomes of the others."""
 
 import contextlib
+import ctypes
 import logging
 import socket
 import struct
@@ -209,6 +210,32 @@ def test_every_server_has_users_at_once(thirds: Nodes, baseline: Any) -> None:
     for thread in threads:
         thread.join(60)
     assert not failed, failed
+
+
+def test_a_new_thread_answers_with_the_servers_number_of_compute_threads(
+    thirds: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = [*Path(torch.__file__).parents[1].glob("torch*/**/libgomp*.so*")]
+    if not libraries:
+        pytest.skip("torch computes with another OpenMP library")
+    openmp, runtime = ctypes.CDLL(str(libraries[0])), thirds[0].runtime
+    layer, expert = _third(0)[0]
+    parts = [bytearray(part) for part in rows_parts(layer, {expert: 2}, torch.randn(2, runtime.spec.hidden_size))]
+    ready, found = runtime.store.ready, list[int]()
+
+    def before_products(key: int, slot: int) -> Any:
+        found.append(openmp.omp_get_max_threads())
+        return ready(key, slot)
+
+    def answer() -> None:
+        openmp.omp_set_num_threads(7)  # a new thread's number on a machine with 7 cores
+        runtime.handle(Frame(head={}, parts=parts))
+
+    monkeypatch.setattr(runtime.store, "ready", before_products)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+    assert found == [torch.get_num_threads()]
 
 
 def test_cold_experts_lie_on_disk(reference: Path, tokenizer: Any, baseline: Any) -> None:

@@ -398,6 +398,7 @@ class PlacedRuntime(ExpertRuntime):
         asked = read_rows(message.parts, self.spec)
         if not asked.counts:
             raise MoetoolError("the call has no expert")
+        torch.get_num_threads()  # otherwise a new thread may use all cores, which may round differently
         layer = self._bare_layers[asked.layer]
         if max(asked.counts) >= layer.form.num_experts:
             raise MoetoolError("the call names an expert without weights")
