@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from moetool.caching._policy import MIN_SLOTS, build_policy
@@ -217,6 +218,7 @@ class Rank:
     # -- forward thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        torch.get_num_threads()  # otherwise this thread may compute the first rows of others with all cores
         try:
             while (message := self._inbox.get())["kind"] != "stop":
                 try:
