@@ -19,8 +19,10 @@ _ROUND = 64
 """Limit of copies per round; servers receive the new placement between rounds."""
 _ROUND_S = 0.5
 """Limit of a round's transfer seconds, by known link rates."""
-_TRIALS = 3
-"""Trial copies over each link."""
+_TRIALS = 8
+"""Limit of trial copies over each link."""
+_LINK_S = 0.1
+"""Limit of their seconds, by the plan."""
 _TRIAL_LINKS = 8
 """Limit of links that a server tries."""
 _TRIAL_S = 0.05
@@ -164,12 +166,13 @@ def trial_copies(
     known, copies, asked = statistics.moved_between, [], Counter[int]()
     for a, b in combinations(sorted(held), 2):
         bytes_s, latency_s = cluster.link(a, b)
-        slow = latency_s + statistics.spec.slot_bytes / bytes_s > _TRIAL_S
+        copy_s = latency_s + statistics.spec.slot_bytes / bytes_s
         server, source = (a, b) if (a + b) % 2 else (b, a)  # about equally many at each server
-        if frozenset((a, b)) in known or slow or asked[server] >= _TRIAL_LINKS:
+        if frozenset((a, b)) in known or copy_s > _TRIAL_S or asked[server] >= _TRIAL_LINKS:
             continue
         asked[server] += 1
-        copies += [(server, place, source) for place in sorted(held[source])[:_TRIALS]]
+        number = sum(n * copy_s <= _LINK_S for n in range(1, _TRIALS + 1))
+        copies += [(server, place, source) for place in sorted(held[source])[:number]]
     return copies
 
 
