@@ -3,13 +3,18 @@
 python -m pytest tests/bench/test_parallel.py -m '' -s
 """
 
+import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moetool.bench.bench_result import show
 from moetool.bench.expert_parallelism import RankBenchOptions, bench_parallel
-from tests.ranks import ThreadRanks
+from moetool.cluster.launch import Where
+from moetool.cluster.parallel.rank_launch import RankProcesses
+from tests.ranks import Answers, ThreadRanks, open_head
 
 
 @pytest.mark.slow
@@ -24,3 +29,30 @@ def test_proactive_is_evener_than_offline_than_reactive_than_vanilla(tmp_path: P
     assert hottest["overlap"] < hottest["offline"] < hottest["reactive-always"] < hottest["vanilla"]
     assert found["overlap"]["moved_bytes"] > 0
     assert found["overlap"]["during_exchange"] == found["stop"]["during_exchange"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("emulated", [{"link_bytes_s": 20e6, "expert_token_s": 1e-4}, {}], ids=["links", "cores"])
+def test_micro_batches(emulated: dict[str, float], reference: Path, tokenizer: Any) -> None:
+    """Nine prompts of 200 tokens on three ranks, in whole and in halves by turns."""
+    text = tokenizer("the king of the old house said that seven great rivers return to the sea " * 20)["input_ids"]
+    prompts = [[(token + 7 * n) % 4000 for token in text[:200]] for n in range(9)]
+    options = {"seats": 3, "kv_tokens": 4096, "timeout_s": 60.0, "max_prompt_wait_s": 0.0, **emulated}
+    heads = []
+    try:
+        for parts in (1, 2):
+            launcher = RankProcesses(Where(count=3), [f"rank {n}" for n in range(3)], threads=1)
+            heads.append(open_head(reference, tokenizer, launcher=launcher, micro_batches=parts, **options))
+        taken: list[list[float]] = []
+        for _ in range(8):
+            taken.append([])
+            for head in heads:
+                answers, began = Answers(head), time.perf_counter()
+                answers.wait([answers.ask(prompt, 1) for prompt in prompts], 300)
+                taken[-1].append(time.perf_counter() - began)
+    finally:
+        for head in heads:
+            head.close()
+    whole, halves = (statistics.median(each) for each in zip(*taken[1:], strict=True))
+    ratio = statistics.median(two / one for one, two in taken[1:])
+    print(f"whole {whole:.3f} s, in halves {halves:.3f} s, ratio in rounds {ratio:.2f}")

@@ -62,7 +62,7 @@ class Restless(BatchReplacement):
 @pytest.fixture(scope="module")
 def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
     """Three ranks with two seats each."""
-    made = open_head(reference, tokenizer, gpus=GPUS, slots=256, seats=2, gather_s=0.2)
+    made = open_head(reference, tokenizer, gpus=GPUS, slots=256, seats=2, gather_s=0.2, micro_batches=2)
     yield made
     made.close()
 
@@ -142,7 +142,7 @@ def test_a_decode_step_takes_two_exchanges_a_layer(
 
         monkeypatch.setattr(Group, name, counted)
 
-    for name in ("counts", "exchange", "exchange_few"):
+    for name in ("counts", "exchange", "exchange_few", "begin_exchange"):
         count(name)
     answers = Answers(head)
     answers.wait([answers.ask(prompts[0], 9, ignore_eos=True)])
@@ -151,8 +151,39 @@ def test_a_decode_step_takes_two_exchanges_a_layer(
     assert steps == 9
     layers = head.spec.num_layers
     assert taken["counts"] <= steps + layers  # in a step's first layer, and where a prompt has many rows
-    assert taken["exchange"] + taken["exchange_few"] == 2 * layers * steps
+    in_halves = taken["begin_exchange"] // 4
+    assert in_halves <= layers
+    assert taken["exchange"] + taken["exchange_few"] == 2 * (layers * steps - in_halves)
     assert taken["exchange_few"] >= (layers - 1) * (steps - 1)
+
+
+def test_half_of_many_rows_travels_while_the_other_half_is_computed(
+    reference: Path, tokenizer: Any, head: RankHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS, replicas=5))
+    long = [tokenizer(text * 8)["input_ids"] for text in TEXTS]  # two for each rank
+    engine = engines.engine(reference, tokenizer, "lru", 256, max_requests=2)
+    expected = [engines.generate(engine, long[g::GPUS], 6) for g in range(GPUS)]
+    engine.close()
+    done: list[str] = []
+    buffers = head.launcher.ranks[0].buffers  # type: ignore[attr-defined]
+    begin, weights = Group.begin_exchange, buffers.weights
+
+    def begun(group: Group, *args: Any) -> Any:
+        if group.rank == 0:
+            done.append("exchange")
+        return begin(group, *args)
+
+    def used(key: int) -> Any:
+        if done[-1:] == ["exchange"]:
+            done.append("compute")
+        return weights(key)
+
+    monkeypatch.setattr(Group, "begin_exchange", begun)
+    monkeypatch.setattr(buffers, "weights", used)
+    _same_as_alone(head, long, expected)
+    layer = ["exchange", "exchange", "compute", "exchange", "compute", "exchange"]
+    assert done[: 6 * head.spec.num_layers] == layer * head.spec.num_layers
 
 
 @pytest.mark.parametrize("slots", [256, 100], ids=["one stage", "many stages"])

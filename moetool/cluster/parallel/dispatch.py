@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class DispatchTally:
         sent: bytes of rows sent to each GPU of the cluster, both ways of the all-to-all.
         expert_s: seconds of computing experts.
         dense_s: seconds of computing everything else.
-        exchange_s: seconds in all-to-alls, waiting for slower ranks included.
+        exchange_s: seconds in all-to-alls beside which nothing was computed, waiting for slower ranks included.
         wire: sums of 1, x, y, x x and x y over all-to-alls of rows without counts: x bytes leave this GPU, y seconds.
             All ranks enter these at once, since they have just exchanged counts.
     """
@@ -59,6 +60,7 @@ class ParallelRuntime(ExpertRuntime):
     with no rows (`end_step`). A step's first layer takes an all-to-all of counts, one of rows with uneven splits, and
     one back. With the counts each rank sends its limit of rows for any other rank in this step. Where that is small
     for all, as in decode steps, the other layers take two all-to-alls: rows with their counts, and products back.
+    Where it is not, and with `in_halves`, rows travel in two micro-batches: one while the other is computed.
 
     Rows of one rank and one expert form one product, wherever it is computed. The rank computes the weighted sum in
     the order of the token's top-k. Both are as in `ExpertRuntime`. So for one batch composition of a rank the result is
@@ -71,6 +73,7 @@ class ParallelRuntime(ExpertRuntime):
         server_G: the server of each GPU.
         windows: called at the start of compute phases and all-to-alls.
         machine: emulates the rank's outgoing link and its compute time.
+        in_halves: whether steps with many rows use two micro-batches; the same at all ranks.
 
     Attributes:
         group: group of the running generation; None between generations.
@@ -91,8 +94,10 @@ class ParallelRuntime(ExpertRuntime):
         server_G: Sequence[int],
         windows: Windows,
         machine: EmulatedMachine,
+        in_halves: bool,
     ) -> None:
         super().__init__(loaded, residency, store)
+        self._in_halves = in_halves
         self.buffers, self.windows = buffers, windows
         self._spec, self._layers = loaded.spec, loaded.layers
         self._gpu, self._server_G, self._machine = gpu, tuple(server_G), machine
@@ -102,6 +107,7 @@ class ParallelRuntime(ExpertRuntime):
         self._next = self._tokens = self._few = 0
         self._members: list[int] = []
         self._to_LE: np.ndarray | None = None
+        self._half_GLE: np.ndarray  # experts of the second micro-batch
         self._row_s = machine.expert_token_s
         self._dense_before_s: dict[int, float] = {}
         self._began = time.perf_counter()
@@ -123,6 +129,7 @@ class ParallelRuntime(ExpertRuntime):
         """Switch to another placement at the next step; every rank must do so before the same step."""
         self.placed_GLE = placed_GLE
         self._to_LE = destinations(placed_GLE, self._server_G)[self._gpu]
+        self._half_GLE = placed_GLE.cumsum(axis=2) % 2 == 0
 
     def count_anew(self) -> DispatchTally:
         """Begin a new tally; returns the old one."""
@@ -176,41 +183,23 @@ class ParallelRuntime(ExpertRuntime):
         self, layer: MoeLayer, parts: dict[int, torch.Tensor], rows_of: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """Compute each expert's output for this rank's rows, and the other ranks' rows."""
-        group, tally = self.group, self.tally
+        group = self.group
         assert group is not None and self._to_LE is not None, "no generation runs"
         try:
             index = layer.index
             made_RE = np.zeros((group.size, self._spec.num_experts), np.int64)  # faster than torch for single numbers
             rank_of = {gpu: rank for rank, gpu in enumerate(self._members)}
             order = sorted((rank_of[int(self._to_LE[index, expert])], expert) for expert in parts)
-            lengths = [parts[expert].shape[0] for _, expert in order]
-            for (rank, expert), length in zip(order, lengths, strict=True):
-                made_RE[rank, expert] = length
-            tally.tokens_LE[index] += made_RE.sum(axis=0)
-            rows_XD = torch.cat([parts[expert] for _, expert in order]) if order else self._no_rows()
-            send_R = made_RE.sum(axis=1).tolist()
+            for rank, expert in order:
+                made_RE[rank, expert] = parts[expert].shape[0]
+            self.tally.tokens_LE[index] += made_RE.sum(axis=0)
             self._note_dense(index)
-
             self._begin_exchange(group)
-            if self._few:
-                self._leave(send_R, rows_XD)
-                got_YD, theirs_RE = group.exchange_few(rows_XD, made_RE, self._few)
+            theirs_RE = None if self._few else self._tell_counts(group, made_RE, first=index == 0)
+            if theirs_RE is None or self._few or not self._in_halves:
+                outputs = self._exchange_whole(group, layer, parts, order, made_RE, theirs_RE)
             else:
-                theirs_RE = self._tell_counts(group, made_RE, first=index == 0)
-                began = time.perf_counter()
-                away = self._leave(send_R, rows_XD)
-                got_YD = group.exchange(rows_XD, send_R, theirs_RE.sum(axis=1).tolist())
-                taken_s = time.perf_counter() - began
-                wire = (1, away, taken_s, away**2, away * taken_s)
-                tally.wire = [a + b for a, b in zip(tally.wire, wire, strict=True)]
-            receive_R = theirs_RE.sum(axis=1).tolist()
-            self._end_exchange(len(got_YD) * self._row_s)
-
-            products_YD = self._compute_held(layer, got_YD, theirs_RE)
-
-            self._begin_exchange(group)
-            self._leave(receive_R, products_YD)
-            back_XD = group.exchange(products_YD, receive_R, send_R)
+                outputs = self._exchange_halves(group, layer, parts, order, made_RE, theirs_RE)
             self._end_exchange(self._dense_before_s.get((index + 1) % self._spec.num_layers, 0.0))
         except GroupBroken:
             raise
@@ -220,9 +209,78 @@ class ParallelRuntime(ExpertRuntime):
             raise GroupBroken(f"GPU {self._gpu} cannot compute its part ({first_line(error)})") from error
         self._next = index + 1
         self._began = time.perf_counter()
-        return (
-            dict(zip([expert for _, expert in order], back_XD.split_with_sizes(lengths), strict=True)) if order else {}
-        )
+        return outputs
+
+    def _exchange_whole(
+        self,
+        group: Group,
+        layer: MoeLayer,
+        parts: Mapping[int, torch.Tensor],
+        order: Sequence[tuple[int, int]],
+        made_RE: np.ndarray,
+        theirs_RE: np.ndarray | None,
+    ) -> dict[int, torch.Tensor]:
+        """Two all-to-alls, the first of which carries the counts too, if they are not known."""
+        rows_XD, send_R = self._joined(parts, order), made_RE.sum(axis=1).tolist()
+        began, away = time.perf_counter(), self._count_sent(send_R, rows_XD)
+        self._machine.send(away)
+        if theirs_RE is None:
+            got_YD, theirs_RE = group.exchange_few(rows_XD, made_RE, self._few)
+        else:
+            got_YD = group.exchange(rows_XD, send_R, theirs_RE.sum(axis=1).tolist())
+            self._note_wire(away, time.perf_counter() - began)
+        self._end_exchange(len(got_YD) * self._row_s)
+        products_YD = self._compute_held(layer, got_YD, theirs_RE)
+        self._begin_exchange(group)
+        receive_R = theirs_RE.sum(axis=1).tolist()
+        self._machine.send(self._count_sent(receive_R, products_YD))
+        return _by_expert(group.exchange(products_YD, receive_R, send_R), parts, order)
+
+    def _exchange_halves(
+        self,
+        group: Group,
+        layer: MoeLayer,
+        parts: Mapping[int, torch.Tensor],
+        order: Sequence[tuple[int, int]],
+        made_RE: np.ndarray,
+        theirs_RE: np.ndarray,
+    ) -> dict[int, torch.Tensor]:
+        """Rows in two micro-batches: one is exchanged while the other is computed.
+
+        A micro-batch has every other expert of each GPU, so each product keeps its rows.
+        """
+        half_RE = self._half_GLE[self._members, layer.index]
+        arriving, halves = [], []
+        began = time.perf_counter()
+        for half in (False, True):
+            mine = [(rank, expert) for rank, expert in order if half_RE[rank, expert] == half]
+            rows_XD = self._joined(parts, mine)
+            send_R = np.where(half_RE == half, made_RE, 0).sum(axis=1).tolist()
+            come_RE = np.where(half_RE[group.rank] == half, theirs_RE, 0)
+            receive_R = come_RE.sum(axis=1).tolist()
+            away = self._count_sent(send_R, rows_XD)
+            arriving.append(group.begin_exchange(rows_XD, send_R, receive_R, partial(self._machine.send, away)))
+            halves.append((mine, send_R, come_RE, receive_R, away))
+        returning = []
+        for number, (_, send_R, come_RE, receive_R, away) in enumerate(halves):
+            got_YD = arriving[number]()
+            self.tally.exchange_s += time.perf_counter() - self._began
+            if not number:
+                self._note_wire(away, time.perf_counter() - began)
+            products_YD = self._compute_held(layer, got_YD, come_RE)
+            self._began = time.perf_counter()
+            first = partial(self._machine.send, self._count_sent(receive_R, products_YD))
+            returning.append(group.begin_exchange(products_YD, receive_R, send_R, first))
+        outputs: dict[int, torch.Tensor] = {}
+        for (mine, *_), arrived in zip(halves, returning, strict=True):
+            outputs |= _by_expert(arrived(), parts, mine)
+        return outputs
+
+    def _joined(self, parts: Mapping[int, torch.Tensor], order: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Rows to send, by rank, then by expert."""
+        if not order:
+            return torch.empty(0, self._width, dtype=self._dtype, device=self._device)
+        return torch.cat([parts[expert] for _, expert in order])
 
     def _tell_counts(self, group: Group, counts_RE: np.ndarray, first: bool) -> np.ndarray:
         """Exchange row counts; in a step's first layer, also each rank's limit of rows for another."""
@@ -269,14 +327,15 @@ class ParallelRuntime(ExpertRuntime):
             self._row_s += _FORGET * (taken_s / rows - self._row_s)
         return out_YD
 
-    def _no_rows(self) -> torch.Tensor:
-        return torch.empty(0, self._width, dtype=self._dtype, device=self._device)
-
     def _note_dense(self, index: int) -> None:
         taken_s = time.perf_counter() - self._began
         self.tally.dense_s += taken_s
         before_s = self._dense_before_s.get(index, taken_s)
         self._dense_before_s[index] = before_s + _FORGET * (taken_s - before_s)
+
+    def _note_wire(self, away: int, taken_s: float) -> None:
+        wire = (1, away, taken_s, away**2, away * taken_s)
+        self.tally.wire = [a + b for a, b in zip(self.tally.wire, wire, strict=True)]
 
     def _begin_exchange(self, group: Group) -> None:
         self.windows.close(group.timeout_s)
@@ -286,8 +345,8 @@ class ParallelRuntime(ExpertRuntime):
         self.tally.exchange_s += time.perf_counter() - self._began
         self.windows.open(next_s)
 
-    def _leave(self, rows_R: Sequence[int], rows_XD: torch.Tensor) -> int:
-        """Count the bytes that leave this GPU, and wait for their emulated time."""
+    def _count_sent(self, rows_R: Sequence[int], rows_XD: torch.Tensor) -> int:
+        """Count and return the bytes that leave this GPU."""
         row_bytes = rows_XD.shape[1] * rows_XD.element_size()
         away = 0
         for rank, rows in enumerate(rows_R):
@@ -295,5 +354,12 @@ class ParallelRuntime(ExpertRuntime):
             if gpu != self._gpu:
                 self.tally.sent[gpu] += rows * row_bytes
                 away += rows * row_bytes
-        self._machine.send(away)
         return away
+
+
+def _by_expert(
+    rows_XD: torch.Tensor, parts: Mapping[int, torch.Tensor], order: Sequence[tuple[int, int]]
+) -> dict[int, torch.Tensor]:
+    """Split returned products, in the order of the sent rows."""
+    lengths = [parts[expert].shape[0] for _, expert in order]
+    return dict(zip([expert for _, expert in order], rows_XD.split_with_sizes(lengths), strict=True)) if order else {}

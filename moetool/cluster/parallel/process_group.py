@@ -2,7 +2,8 @@
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -49,12 +50,14 @@ class Group:
         self._lock = threading.Lock()
         self._mesh = mesh
         self._options = dist.AllToAllOptions()
+        self._beside = ThreadPoolExecutor(1, "exchange")  # starts its thread with the first exchange
         self._nccl: Any = None
         if self.device.type == "cuda":
             try:
                 torch.cuda.set_device(self.device)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=self.timeout_s)
+                options.is_high_priority_stream = True  # rows go before copies of experts
                 mine = dist.PrefixStore(f"generation-{mesh.generation}", store)
                 self._nccl = dist.ProcessGroupNCCL(mine, mesh.rank, mesh.size, options)
             except RuntimeError as error:
@@ -87,11 +90,44 @@ class Group:
             GroupBroken: a rank was lost.
         """
         if self.device.type == "cuda":
-            got_YD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1])
-            self._all_to_all(got_YD, rows_XD.contiguous(), receive_R, send_R)
-            return got_YD
+            return self.begin_exchange(rows_XD, send_R, receive_R)()
         received = self._swap([[part] for part in _split(rows_XD, send_R)])
         return self._joined(rows_XD, [part for (part,) in received], receive_R)
+
+    def begin_exchange(
+        self,
+        rows_XD: torch.Tensor,
+        send_R: list[int],
+        receive_R: list[int],
+        first: Callable[[], object] = lambda: None,
+    ) -> Callable[[], torch.Tensor]:
+        """Begin an all-to-all of rows beside computation; begun ones run in their order.
+
+        Args:
+            rows_XD, send_R, receive_R: as for `exchange`.
+            first: called before, on a CPU by the thread that exchanges.
+
+        Returns:
+            A function that waits for the rows and returns them; see `exchange`. Until it has returned for every begun
+            exchange, no other collective may be called.
+        """
+        if self.device.type == "cuda":
+            first()
+            got_YD, given_XD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1]), rows_XD.contiguous()
+            finish = self._begin_all_to_all(got_YD, given_XD, receive_R, send_R)
+
+            def arrived() -> torch.Tensor:
+                finish()
+                return got_YD
+
+            return arrived
+
+        def swap() -> list[Parts]:
+            first()
+            return self._swap([[part] for part in _split(rows_XD, send_R)])
+
+        swapped = self._beside.submit(swap)
+        return lambda: self._joined(rows_XD, [part for (part,) in swapped.result()], receive_R)
 
     def exchange_few(self, rows_XD: torch.Tensor, counts_RE: np.ndarray, most: int) -> tuple[torch.Tensor, np.ndarray]:
         """All-to-all of rows and their counts in one collective; over NCCL padded to `most` rows per rank pair.
@@ -125,7 +161,7 @@ class Group:
             sent[rank, head : head + len(part)] = part
             start += rows
         got = torch.empty_like(sent)
-        self._all_to_all(got, sent, [], [])
+        self._begin_all_to_all(got, sent, [], [])()
         theirs_RE = got[:, : counts.shape[1]].cpu().view(torch.int16).numpy().astype(np.int64)
         received = [
             got[rank, head : head + rows * width * item] for rank, rows in enumerate(theirs_RE.sum(axis=1).tolist())
@@ -139,6 +175,7 @@ class Group:
             self.broken = self.broken or GroupBroken("the group was aborted")
             nccl, self._nccl = self._nccl, None
         self._mesh.close()
+        self._beside.shutdown(wait=False)
         if nccl is not None:
             try:
                 nccl.abort()
@@ -165,13 +202,24 @@ class Group:
             raise self._failed(error) from None
         return received
 
-    def _all_to_all(self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int]) -> None:
+    def _begin_all_to_all(
+        self, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int]
+    ) -> Callable[[], None]:
+        """Return a function that waits for it, and for the computation queued before the call of that function."""
         self._require_whole()
         try:
-            self._nccl.alltoall_base(output, given, got, sent, self._options).wait()
-            torch.cuda.current_stream(output.device).synchronize()
+            work = self._nccl.alltoall_base(output, given, got, sent, self._options)
         except RuntimeError as error:
             raise self._failed(error) from None
+
+        def finish() -> None:
+            try:
+                work.wait()
+                torch.cuda.current_stream(output.device).synchronize()
+            except RuntimeError as error:
+                raise self._failed(error) from None
+
+        return finish
 
     def _require_whole(self) -> None:
         if self.broken is not None:

@@ -108,6 +108,7 @@ class Rank:
             residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
             pool = open_store(loaded, residency, 1)
             stack.callback(pool.close)
+            waits = device.type != "cpu" or not on_one_machine or options.link_bytes_s > 0
             self.runtime = ParallelRuntime(
                 loaded,
                 residency,
@@ -117,6 +118,7 @@ class Rank:
                 server_G=server_G,
                 windows=self.windows,
                 machine=machine,
+                in_halves=(options.micro_batches or 1 + waits) == 2,
             )
             stack.callback(self.runtime.close)
             self._batcher = open_batcher(

@@ -44,6 +44,9 @@ class RankOptions:
         threads: compute threads of a rank (0: automatic).
         timeout_s: time limit of a collective; must exceed the slowest rank's forward. A rank that hangs is noticed
             after it, one that has ended at once.
+        micro_batches: parts of the rows of a long step; with 2, one is exchanged while the other is computed. 0: 2 on
+            GPUs, on several machines and with emulated links; 1 on the CPU of one machine, where no core is idle
+            during an exchange.
         migrate: `overlap`, `pipelined` or `stop` (`moetool.cluster.parallel.compute_windows.MIGRATIONS`, DIRECTOR's
             Figure 6).
         link_bytes_s: emulated rate of each rank's outgoing link, with a queue (0: not emulated).
@@ -57,6 +60,7 @@ class RankOptions:
     max_prompt_wait_s: float = 0.25
     threads: int = 0
     timeout_s: float = 5.0
+    micro_batches: int = 0
     migrate: str = "overlap"
     link_bytes_s: float = 0.0
     expert_token_s: float = 0.0
@@ -66,5 +70,5 @@ class RankOptions:
             raise unknown_name("--set migrate", self.migrate, MIGRATIONS)
         amount, time = Span(0), Span(0, above=True)
         require_within(self, seats=Span(1), kv_tokens=Span(16), threads=amount, timeout_s=time)
-        require_within(self, max_prompt_wait_s=amount)
+        require_within(self, max_prompt_wait_s=amount, micro_batches=Span(0, 2))
         require_within(self, link_bytes_s=amount, expert_token_s=amount)
