@@ -60,7 +60,7 @@ class ParallelRuntime(ExpertRuntime):
     with no rows (`end_step`). A step's first layer takes an all-to-all of counts, one of rows with uneven splits, and
     one back. With the counts each rank sends its limit of rows for any other rank in this step. Where that is small
     for all, as in decode steps, the other layers take two all-to-alls: rows with their counts, and products back.
-    Where it is not, and with `in_halves`, rows travel in two micro-batches: one while the other is computed.
+    Where it is not, and with `in_halves` (`join`), rows travel in two micro-batches: one while the other is computed.
 
     Rows of one rank and one expert form one product, wherever it is computed. The rank computes the weighted sum in
     the order of the token's top-k. Both are as in `ExpertRuntime`. So for one batch composition of a rank the result is
@@ -73,7 +73,6 @@ class ParallelRuntime(ExpertRuntime):
         server_G: the server of each GPU.
         windows: called at the start of compute phases and all-to-alls.
         machine: emulates the rank's outgoing link and its compute time.
-        in_halves: whether steps with many rows use two micro-batches; the same at all ranks.
 
     Attributes:
         group: group of the running generation; None between generations.
@@ -94,10 +93,9 @@ class ParallelRuntime(ExpertRuntime):
         server_G: Sequence[int],
         windows: Windows,
         machine: EmulatedMachine,
-        in_halves: bool,
     ) -> None:
         super().__init__(loaded, residency, store)
-        self._in_halves = in_halves
+        self._in_halves = False
         self.buffers, self.windows = buffers, windows
         self._spec, self._layers = loaded.spec, loaded.layers
         self._gpu, self._server_G, self._machine = gpu, tuple(server_G), machine
@@ -116,12 +114,14 @@ class ParallelRuntime(ExpertRuntime):
         self.tally: DispatchTally
         self.count_anew()
 
-    def join(self, group: Group, members: Sequence[int], placed_GLE: np.ndarray) -> None:
+    def join(self, group: Group, members: Sequence[int], placed_GLE: np.ndarray, in_halves: bool) -> None:
         """Enter a new generation.
 
         Args:
             members: the GPU of each of the group's ranks.
+            in_halves: whether steps with many rows use two micro-batches; the same at all ranks.
         """
+        self._in_halves = in_halves
         self.group, self._members, self._next = group, list(members), 0
         self.place(placed_GLE)
 

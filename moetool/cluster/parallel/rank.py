@@ -109,6 +109,7 @@ class Rank:
             pool = open_store(loaded, residency, 1)
             stack.callback(pool.close)
             waits = device.type != "cpu" or not on_one_machine or options.link_bytes_s > 0
+            self._in_halves = (options.micro_batches or 1 + waits) == 2
             self.runtime = ParallelRuntime(
                 loaded,
                 residency,
@@ -118,7 +119,6 @@ class Rank:
                 server_G=server_G,
                 windows=self.windows,
                 machine=machine,
-                in_halves=(options.micro_batches or 1 + waits) == 2,
             )
             stack.callback(self.runtime.close)
             self._batcher = open_batcher(
@@ -277,7 +277,7 @@ class Rank:
         except LinkError as error:
             raise GroupBroken(f"generation {self._generation} lost a rank ({first_line(error)})") from None
         group = Group(mesh, store=self._store, device=self.loaded.device)
-        self.runtime.join(group, self._members, self._placed_GLE)
+        self.runtime.join(group, self._members, self._placed_GLE, self._in_halves)
         self._say({"kind": "formed"})
 
     def _on_forward(self, batch: Batch) -> None:
