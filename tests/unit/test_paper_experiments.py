@@ -26,6 +26,7 @@ from moetool.bench.paper.experiments import (
     score_ranks,
 )
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
+from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.verdict import CannotTestError, Check
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
@@ -136,12 +137,12 @@ def test_affinity_experiment_needs_two_layers(tmp_path: Path, given: dict[str, P
 
 
 def test_predictor_cost_at_a_shape(tmp_path: Path) -> None:
-    shape = memory.Shape(name="small", layers=3, experts=8, top_k=2, hidden=8, expert_bytes=1, dense_bytes=1)
+    options = predictor_cost.Options(predictor="affinity", model="mixtral-8x7b", measure="bytes")
     bench = replace(_bench(tmp_path, {}), sizes=Sizes(rounds=2))
-    counted = predictor_cost.run(bench, predictor_cost.Options(predictor="affinity", model=shape, measure="bytes"))
+    counted = predictor_cost.run(bench, options)
     assert counted.exact
-    assert counted.values == {"affinity": [pytest.approx(2 * 8 * 8 * 4 / 1e6, rel=0.5)]}  # two pairs of layers
-    timed = predictor_cost.run(bench, predictor_cost.Options(predictor="affinity", model=shape))
+    assert counted.values == {"affinity": [pytest.approx(31 * 8 * 8 * 4 / 1e6, rel=0.5)]}  # 31 pairs of layers
+    timed = predictor_cost.run(bench, replace(options, measure="time"))
     assert len(timed.values["affinity"]) == 2 and min(timed.values["affinity"]) > 0
 
 
@@ -219,14 +220,12 @@ def test_migration_and_planning_cost_as_on_the_named_machine(tmp_path: Path, giv
     assert len({values[0] for values in by_stage.values.values()}) == 3
 
 
-def test_memory_of_a_model_given_by_its_sizes(tmp_path: Path) -> None:
-    shape = memory.Shape(
-        name="small", layers=3, experts=10, top_k=2, hidden=8, expert_bytes=1_000_000, dense_bytes=10_000_000
-    )
+def test_memory_of_a_named_model(tmp_path: Path) -> None:
+    """In experts: 256 in all and dense weights of ten; two or two layers of eight beside the dense weights."""
+    dense = 10 * read_named_model("mixtral-8x7b").expert_bytes
     lines = {"ACC": policies.PolicyLine(policy="on_demand"), "MoESys": policies.PolicyLine(policy="moesys")}
-    found = memory.run(_bench(tmp_path, {}), memory.Options(lines=lines, model=shape))
-    # 40 MB in all; two experts beside the dense weights, or two layers of ten
-    assert found.values == {memory.WHOLE: [1.0], "ACC": [12 / 40], "MoESys": [30 / 40]}
+    found = memory.run(_bench(tmp_path, {}), memory.Options(lines=lines, model="mixtral-8x7b", dense_bytes=dense))
+    assert found.values == {memory.WHOLE: [1.0], "ACC": [12 / 266], "MoESys": [26 / 266]}
 
 
 def test_warm_up_requests_are_not_counted(tmp_path: Path, given: dict[str, Path]) -> None:

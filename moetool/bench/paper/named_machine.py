@@ -11,6 +11,7 @@ from moetool.bounded_read import parse_toml
 from moetool.config import POSITIVE, SHARE, Span, require_within
 from moetool.errors import UsageError, unknown_name
 from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.types import ModelSpec
 
 _MATRICES = 3  # of an expert: gate, up and down
 
@@ -99,6 +100,23 @@ class NamedModel:
     def dense_bytes(self) -> int:
         """Bytes of a layer without its routed experts."""
         return round(self.dense_parameters * self.dense_value_bytes)
+
+    def spec(self) -> ModelSpec:
+        """The spec, for policies and predictors."""
+        return ModelSpec(
+            name=self.name,
+            revision="",
+            layer_ids_L=tuple(range(self.layers)),
+            num_experts_L=(self.experts,) * self.layers,
+            top_k_L=(self.top_k,) * self.layers,
+            has_logits_L=(True,) * self.layers,
+            num_shared_experts=0,
+            num_groups=1,
+            hidden_size=self.hidden,
+            expert_bytes_L=(self.expert_bytes,) * self.layers,
+            score_function="softmax",
+            renormalize=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,51 +5,12 @@ from dataclasses import dataclass
 
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.policies import PolicyLine
-from moetool.bench.paper.verdict import CannotTestError
-from moetool.bench.paper.workbench import MODEL, Workbench
+from moetool.bench.paper.named_machine import read_named_model
+from moetool.bench.paper.workbench import Workbench
 from moetool.caching._policy import parse_options, policy_class
 from moetool.learning.predictor import build
-from moetool.models.checkpoint import Checkpoint
-from moetool.types import ModelSpec
 
 WHOLE = "all experts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a model that need not be available.
-
-    Attributes:
-        name: display name.
-        layers, experts, top_k, hidden: MoE layers, experts per layer, experts per token, and hidden size.
-        expert_bytes: bytes of one expert.
-        dense_bytes: bytes of all other weights.
-    """
-
-    name: str
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    expert_bytes: int
-    dense_bytes: int
-
-    def spec(self) -> ModelSpec:
-        """The spec, for policies and predictors."""
-        return ModelSpec(
-            name=self.name,
-            revision="",
-            layer_ids_L=tuple(range(self.layers)),
-            num_experts_L=(self.experts,) * self.layers,
-            top_k_L=(self.top_k,) * self.layers,
-            has_logits_L=(True,) * self.layers,
-            num_shared_experts=0,
-            num_groups=1,
-            hidden_size=self.hidden,
-            expert_bytes_L=(self.expert_bytes,) * self.layers,
-            score_function="softmax",
-            renormalize=True,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +19,13 @@ class Options:
 
     Attributes:
         lines: policies by name; a predictor's bytes count with its policy's.
-        model: sizes of another model than the embedded one.
+        model: model of `recipes/models`.
+        dense_bytes: bytes of all weights but the routed experts.
     """
 
     lines: Mapping[str, PolicyLine]
-    model: Shape | None = None
+    model: str
+    dense_bytes: int
 
 
 def run(bench: Workbench, options: Options) -> Found:
@@ -71,15 +34,9 @@ def run(bench: Workbench, options: Options) -> Found:
     Nothing here varies by seed.
 
     Raises:
-        CannotTestError: only traces were given, which lack the dense weights.
+        UsageError: the model is unknown.
     """
-    if options.model is not None:
-        spec, dense = options.model.spec(), options.model.dense_bytes
-    elif not bench.given:
-        checkpoint = Checkpoint.open(MODEL)
-        spec, dense = checkpoint.spec, checkpoint.dense_bytes(checkpoint.expert_dtype)
-    else:
-        raise CannotTestError("dense weights are counted on the model, but only traces were given")
+    spec, dense = read_named_model(options.model).spec(), options.dense_bytes
     whole = dense + spec.total_experts * spec.slot_bytes
     values = {WHOLE: [1.0]}
     for name, line in options.lines.items():

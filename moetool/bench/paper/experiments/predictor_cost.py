@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moetool.bench.found_figure import Found
-from moetool.bench.paper.experiments.memory import Shape
+from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.workbench import Workbench
 from moetool.learning.predictor import Predictor, build
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
@@ -23,13 +23,13 @@ class Options:
 
     Attributes:
         predictor: with default options and random weights.
-        model: the shape.
+        model: model of `recipes/models`.
         measure: `time`, milliseconds to predict all layers of a token, wall time on one thread; `bytes`, megabytes of
             parameters and statistics.
     """
 
     predictor: str
-    model: Shape
+    model: str
     measure: Literal["time", "bytes"] = "time"
 
 
@@ -38,7 +38,7 @@ def run(bench: Workbench, options: Options) -> Found:
 
     Effects: sets torch's number of threads to one, and back.
     """
-    spec = options.model.spec()
+    spec = read_named_model(options.model).spec()
     predictor = build(options.predictor, spec, {}).eval()
     if options.measure == "bytes":
         values = {options.predictor: [predictor.num_bytes / 1e6]}
