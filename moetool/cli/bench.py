@@ -280,7 +280,7 @@ def cluster(
     mode: Annotated[str, typer.Option(help="Cluster mode: edge, or ep for expert parallelism.")] = "edge",
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test: a few short requests.")] = False,
     settings: Annotated[
-        list[str], settable("Setting: bench.rounds, bench.gaps_s, bench.links, bench.where=namespaces, ...")
+        list[str], settable("Setting: bench.rounds, bench.gap_s, bench.link, bench.where=namespaces, ...")
     ] = [],
     out: Results = None,
     overwrite: Overwrite = False,

@@ -45,7 +45,7 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) ->
         (["--set", "bench.where=cloud"], "processes"),
         (["--set", "bench.rounds=0"], "at least 1"),
         (["--set", "rounds=3"], "bench.NAME"),
-        (["--set", "bench.gaps_s=[]"], "above 0"),
+        (["--set", "bench.gap_s=0"], "above 0"),
         (["--data", "arithmetic,code"], "2 sets of prompts for 3 servers"),
         (["--data", "arithmetic,arithmetic,code"], "one set per server"),
     ],
@@ -79,19 +79,17 @@ def test_lines_by_name() -> None:
 def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with recorded("cluster", ClusterBenchOptions(gaps_s=(1.0, 2.0))) as made:
+    with recorded("cluster", ClusterBenchOptions()) as made:
         made.facts = {
             **{"model": "m", "tasks": ("a", "b"), "slots": [1, 2], "total_experts": 3},
             **{"expert_s": 1e-4, "even_bytes_s": 1e6},
         }
         rounds = {line: list(map(line_run, means)) for line, means in (("uniform", (2, 9, 4)), ("prism", (1, 3, 4)))}
         for line, runs in rounds.items():
-            made.add(**line_row(line, 1.0, 1.0, runs, rounds["prism"]))
-        for line, mean in (("uniform", 8.0), ("prism", 7.0)):
-            made.add(**line_row(line, 2.0, 1.0, [line_run(mean)], [line_run(7.0)]))
+            made.add(**line_row(line, runs, rounds["prism"]))
         shifted = line_run(1.0) | {"changed_s": 4.0}
         for _ in range(2):
-            made.add(**line_row("prism", 1.0, 1.0, [shifted], [], shift=True))
+            made.add(**line_row("prism", [shifted], [], shift=True))
     assert mean_s(shifted, 0.0, 4.0) == 0.0 and mean_s(shifted, 4.0) == 2.0
     row = made.rows[0]
     assert (row["mean_s"], row["means_s"]) == (4.0, [2.0, 9.0, 4.0])
@@ -101,11 +99,11 @@ def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
     show(made)
     printed = capsys.readouterr().out
     assert "tasks change servers, without: mean 1 s (0 s before, 2 s after)" in printed
-    assert "2 to 9" in printed and "2.000 (1.00 to 3.00)" in printed and "8 s, 75.0 %" in printed
-    assert [path.name for path in draw(made, tmp_path)] == ["local.svg", "shift.svg", "sweep-gaps.svg"]
+    assert "2 to 9" in printed and "2.000 (1.00 to 3.00)" in printed
+    assert [path.name for path in draw(made, tmp_path)] == ["local.svg", "shift.svg"]
     made.rows.pop()  # killed between the two changes of tasks
     show(made)
-    assert len(draw(made, tmp_path)) == 3
+    assert len(draw(made, tmp_path)) == 2
 
 
 def line_run(mean_s: float) -> dict[str, Any]:

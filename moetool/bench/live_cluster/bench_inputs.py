@@ -49,14 +49,14 @@ class BenchInputs:
     expert_s: float
     even_bytes_s: float
 
-    def cluster(self, options: ClusterBenchOptions, link: float) -> Cluster:
-        """Servers with the options' memory, and links at this multiple of the even rate."""
+    def cluster(self, options: ClusterBenchOptions) -> Cluster:
+        """Servers with the options' memory and links."""
         return Cluster(
             servers=tuple(
                 Server(name=task, gpus=(Gpu(memory_bytes=self.slots(share) * self.spec.slot_bytes),))
                 for task, share in zip(self.tasks, options.memory, strict=True)
             ),
-            link_bytes_s=self.even_bytes_s * link,
+            link_bytes_s=self.even_bytes_s * options.link,
         )
 
     def slots(self, share: float) -> int:
@@ -123,7 +123,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
         for n, task in enumerate(tasks)
         for prompt in by_task[task]
     ]
-    how = CaptureOptions(max_new_tokens=options.new_tokens, batch_size=8, keep=("topk",), threads=1)
+    how = CaptureOptions(max_new_tokens=options.new_tokens, batch_size=8, keep=("topk",), threads=1, dtype=dtype)
     made = capture(model, every, work / "trace", how)
     if made.skipped:
         raise UsageError(

@@ -28,9 +28,8 @@ class ClusterBenchOptions:
         prompts: prompts per task; every other one is for planning, the rest are served.
         prompt_tokens: most words of a prompt that are kept (0: all), split at blanks.
         new_tokens: tokens of each answer.
-        gaps_s: mean seconds between a server's requests; the first is for the tables, all for the sweep.
-        links: link rates, in units of that at which moving a hidden state takes as long as computing an expert; the
-            first is for the tables, all for the sweep.
+        gap_s: mean seconds between a server's requests.
+        link: link rate, in units of that at which moving a hidden state takes as long as computing an expert.
         memory: expert memory of each server, as a share of all experts. Prism's servers have 1, 1 and 2 GPUs of 30 %.
         migrate: whether lines re-place experts while they run, except uniform and redundant, as in Prism.
         interval_s: seconds between these decisions.
@@ -52,8 +51,8 @@ class ClusterBenchOptions:
     prompts: int = 24
     prompt_tokens: int = 0
     new_tokens: int = 8
-    gaps_s: tuple[float, ...] = (2.0,)
-    links: tuple[float, ...] = (1.0,)
+    gap_s: float = 2.0
+    link: float = 1.0
     memory: tuple[float, ...] = (0.3, 0.3, 0.6)
     migrate: bool = True
     interval_s: float = 30.0
@@ -66,10 +65,10 @@ class ClusterBenchOptions:
     def __post_init__(self) -> None:
         one, finite = Span(1), Span(0, below=True)
         require_within(self, "bench.", rounds=one, requests=one, prompts=Span(2), new_tokens=one, prompt_tokens=Span(0))
-        require_within(self, "bench.", gaps_s=POSITIVE, links=POSITIVE, memory=POSITIVE, interval_s=POSITIVE)
+        require_within(self, "bench.", gap_s=POSITIVE, link=POSITIVE, memory=POSITIVE, interval_s=POSITIVE)
         require_within(self, "bench.", expert_us=finite)
-        if empty := [name for name in ("gaps_s", "links", "memory") if not getattr(self, name)]:
-            raise UsageError(f"bench.{empty[0]} is empty, expected numbers above 0")
+        if not self.memory:
+            raise UsageError("bench.memory is empty, expected numbers above 0")
         if self.where not in WHERES:
             raise unknown_name("--set bench.where", self.where, WHERES)
 
@@ -80,7 +79,7 @@ QUICK = {
     "prompts": 4,
     "prompt_tokens": 24,
     "new_tokens": 2,
-    "gaps_s": (0.5,),
+    "gap_s": 0.5,
     "migrate": False,
     "shift": False,
     "profile_s": 0.0,

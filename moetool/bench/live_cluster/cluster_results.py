@@ -34,8 +34,8 @@ def shares(run: Row) -> Curve:
     return tuple(at_s for at_s, _ in known), tuple(share for _, share in known)
 
 
-def line_row(line: str, gap_s: float, link: float, rounds: Sequence[Row], against: Sequence[Row], **more: Any) -> Row:
-    """Return the results of a line in one setting (`ClusterBenchOptions`): medians over its rounds.
+def line_row(line: str, rounds: Sequence[Row], against: Sequence[Row], **more: Any) -> Row:
+    """Return the results of a line: medians over its rounds.
 
     Args:
         rounds: by round: `latencies` in seconds of users' requests and their arrival times `arrived_s`, by server;
@@ -52,8 +52,6 @@ def line_row(line: str, gap_s: float, link: float, rounds: Sequence[Row], agains
     by_server = zip(*(run["latencies"] for run in rounds), strict=True)
     return {
         "line": line,
-        "gap_s": gap_s,
-        "link": link,
         "servers_s": [
             statistics.median(statistics.fmean(each) if each else float("inf") for each in one) for one in by_server
         ],
@@ -72,7 +70,7 @@ def line_row(line: str, gap_s: float, link: float, rounds: Sequence[Row], agains
 def tables(made: BenchResult) -> Iterator[Any]:
     """Prism's tables, in miniature, and the conditions."""
     facts, options = made.facts, made.options
-    first = made.of(gap_s=options["gaps_s"][0], link=options["links"][0], shift=None)
+    first = made.of(shift=None)
     last = first[-1]["line"]
     latencies: Row = {
         "system": ("line", "s"),
@@ -110,13 +108,6 @@ def tables(made: BenchResult) -> Iterator[Any]:
         f"columns of servers: mean latency by task; rounds: smallest to largest mean; x {last}: mean latency "
         "relative to it; failed: requests without an answer; by traces: expected from the same requests' routes"
     )
-    settings = list(dict.fromkeys((row["gap_s"], row["link"]) for row in made.of(shift=None)))
-    if len(settings) > 1:
-        columns: Row = {"system": ("line", "s")}
-        for gap_s, link in settings:
-            cells = {row["line"]: row for row in made.of(gap_s=gap_s, link=link, shift=None)}
-            columns[f"{gap_s:g} s, x{link:g}"] = (partial(_swept, cells=cells), "s")
-        yield table("mean latency and local compute share by gap between requests and link rate", first, columns)
     for row in made.of(shift=True):
         (run,) = row["rounds"]
         times, local = shares(run)
@@ -140,14 +131,12 @@ def tables(made: BenchResult) -> Iterator[Any]:
 
 
 def figures(made: BenchResult) -> dict[str, Found]:
-    """Local compute share over time, before and after a change of tasks, and mean latency over each swept option."""
-    facts, options = made.facts, made.options
+    """Local compute share over time, and before and after a change of tasks."""
+    facts = made.facts
     on = f"{facts['model']} on {len(facts['tasks'])} servers"
     time = ("seconds", "computed locally, %")
     founds: dict[str, Found] = {}
-    gap_s, link = options["gaps_s"][0], options["links"][0]
-    first = made.of(gap_s=gap_s, link=link, shift=None)
-    if placed := [row for row in first if row["rounds"][0]["windows"]]:
+    if placed := [row for row in made.of(shift=None) if row["rounds"][0]["windows"]]:
         founds["local"] = Found(
             values={row["line"]: [run["local"] or 0.0 for run in row["rounds"]] for row in placed},
             what="expert calls computed locally (Prism, Fig. 6)",
@@ -166,31 +155,7 @@ def figures(made: BenchResult) -> dict[str, Found]:
             curves={name: [_percent(row["rounds"][0])] for name, row in names.items()},
             axes=time,
         )
-    for name, key, fixed, axis in (
-        ("gaps", "gap_s", {"link": link}, "seconds between requests"),
-        ("links", "link", {"gap_s": gap_s}, "rate of links"),
-    ):
-        if len(options[f"{name}_s" if name == "gaps" else name]) > 1:
-            points = {row["line"]: made.of(line=row["line"], shift=None, **fixed) for row in first}
-            founds[f"sweep-{name}"] = Found(
-                values={row["line"]: row["means_s"] for row in first},
-                what="mean latency",
-                unit="s",
-                on=on,
-                curves={
-                    line: [(tuple(row[key] for row in rows), tuple(row["mean_s"] for row in rows))]
-                    for line, rows in points.items()
-                },
-                axes=(axis, "mean latency, s"),
-            )
     return founds
-
-
-def _swept(row: Row, cells: dict[str, Row]) -> str | None:
-    if (found := cells.get(row["line"])) is None:
-        return None
-    local = "" if found["local"] is None else f", {printed.percent(found['local'])}"
-    return f"{found['mean_s']:.3g} s{local}"
 
 
 def _percent(run: Row) -> Curve:

@@ -1,10 +1,9 @@
 """The cluster bench: every line once per round, all lines of a round under the same arrivals."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def bench_cluster(
     on_progress: Callable[[int], None] = lambda done: None,
     file: Path | None = None,
 ) -> BenchResult:
-    """Run every line in every setting.
+    """Run every line.
 
     Args:
         tasks: prompt sets, one per server.
@@ -58,7 +57,8 @@ def bench_cluster(
     with ExitStack() as undo:
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="moetool-bench-"))
         inputs = prepare(model, tasks, options, Path(folder))
-        serve = ServeOptions(dtype=inputs.dtype, kv_tokens=2048, max_requests=4, threads=1)
+        # Lines share servers and prompts: without cached prefixes a later line computes as much as the first.
+        serve = ServeOptions(dtype=inputs.dtype, kv_tokens=2048, max_requests=4, threads=1, prefix_caching=False)
         made = undo.enter_context(recorded("cluster", options, file))
         made.facts = {
             "model": model,
@@ -72,48 +72,27 @@ def bench_cluster(
         alone = None
         if {ALONE, REDIRECTED} & set(lines):
             alone = undo.enter_context(open_alone(model, made.facts["slots"], serve, site, inputs.tasks))
-        settings = len(options.gaps_s) + len(options.links) - 1
-        done = 0
+        cluster = inputs.cluster(options)
+        plans = inputs.plans(cluster, lines, options.seed)
+        stand = None
+        if plans:
+            spare = plans.get("uniform") or inputs.plans(cluster, ["uniform"], options.seed)["uniform"]
+            stand = undo.enter_context(open_stand(model, spare, serve, site))
+            warm(stand.urls, model, inputs.texts[0][0])
+        runner = _Runner(inputs, options, stand, alone, plans)
+        told = {line: _simulate(inputs, cluster, options, line, plan) for line, plan in plans.items()}
 
-        def report(percentage: int) -> None:
-            on_progress((100 * done + percentage) // settings)
+        def rows(measured: list[tuple[str, list[Row]]]) -> Iterator[Row]:
+            against = dict(measured).get(lines[-1], [])
+            for line, runs in measured:
+                yield line_row(line, runs, against, simulated=told.get(line))
 
-        for link in options.links:
-            cluster = inputs.cluster(options, link)
-            plans = inputs.plans(cluster, lines, options.seed)
-            with ExitStack() as inner:
-                stand = None
-                if plans:
-                    spare = plans.get("uniform") or inputs.plans(cluster, ["uniform"], options.seed)["uniform"]
-                    stand = inner.enter_context(open_stand(model, spare, serve, site))
-                    warm(stand.urls, model, inputs.texts[0][0])
-                runner = _Runner(inputs, options, stand, alone, plans)
-                for gap_s in options.gaps_s if link == options.links[0] else options.gaps_s[:1]:
-                    told = {
-                        line: _simulate(inputs, cluster, options, line, plan, gap_s) for line, plan in plans.items()
-                    }
-                    rows = partial(_rows, lines=lines, gap_s=gap_s, link=link, simulated=told)
-                    in_rounds(made, lines, options.rounds, partial(runner.run, gap_s=gap_s), rows, report)
-                    done += 1
-                if options.shift and plans and link == options.links[0]:
-                    line = list(plans)[-1]
-                    for moves in (True, False):
-                        run = runner.shift(line, moves)
-                        made.add(**line_row(line, options.gaps_s[0], link, [run], [], shift=True))
+        in_rounds(made, lines, options.rounds, runner.run, rows, on_progress)
+        if options.shift and plans:
+            line = list(plans)[-1]
+            for moves in (True, False):
+                made.add(**line_row(line, [runner.shift(line, moves)], [], shift=True))
     return made
-
-
-def _rows(
-    measured: list[tuple[str, list[Row]]],
-    *,
-    lines: Sequence[str],
-    gap_s: float,
-    link: float,
-    simulated: Mapping[str, Row],
-) -> Iterator[Row]:
-    against = dict(measured).get(lines[-1], [])
-    for line, runs in measured:
-        yield line_row(line, gap_s, link, runs, against, simulated=simulated.get(line))
 
 
 class _Runner:
@@ -130,10 +109,10 @@ class _Runner:
         self._inputs, self._options, self._stand, self._alone, self._plans = inputs, options, stand, alone, plans
         self._texts: dict[tuple[int, int], str] = {}  # first answer to each prompt, by (task, prompt)
 
-    def run(self, line: str, number: int, gap_s: float) -> Row:
+    def run(self, line: str, number: int) -> Row:
         """Run one line in one round; values as of `line_row`."""
         rng = np.random.default_rng([self._options.seed, number])
-        coming = draw(self._options.requests, gap_s, [len(texts) for texts in self._inputs.texts], rng)
+        coming = draw(self._options.requests, self._options.gap_s, [len(texts) for texts in self._inputs.texts], rng)
         if line in self._plans:
             moves = self._options.migrate and line not in STATIC
             return self._placed(line, coming, moves)
@@ -148,7 +127,7 @@ class _Runner:
         """Run with tasks that change servers after half of the requests: each to the previous server."""
         counts = [len(texts) for texts in self._inputs.texts]
         rng = np.random.default_rng([self._options.seed, 10**6])
-        gap_s = self._options.gaps_s[0]
+        gap_s = self._options.gap_s
         before = draw(self._options.requests, gap_s, counts, rng)
         task_of = [(n + 1) % len(counts) for n in range(len(counts))]
         after = draw(self._options.requests, gap_s, counts, rng, task_of)
@@ -212,7 +191,6 @@ def _simulate(
     options: ClusterBenchOptions,
     line: str,
     plan: PlacementPlan,
-    gap_s: float,
 ) -> Row:
     """Simulate a line with the same traces, placement, profile and arrival process."""
     from moetool.simulation.simulate import ModeInputs, World, simulate
@@ -233,7 +211,7 @@ def _simulate(
     found = simulate(
         world,
         line,
-        f"poisson:{gap_s}s",
+        f"poisson:{options.gap_s}s",
         options.requests * len(inputs.tasks),
         SimulationOptions(
             seed=options.seed,
