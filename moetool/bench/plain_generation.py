@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,20 @@ def main(model: str, settings: dict[str, Any]) -> list[list[float]]:
     """Time the forward of each prompt and the decoding of its answer.
 
     Args:
-        settings: `threads`, `dtype`, `new_tokens` and `prompts`, lists of token ids.
+        settings: `threads`, `dtype`, `new_tokens` and `prompts`, lists of token ids; `offload_bytes`, if given, is the
+            most memory for weights: transformers offloads the rest to disk, by the package accelerate.
+
+    Effects: writes offloaded weights into a temporary folder.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(settings["threads"])
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings["dtype"])).eval()
-    timed = [time_tokens(plain, prompt, settings["new_tokens"]) for prompt in settings["prompts"]]
+    limit = settings.get("offload_bytes")
+    with tempfile.TemporaryDirectory(prefix="moetool-bench-") as folder:
+        how = {"device_map": "auto", "max_memory": {"cpu": limit}, "offload_folder": folder} if limit else {}
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings["dtype"]), **how).eval()
+        timed = [time_tokens(plain, prompt, settings["new_tokens"]) for prompt in settings["prompts"]]
     return [[prefill, sum(tokens)] for prefill, tokens in timed]
 
 

@@ -1,8 +1,9 @@
 """Compare moetool with llama.cpp and plain transformers: the same weights, prompts, threads and memory.
 
 Each engine runs in its own process, and with limited memory in a control group, whose limit includes the page cache:
-llama.cpp maps its file, moetool sizes its expert pool. The same client calls each engine's server; plain transformers
-has no server and times itself. Every prompt differs, so that no prefix is reused.
+llama.cpp maps its file, moetool sizes its expert pool, transformers offloads to disk (`device_map="auto"`). The same
+client calls each engine's server; plain transformers has no server and times itself. Every prompt differs, so that no
+prefix is reused.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moetool.bench.bench_result import BenchResult, Row, median, not_measured, recorded, table
 from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
@@ -30,6 +31,7 @@ from moetool.tables import count, narrate
 
 ENGINES = ("moetool", "llama.cpp", "transformers")
 _START_S, _ANSWER_S = 240, 600
+_BESIDE_BYTES = 2**30  # of a limit, for transformers' libraries and the layer that it loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +216,7 @@ def _measure(
         try:
             name = _wait(process, RemoteServer(url=url, timeout_s=5.0), cell)
         except MoetoolError as error:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines()
-            raise MoetoolError(f"{error}: {lines[-1]}" if lines else str(error)) from None
+            raise MoetoolError(_with_last_line(str(error), said)) from None
         return _measure_server(cell, process, RemoteServer(url=url, timeout_s=_ANSWER_S), name, prompts, options)
 
 
@@ -266,15 +266,20 @@ def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list
         "dtype": options.dtype,
         "new_tokens": options.new_tokens,
         "prompts": prompts[: options.rounds + 1],
+        "offload_bytes": cell.memory_bytes and max(1, cell.memory_bytes - _BESIDE_BYTES),
     }
     command = [*prefix, sys.executable, "-m", "moetool.bench.plain_generation", str(path), json.dumps(settings)]
-    with tempfile.TemporaryFile() as said, _running(command, options.threads, out=said) as process:
+    with (
+        tempfile.TemporaryFile() as said,
+        tempfile.TemporaryFile() as errors,
+        _running(command, options.threads, out=said, errors=errors) as process,
+    ):
         try:
             process.wait(_ANSWER_S)
         except subprocess.TimeoutExpired:
             raise MoetoolError(f"no answer in {_ANSWER_S} s") from None
         if process.returncode:
-            raise MoetoolError(_ended(process.returncode, cell))
+            raise MoetoolError(_with_last_line(_ended(process.returncode, cell), errors))
         said.seek(0)
         seconds = json.loads(said.read().splitlines()[-1])[1:]
     return _rates(
@@ -313,6 +318,13 @@ def _wait(process: "subprocess.Popen[bytes]", server: RemoteServer, cell: Cell) 
             return str(server.ask("/v1/models")["data"][0]["id"])
         time.sleep(0.2)
     raise MoetoolError(f"{cell.engine} was not ready after {_START_S} s")
+
+
+def _with_last_line(why: str, said: IO[bytes]) -> str:
+    """An error with the last line that the process wrote, if any."""
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    return f"{why}: {lines[-1]}" if lines else why
 
 
 def _ended(status: int, cell: Cell) -> str:

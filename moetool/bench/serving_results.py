@@ -8,8 +8,6 @@ from moetool import tables as printed
 from moetool.bench.bench_result import BenchResult, Row, median, table
 
 RESIDENT = "all in memory"
-PLAIN = "transformers, all in memory"
-OFFLOADED = "transformers, offloaded"
 _MEDIANS = {
     "ttft_s": ("prefill", "p50_s"),
     "tpot_p50_s": ("decode", "p50_s"),
@@ -17,15 +15,12 @@ _MEDIANS = {
     "tpot_mean_s": ("decode", "mean_s"),
     "prompt_cpu_s": ("prefill", "mean_cpu_s"),
     "token_cpu_s": ("decode", "mean_cpu_s"),
-}
-"""Values of a row by phase and name in `moetool.bench.serving_runs.phase_row`."""
-_OF_POOL = {
     "bytes_per_token": ("decode", "mean_bytes"),
     "prompt_bytes": ("prefill", "mean_bytes"),
     "stall_share": ("decode", "stall_share"),
     "booking_share": ("decode", "booking_share"),
 }
-"""Those that mean something with a pool only."""
+"""Values of a row by phase and name in `moetool.bench.serving_runs.phase_row`."""
 
 
 def serving_row(
@@ -34,30 +29,27 @@ def serving_row(
     """Return the results of one policy with one budget, from its runs, one per round: medians over the rounds.
 
     Args:
-        policy: its name, or that of a baseline.
+        policy: its name, or `RESIDENT`.
         runs: by `moetool.bench.serving_runs.run_row`.
         resident: the runs of the same rounds with every expert in memory.
         rates: disk rates of the same rounds in bytes per second. These and the resident runs may be of more rounds.
-        more: other values; without `slots` there is no pool.
+        more: other values.
 
     Returns:
         The medians; `hit_rate`, the share of the experts needed in decode that were resident; `tokens_s`, output tokens
         per second of a run, prompts included; `prefill` and `decode`, bounds of the phases (`_bound`), None without a
         resident line; `rounds`, the runs.
     """
-    pooled = more.get("slots") is not None
 
     def bound(phase: str) -> Row | None:
         if resident is None:
             return None
-        found = _bound([run[phase] for run in runs], [run[phase] for run in resident], rates)
-        return found if pooled else {"x_resident": found["x_resident"]}
+        return _bound([run[phase] for run in runs], [run[phase] for run in resident], rates)
 
-    known = _MEDIANS | (_OF_POOL if pooled else {})
     return {
         "policy": policy,
         **more,
-        **{name: statistics.median(run[phase][key] for run in runs) for name, (phase, key) in known.items()},
+        **{name: statistics.median(run[phase][key] for run in runs) for name, (phase, key) in _MEDIANS.items()},
         "hit_rate": runs[0]["hit_rate"],
         "tokens_s": median(runs, "tokens_s"),
         "prefill": bound("prefill"),
@@ -142,10 +134,7 @@ def tables(made: BenchResult) -> Iterator[Any]:
     yield "sum, max: bounds from compute plus I/O, and from the larger; x bound: relative to the sum (*: to the max)"
     for row in made.of(as_replayed=False):
         yield f"{row['policy']} with {row['slots']} slots: the counts differ from replay"
-    if facts["refused"] is not None:
-        yield f"{OFFLOADED}: {facts['refused']}"
 
 
 def _title(row: Row) -> str:
-    ahead = (row["decode"] or {}).get("reads_ahead", False)
-    return f"{row['policy']}{('*' if ahead else '') if 'rounds' in row else ' (replay)'}"
+    return row["policy"] + "*" * (row["decode"] or {}).get("reads_ahead", False)

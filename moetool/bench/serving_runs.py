@@ -1,4 +1,4 @@
-"""Runs of a serving bench: an engine, or transformers' own model, forward by forward over the same requests."""
+"""Runs of a serving bench: an engine, forward by forward over the same requests."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from moetool.runtime.decoding import Batch
 from moetool.runtime.device_stores import fill_device, open_stores
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.own_caches import OwnCaches, open_batcher
+from moetool.runtime.own_caches import open_batcher
 
 _SPARE_TOKENS = 64  # whole pages of the cache, and a reserve
 
@@ -88,21 +88,21 @@ def phase_row(
     }
 
 
-def run_row(prefill: Row, decode: Row, residency: Residency | None = None) -> Row:
+def run_row(prefill: Row, decode: Row, residency: Residency) -> Row:
     """Return the values of one run over the workload.
 
     Args:
         prefill, decode: by `phase_row`: an entry per prompt, over all its forwards; an entry per decoded token.
-        residency: counts of hits and misses; None without a pool.
+        residency: counts of hits and misses.
     """
     seconds = (*prefill["seconds"], *decode["seconds"])  # the first token of each request comes from its prompt
     return {
         "prefill": prefill,
         "decode": decode,
         "tokens_s": len(seconds) / sum(seconds),
-        "prefill_counts": None if residency is None else residency.prefill.to_json(),
-        "decode_counts": None if residency is None else residency.decode.to_json(),
-        "hit_rate": None if residency is None else residency.decode.hit_rate,
+        "prefill_counts": residency.prefill.to_json(),
+        "decode_counts": residency.decode.to_json(),
+        "hit_rate": residency.decode.hit_rate,
     }
 
 
@@ -155,47 +155,6 @@ def run_engine(
         engine.close()
 
 
-def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None) -> Row:
-    """Run the workload with an unmodified transformers model and its own cache; arguments as for `run_engine`.
-
-    Raises:
-        MoetoolError: a forward failed.
-    """
-    plain = _Plain(model, workload)
-    try:
-        _announce(plain.batcher, forced)
-        return run_row(*_drive(plain, workload, forced, None))
-    finally:
-        plain.batcher.close()
-
-
-class _Plain:
-    """A model without a pool, driven like an engine."""
-
-    def __init__(self, model: Any, workload: Workload) -> None:
-        self.batcher = OwnCaches(model, kv_tokens=workload.kv_tokens)
-        self._sink: Callable[[Output], None] = lambda _: None
-        self._requests = 0
-
-    @property
-    def idle(self) -> bool:
-        return self.batcher.idle
-
-    def submit(self, prompt: list[int], params: SamplingParams, sink: Callable[[Output], None]) -> int:
-        number = self._requests
-        self._requests += 1
-        self._sink = sink
-        self.batcher.add(number, prompt, params)
-        return number
-
-    def step(self) -> None:
-        for output in self.batcher.step():
-            self._sink(output)
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-
 class _Booked(Residency):
     """A residency that measures its own time, including policy and predictor."""
 
@@ -230,7 +189,7 @@ def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
     batcher.on_forward = on_forward
 
 
-def _drive(server: Any, workload: Workload, forced: ForcedRoutes | None, residency: _Booked | None) -> tuple[Row, Row]:
+def _drive(engine: Engine, workload: Workload, forced: ForcedRoutes | None, residency: _Booked) -> tuple[Row, Row]:
     """Run requests one after the other: forwards of each prompt, then of each decoded token."""
     params = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     phases: tuple[list[list[float]], list[list[float]]] = ([], [])
@@ -243,18 +202,18 @@ def _drive(server: Any, workload: Workload, forced: ForcedRoutes | None, residen
             raise MoetoolError(f"a forward failed: {output.error}")
         made += 1
 
-    before = _totals(server, residency)
+    before = _totals(engine, residency)
     for number, prompt in enumerate(workload.prompts):
-        request = server.submit(list(prompt), params, sink)
+        request = engine.submit(list(prompt), params, sink)
         if forced is not None:
             forced.follow(request, number)
         made, prompt_rows = 0, 0
-        while not server.idle:
+        while not engine.idle:
             decodes = made > 0
             began = time.perf_counter()
-            server.step()
+            engine.step()
             seconds = time.perf_counter() - began
-            after = _totals(server, residency)
+            after = _totals(engine, residency)
             row = [seconds, *(b - a for a, b in zip(before, after, strict=True))]
             before = after
             if decodes or not prompt_rows:
@@ -267,12 +226,11 @@ def _drive(server: Any, workload: Workload, forced: ForcedRoutes | None, residen
     return prefill, decode
 
 
-def _totals(server: Any, residency: _Booked | None) -> list[float]:
+def _totals(engine: Engine, residency: _Booked) -> list[float]:
     """Totals so far, in the order of `_TOTALS`."""
-    metrics = server.metrics()
-    names = ("bytes_read", "prefetch_bytes_read", "stall_seconds", "host_bytes")
-    booked = residency.booked_s if residency is not None else 0.0
-    return [*(metrics.get(name, 0.0) for name in names), booked, time.process_time()]
+    stats = engine.store.stats
+    moved = (stats.bytes_read, stats.prefetch_bytes, stats.stall_seconds, stats.host_bytes)
+    return [*moved, residency.booked_s, time.process_time()]
 
 
 _TOTALS = ("bytes_read", "ahead_bytes", "stall_s", "host_bytes", "booking_s", "cpu_s")

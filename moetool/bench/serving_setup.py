@@ -44,7 +44,6 @@ class ServingBenchOptions:
         threads, io_threads: compute threads (0: automatic), threads for reads.
         seed: seed of random weights and prompts.
         resident: whether to run a line with every expert in memory, which the bounds need.
-        offload: whether to run transformers' offloading too.
         group: inputs that share a scale, in the packed form of a shape (`--beside int4`).
         products: as for `moetool.runtime.assembly.ServeOptions`.
     """
@@ -61,7 +60,6 @@ class ServingBenchOptions:
     io_threads: int = 2
     seed: int = 0
     resident: bool = True
-    offload: bool = True
     group: int = 128
     products: bool = True
 
@@ -149,8 +147,8 @@ def open_setup(
     for name, kind in kinds.items():
         if trace is not None:
             require_routes(f"policy {name}", kind.needs)
-        elif kind.needs_future:
-            raise UsageError(f"policy {name} needs future requests; give --routes DIR, or omit the policy")
+        if kind.needs_future:
+            raise UsageError(f"policy {name} needs future requests; replay it: moetool replay TRACE --policy {name}")
         if kind.needs_predictor and subject.predictor is None:
             raise UsageError(f"policy {name} needs a predictor and got none; pass one with --predictor DIR")
     predictor = load_predictor(subject.predictor) if subject.predictor is not None else None

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from moetool.bench import plain_generation
 from moetool.bench.bench_result import read_result, show
 from moetool.bench.memory_limits import limited_group
 from moetool.bench.rivals import ENGINES, RivalOptions, bench_rivals
 from moetool.errors import CapacityError
+from moetool.models.checkpoint import Checkpoint
 from tests.command_line import exit_code
 
 SMALL = ["--set", "prompt_tokens=16", "--set", "new_tokens=4", "--set", "rounds=1", "--set", "threads=1"]
@@ -40,6 +42,12 @@ def test_cells_are_measured_or_say_why_not(
     assert exit_code(monkeypatch, "bench", "show", str(tmp_path / "rivals.json")) == 0
     shown = capsys.readouterr().out
     assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
+
+
+def test_transformers_offloads_what_exceeds_its_memory(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"threads": 1, "dtype": "float32", "new_tokens": 2, "prompts": [[5, 6, 7]], "offload_bytes": 15_000_000}
+    ((prefill_s, decode_s),) = plain_generation.main(str(Checkpoint.open("reference").path), settings)
+    assert prefill_s > 0 and decode_s > 0 and "offloaded" in caplog.text
 
 
 def test_a_file_killed_after_one_row_is_shown(

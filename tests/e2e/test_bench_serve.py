@@ -14,8 +14,8 @@ from moetool.bench import serve, serving_setup
 from moetool.bench.forced_routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.bench.serve import bench_serve
-from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, tables
-from moetool.bench.serving_runs import Workload, run_engine, run_plain
+from moetool.bench.serving_results import RESIDENT, tables
+from moetool.bench.serving_runs import Workload, run_engine
 from moetool.bench.serving_setup import ServingBenchOptions, Subject
 from moetool.caching import lru
 from moetool.caching._policy import build_policy
@@ -25,6 +25,8 @@ from moetool.learning.training import train
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.router_hooks import watch
+from moetool.request import SamplingParams
+from moetool.runtime.own_caches import OwnCaches
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import GateEvent
@@ -33,7 +35,7 @@ from tests.tiny_shape import EXPERT_BYTES, write_shape
 
 SPEC = make_spec(num_layers=6)  # two layers more than the shape has
 OPTIONS = ServingBenchOptions(rounds=1, requests=3, new_tokens=6, threads=1)
-POLICIES = ["on_demand", "lru", "lfu", "belady", "static_split", "duoserve", "moe_infinity", "layerwise", "moesys"]
+POLICIES = ["on_demand", "lru", "lfu", "static_split", "duoserve", "moe_infinity", "layerwise", "moesys"]
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +94,25 @@ def test_the_model_uses_the_experts_and_weights_of_the_trace(folder: Path) -> No
     logits: list[torch.Tensor] = []
     hooks = [m.lm_head.register_forward_hook(lambda *a: logits.append(a[2][0, -1])) for m in (loaded.model, full.model)]
     run_engine(loaded, build_policy("lru", loaded.spec, {}, 3), workload, io_threads=1, forced=forced)
-    run_plain(full.model, workload, forced)
+    _run_plain(full.model, workload, forced)
     for hook in hooks:
         hook.remove()
     assert len(logits) == 24
     torch.testing.assert_close(torch.stack(logits[:12]), torch.stack(logits[12:]), rtol=1e-4, atol=1e-5)
     forced.close()
     loaded.close()
+
+
+def _run_plain(model: Any, workload: Workload, forced: ForcedRoutes) -> None:
+    """Run the requests in plain transformers on the same routes."""
+    batcher = OwnCaches(model, kv_tokens=workload.kv_tokens)
+    batcher.on_forward = lambda batch: forced.begin_forward(batch.info)
+    for number, prompt in enumerate(workload.prompts):
+        batcher.add(number, list(prompt), SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True))
+        forced.follow(number, number)
+        while not batcher.idle:
+            batcher.step()
+    batcher.close()
 
 
 def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -> None:
@@ -111,8 +125,8 @@ def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -
     assert made.facts["experts_bytes"] == 4 * 8 * EXPERT_BYTES
     assert made.rows[0]["policy"] == RESIDENT and made.rows[0]["hit_rate"] == 1.0
     assert made.rows[0]["bytes_per_token"] == 0
-    served = [row for row in made.rows[1:] if "rounds" in row and row["slots"] is not None]
-    assert {row["policy"] for row in served} == set(POLICIES) - {"belady"}
+    served = made.rows[1:]
+    assert {row["policy"] for row in served} == set(POLICIES)
     assert all(row["as_replayed"] for row in served)
     assert made.notes == [
         "on_demand uses 2 slots with 73.7 kB too: measured once",
@@ -140,12 +154,6 @@ def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -
         row = by_name[line["policy"], line["budget_bytes"]]
         assert line["hit_rate"] == row.decode.hit_rate
         assert line["rounds"][0]["decode_counts"] == row.decode.to_json()
-    for one in made.of(policy="belady"):
-        assert one["hit_rate"] == by_name["belady", one["budget_bytes"]].decode.hit_rate
-        same = [
-            row for row in served if row["budget_bytes"] == one["budget_bytes"] and not row["decode"]["reads_ahead"]
-        ]
-        assert all(one["bytes_per_token"] <= row["bytes_per_token"] for row in same)
 
 
 class _Card:
@@ -197,31 +205,6 @@ def test_policies_that_need_scores_are_refused_on_random_weights(
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
 
 
-def test_transformers_offloading_has_a_line_or_a_refusal(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: str) -> Any:
-        full = load_full(Checkpoint.open(path), dtype)
-        return full.model, full.layers
-
-    monkeypatch.setattr(serve, "open_offloaded", opened)
-    made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
-    assert [row["policy"] for row in made.rows] == [RESIDENT, "lru", PLAIN, OFFLOADED]
-    assert made.facts["refused"] is None and len(made.rows[-1]["rounds"]) == 1
-
-    def broken(*args: Any) -> Any:
-        model, layers = opened(*args)
-        model.register_forward_pre_hook(_fail)
-        return model, layers
-
-    monkeypatch.setattr(serve, "open_offloaded", broken)
-    made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
-    assert [row["policy"] for row in made.rows] == [RESIDENT, "lru", PLAIN]
-    assert made.facts["refused"] == "refused, MoetoolError: a forward failed: expected meta, found cpu and more lines"
-
-
-def _fail(*args: Any) -> None:
-    raise RuntimeError("expected meta, found cpu\nand more lines")
-
-
 def _main(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
     with pytest.raises(SystemExit) as ended:
@@ -236,21 +219,19 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     common = ["--shape", folder / "tiny", "--layers", 2, "--routes", folder / "routes", "--work", work]
     settings = [f"--set=bench.{s}" for s in ("rounds=2", "requests=2", "new_tokens=4", "threads=1")]
     code = _main(
-        monkeypatch, *["bench", "serve", *common, "--policy", "lru,belady,on_demand", "--budget", "25%,50%"],
+        monkeypatch, *["bench", "serve", *common, "--policy", "lru,on_demand", "--budget", "25%,50%"],
         *settings, "--out", out,
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
     made = json.loads(out.read_text())
     assert [row["policy"] for row in made["rows"]][:4] == [RESIDENT, "lru", "lru", "on_demand"]
-    assert all(len(row["rounds"]) == 2 for row in made["rows"] if row["policy"] != "belady")
+    assert all(len(row["rounds"]) == 2 for row in made["rows"])
     assert len(made["rows"][1]["rounds"][0]["decode"]["seconds"]) == 2 * 3
     assert made["command"].startswith("moetool bench serve --shape")
     assert made["facts"]["dtype"] == "bfloat16" and made["facts"]["threads"] == 1
-    assert made["facts"]["refused"] or any("offloaded" in row["policy"] for row in made["rows"])
     for words in (
         "all in memory",
-        "belady (replay)",
         "x bound",
         "GB/s",
         "on_demand uses 2 slots",
@@ -291,7 +272,7 @@ def test_a_checkpoint_uses_its_own_routing(monkeypatch: pytest.MonkeyPatch, caps
     args = ["bench", "serve", "reference", "--data", "chat,code", "--policy", "lru", "--budget", "50%", "--json"]
     assert _main(monkeypatch, *args, *settings) == 0
     made = json.loads(capsys.readouterr().out)
-    assert [row["policy"] for row in made["rows"]][:3] == [RESIDENT, "lru", "transformers, all in memory"]
+    assert [row["policy"] for row in made["rows"]] == [RESIDENT, "lru"]
     assert made["facts"]["routes"] is None and made["rows"][1]["as_replayed"] is None
     assert 0 < made["rows"][1]["hit_rate"] < 1
 
@@ -327,7 +308,7 @@ def test_refusals(args: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_chunked_prompts_are_timed_as_a_whole_and_read_more(subject: Subject) -> None:
     made = {}
     for chunk in (None, 4):
-        options = replace(OPTIONS, prefill_chunk=chunk, offload=False, resident=False)
+        options = replace(OPTIONS, prefill_chunk=chunk, resident=False)
         (made[chunk],) = bench_serve(subject, policies=["lru"], budgets=["25%"], options=options).rows
     whole, parts = made[None], made[4]
     assert whole["as_replayed"] and not parts["as_replayed"]  # the trace has each prompt as one forward
@@ -339,7 +320,7 @@ def test_chunked_prompts_are_timed_as_a_whole_and_read_more(subject: Subject) ->
 
 
 def test_pools_per_layer_count_as_in_replay(subject: Subject) -> None:
-    options = replace(OPTIONS, pool="layer", offload=False, resident=False)
+    options = replace(OPTIONS, pool="layer", resident=False)
     own = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=options).rows
     one = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=replace(options, pool="one")).rows
     assert all(row["as_replayed"] for row in (*own, *one))

@@ -21,9 +21,12 @@ from moetool.bench.bench_result import (
 from moetool.bench.draft_pricing import DraftOptions
 from moetool.bench.serving_results import serving_row
 from moetool.bench.serving_runs import phase_row, run_row
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
 from moetool.errors import MismatchError, UsageError
 from tests.artefacts import BENCH_RESULTS
 from tests.command_line import exit_code
+from tests.synthetic_routes import make_spec
 
 
 def _phase(*seconds: float, read: float = 0.0, ahead: float = 0.0) -> Row:
@@ -31,7 +34,8 @@ def _phase(*seconds: float, read: float = 0.0, ahead: float = 0.0) -> Row:
 
 
 def _run(decode: Row) -> Row:
-    return {**run_row(_phase(9.0, read=90.0), decode), "hit_rate": 0.75}
+    residency = Residency(build_policy("lru", make_spec(), {}, 2))
+    return {**run_row(_phase(9.0, read=90.0), decode, residency), "hit_rate": 0.75}
 
 
 RESIDENT = [_run(_phase(1.0, 3.0)), _run(_phase(2.0, 2.0)), _run(_phase(4.0, 4.0))]  # means 2, 2, 4
@@ -63,12 +67,10 @@ def test_prefetching_lines_are_bounded_by_the_maximum() -> None:
     assert bound["x_bound"] == 2.5  # 5/2, 5/2, 5/4
 
 
-def test_without_a_pool_or_a_resident_line_there_are_no_bounds() -> None:
+def test_without_a_resident_line_there_are_no_bounds() -> None:
     row = serving_row("lru", RESIDENT, None, RATES, budget_bytes=1, slots=2)
     assert row["prefill"] is None and row["decode"] is None
     assert row["tpot_mean_s"] == 2.0
-    plain = serving_row("transformers", RESIDENT, RESIDENT, RATES)
-    assert plain["decode"] == {"x_resident": 1.0} and "bytes_per_token" not in plain
 
 
 def _made(file: Path | None = None) -> BenchResult:

@@ -81,7 +81,6 @@ def _timed(bench: Workbench, options: Options, data: str, predictor: Path | None
             requests=bench.sizes.texts,
             new_tokens=options.new_tokens,
             threads=1,
-            offload=False,
         ),
     )
 
