@@ -114,7 +114,7 @@ def BENCH_RESULTS() -> dict[str, Json]:
             {"device": "CPU", "host_bytes_s": 1e9},
             {**cached, "shape": "s", "routers": True, "decode_s": 0.1, "decode_p95_s": 0.2},
         ),
-        "cluster-ep": (ranked, {"name": "offline", "figures": [6], "simulated": None, "rounds": [rank]}),
+        "cluster-ep": (ranked, {"name": "offline", "figures": [6], "rounds": [rank]}),
     }
     machine = {"gpu": None, "cpu": "a CPU", "cores": 2, "torch": "2.9"}
     return {

@@ -27,7 +27,6 @@ from moetool.costing.costs import CostProfile
 from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.learning.fit_options import FitOptions
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import CPU, DTYPES, served_dtype
 from moetool.placement import _planner as planner
 from moetool.placement._demand import Demand, held_out, loads, numbers, planned_share
 from moetool.placement._placement_plan import bare_plan
@@ -138,13 +137,12 @@ def bench_parallel(
     work: Path,
     *,
     only: Sequence[str] = (),
-    simulated: bool = True,
     on_progress: Callable[[int], None] = lambda done: None,
     file: Path | None = None,
 ) -> BenchResult:
     """Measure every variant once per round.
 
-    A row is a variant, with the values of `_run` by round, and its simulation. Facts: `costs` measured by the ranks'
+    A row is a variant, with the values of `_run` by round. Facts: `costs` measured by the ranks'
     head so far (`Costs.to_json`), and by predictor `token_s`, seconds per prompt token in each round.
 
     Args:
@@ -186,7 +184,6 @@ def bench_parallel(
         profile=CostProfile.load(Path(options.profile)) if options.profile else None,
     )
     token_s: dict[str, list[float]] = {}
-    known_s = subject.simulated() if simulated else {}
     with recorded("cluster-ep", options, file) as made:
         try:
             head.start()
@@ -216,7 +213,7 @@ def bench_parallel(
 
             def rows(measured: list[tuple[Variant, list[Row]]]) -> Iterator[Row]:
                 for one, runs in measured:
-                    yield {**asdict(one), "simulated": known_s.get(one.name), "rounds": runs}
+                    yield {**asdict(one), "rounds": runs}
 
             in_rounds(made, chosen, options.rounds, run, rows, lambda done: on_progress(20 + 80 * done // 100))
         finally:
@@ -331,30 +328,6 @@ class _Subject:
             (opened,) = open_predictors([str(folder)], self._spec)
             found[name] = opened.predict
         return found
-
-    def simulated(self) -> dict[str, dict[str, float]]:
-        """Simulate requests drawn from those that were served, all at once."""
-        from moetool.simulation.simulate import read_world, simulate
-        from moetool.simulation.simulated_costs import AssumedCosts
-        from moetool.simulation.simulation_options import SimulationOptions
-
-        o = self._options
-        options = SimulationOptions(
-            seed=o.seed,
-            prompt_tokens=o.prompt_tokens,
-            decode_tokens=o.new_tokens,
-            seats=o.seats,
-            value_bytes=DTYPES[served_dtype(Checkpoint.open(self._model), CPU)[0]].itemsize,
-        )
-        world = read_world({"node": self._coming}, with_buffer(self._cluster, self._spec, 0), options)
-        costs = AssumedCosts(expert_s=0.0, expert_token_s=o.expert_token_s)
-        rounds, size = replace(options, admission="rounds"), o.ranks * o.seats * o.batches
-        means = {}
-        for name in ("vanilla", "offline", "reactive", "proactive"):
-            mode = "uniform" if name == "vanilla" else f"director-{name}"
-            run = simulate(world, mode, "every:1ms", size, rounds, costs=costs)
-            means[name] = {"latency_s": run.mean_s, "sent_bytes": float(run.sent_bytes), "local": run.local}
-        return means
 
     def _capture(self, name: str, prompts: Sequence[gather.Prompt]) -> Trace:
         from moetool.capture.run import CaptureOptions, capture

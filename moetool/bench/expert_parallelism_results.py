@@ -41,7 +41,6 @@ def tables(made: BenchResult) -> Iterator[Any]:
             "busiest link": (_over_rounds(lambda run: max(map(max, run["sent_GG"]))), "bytes"),
             "sent": (_over_rounds(lambda run: sum(map(sum, run["sent_GG"]))), "bytes"),
             "placed": (lambda row: row["rounds"][0]["placed"], "d"),
-            "simulated": ("simulated.latency_s", "seconds"),
         },
     )
     if moving := [row for row in made.rows if any(run["moved_bytes"] for run in row["rounds"])]:

@@ -1,7 +1,7 @@
 """The commands `moetool bench`: measure, write results and figures, and print them."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from moetool.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from moetool.bench.bench_result import BenchResult
+    from moetool.bench.serving_setup import Subject
 
 Results = Annotated[
     Path | None, typer.Option("--out", help="Output directory for results (JSON) and figures, or a .json file.")
@@ -107,9 +108,6 @@ def serve(
     values = options.pop("bench", {})
     require_policies(names, options)
     texts = tuple(listed(data)) if data else ()
-    if beside is not None:
-        others = {"--layers": layers, "--routes": routes, "--predictor": predictor}
-        _require_together(model, beside, others, shape, texts)
     from moetool.bench.form_comparison import bench_forms
     from moetool.bench.serve import bench_serve
     from moetool.bench.serving_setup import ServingBenchOptions, Subject
@@ -117,6 +115,8 @@ def serve(
     subject = Subject(
         model=model, shape=shape, layers=layers, routes=routes, data=texts, predictor=predictor, work=work
     )
+    if beside is not None:
+        _require_two_forms(subject, beside)
     title = f"benchmarking {model or shape}" + (f" beside {beside}" if beside is not None else "")
     with tables.progress(title, 100) as on_progress:
         how: dict[str, Any] = {
@@ -131,27 +131,16 @@ def serve(
     _hand_over(made, file, as_json)
 
 
-def _require_together(
-    model: str | None, beside: str, others: Mapping[str, object], shape: str | None, data: Sequence[str]
-) -> None:
+def _require_two_forms(subject: "Subject", beside: str) -> None:
     """Raises: UsageError unless --beside comes with a model and text, or with a shape, routes and int4."""
-    if others["--predictor"] is not None:
+    if subject.predictor is not None:
         raise UsageError("--beside compares two forms of a model, and a predictor fits one: leave out --predictor")
-    if shape is not None:
-        found = "a MODEL too" if model is not None else "--data" if data else f"--beside {beside}"
-        if model is not None or data or beside != "int4":
-            raise UsageError(
-                f"a --shape has random weights, so --beside takes int4, which is made from them; found {found}: "
-                f"moetool bench serve --shape {shape} --layers 2 --routes DIR --beside int4 --policy lru --budget 25%"
-            )
-        return
-    given = [name for name, value in others.items() if value is not None]
-    if given or model is None or not data:
-        found = f"{', '.join(given)} too" if given else "no MODEL" if model is None else "no --data"
+    if subject.shape is not None and beside != "int4":
         raise UsageError(
-            f"--beside needs a MODEL and --data, and both forms use their own routing; found {found}: moetool bench "
-            f"serve MODEL --beside {beside} --data chat --policy lru --budget 25%"
+            f"a --shape has random weights, so --beside takes int4, which is made from them; found --beside {beside}"
         )
+    if subject.shape is None and subject.routes is not None:
+        raise UsageError("--beside compares two forms of a MODEL by their own routing; give --data instead of --routes")
 
 
 def policies(

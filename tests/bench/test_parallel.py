@@ -22,7 +22,7 @@ def test_proactive_is_evener_than_offline_than_reactive_than_vanilla(tmp_path: P
     """Migrations are always made here, so that no measured second decides what is counted."""
     options = RankBenchOptions(rounds=1, batches=4, expert_token_s=2e-5, link_bytes_s=200e6)
     lines = ["vanilla", "offline", "reactive-always", "stop", "overlap"]
-    made = bench_parallel("reference", options, ThreadRanks(), tmp_path, only=lines, simulated=False)
+    made = bench_parallel("reference", options, ThreadRanks(), tmp_path, only=lines)
     show(made)
     found = {row["name"]: row["rounds"][0] for row in made.rows}
     hottest = {name: run["hottest"] / run["rows"] for name, run in found.items()}

@@ -288,10 +288,10 @@ def test_a_checkpoint_uses_its_own_routing(monkeypatch: pytest.MonkeyPatch, caps
         ("reference --data chat --policy belady --budget 25%", "needs future requests"),
         ("reference --data chat --policy duoserve --budget 25%", "needs a predictor"),
         (
-            "--shape deepseek-v2-lite --policy lru --budget 25% --beside replica",
+            "--shape deepseek-v2-lite --routes x --policy lru --budget 25% --beside replica",
             "--beside takes int4, which is made from them",
         ),
-        ("--shape deepseek-v2-lite --data chat --policy lru --budget 25% --beside int4", "found --data"),
+        ("reference --routes x --policy lru --budget 25% --beside y", "give --data instead of --routes"),
         ("--shape deepseek-v2-lite --policy lru --budget 25% --beside int4", "give --routes DIR"),
         ("reference --data chat --policy lru --budget 25% --beside x --predictor y", "leave out --predictor"),
         ("reference --data chat --policy lru --budget 25% --set bench.rounds=0", "bench.rounds is 0"),
