@@ -106,7 +106,7 @@ def test_train_capture_evaluate_bench(
     assert _main("bench", "serve", replica, *args[:1], model, *args[2:]) == 3
     assert "expected smaller, packed ones after --beside" in capsys.readouterr().err
     for wrong, says in (
-        (["--routes", trace], "found --routes too"),
+        (["--routes", trace], "takes --routes DIR, or --data"),
         (["--policy", "belady"], "belady needs the future"),
         (["--policy", "duoserve"], "duoserve needs a predictor"),
         (["--budget", "1%"], "no budget is large enough: lru needs 2 slots"),
