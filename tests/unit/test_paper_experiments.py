@@ -158,7 +158,7 @@ def test_predictors_train_on_other_parts_than_the_measured_one(tmp_path: Path, m
     bench = Workbench(sizes=Sizes(seeds=3, prompts=2), machine=LOADS_ALONE, work=tmp_path)
     assert bench.others(1) == (0, 2)
     options = predictors.Options(
-        data=("arithmetic",), apart=True, lines={"affinity": predictors.PredictorLine(predictor="affinity")}
+        data=("arithmetic",), lines={"affinity": predictors.PredictorLine(predictor="affinity")}
     )
     found = predictors.run(bench, options)
     assert len(found.values["affinity"]) == 3

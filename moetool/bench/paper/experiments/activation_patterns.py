@@ -23,15 +23,13 @@ class Options:
 
     Attributes:
         data: prompt sets, one per task; given traces replace them.
-        measure: `tasks`, divergence of expert usage between requests of one task, and between tasks; `layers`, Gini
-            coefficient of the first task's experts in every layer; `spread`, the same of the two layers that other
+        measure: `tasks`, divergence of the first layer's expert usage within one task, and between tasks; `layers`,
+            Gini coefficient of the first task's experts in every layer; `spread`, the same of the two layers that other
             requests of the task use most and least evenly.
-        layer: layer of `tasks`.
     """
 
     data: tuple[str, ...] = ("arithmetic", "ascii_words")
     measure: Literal["tasks", "layers", "spread"] = "tasks"
-    layer: int = 0
 
 
 def run(bench: Workbench, options: Options) -> Found:
@@ -55,13 +53,13 @@ def run(bench: Workbench, options: Options) -> Found:
     if options.measure == "tasks":
         for halves in zip(*counts, strict=True):
             pairs = [(p, q) for p in range(len(halves)) for q in range(len(halves)) if p != q]
-            samples.add("same task", np.mean([divergence(a, b)[options.layer] for a, b in halves]))
-            other = [divergence(halves[p][0], halves[q][1])[options.layer] for p, q in pairs]
+            samples.add("same task", np.mean([divergence(a, b)[0] for a, b in halves]))
+            other = [divergence(halves[p][0], halves[q][1])[0] for p, q in pairs]
             samples.add("other task", np.mean(other))
         for name, task_S2LE in zip(names, counts, strict=True):
-            for row_E in task_S2LE.sum(axis=1)[:, options.layer, : spec.num_experts_L[options.layer]]:
+            for row_E in task_S2LE.sum(axis=1)[:, 0, : spec.num_experts_L[0]]:
                 samples.draw(name, range(len(row_E)), 100 * row_E / row_E.sum())
-        axes = ("expert", f"share of choices in layer {options.layer}, %")
+        axes = ("expert", "share of choices in layer 0, %")
         return samples.found("divergence of expert usage", "bits", axes=axes, traces=independent)
     for halves_2LE in counts[0]:
         whole_L, choose_L, judge_L = (

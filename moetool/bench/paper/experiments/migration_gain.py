@@ -25,7 +25,6 @@ class Options(EdgeOptions):
     """Options of the experiment.
 
     Attributes:
-        mode: placement mode.
         before: prompt sets, one per server, of the first half of the requests; `servers` has those of the second half.
             With given traces, each server first serves the trace of the next one.
         replan_s: seconds between decisions to migrate.
@@ -34,7 +33,6 @@ class Options(EdgeOptions):
 
     before: tuple[str, ...]
     initial: tuple[str, ...] = ALL
-    mode: str = "prism"
     replan_s: float = 300.0
     measure: Literal["latency", "local", "migrations"] = "latency"
 
@@ -67,7 +65,7 @@ def run(bench: Workbench, options: Options) -> Found:
                 later=read_world(later, cluster, chosen).sources,
                 history=read_world(initial, cluster, chosen).history,
             )
-            make = partial(simulate, world, options.mode, options.arrivals, count, chosen, costs=costs)
+            make = partial(simulate, world, "prism", options.arrivals, count, chosen, costs=costs)
             found = bench.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
             samples.draw(way, *over_time(found))
             if options.measure == "migrations":

@@ -32,15 +32,11 @@ class Options(EdgeOptions):
     """Options of the experiment; arrivals follow from `load`.
 
     Attributes:
-        policy: cache policy of an offloading server.
-        placement: planner for servers that call each other.
         load: mean utilization of servers that offload alone; it sets the mean gap of Poisson arrivals.
         warm: uncounted first requests of each server, which fill an offloading server's pool.
     """
 
     memory: float = 0.7
-    policy: str = "moe_infinity"
-    placement: str = "redundant"
     load: float = 0.35
     warm: int = 3
 
@@ -79,7 +75,7 @@ def run(bench: Workbench, options: Options) -> Found:
             served = serve_in_turn(work, len(names), redirect=redirect)
             samples.add(way, mean_by_server(served[first:])[-1])
         world = read_world(traces, cluster, replace(base, seed=seed))
-        together = simulate(world, options.placement, arrivals, count, replace(base, seed=seed), costs=costs)
+        together = simulate(world, "redundant", arrivals, count, replace(base, seed=seed), costs=costs)
         samples.add(TOGETHER, np.mean([one.latency_s for one in together.served[first:]]))
     on = f"one request per {np.mean(gaps_s):.2g} s and server, without the first {options.warm}; on the assumed machine"
     return samples.found("mean latency per request", "s", on, traces=samples.independent)
@@ -88,7 +84,7 @@ def run(bench: Workbench, options: Options) -> Found:
 def _offloaded(bench: Workbench, trace: Trace, options: Options, share: float, split: float) -> list[float]:
     """Seconds of each held-out request on a server that runs the trace, without the warm-up."""
     budget = int(share * trace.spec.total_experts) * trace.spec.slot_bytes
-    row = bench.replayed(trace, options.policy, budget, frozenset(requests_of(trace)))
+    row = bench.replayed(trace, "moe_infinity", budget, frozenset(requests_of(trace)))
     drawn = held_out(planned_share(split))
     numbers = [number for number in trace.requests["request"].to_pylist() if number in row.timing.request_s]
     kept = [

@@ -54,7 +54,6 @@ class Options:
         along: an abscissa for each line, such as a distance: one curve for all lines, or one for each name before a
             comma. Three or more sizes of memory or batches give curves too.
         axis: label of that abscissa.
-        new_tokens: output tokens per request (0: the sizes').
         machine: costs that replace those of the recipe's machine, or another machine and model by name.
     """
 
@@ -66,7 +65,6 @@ class Options:
     measure: Literal["hits", "ttft", "tpot", "sides", "latency", "speed"] = "hits"
     along: Mapping[str, float] = field(default_factory=dict)
     axis: str = ""
-    new_tokens: int = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -118,7 +116,6 @@ def run(bench: Workbench, options: Options) -> Found:
         for batch in options.batch:
             trace = bench.trace(
                 options.data,
-                new_tokens=options.new_tokens,
                 batch=batch,
                 fold=fold,
                 resident=options.memory[0] if look_through(options.lines) else 0.0,
@@ -126,7 +123,7 @@ def run(bench: Workbench, options: Options) -> Found:
             samples.use(trace)
             learned = None
             if apart:
-                learned = bench.trace(options.data, new_tokens=options.new_tokens, fold=bench.others(fold))
+                learned = bench.trace(options.data, fold=bench.others(fold))
             for memory in options.memory:
                 for name, line in options.lines.items():
                     own = changed(machine, line.machine)

@@ -43,8 +43,6 @@ class Options:
 
     Attributes:
         data: prompt sets; the given trace replaces them.
-        apart: train on all other parts of the prompts and score one whole part per seed; otherwise, and for a given
-            trace, each seed splits the requests into training and held-out ones.
         lines: lines by name.
         measure: `match`, the share of the k experts among the predicted k; `exact`, all k predicted; `one`, at least
             one predicted; `prompt`, the match of predictions for a prompt before it runs; `size`, bytes as a share of
@@ -55,7 +53,6 @@ class Options:
     """
 
     data: tuple[str, ...] = ALL
-    apart: bool = False
     lines: Mapping[str, PredictorLine]
     measure: Literal["match", "exact", "one", "prompt", "size", "overhead"] = "match"
     distance: int = 1
@@ -73,21 +70,21 @@ _WHAT = {
 
 
 def run(bench: Workbench, options: Options) -> Found:
-    """Train each predictor once per seed, and score it on held-out prompts."""
+    """Train each predictor on all parts of the prompts but one, and score it on this part, another one per seed.
+
+    With a given trace, or one seed, training and held-out requests are of one trace.
+    """
     samples = Samples(bench)
-    apart = options.apart and len(bench.folds) > 1 and not bench.given
     for name, one in options.lines.items():
         data = one.data or options.data
         for seed in bench.seeds:
-            trace = bench.trace(data, fold=seed if apart or bench.given else 0)
-            learned = bench.trace(data, fold=bench.others(seed)) if apart else trace
-            found = _evaluated(bench, learned, samples.use(trace), one, seed)
+            trace, learned = bench.apart(data, seed)
+            found = _evaluated(bench, learned or trace, samples.use(trace), one, seed)
             if options.measure == "overhead":
                 samples.add(name, found.prompt_ms / found.prompt_tokens / _token_ms(bench))
             else:
                 samples.add(name, _value(found, options))
-    on = f"scored on {'other parts than the training data' if apart else 'held-out requests'}"
-    return samples.found(_WHAT[options.measure], "%", on, exact=options.measure == "size")
+    return samples.found(_WHAT[options.measure], "%", "scored on held-out prompts", exact=options.measure == "size")
 
 
 def _evaluated(bench: Workbench, learned: Trace, trace: Trace, line: PredictorLine, seed: int) -> Evaluation:

@@ -18,6 +18,7 @@ from moetool.tables import percent
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 LINKS = True
+_ARRIVALS = "every:60s"  # so far apart that no request waits for another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,11 @@ class Options:
 
     Attributes:
         remote: shares of every layer's experts that only the other server has.
-        arrivals: far enough apart that no request waits for another.
         mbps: megabits per second of the link.
         simulation, costs: see `moetool.bench.paper.experiments.edge_servers`.
     """
 
     remote: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    arrivals: str = "every:60s"
     mbps: float = 500.0
     simulation: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +56,7 @@ def run(bench: Workbench, options: Options) -> Found:
         for share in options.remote:
             inputs = ModeInputs(plan=_plan(spec, cluster, share, seed))
             count = max(1, bench.sizes.requests // 4)
-            found = simulate(world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=inputs)
+            found = simulate(world, "uniform", _ARRIVALS, count, chosen, costs=costs, inputs=inputs)
             samples.add(f"{percent(share, '.0f')} remote", found.mean_s)
     shares = [100 * share for share in options.remote]
     samples.sweep("all requests", shares, samples.values.values(), scale=1e3)

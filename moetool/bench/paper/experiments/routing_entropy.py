@@ -22,13 +22,11 @@ class Options:
         measure: `levels`, entropy in bits of the routers' probabilities of an iteration and of a request's mean;
             `growth`, entropy of the experts used by several iterations together.
         steps: numbers of iterations for `growth`, rounded to the counted ones.
-        new_tokens: new tokens per request (0: the sizes' value).
     """
 
     data: tuple[str, ...] = ALL
     measure: Literal["levels", "growth"] = "levels"
     steps: tuple[int, ...] = (1, 10, 24)
-    new_tokens: int = 0
 
 
 def run(bench: Workbench, options: Options) -> Found:
@@ -38,7 +36,7 @@ def run(bench: Workbench, options: Options) -> Found:
     """
     samples = Samples(bench)
     for fold in bench.folds:
-        trace = samples.use(bench.trace(options.data, new_tokens=options.new_tokens, fold=fold))
+        trace = samples.use(bench.trace(options.data, fold=fold))
         chosen = replace(ReportOptions(), seed=fold)
         routes = read_routes(trace, chosen)
         if options.measure == "levels":

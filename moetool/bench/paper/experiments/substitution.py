@@ -12,6 +12,9 @@ from moetool.runtime.assembly import ServeOptions, fixed_bytes
 from moetool.tables import percent
 from moetool.tuning.alpha import AlphaOptions, plan_alpha
 
+_ALPHAS = (0.35, 0.6)  # besides 0
+_MEMORY = 0.375  # share of the experts in memory
+_TOKENS = 48  # per text
 _ANY_S = 1e6  # seconds per token that every alpha meets
 
 
@@ -21,15 +24,9 @@ class Options:
 
     Attributes:
         data: prompt sets; their prompts and answers are the text.
-        alphas: values besides 0.
-        memory: expert memory, as a share of all experts.
-        tokens: tokens per text.
     """
 
     data: tuple[str, ...] = ALL
-    alphas: tuple[float, ...] = (0.35, 0.6)
-    memory: float = 0.375
-    tokens: int = 48
 
 
 def run(bench: Workbench, options: Options) -> Found:
@@ -43,16 +40,16 @@ def run(bench: Workbench, options: Options) -> Found:
     checkpoint = Checkpoint.open(MODEL)
     spec = checkpoint.spec
     serve = ServeOptions(kv_tokens=2048, threads=1)
-    memory = sum(fixed_bytes(checkpoint, serve)) + int(options.memory * spec.total_experts) * spec.slot_bytes
+    memory = sum(fixed_bytes(checkpoint, serve)) + int(_MEMORY * spec.total_experts) * spec.slot_bytes
     sets = [gather.load([name]) for name in options.data]
     texts = [f"{p.text} {p.answer or ''}" for several in zip(*sets, strict=False) for p in several]
-    chosen = AlphaOptions(alphas=options.alphas, tokens=options.tokens, texts=bench.sizes.texts, rounds=1)
+    chosen = AlphaOptions(alphas=_ALPHAS, tokens=_TOKENS, texts=bench.sizes.texts, rounds=1)
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {}
     for seed in bench.seeds:
         mine = texts[seed :: len(bench.seeds)]
         make = partial(plan_alpha, MODEL, mine, memory, _ANY_S, serve=serve, options=chosen)
-        _, points = bench.once(f"alphas {options.data} {chosen} {options.memory} {seed}", make)
+        _, points = bench.once(f"alphas {options.data} {chosen} {seed}", make)
         for point in points:
             values.setdefault(f"alpha {point.alpha:g}", []).append(point.nats)
         alphas = tuple(point.alpha for point in points)
@@ -61,8 +58,7 @@ def run(bench: Workbench, options: Options) -> Found:
         values=values,
         what="cross-entropy per token",
         unit="nats",
-        on=f"{MODEL} live, {bench.sizes.texts} texts of {options.tokens} tokens, "
-        f"{percent(options.memory, 'g')} of experts",
+        on=f"{MODEL} live, {bench.sizes.texts} texts of {_TOKENS} tokens, {percent(_MEMORY, 'g')} of experts",
         traces=len(bench.seeds),
         curves=curves,
         axes=("alpha", "cross-entropy per token, nats"),
