@@ -35,6 +35,8 @@ _DISK_BYTES_S = 500e6
 """Assumed disk rate of last-resort reads."""
 _ALIGNED_BYTES = 64
 """Alignment of new tensors on a CPU."""
+_TRIALS_S = 2.0
+"""Seconds after which no further copy is timed."""
 _FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
 
 Inputs = Callable[[int, torch.Tensor], torch.Tensor]
@@ -174,10 +176,14 @@ class PlacedRuntime(ExpertRuntime):
         return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
     def time_copies(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert]:
-        """Fetch each (layer, expert, source) from its peer like `adopt`, and discard it; failed ones are left out."""
-        timed = []
+        """Fetch each (layer, expert, source) from its peer like `adopt`, and discard it.
+
+        Failed ones are left out, and those after the first two seconds, so that slow links are known by a few.
+        """
+        timed, until = [], time.monotonic() + _TRIALS_S
         for layer, expert, source in moves:
-            began = time.monotonic()
+            if (began := time.monotonic()) > until:
+                break
             if (data := self._fetch(layer, expert, source)) is not None:
                 with self.holding.computing:  # an adoption waits for it too
                     seconds = time.monotonic() - began
@@ -416,11 +422,14 @@ class PlacedRuntime(ExpertRuntime):
             return Frame(head={}, parts=rows_parts(layer.index, counts, made))
 
     def _resident_outputs(self, layer: MoeLayer, asked: ExpertRows) -> dict[int, torch.Tensor] | None:
-        """Outputs of the held experts, without the residency's steps; None if an expert may have no slot."""
+        """Outputs of the held experts; None if an expert may have no slot.
+
+        Without the residency's steps: others' calls count neither as uses nor as hits.
+        """
         rows_RD, base = asked.rows_RD, self._key(layer.index, 0)
         if not self._has_all_slots or rows_RD.shape[0] > ROWS_TOGETHER or rows_RD[0].nbytes % _ALIGNED_BYTES:
             return None
-        rows_of = ExpertRows(layer.index, asked.counts, rows_RD.clone()).by_expert()
+        rows_of = ExpertRows(layer.index, asked.counts, rows_RD.to(self._device, copy=True)).by_expert()
         with self.holding.computing:
             began = time.perf_counter()
             found = [(expert, base + expert) for expert in rows_of if base + expert in self.holding]
