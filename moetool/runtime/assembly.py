@@ -150,6 +150,8 @@ class ServeOptions:
         if self.pool is not None:
             require_pool_form("pool", self.pool)
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
+        if self.first_device is not None:
+            require_within(self, first_device=Span(0))
         if self.borrowed_slots and self.prefill_chunk <= self.first_chunk:
             raise UsageError(
                 f"borrowed_slots is {self.borrowed_slots}, but chunks of prefill_chunk={self.prefill_chunk} tokens "

@@ -109,6 +109,7 @@ def choose(
     if "io_threads" not in values:
         chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "threads reading experts"
     options = parse(ServeOptions, chosen, "--set")  # refuse bad values before they are used
+    device = parse_device(options.device, options.first_device or 0)
     if device.type == "cuda":
         limit, source = int(torch.cuda.mem_get_info(device)[0] * (1 - _GPU_HEADROOM)), "free on the GPU"
         if process_memory_bytes is not None:

@@ -108,7 +108,7 @@ def plan_alpha(
         CapacityError: the model does not fit into the memory.
     """
     serve, options = serve or ServeOptions(), options or AlphaOptions()
-    parse_devices(serve.device, serve.devices)
+    parse_devices(serve.device, serve.devices, serve.first_device or 0)
     if serve.devices != 1:
         raise UsageError(
             f"alpha is measured on one device, but devices is {serve.devices}; give devices to 'moetool serve' only"
@@ -163,7 +163,7 @@ def _feed(
 ) -> _Pass:
     """Feed the texts in turn to an initially empty pool: the first tokens together, the others alone."""
     seconds, nats, likeliest, forwards = [], [], [], 0
-    dtype, (device, *_) = parse_dtype(serve.dtype), parse_devices(serve.device, serve.devices)
+    dtype, (device, *_) = parse_dtype(serve.dtype), parse_devices(serve.device, serve.devices, serve.first_device or 0)
     with contextlib.closing(load_lazy(checkpoint, dtype, device, products=serve.products)) as loaded:
         require_substitutable(loaded.spec.name, "smoe")
         use_threads(checkpoint.config, serve.threads)
