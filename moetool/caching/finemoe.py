@@ -245,9 +245,10 @@ class Policy(policy.Policy):
 
     def _settle(self) -> None:
         """Wait until the last forward's iterations have joined the store."""
-        if self._joining is not None:
-            rows = self._joining.result()
-            self._joining, taken = None, set(rows.values())
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            rows = joining.result()
+            taken = set(rows.values())
             self._last = {request: row for request, row in self._last.items() if row not in taken}
             self._last.update({request: row for request, row in rows.items() if row >= 0})
 

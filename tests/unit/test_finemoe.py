@@ -167,6 +167,23 @@ def test_the_store_is_updated_on_the_thread_of_the_searches(monkeypatch: pytest.
     assert policy.store.size == 2 and len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
+def test_a_failed_update_of_the_store_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = _policy(_store(MAP_LE), distance=2)
+    info, events = _forward([MAP_LE], [[1, 0, 0, 0]])
+
+    def add(store: MapStore, *given: Any) -> list[int]:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(MapStore, "add", add)
+    policy.begin_forward(info)
+    for event in events:
+        policy.gate(event, [], [])
+    policy.end_forward(info)
+    with pytest.raises(MemoryError):
+        policy.begin_forward(info)
+    assert policy.begin_forward(info) and policy.store.size == 1
+
+
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_prefetch_spares_what_is_worth_more_only_if_asked(spare: bool) -> None:
     policy = _policy(_store(MAP_LE), distance=2, spare=spare)
