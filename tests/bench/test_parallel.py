@@ -44,12 +44,14 @@ def test_micro_batches(emulated: dict[str, float], reference: Path, tokenizer: A
             launcher = RankProcesses(Where(count=3), [f"rank {n}" for n in range(3)], threads=1)
             heads.append(open_head(reference, tokenizer, launcher=launcher, micro_batches=parts, **options))
         taken: list[list[float]] = []
+        found: list[list[list[int]]] = []
         for _ in range(8):
             taken.append([])
             for head in heads:
                 answers, began = Answers(head), time.perf_counter()
-                answers.wait([answers.ask(prompt, 1) for prompt in prompts], 300)
+                found.append(answers.wait([answers.ask(prompt, 1) for prompt in prompts], 300))
                 taken[-1].append(time.perf_counter() - began)
+        assert all(tokens == found[0] for tokens in found)
     finally:
         for head in heads:
             head.close()

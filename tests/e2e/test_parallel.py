@@ -226,6 +226,33 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts
     _same_as_alone(head, prompts, alone)
 
 
+def test_a_rank_that_dies_while_half_of_the_rows_travels(
+    head: RankHead, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    prompts = [tokenizer(text * 8)["input_ids"] for text in TEXTS]
+    answers = Answers(head)
+    with held(head):
+        calm = [answers.ask(prompt, 3) for prompt in prompts]
+    expected = answers.wait(calm)
+    calls: list[int] = []
+    begin = Group.begin_exchange
+
+    def begun(group: Group, *args: Any) -> Any:
+        calls.append(group.rank)
+        if calls.count(0) == 6:
+            head.launcher.kill(2)
+        return begin(group, *args)
+
+    monkeypatch.setattr(Group, "begin_exchange", begun)
+    failures = head.metrics()["failures"]
+    with held(head):
+        again = [answers.ask(prompt, 3) for prompt in prompts]
+    assert answers.wait(again) == expected
+    assert head.metrics()["failures"] > failures
+    eventually(lambda: head.metrics()["ranks"] == GPUS)
+
+
 def test_a_late_short_request_does_not_wait_for_a_long_one(head: RankHead, prompts: Any) -> None:
     head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     answers = Answers(head)

@@ -27,18 +27,22 @@ def test_rows_travel_over_nccl() -> None:
     assert group.counts(np.array([[1, 2]])).tolist() == [[1, 2]]
     few, counts_RE = group.exchange_few(rows_XD, np.array([[1, 3]]), 4)
     assert torch.equal(few, rows_XD) and counts_RE.tolist() == [[1, 3]]
+    begun = [group.begin_exchange(rows_XD + n, [4], [4]) for n in range(2)]
+    assert all(torch.equal(arrived(), rows_XD + n) for n, arrived in enumerate(begun))
     group.abort()
 
 
 @needs_gpu
-def test_ranks_on_gpus_give_one_gpus_text(reference: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize(("times", "micro_batches"), [(1, 1), (40, 1), (40, 2)])
+def test_ranks_on_gpus_give_one_gpus_text(times: int, micro_batches: int, reference: Path, tokenizer: Any) -> None:
     gpus = 1  # ranks in threads of one process share its first GPU, and NCCL wants one for each
-    prompts = [tokenizer(text)["input_ids"] for text in ("The capital of France", "def add(a, b):")]
+    prompts = [tokenizer(text * times)["input_ids"] for text in ("The capital of France", "def add(a, b):")]
     engine = engines.engine(reference, tokenizer, "lru", 256, max_requests=2, device=torch.device("cuda", 0))
     expected, _ = engines.generate(engine, prompts, 8)
     engine.close()
     placed_GLE = striped(engine.spec, gpus)
     options: dict[str, Any] = {"seats": 2, "device": "cuda", "timeout_s": 60.0, "gather_s": 0.5}
+    options["micro_batches"] = micro_batches
     head = open_head(reference, tokenizer, gpus=gpus, placed_GLE=placed_GLE, **options)
     try:
         answers = Answers(head)

@@ -16,6 +16,7 @@ from moetool.cluster.listener import Acceptor
 from moetool.cluster.parallel.channel import RankChannel, open_listener
 from moetool.cluster.parallel.process_group import Group, GroupBroken
 from moetool.cluster.parallel.rank_mesh import Arrivals, Mesh
+from moetool.cluster.parallel.rank_options import RankOptions
 from tests.identities import identity
 
 RANKS = 3
@@ -123,6 +124,38 @@ def test_a_lost_rank_ends_the_swap_of_all() -> None:
         assert isinstance(first, GroupBroken) and isinstance(second, GroupBroken)
         with pytest.raises(GroupBroken, match="was aborted"):
             groups[2].gather([1])
+
+
+def test_begun_exchanges_arrive_in_order_and_end_with_the_group() -> None:
+    rows = [torch.full((RANKS, 4), float(rank)) for rank in range(RANKS)]
+    with meshes(timeout_s=10.0) as joined:
+        groups = [Group(mesh) for mesh in joined]
+
+        def both(rank: int) -> list[torch.Tensor]:
+            one = [1] * RANKS
+            begun = [groups[rank].begin_exchange(rows[rank] + 10 * n, one, one) for n in range(2)]
+            return [arrived() for arrived in begun]
+
+        for first, second in in_threads(both):
+            assert first[:, 0].tolist() == [0, 1, 2] and second[:, 0].tolist() == [10, 11, 12]
+        waiting = groups[0].begin_exchange(rows[0], [1] * RANKS, [1] * RANKS)
+        groups[2].abort()
+        with pytest.raises(GroupBroken):
+            waiting()
+        with pytest.raises(GroupBroken, match="is over"):
+            groups[2].begin_exchange(rows[2], [1] * RANKS, [1] * RANKS)
+
+
+def test_micro_batches_need_time_that_is_idle() -> None:
+    for options, on_one_machine, expected in (
+        (RankOptions(), True, False),
+        (RankOptions(), False, True),
+        (RankOptions(link_bytes_s=1e6), True, True),
+        (RankOptions(device="cuda"), False, False),
+        (RankOptions(device="cuda", micro_batches=2), True, True),
+        (RankOptions(micro_batches=1), False, False),
+    ):
+        assert options.in_halves(on_one_machine) == expected
 
 
 def test_a_silent_rank_is_noticed_in_time() -> None:

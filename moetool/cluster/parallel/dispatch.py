@@ -61,6 +61,7 @@ class ParallelRuntime(ExpertRuntime):
     one back. With the counts each rank sends its limit of rows for any other rank in this step. Where that is small
     for all, as in decode steps, the other layers take two all-to-alls: rows with their counts, and products back.
     Where it is not, and with `in_halves` (`join`), rows travel in two micro-batches: one while the other is computed.
+    Experts then move beside the dense parts only.
 
     Rows of one rank and one expert form one product, wherever it is computed. The rank computes the weighted sum in
     the order of the token's top-k. Both are as in `ExpertRuntime`. So for one batch composition of a rank the result is

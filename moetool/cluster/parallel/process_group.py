@@ -110,7 +110,13 @@ class Group:
         Returns:
             A function that waits for the rows and returns them; see `exchange`. Until it has returned for every begun
             exchange, no other collective may be called.
+
+        Raises:
+            GroupBroken: the group was aborted, or a rank was lost; the returned function raises it too.
+
+        Effects: on a CPU the first call starts a thread, which ends with the group.
         """
+        self._require_whole()
         if self.device.type == "cuda":
             first()
             got_YD, given_XD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1]), rows_XD.contiguous()
@@ -126,7 +132,10 @@ class Group:
             first()
             return self._swap([[part] for part in _split(rows_XD, send_R)])
 
-        swapped = self._beside.submit(swap)
+        try:
+            swapped = self._beside.submit(swap)
+        except RuntimeError as error:  # aborted just now
+            raise self._failed(error) from None
         return lambda: self._joined(rows_XD, [part for (part,) in swapped.result()], receive_R)
 
     def exchange_few(self, rows_XD: torch.Tensor, counts_RE: np.ndarray, most: int) -> tuple[torch.Tensor, np.ndarray]:

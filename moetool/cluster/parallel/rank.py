@@ -53,7 +53,7 @@ _MESSAGE_BYTES = 2**20
 class Rank:
     """Loads its model, registers with the head, and follows the head's orders until told to stop or the head is gone.
 
-    Two threads: one receives orders, one runs forwards (`Lockstep`).
+    Two threads: one receives orders, one runs forwards (`Lockstep`). With micro-batches a third exchanges rows.
 
     Args:
         gpu: the rank's number in the cluster.
@@ -108,8 +108,7 @@ class Rank:
             residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
             pool = open_store(loaded, residency, 1)
             stack.callback(pool.close)
-            waits = device.type != "cpu" or not on_one_machine or options.link_bytes_s > 0
-            self._in_halves = (options.micro_batches or 1 + waits) == 2
+            self._in_halves = options.in_halves(on_one_machine)
             self.runtime = ParallelRuntime(
                 loaded,
                 residency,

@@ -44,9 +44,9 @@ class RankOptions:
         threads: compute threads of a rank (0: automatic).
         timeout_s: time limit of a collective; must exceed the slowest rank's forward. A rank that hangs is noticed
             after it, one that has ended at once.
-        micro_batches: parts of the rows of a long step; with 2, one is exchanged while the other is computed. 0: 2 on
-            GPUs, on several machines and with emulated links; 1 on the CPU of one machine, where no core is idle
-            during an exchange.
+        micro_batches: parts of the rows of a long step; with 2, one is exchanged while the other is computed. 0: 2
+            among CPUs of several machines and with emulated links, else 1. On the CPU of one machine no core is idle
+            during an exchange; over NCCL, 2 has not been run yet.
         migrate: `overlap`, `pipelined` or `stop` (`moetool.cluster.parallel.compute_windows.MIGRATIONS`, DIRECTOR's
             Figure 6).
         link_bytes_s: emulated rate of each rank's outgoing link, with a queue (0: not emulated).
@@ -72,3 +72,8 @@ class RankOptions:
         require_within(self, seats=Span(1), kv_tokens=Span(16), threads=amount, timeout_s=time)
         require_within(self, max_prompt_wait_s=amount, micro_batches=Span(0, 2))
         require_within(self, link_bytes_s=amount, expert_token_s=amount)
+
+    def in_halves(self, on_one_machine: bool) -> bool:
+        """Whether steps with many rows use two micro-batches."""
+        waits = self.device == "cpu" and (self.link_bytes_s > 0 or not on_one_machine)
+        return (self.micro_batches or 1 + waits) == 2
