@@ -40,8 +40,9 @@ def time_tokens(model: Any, prompt: Sequence[int], new_tokens: int) -> tuple[flo
         token.tolist()  # waits for the device
         return (token, made.past_key_values), time.perf_counter() - began
 
+    device = "cpu" if model.device.type == "meta" else model.device  # all on disk
     with torch.inference_mode():
-        (token, cache), prefill_s = measured(torch.tensor([list(prompt)], device=model.device))
+        (token, cache), prefill_s = measured(torch.tensor([list(prompt)], device=device))
         seconds = []
         for _ in range(new_tokens):
             (token, cache), token_s = measured(token, past_key_values=cache)

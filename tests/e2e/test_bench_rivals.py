@@ -44,8 +44,9 @@ def test_cells_are_measured_or_say_why_not(
     assert "transformers" in shown and "not measured: llama.cpp, memory all: no llama-server" in shown
 
 
-def test_transformers_offloads_what_exceeds_its_memory(caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"threads": 1, "dtype": "float32", "new_tokens": 2, "prompts": [[5, 6, 7]], "offload_bytes": 15_000_000}
+@pytest.mark.parametrize("limit", [1, 15_000_000], ids=["everything", "a part"])
+def test_transformers_offloads_what_exceeds_its_memory(limit: int, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"threads": 1, "dtype": "float32", "new_tokens": 2, "prompts": [[5, 6, 7]], "offload_bytes": limit}
     ((prefill_s, decode_s),) = plain_generation.main(str(Checkpoint.open("reference").path), settings)
     assert prefill_s > 0 and decode_s > 0 and "offloaded" in caplog.text
 
