@@ -143,5 +143,6 @@ def _parsed(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        words = re.fullmatch(r"\s*\[([\w./%, -]+)\]\s*", text)  # not an address such as [::1]
-        return [_parsed(word.strip()) for word in words[1].split(",")] if words else text
+        found = re.fullmatch(r"\s*\[([\w./%, -]+?),?\s*\]\s*", text)  # not an address such as [::1]
+        words = [word.strip() for word in found[1].split(",")] if found else [""]
+        return [_parsed(word) for word in words] if all(words) else text

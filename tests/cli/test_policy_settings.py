@@ -80,6 +80,8 @@ def test_a_predictor_takes_memory_only_where_it_is_used(run: Run, tmp_path: Path
         ("[::1]", "[::1]"),
         ("lru", "lru"),
         ("[0.25,0.5]", [0.25, 0.5]),
+        ("[lru,lfu,]", ["lru", "lfu"]),
+        ("[lru,,lfu]", "[lru,,lfu]"),
     ],
 )
 def test_lists_take_names_without_quotes(text: str, value: object) -> None:
