@@ -150,6 +150,14 @@ def test_fewer_than_three_traces_decide_nothing() -> None:
         assert (verdict.why == f"{traces} of 3 independent traces") == (answer == "undecided")
 
 
+def test_bounds_decide_beyond_the_least_effect_and_only_what_can_be_tested() -> None:
+    for value, expected in ((0.762, "differs"), (0.767, "undecided"), (0.772, "undecided"), (0.78, "agrees")):
+        found = Found(values={"a": [value - 1e-4, value, value + 1e-4]}, what="share", unit="%", on="")
+        assert judge(Check(at_least={"a": 0.77}), found, {}).answer == expected
+        ruled_out = judge(Check(at_least={"a": 0.77}), found, {}, ruled_out="another machine")
+        assert (ruled_out.answer, ruled_out.why) == ("cannot be tested here", "another machine")
+
+
 def test_claims_above_the_ceiling_cannot_be_tested() -> None:
     values = {"a": [1.0, 1.1], "b": [1.05, 1.15]}
     found = Found(values=values, what="latency", unit="s", on="")

@@ -58,6 +58,7 @@ class Claim:
         check: conditions of agreement.
         size: printed numbers by name, shares and multiples as numbers.
         ceiling: largest possible values on the assumed machine (`moetool.bench.paper.verdict.judge`).
+        ruled_out: why the values found here say nothing about the paper's machine or model, if so.
         here: relevant differences between the miniature and the paper.
     """
 
@@ -71,6 +72,7 @@ class Claim:
     check: Check
     size: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     ceiling: Mapping[str, float] = field(default_factory=dict)
+    ruled_out: str = ""
     here: str = ""
 
 

@@ -33,7 +33,8 @@ class Check:
     Attributes:
         order: names, each with a lower value than the next.
         lowest, highest: a name below, or above, all others of `among` (default: all measured ones).
-        at_least, at_most: bounds by name. A bound of 0 on a derived difference asks for the least effect.
+        at_least, at_most: bounds by name. Values less than 1 % from a bound leave it undecided; a bound of 0 on a
+            derived difference asks for the least effect.
 
     Raises:
         UsageError: no part is given.
@@ -66,7 +67,8 @@ class Verdict:
             one is reversed beyond it, `undecided` if the spread leaves one open, two values are less than 1 % apart, or
             there is only one run.
         why: the deciding relation, or the missing requirement.
-        size: comparison with the printed values (within a factor of 1.5 or not); empty if the paper prints none.
+        size: comparison with the printed values (within a factor of 1.5 or not); empty if the paper prints none, or the
+            claim cannot be tested here.
         shown: name, mean and half of the 95 % confidence interval (None with one run) of the claim's values.
         unit: units by name; derived values may have another.
     """
@@ -123,6 +125,7 @@ def judge(
     *,
     size: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ceiling: Mapping[str, float] = MappingProxyType({}),
+    ruled_out: str = "",
 ) -> Verdict:
     """Compare a claim with the measured values.
 
@@ -130,6 +133,7 @@ def judge(
         size: printed values by name, one or several.
         ceiling: largest value that any policy can reach on the assumed machine. A claim with a higher bound cannot be
             tested here.
+        ruled_out: why the values say nothing about the paper's, if so: the claim cannot be tested here.
 
     Raises:
         UsageError: the claim refers to an unmeasured value.
@@ -152,7 +156,9 @@ def judge(
     for bounds, sign in ((check.at_least, 1), (check.at_most, -1)):
         for name, bound in bounds.items():
             relation = f"{name} {'≥' if sign > 0 else '≤'} {bound:g}"
-            least = 0.0 if bound or found.exact else _least_difference(values, wanted.get(name, {}))
+            least = 0.0
+            if not found.exact:
+                least = _LEAST_EFFECT * abs(bound) or _least_difference(values, wanted.get(name, {}))
             relations.append((relation, [sign * (value - bound) for value in require(values, name)], least))
     units = {name: _unit(wanted[name], found.unit) if name in wanted else found.unit for name in values}
     names = [*check.names, *wanted]
@@ -166,9 +172,9 @@ def judge(
     ]
     failed = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is False]
     open_ = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is None]
-    if beyond:
+    if ruled_out or beyond:
         answer: Answer = "cannot be tested here"
-        why = "; ".join(beyond)
+        why = ruled_out or "; ".join(beyond)
     elif 0 < found.traces < _LEAST_TRACES and not found.exact:
         answer, why = "undecided", f"{found.traces} of {_LEAST_TRACES} independent traces"
     elif failed:
@@ -178,7 +184,8 @@ def judge(
         answer, why = "undecided", ("one run: " if one else "within the spread over seeds: ") + ", ".join(open_)
     else:
         answer, why = "agrees", ", ".join(words for words, _, _ in relations)
-    return Verdict(answer=answer, why=why, size=_sizes(values, size, wanted), shown=shown, unit=units)
+    sizes = "" if answer == "cannot be tested here" else _sizes(values, size, wanted)
+    return Verdict(answer=answer, why=why, size=sizes, shown=shown, unit=units)
 
 
 def _least_difference(values: Mapping[str, Sequence[float]], how: Mapping[str, Sequence[str]]) -> float:
