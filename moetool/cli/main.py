@@ -187,7 +187,7 @@ def main() -> None:
     Exits with 0, with the code of a MoetoolError, or with a traceback on a bug.
     """
     garbage.rarely()
-    # NumPy's products here are small: on busy cores its threads make planning six times as slow.
+    # NumPy's products here are small: on busy cores its threads make planning ten times as slow.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     plugins.allow_from(sys.argv[1:])
     try:

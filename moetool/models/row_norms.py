@@ -22,8 +22,8 @@ GpuNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 def adopt(model: nn.Module) -> int:
     """Let a kernel compute a model's RMSNorms that compute what Llama's does; returns their number.
 
-    Each result is that of transformers but for the order in which a row's squares are summed in float32: at most a
-    rounding of its type apart. A row's result is bit-identical in any batch.
+    Each result is that of transformers but for the order in which a row's squares are summed in float32, and on a GPU
+    for the rounding of the root: at most a rounding of its type apart. A row's result is bit-identical in any batch.
 
     Effects: gives those modules a `forward` of their own.
     """
