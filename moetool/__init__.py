@@ -2,8 +2,8 @@
 
 The packages, lowest layer first. A package imports only packages listed before it, or in the same group:
 
-    types errors config logs bounded_read json_files validation durable assets tables plugins machine garbage
-    artefact request cache_plan
+    types errors config logs bounded_read json_files validation durable assets tables plugins machine child_process
+    garbage artefact request cache_plan
                   the ground floor: shapes and plans, errors, settings, files, terminal, plugins by file name
     models        what a checkpoint is: spec, tensors, families, router hooks, expert forms and weight formats
     trace         the trace: schema, reader, writer, edit, merge

@@ -8,10 +8,8 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from dataclasses import replace
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from moetool.capture.resume import CaptureFolder
@@ -26,6 +24,7 @@ from moetool.capture.run import (
     open_plan,
     run_batches,
 )
+from moetool.child_process import end_with_parent
 from moetool.errors import MoetoolError
 from moetool.prompts.gather import Prompt
 from moetool.tables import complain
@@ -130,7 +129,7 @@ def _child(
     open_model: OpenModel,
 ) -> None:
     """Run a worker process, with one-line errors."""
-    _end_with_parent()
+    end_with_parent()
     try:
         setup = RunSetup(open_model=open_model, overwrite=True, resume=True)
         plan = open_plan(model, prompts, out, options, setup)
@@ -140,15 +139,3 @@ def _child(
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(1)  # the first process reports
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

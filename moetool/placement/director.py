@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from moetool.child_process import end_with_parent
 from moetool.errors import UsageError
 from moetool.placement._expert_copies import CopySearch
 from moetool.placement._local_search import Descent, Layer, improve
@@ -190,4 +191,5 @@ def run_layers(
 @cache
 def _pool(processes: int) -> ProcessPoolExecutor:
     """Return persistent workers, since starting them takes longer than placing; they end with this process."""
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver"))
+    context = multiprocessing.get_context("forkserver")
+    return ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)

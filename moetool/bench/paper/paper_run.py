@@ -18,6 +18,7 @@ from moetool.bench.found_figure import Found
 from moetool.bench.paper.claims import Claim, Paper, choose, names, read_paper
 from moetool.bench.paper.verdict import CannotTestError, Verdict, judge
 from moetool.bench.paper.workbench import Workbench
+from moetool.child_process import end_with_parent
 from moetool.config import POSITIVE, require_within
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.tables import progress
@@ -144,7 +145,10 @@ def _rows(calls: Mapping[Task, Callable[[], Iterator[Row]]], jobs: int) -> Itera
             yield from ((task, row) for row in call())
         return
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with (
+        context.Manager() as manager,
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool,
+    ):
         rows = manager.Queue()
         running = [pool.submit(_send, task, call, rows) for task, call in calls.items()]
         for one in running:
