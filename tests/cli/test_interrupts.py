@@ -65,8 +65,8 @@ AT_EXIT = (-signal.SIGINT, -signal.SIGALRM)
 @pytest.mark.parametrize(
     ("command", "delays_s"),
     [
-        (["--help"], (0.001, 0.07, 0.14, 0.2)),
-        (["models"], (0.001, 0.1, 0.17, 0.3)),
+        (["--help"], (0.001, 0.03, 0.07, 0.14, 0.2)),
+        (["models"], (0.001, 0.03, 0.1, 0.17, 0.3)),
         (["serve", "reference", "--port", "0"], (0.001, 0.03, 0.07, 0.1, 0.14, 0.17, 0.2, 0.25, 0.3, 0.5, 0.9)),
         (["nonsense"], (0.001, 0.03, 0.17, 0.25)),
     ],
@@ -88,7 +88,7 @@ def test_the_first_moments(command: list[str], delays_s: tuple[float, ...]) -> N
             refused = "moetool: no such command 'nonsense' (see moetool --help)\n" if command == ["nonsense"] else ""
             said = process.stderr.replace("moetool: starting\n", "")  # after ten seconds, on a busy machine
             assert said.removeprefix(refused) == "moetool: stopped\n"
-    assert codes[:2] == [130, 130]
+    assert codes[:2] == [130, 130]  # later ones may wait for imports longer than the rest of the command takes
 
 
 def test_nothing_else_is_imported_before_the_handler() -> None:

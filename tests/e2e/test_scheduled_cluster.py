@@ -241,7 +241,7 @@ def test_a_change_of_tasks_is_followed_by_migrations_that_pay(nodes: Nodes, mach
         node.meter.take(0)
     table = table_of(nodes)
     scheduler = Scheduler(
-        table.spec, machines, SchedulerOptions(interval_s=6.0, horizon_s=60.0, poll_s=1.0, half_life_s=6.0)
+        table.spec, machines, SchedulerOptions(interval_s=6.0, horizon_s=300.0, poll_s=1.0, half_life_s=6.0)
     )
     now_s = 1000.0
 
