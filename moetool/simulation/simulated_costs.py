@@ -1,5 +1,6 @@
 """Costs of the simulated machines: seconds of dense layers, of experts, and of messages on links."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -178,8 +179,14 @@ def mean_call_s(computing: Computing, requests: Sequence[SimulatedRequest]) -> f
 
     Source: DIRECTOR § VI-A, whose f_comp is profiled.
     """
-    steps = [pair for request in requests for step in request.route.steps for pair in step]
-    return sum(computing.expert[tokens] for _, tokens in steps) / sum(tokens for _, tokens in steps)
+    drawn = Counter(id(request.route) for request in requests)  # requests share routes
+    routes = {id(request.route): request.route for request in requests}
+    calls = Counter[int]()  # by their tokens
+    for number, route in routes.items():
+        for step in route.steps:
+            for _, tokens in step:
+                calls[tokens] += drawn[number]
+    return sum(computing.expert[tokens] * n for tokens, n in calls.items()) / sum(t * n for t, n in calls.items())
 
 
 def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: int, call_s: float = 0.0) -> Latency:
