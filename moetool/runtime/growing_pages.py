@@ -31,7 +31,8 @@ class GrowingPages:
         self._first = min(cache.num_sectors, -(-first_tokens // cache.tokens_per_sector))
         self._step = max(1, -(-(cache.num_sectors - self._first) // _STEPS))
         self._held: list[int] = []
-        self._forwards = self._most_used = self._wanted = 0
+        self._forwards = self._most_used = 0
+        self._wanted = 0  # steps of growth for evicted prefixes
         self._lost = pages.lost
         self._store, self._free_share = cache.can_store_request_tokens, cache.compute_free_capacity
         cache.can_store_request_tokens = self._make_room
@@ -53,9 +54,9 @@ class GrowingPages:
         self._most_used = max(self._most_used, self._used)
         self._forwards += 1
         if self._forwards % (_KEPT_PERIODS * IDLE_FORWARDS) == 0:
-            self._wanted = self._first + max(0, self._wanted - self._first) // 2
+            self._wanted //= 2
         if self._forwards % IDLE_FORWARDS == 0:
-            steps = -(-max(0, max(self._most_used, self._wanted) - self._first) // self._step)
+            steps = max(self._steps(self._most_used), self._wanted)
             self._hold(self._sectors - self._first - steps * self._step)
             self._most_used = 0
 
@@ -69,6 +70,10 @@ class GrowingPages:
         per_sector, index = self._allocator.blocks_per_sector, self._allocator.index
         taken = (self._sectors - self._pool.num_free_sectors) * per_sector - self._pool.count_free_blocks(index)
         return -(-(taken - self._pages.unused) // per_sector)
+
+    def _steps(self, sectors: int) -> int:
+        """Steps of growth that give at least this number of sectors."""
+        return -(-max(0, sectors - self._first) // self._step)
 
     def _hold(self, count: int) -> None:
         """Hold back up to this number of sectors, only ones that no running request uses."""
@@ -90,9 +95,10 @@ class GrowingPages:
         """Replacement of `PagedAttentionCache.can_store_request_tokens` that may grow the cache."""
         if self._pages.lost > self._lost and not dry_run:
             pages, self._lost = self._pages.lost - self._lost, self._pages.lost
-            self._wanted = self._sectors + -(-pages // self._allocator.blocks_per_sector)
-            while self._held and self._sectors < self._wanted:
+            wanted = self._sectors + -(-pages // self._allocator.blocks_per_sector)
+            while self._held and self._sectors < wanted:
                 self._grow()
+            self._wanted = self._steps(wanted)
         while not self._store(state, request_len, dry_run):
             if dry_run or not self._held:
                 return False
