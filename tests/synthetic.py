@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from moetool import durable
+from moetool.caching._devices import Pool
 from moetool.caching._residency import Residency, Step
 from moetool.runtime.sizing import Footprint
 from moetool.trace.reader import Trace
@@ -110,6 +111,12 @@ def run_forwards(residency: Residency, forwards: Iterable[tuple[ForwardInfo, lis
             steps += residency.event(event)
         residency.end_forward(info)
     return steps
+
+
+def slots_of(pool: Pool) -> dict[int, int]:
+    """The slot of each resident expert."""
+    every = range(pool.policy.spec.total_experts)
+    return {key: slot for key in every if (slot := pool.slot(key)) is not None}
 
 
 def random_stream(

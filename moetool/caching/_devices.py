@@ -59,12 +59,6 @@ class Fleet:
     def num_slots(self) -> int:
         return sum(residency.num_slots for residency in self.residencies)
 
-    @property
-    def slot_of(self) -> dict[int, int]:
-        """Return the slot of each resident expert: a new dict on each read, for looking at the pool as a whole."""
-        parts = zip(self._starts, self.residencies, strict=True)
-        return {key: start + slot for start, residency in parts for key, slot in residency.slot_of.items()}
-
     def slot(self, key: int) -> int | None:
         """See `Residency.slot`."""
         device = key % len(self.residencies)

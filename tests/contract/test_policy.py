@@ -12,7 +12,7 @@ from moetool.caching._policy import MIN_SLOTS, Policy, build_policy, policy_clas
 from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import CapacityError
 from moetool.types import ModelSpec
-from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards
+from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards, slots_of
 
 NAMES = plugins.names("policy")
 
@@ -50,13 +50,14 @@ def run(policies: list[Policy], stream: list, layer_slots: tuple[int, ...] = ())
         programs: list[tuple[set[int], dict[int, int], list[Step]]] = [(set(), {}, residency.begin_forward(info))]
         requests += [r for r in info.request_T if r not in requests]
         for event in events:
-            resident = dict(residency.slot_of)
+            resident = slots_of(residency)
             keys = {spec.expert_key(event.layer, expert) for expert in event.needed}
             needed, hits = needed + len(keys), hits + len(keys & set(resident))
             ready = {key: resident[key] for key in keys if key in resident}  # and where it waits
             programs.append((keys, ready, residency.event(event)))
-            assert len(residency.slot_of) <= residency.num_slots
-            assert len(set(residency.slot_of.values())) == len(residency.slot_of)
+            after = slots_of(residency)
+            assert len(after) <= residency.num_slots
+            assert len(set(after.values())) == len(after)
         for waiting, ready, program in programs:
             for step in program:
                 if step.kind == StepKind.HOST:
@@ -78,7 +79,7 @@ def run(policies: list[Policy], stream: list, layer_slots: tuple[int, ...] = ())
                 if step.kind == StepKind.LOAD:
                     ready[step.key] = step.slot
             assert not waiting, "needed and never computed"
-        assert all(in_slot[slot] == key for key, slot in residency.slot_of.items())
+        assert all(in_slot[slot] == key for key, slot in slots_of(residency).items())
         residency.end_forward(info)
     for request in requests:
         residency.end_request(request)

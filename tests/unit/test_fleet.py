@@ -19,7 +19,7 @@ from moetool.tuning.replay import ReplaySetup, decisions, replay
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.engines import RandomPolicy
 from tests.profiles import make_profile
-from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards, write_trace
+from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards, slots_of, write_trace
 
 COMPUTE, LOAD, PREFETCH, HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH, StepKind.HOST
 SPEC = make_spec(layers=3, experts=8, top_k=2)
@@ -115,7 +115,7 @@ def test_all_devices_load_before_any_computes_and_slots_count_through() -> None:
         Step(COMPUTE, 5, 3),
         Step(COMPUTE, 4, 0),
     ]
-    assert pool.slot_of == {2: 1, 4: 0, 1: 2, 5: 3}
+    assert slots_of(pool) == {2: 1, 4: 0, 1: 2, 5: 3}
     assert pool.event(event([2], layer=0)) == [Step(COMPUTE, 2, 1)]  # the other device has nothing to do
 
 
@@ -174,7 +174,7 @@ def test_a_policy_sizes_itself_by_the_experts_that_are_its_own() -> None:
     assert [p.num_slots for p in policies] == [8, 8]
     pool = open_pool(policies)
     drive(pool, stream_of())
-    assert sorted(pool.slot_of) == list(range(16))  # two whole layers, half of each on either
+    assert sorted(slots_of(pool)) == list(range(16))  # two whole layers, half of each on either
 
 
 def test_devices_ask_one_predictor() -> None:
@@ -196,7 +196,7 @@ def test_pinned_experts_stay_on_their_own_device() -> None:
     pool = open_pool([lru.Policy(SPEC, None, 2) for _ in range(2)], pinned=[3, 4, 5])
     assert isinstance(pool, Fleet) and pool.num_slots == 7
     drive(pool, stream_of())
-    assert {key: pool.slot_of[key] for key in (3, 4, 5)} == {4: 2, 3: 5, 5: 6}
+    assert {key: pool.slot(key) for key in (3, 4, 5)} == {4: 2, 3: 5, 5: 6}
 
 
 @pytest.mark.parametrize("name", ["lfu", "moe_infinity", "lru"])
