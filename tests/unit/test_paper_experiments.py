@@ -156,7 +156,6 @@ def test_predictors_train_on_other_parts_than_the_measured_one(tmp_path: Path, m
 
     monkeypatch.setattr("moetool.bench.paper.workbench.capture", capture)
     bench = Workbench(sizes=Sizes(seeds=3, prompts=2), machine=LOADS_ALONE, work=tmp_path)
-    assert bench.others(1) == (0, 2)
     options = predictors.Options(
         data=("arithmetic",), lines={"affinity": predictors.PredictorLine(predictor="affinity")}
     )
@@ -166,9 +165,16 @@ def test_predictors_train_on_other_parts_than_the_measured_one(tmp_path: Path, m
     parts = [captured[f"trace-arithmetic-24-1-{part}-0"] for part in ("0", "1", "2")]
     assert len({prompt for part in parts for prompt in part}) == 6
     assert captured["trace-arithmetic-24-1-0.2-0"] == sorted(parts[0] + parts[2])
-    learned, part = bench.trace(("arithmetic",), fold=(0, 2)), bench.trace(("arithmetic",), fold=1)
-    measured = policies.measure(bench, part, policies.PolicyLine(policy="lru"), 0.5, 1, 1, learned=learned)
-    assert len(measured.request_s) == 2
+    learned, part = bench.others(("arithmetic",), 1), bench.trace(("arithmetic",), fold=1)
+    assert learned is not None and len(learned.requests) == 4
+    line = policies.PolicyLine(policy="lru")
+    assert len(policies.measure(bench, part, line, 0.5, 1, 1, learned=learned).request_s) == 2
+    compared = policies.run(bench, policies.Options(data=("arithmetic",), apart=True, lines={"LRU": line}))
+    assert "all measured" in compared.on
+    given = replace(bench, given={"one": part.path, "other": learned.path})
+    assert given.others(("arithmetic",), 1) is None
+    alone = replace(bench, sizes=Sizes(seeds=1, prompts=2))
+    assert alone.others(("arithmetic",), 0) is None
 
 
 def test_routing_drift_exceeds_chance_only_if_batches_differ(tmp_path: Path, given: dict[str, Path]) -> None:

@@ -88,10 +88,6 @@ class Workbench:
         """Numbers of the parts of the prompts, one per seed; each given trace is a part."""
         return range(len(self.given)) if self.given else self.seeds
 
-    def others(self, fold: int) -> tuple[int, ...]:
-        """All parts of the prompts except the measured one, for training; none with given traces."""
-        return () if self.given else tuple(other for other in self.folds if other != fold)
-
     def trace(
         self,
         data: Sequence[str] = ALL,
@@ -142,11 +138,13 @@ class Workbench:
 
         return self.once(name, make)
 
-    def apart(self, data: Sequence[str], seed: int) -> tuple[Trace, Trace | None]:
-        """Return the trace that a seed measures, and one of all other prompts for training; None with given traces."""
-        if self.given or self.sizes.seeds < 2:
-            return self.trace(data, fold=seed), None
-        return self.trace(data, fold=seed), self.trace(data, fold=self.others(seed))
+    def others(self, data: Sequence[str], fold: int) -> Trace | None:
+        """Return a trace of all parts of the prompts except the measured one, for training.
+
+        None with given traces, or if there is one part.
+        """
+        others = tuple(other for other in self.folds if other != fold)
+        return self.trace(data, fold=others) if others and not self.given else None
 
     def by_server(self, data: Sequence[str], fold: int = 0) -> dict[str, Trace]:
         """Return a trace per server: the given ones by name, else a part of each prompt set."""

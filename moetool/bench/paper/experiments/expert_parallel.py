@@ -112,7 +112,7 @@ def run(bench: Workbench, options: Options) -> Found:
     cases = list(_cases(options, model, bench.machine.links))
     swept = len(cases) > 1
     for seed in bench.seeds:
-        trace, learned = bench.apart(options.data, seed)
+        trace, learned = bench.trace(options.data, fold=seed), bench.others(options.data, seed)
         samples.use(trace)
         lines: dict[str, list[tuple[float, float]]] = {}
         for case in cases:

@@ -54,7 +54,7 @@ def run(bench: Workbench, options: Options) -> Found:
     """
     samples = Samples(bench)
     for seed in bench.seeds:
-        trace, learned = bench.apart(options.data, seed)
+        trace, learned = bench.trace(options.data, fold=seed), bench.others(options.data, seed)
         samples.use(trace)
         history, coming = _batches(trace, learned, options, seed)
         latency = _latency(coming[0][0].cluster, bench.machine.links)

@@ -111,7 +111,7 @@ def run(bench: Workbench, options: Options) -> Found:
     samples = Samples(bench)
     each: dict[str, list[float]] = {}  # of all requests of all parts
     machine = changed(bench.machine, options.machine)
-    apart = options.apart and len(bench.folds) > 1 and not bench.given
+    measured_on = "30 % of the requests"
     for fold in bench.folds:
         for batch in options.batch:
             trace = bench.trace(
@@ -121,9 +121,8 @@ def run(bench: Workbench, options: Options) -> Found:
                 resident=options.memory[0] if look_through(options.lines) else 0.0,
             )
             samples.use(trace)
-            learned = None
-            if apart:
-                learned = bench.trace(options.data, fold=bench.others(fold))
+            learned = bench.others(options.data, fold) if options.apart else None
+            measured_on = measured_on if learned is None else "all"
             for memory in options.memory:
                 for name, line in options.lines.items():
                     own = changed(machine, line.machine)
@@ -136,7 +135,6 @@ def run(bench: Workbench, options: Options) -> Found:
                     samples.add(label, _value(measured, options.measure))
                     if options.measure in ("latency", "speed"):
                         each.setdefault(label, []).extend(_by_request(measured, options.measure))
-    measured_on = "all" if apart else "30 % of the requests"
     on = f"replayed on the assumed machine, {measured_on} measured"
     what, unit = _WHAT[options.measure], UNITS[options.measure]
     axes = ("decode speed, tokens/s" if options.measure == "speed" else "latency, s", "cumulative share of requests, %")

@@ -78,7 +78,7 @@ def run(bench: Workbench, options: Options) -> Found:
     for name, one in options.lines.items():
         data = one.data or options.data
         for seed in bench.seeds:
-            trace, learned = bench.apart(data, seed)
+            trace, learned = bench.trace(data, fold=seed), bench.others(data, seed)
             found = _evaluated(bench, learned or trace, samples.use(trace), one, seed)
             if options.measure == "overhead":
                 samples.add(name, found.prompt_ms / found.prompt_tokens / _token_ms(bench))
