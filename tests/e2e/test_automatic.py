@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool import learning
+from moetool import learning, tables
 from moetool.caching._policy import build_policy
 from moetool.errors import CapacityError, MoetoolError
 from moetool.learning.token_memory import TokenMemory, compile_loops, memory_bytes
@@ -42,6 +42,21 @@ def test_a_plans_settings_name_the_plan() -> None:
     why = {name: reason for name, _, reason in made.choices}
     assert {why[name] for name in ("KV cache", "memory", "policy")} == {"from the plan"}
     assert why["device"] == why["dtype"] == "as set" != why["prefill chunk"]
+
+
+@pytest.mark.parametrize(("options", "gpu"), [({}, 0), ({"first_device": 1}, 1), ({"first_device": 3}, 0)])
+def test_the_memory_is_that_of_the_first_of_its_gpus(
+    options: dict[str, int], gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {0: 40_000_000, 1: 60_000_000, 2: 80_000_000}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free[device.index], 10**9))
+    values = {"dtype": "float32", "kv_tokens": 64, "prefill_chunk": 16, "warm_start": False, **options}
+    made = choose(Checkpoint.open("reference"), values, policy="lru")
+    rows = {name: (value, reason) for name, value, reason in made.choices}
+    assert rows["device"][0] == "cuda"
+    assert rows["memory"] == (tables.count(int(0.92 * free[gpu]), "B"), "free on the GPU")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
