@@ -1,5 +1,6 @@
 """Engines without a thread, so that tests compose the batches."""
 
+import ctypes
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moetool.caching import lru
@@ -111,6 +113,14 @@ class WrongPrefetches(EventRecorder):
         experts = set(range(self.spec.num_experts_L[layer])) - set(self._coming[number])
         self.wrong += len(experts)
         return [self.spec.expert_key(layer, expert) for expert in sorted(experts)]
+
+
+def openmp() -> ctypes.CDLL:
+    """The library whose threads torch computes with; skips the test if it is another than GNU's."""
+    libraries = [*Path(torch.__file__).parents[1].glob("torch*/**/libgomp*.so*")]
+    if not libraries:
+        pytest.skip("torch computes with another OpenMP library")
+    return ctypes.CDLL(str(libraries[0]))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from moetool.cluster.parallel import members
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting, replacement_costs
+from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.process_group import Group
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.errors import CapacityError, UsageError
@@ -320,6 +322,34 @@ def test_prompts_are_scored_as_by_one_machine(
     for t, token in enumerate(prompts[0][1:]):
         assert found[t + 1] is not None and found[t + 1].logprob == pytest.approx(float(logits_TV[t, token]), abs=1e-4)
         assert [pair[0] for pair in found[t + 1].top] == logits_TV[t].topk(2).indices.tolist()
+
+
+def test_a_ranks_first_rows_are_of_its_number_of_compute_threads(
+    reference: Path, tokenizer: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, before, found = engines.openmp(), torch.get_num_threads(), list[int]()
+    load, head = ExpertBuffers.load, None
+    with ThreadPoolExecutor(1) as other:
+        threads = other.submit(library.omp_get_max_threads).result() + 1  # a new thread's number is another
+        # A large copy would set the number too; not every read of an expert has one.
+        monkeypatch.setattr(ExpertBuffers, "load", lambda buffers, key: other.submit(load, buffers, key).result())
+        try:
+            head = open_head(reference, tokenizer, gpus=2, seats=1, threads=threads)
+            buffers = head.launcher.ranks[1].buffers  # type: ignore[attr-defined]
+            weights = buffers.weights
+
+            def before_products(key: int) -> Any:
+                found.append(library.omp_get_max_threads())
+                return weights(key)
+
+            monkeypatch.setattr(buffers, "weights", before_products)
+            answers = Answers(head)
+            answers.wait([answers.ask(prompts[0], 1)])  # on rank 0 alone
+        finally:
+            if head is not None:
+                head.close()
+            torch.set_num_threads(before)
+    assert set(found) == {threads}
 
 
 def test_a_rank_that_cannot_be_built_says_why(tokenizer: Any, reference: Path) -> None:
