@@ -1,7 +1,6 @@
 """Experts on several servers: the same bits as on one, wherever they are and whatever becomes of the others."""
 
 import contextlib
-import ctypes
 import logging
 import socket
 import struct
@@ -11,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,13 +31,15 @@ from moetool.cluster.row_bytes import read_rows, rows_parts
 from moetool.cluster.transport import Listener
 from moetool.errors import CapacityError, MismatchError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import load_lazy
+from moetool.models.expert_form import ExpertForm
+from moetool.models.loading import CPU, load_lazy
 from moetool.request import Output, SamplingParams
+from moetool.runtime.expert_forward import ROWS_TOGETHER
 from moetool.runtime.expert_store import open_store
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.edge import PATIENT, Nodes, cluster
-from tests.engines import engine, every_read_fails_once, generate
+from tests.engines import engine, every_read_fails_once, generate, openmp
 from tests.identities import identity
 from tests.servers import eventually
 
@@ -168,8 +170,15 @@ def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
-def _bare(path: Path, server: int, share: list[int], finished: bool, ends: contextlib.ExitStack) -> PlacedRuntime:
-    """A runtime with every second expert, or all, and no engine."""
+def _bare(
+    path: Path,
+    server: int,
+    share: list[int],
+    finished: bool,
+    ends: contextlib.ExitStack,
+    device: torch.device = CPU,
+) -> PlacedRuntime:
+    """A runtime with every second expert, or all, and no engine; its slots are said to be on this device."""
     loaded = load_lazy(Checkpoint.open(path), torch.float32)
     assert loaded.files is not None
     ends.callback(loaded.files.shards.close)
@@ -178,8 +187,10 @@ def _bare(path: Path, server: int, share: list[int], finished: bool, ends: conte
         loaded = replace(loaded, layers=layers)
     total = loaded.spec.total_experts
     pool = Residency(build_policy("lru", loaded.spec, {}, total))
+    store = open_store(loaded, pool, 1)
+    store.copies.device = device
     runtime = PlacedRuntime(
-        *(loaded, pool, open_store(loaded, pool, 1)),
+        *(loaded, pool, store),
         held=[
             (layer, expert)
             for layer, num in enumerate(loaded.spec.num_experts_L)
@@ -193,6 +204,27 @@ def _bare(path: Path, server: int, share: list[int], finished: bool, ends: conte
     runtime.model = loaded.model  # type: ignore[attr-defined]
     ends.callback(runtime.close)
     return runtime
+
+
+@pytest.mark.parametrize("num_rows", [2, ROWS_TOGETHER + 1])
+def test_rows_of_others_are_computed_on_the_device_of_the_expert(
+    num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.save("qwen3_moe", tmp_path)
+    found = list[str]()
+
+    def compute_each(form: ExpertForm, xs: Sequence[torch.Tensor], weights: Any) -> list[torch.Tensor]:
+        found.extend(x.device.type for x in xs)
+        return [torch.zeros(x.shape) for x in xs]
+
+    monkeypatch.setattr(ExpertForm, "compute_each", compute_each)
+    with contextlib.ExitStack() as ends:
+        runtime = _bare(tmp_path, 0, [0, 1], False, ends, torch.device("meta"))
+        rows = torch.ones(2 * num_rows, runtime.spec.hidden_size)
+        parts = [bytearray(part) for part in rows_parts(0, {1: num_rows, 2: num_rows}, rows)]
+        answer = read_rows(runtime.handle(Frame(head={}, parts=parts)).parts, runtime.spec)
+    assert found == ["meta", "meta"]
+    assert answer.counts == {1: num_rows, 2: num_rows}
 
 
 def test_every_server_has_users_at_once(thirds: Nodes, baseline: Any) -> None:
@@ -215,20 +247,17 @@ def test_every_server_has_users_at_once(thirds: Nodes, baseline: Any) -> None:
 def test_a_new_thread_answers_with_the_servers_number_of_compute_threads(
     thirds: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    libraries = [*Path(torch.__file__).parents[1].glob("torch*/**/libgomp*.so*")]
-    if not libraries:
-        pytest.skip("torch computes with another OpenMP library")
-    openmp, runtime = ctypes.CDLL(str(libraries[0])), thirds[0].runtime
+    library, runtime = openmp(), thirds[0].runtime
     layer, expert = _third(0)[0]
     parts = [bytearray(part) for part in rows_parts(layer, {expert: 2}, torch.randn(2, runtime.spec.hidden_size))]
     ready, found = runtime.store.ready, list[int]()
 
     def before_products(key: int, slot: int) -> Any:
-        found.append(openmp.omp_get_max_threads())
+        found.append(library.omp_get_max_threads())
         return ready(key, slot)
 
     def answer() -> None:
-        openmp.omp_set_num_threads(7)  # a new thread's number on a machine with 7 cores
+        library.omp_set_num_threads(7)  # a new thread's number on a machine with 7 cores
         runtime.handle(Frame(head={}, parts=parts))
 
     monkeypatch.setattr(runtime.store, "ready", before_products)
@@ -460,6 +489,22 @@ def test_a_timed_copy_changes_nothing(thirds: Nodes) -> None:
     (timed,) = runtime.time_copies([(*there, 1), (*elsewhere, 1)])  # server 1 holds only the first
     assert (timed.source, timed.bytes) == (1, runtime.spec.slot_bytes) and timed.seconds > 0
     assert runtime.held == held and (runtime.meter.take(0).migrated_bytes, runtime.version) == (0, before[1])
+
+
+@pytest.mark.parametrize(("copy_s", "timed"), [(0.25, 8), (0.75, 3), (30.0, 1)])
+def test_no_copy_is_timed_after_two_seconds(
+    copy_s: float, timed: int, well_again: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def pass_time(message: Frame) -> None:
+        now[0] += copy_s
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("moetool.cluster.edge.placed_experts.time", clock)
+    well_again[1].on_call = pass_time
+    found = well_again[0].runtime.time_copies([(*at, 1) for at in _third(1)[:8]])
+    assert [one.seconds for one in found] == [pytest.approx(copy_s)] * timed
 
 
 def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
