@@ -62,18 +62,21 @@ class EdgeProcess:
 
     Attributes:
         urls: address of each server by name.
+        started_s: seconds from the command until every server served.
     """
 
     def __init__(self, arguments: list[str], stderr: IO[str], cache: Path) -> None:
         self._arguments, self._stderr, self._cache = arguments, stderr, cache
         self._read_from = 0
         self.urls: dict[str, str] = {}
+        self.started_s = 0.0
         self._start()
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--cluster", "local:3"]
         command += ["--set", "dtype=float32"]  # as `right_answers`
         environment = child_environment(XDG_CACHE_HOME=str(self._cache))
+        self._began = time.monotonic()
         self.popen = subprocess.Popen([*command, *self._arguments], stderr=self._stderr, env=environment)
 
     def kill_head(self) -> None:
@@ -93,7 +96,7 @@ class EdgeProcess:
         while len(found := dict(_SERVING.findall(self.narration))) < len(NAMES):
             assert self.popen.poll() is None and time.monotonic() < deadline, self.narration
             time.sleep(0.1)
-        self.urls = found
+        self.urls, self.started_s = found, time.monotonic() - self._began
 
     @property
     def narration(self) -> str:

@@ -1,18 +1,26 @@
-"""Cost of a call between edge servers, on loopback and between two processes; no time is asserted."""
+"""Edge servers on this machine: seconds of a start, and the cost of a call between two processes, which is printed.
+
+python -m pytest tests/bench/test_edge_calls.py -m '' -s  # the start on idle cores
+"""
 
 import multiprocessing
 import socket
 import statistics
 import time
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import Frame
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import Channel, Listener
+from tests.edge_process import edge_cluster
 from tests.identities import identity
 
 SIZES = {"a hidden state, 768 bytes": 768, "an expert, 73,728 bytes": 73_728, "16 MiB": 2**24}
+STARTS, START_S = 3, 10.0
 ROUNDS = {num_bytes: 300 if num_bytes < 2**20 else 20 for num_bytes in SIZES.values()}
 
 
@@ -67,3 +75,16 @@ def test_calls_on_loopback() -> None:
     channel.close()
     pipe.send(None)
     process.join(10)
+
+
+@pytest.mark.slow
+def test_three_servers_start_within_ten_seconds(tmp_path: Path) -> None:
+    """The fastest of three, from the command to the last server's address."""
+    taken = []
+    for number in range(STARTS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with edge_cluster(folder) as cluster:
+            taken.append(cluster.started_s)
+    print(f"\nstarts of three servers, s: {', '.join(f'{seconds:.1f}' for seconds in taken)}")
+    assert min(taken) <= START_S
