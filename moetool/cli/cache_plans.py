@@ -7,7 +7,6 @@ import typer
 
 from moetool import durable, tables
 from moetool.cli.flags import (
-    Device,
     Json,
     Model,
     Out,
@@ -16,6 +15,8 @@ from moetool.cli.flags import (
     ProfileFile,
     Recipe,
     Revision,
+    ServedDevice,
+    ServedHostMemory,
     TraceDir,
     listed,
     open_trace,
@@ -74,7 +75,7 @@ def plan_cache(
     """Choose a cache policy and expert slots for a device by replaying a trace.
 
     Minimizes the bytes loaded, or with --profile the time per output token. One half of the requests chooses the
-    policy, the other half tests it.
+    policy, the other half tests it. Device and data type are those that `moetool serve` chooses on this machine.
     """
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.hub import with_revision
@@ -82,6 +83,7 @@ def plan_cache(
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
     from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
+    from moetool.runtime.automatic import every_slot_bytes, on_this_machine
     from moetool.tuning.cache_planning import NO_PREDICTOR, CacheSearch, DeviceBudget, PlanPredictor
     from moetool.tuning.cache_planning import plan_cache as run
 
@@ -104,11 +106,16 @@ def plan_cache(
         raise UsageError(
             f"a plan is made for one device, but devices is {options.devices}; give devices to 'moetool serve' only"
         )
-    costs, timeline = read_timeline(profile, machine, dtype=options.dtype, io_threads=options.io_threads)
     name = with_revision(model or str(source.manifest["provenance"].get("model", "")), revision)
     checkpoint = Checkpoint.open(name, weights=not config_only)
     require = source.spec.require_alike if config_only else source.spec.require_same
     require(checkpoint.spec, "the trace", f"the model at {checkpoint.path}")
+    options = parse(ServeOptions, on_this_machine(checkpoint, values)[0], "--set")
+    in_host = options.device == "cuda" and options.host_memory_bytes >= every_slot_bytes(checkpoint, options)
+    tier = "pinned" if in_host else "disk"
+    costs, timeline = read_timeline(
+        profile, machine, device=options.device, dtype=options.dtype, io_threads=options.io_threads, tier=tier
+    )
     dense, kv = fixed_bytes(checkpoint, options)
     memory = DeviceBudget(
         parse_bytes(device_memory), dense, kv, options.kv_tokens, options.dtype, slot_bytes(checkpoint, options)
@@ -173,11 +180,8 @@ def plan_alpha(
     device_memory: Annotated[str, typer.Option(help="Device memory for the whole model, e.g. 64MB.")],
     target_tpot: Annotated[str, typer.Option(help="Limit of the time per output token, e.g. 80ms.")],
     out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON), for 'moetool serve --plan'.")],
-    device: Device = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="Host memory that caches experts between disk and device, e.g. 32GB (default: none)."),
-    ] = None,
+    device: ServedDevice = None,
+    host_memory: ServedHostMemory = None,
     settings: Annotated[
         list[str], settable("Setting: alphas=[0,0.2,0.4], tokens=N, rounds=N, or of serve, e.g. serve.dtype=bfloat16.")
     ] = [],
@@ -185,8 +189,10 @@ def plan_alpha(
     as_json: Json = False,
 ) -> None:
     """Choose SMoE's alpha, its allowed deviation from the router, by measured time and loss."""
+    from moetool.models.checkpoint import Checkpoint
     from moetool.prompts import gather as prompt_sets
     from moetool.runtime.assembly import ServeOptions
+    from moetool.runtime.automatic import on_this_machine
     from moetool.tuning.alpha import AlphaOptions, print_points
     from moetool.tuning.alpha import plan_alpha as run
 
@@ -196,12 +202,14 @@ def plan_alpha(
     if isinstance(serve, dict):
         serve |= {} if device is None else {"device": device}
         serve |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
-    serve_options = parse(ServeOptions, serve, "--set serve")
+    parse(ServeOptions, serve, "--set serve")  # refuse bad values first
     options = parse(AlphaOptions, values, "--set")
+    checkpoint = Checkpoint.open(model)
+    serve_options = parse(ServeOptions, on_this_machine(checkpoint, serve)[0], "--set serve")
     texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(listed(data))]
     with tables.progress("passes", options.rounds * len({0.0, *options.alphas})) as passed:
         plan, points = run(
-            model,
+            checkpoint,
             texts,
             parse_bytes(device_memory),
             parse_seconds(target_tpot),

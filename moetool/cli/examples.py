@@ -46,13 +46,13 @@ EXAMPLES = {
     "demo": ("moetool demo --out moetool-demo",),
     "guide": ("moetool guide", "moetool guide quickstart", "moetool guide api key"),
     "plan cache": (
-        "moetool plan cache --trace trace --device-memory 30MB --out plan.json",
+        "moetool plan cache --trace trace --device-memory 20MB --out plan.json",
         "moetool plan cache --trace trace --predictor predictor --profile profile.json "
         "--device-memory 8GB --target-tpot 80ms --out plan.json",
     ),
     "plan maps": ("moetool plan maps --trace trace --out maps --capacity 1000 --set source=topk",),
     "plan alpha": (
-        "moetool plan alpha reference --data chat --device-memory 30MB --target-tpot 80ms --out plan.json "
+        "moetool plan alpha reference --data chat --device-memory 20MB --target-tpot 80ms --out plan.json "
         "--set rounds=1 --set tokens=24",
     ),
     "plan placement": (

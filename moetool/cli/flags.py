@@ -103,6 +103,18 @@ Device = Annotated[
     str | None,
     typer.Option(help="Compute device: cpu or cuda (default: cpu)."),
 ]
+ServedDevice = Annotated[
+    str | None,
+    typer.Option("--device", help="Compute device: cpu or cuda (default: cuda if present, else cpu)."),
+]
+ServedHostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="Host memory that caches experts between disk and device, e.g. 32GB (default: 0.8 of the free "
+        "RAM with a GPU, else none).",
+    ),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="API key that clients must send."),

@@ -12,7 +12,7 @@ import typer
 from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
-from moetool.cli.flags import ApiKey, Model, Recipe, Revision, settable
+from moetool.cli.flags import ApiKey, Model, Recipe, Revision, ServedDevice, ServedHostMemory, settable
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
 from moetool.models.hub import is_downloaded, parse_hub_name, with_revision
@@ -43,16 +43,8 @@ def serve(
         str | None,
         typer.Option(help="Limit of the process's resident memory on a CPU, e.g. 12GB (default: free memory)."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Compute device: cpu or cuda (default: cuda if present, else cpu).")
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Host memory that caches experts between disk and device, e.g. 32GB (default: 0.8 of the free "
-            "RAM with a GPU, else none)."
-        ),
-    ] = None,
+    device: ServedDevice = None,
+    host_memory: ServedHostMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on (0: any free one).")] = 8000,
     api_key: ApiKey = None,

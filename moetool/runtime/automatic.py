@@ -98,16 +98,8 @@ def choose(
         UsageError: the option does not accept a value.
         CapacityError: the model does not fit, with its parts and the minimum.
     """
-    why: dict[str, str] = dict.fromkeys(values, "as set") | dict.fromkeys(planned, "from the plan")
-    chosen = dict(values)
-    if "device" not in values:
-        chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-        why["device"] = "the first GPU" if chosen["device"] == "cuda" else "torch sees no GPU"
-    device = parse_device(chosen["device"])
-    if "dtype" not in values:
-        chosen["dtype"], why["dtype"] = served_dtype(checkpoint, device)
-    if "io_threads" not in values:
-        chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "threads reading experts"
+    chosen, reasons = on_this_machine(checkpoint, values)
+    why = reasons | dict.fromkeys(values, "as set") | dict.fromkeys(planned, "from the plan")
     options = parse(ServeOptions, chosen, "--set")  # refuse bad values before they are used
     device = parse_device(options.device, options.first_device or 0)
     if device.type == "cuda":
@@ -155,11 +147,8 @@ def choose(
         grown = with_rest(counted, split), with_rest(model, replace(split, unused_bytes=free))
         split = min(grown, key=lambda one: one.kv_tokens)  # both limits hold
     chosen |= {"kv_tokens": split.kv_tokens, "prefill_chunk": split.chunk_tokens}
-    if device.type == "cuda" and "host_memory_bytes" not in values:
-        everything = checkpoint.spec.total_experts * model.slot_bytes
-        room = int(memory_bytes()[1] * _HOST_SHARE)
-        chosen["host_memory_bytes"] = min(everything, room) if split.slots < model.num_experts else 0
-        why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
+    if every and "host_memory_bytes" not in values:
+        chosen.pop("host_memory_bytes", None)
     shares = dict(found.lent)
     slots = shares.pop("slots", split.slots)
     if "prefill_chunk" in shares:
@@ -213,6 +202,39 @@ def choose(
         policy=policy,
         choices=tuple(choices),
     )
+
+
+def on_this_machine(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Complete device, data type, threads that read experts and, beside a GPU, host memory, for this machine.
+
+    Args:
+        values: fields of `ServeOptions` that are set.
+
+    Returns:
+        The completed values, and the reason for each added one.
+
+    Raises:
+        UsageError: there is no such device, or an option does not accept a value.
+    """
+    chosen, why = dict(values), dict[str, str]()
+    if "device" not in values:
+        chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        why["device"] = "the first GPU" if chosen["device"] == "cuda" else "torch sees no GPU"
+    device = parse_device(chosen["device"])
+    if "dtype" not in values:
+        chosen["dtype"], why["dtype"] = served_dtype(checkpoint, device)
+    if "io_threads" not in values:
+        chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "threads reading experts"
+    if device.type == "cuda" and "host_memory_bytes" not in values:
+        everything = every_slot_bytes(checkpoint, parse(ServeOptions, chosen, "--set"))
+        chosen["host_memory_bytes"] = min(everything, int(memory_bytes()[1] * _HOST_SHARE))
+        why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
+    return chosen, why
+
+
+def every_slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Bytes of slots for every expert of a model."""
+    return checkpoint.spec.total_experts * stride_of(slot_bytes(checkpoint, options))
 
 
 def _require_room(

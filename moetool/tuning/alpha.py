@@ -80,7 +80,7 @@ class _Pass:
 
 
 def plan_alpha(
-    model: str,
+    checkpoint: Checkpoint,
     texts: Sequence[str],
     device_memory_bytes: int,
     target_tpot_s: float,
@@ -113,7 +113,6 @@ def plan_alpha(
         raise UsageError(
             f"alpha is measured on one device, but devices is {serve.devices}; give devices to 'moetool serve' only"
         )
-    checkpoint = Checkpoint.open(model)
     tokenizer = checkpoint.tokenizer
     ids = [tokenizer(text)["input_ids"][: options.tokens] for text in texts]
     long = [row for row in ids if len(row) == options.tokens]

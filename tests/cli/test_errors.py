@@ -14,7 +14,7 @@ import pytest
 from moetool.cache_plan import CachePlan
 from moetool.cli.examples import EXAMPLES
 from tests.command_line import Run
-from tests.profiles import make_profile
+from tests.profiles import compute, flat, make_profile
 from tests.synthetic import make_spec
 
 HEAVY = ("torch", "transformers", "lightning", "datasets", "pyarrow", "numpy", "scipy", "pandas", "fastapi", "pydantic")
@@ -177,7 +177,7 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
     from moetool.trace.reader import Trace
 
     profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
-    make_profile(Trace(trace).spec).save(profile)
+    make_profile(Trace(trace).spec, compute(dtype="bfloat16")).save(profile)
     code, printed, told = run("replay", "--trace", trace, "--policy", "lru", "--budget", "25%", "--profile", profile)
     assert code == 0, told
     assert "TTFT" in printed
@@ -204,6 +204,30 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
     values = json.loads(printed)
     assert values["device_memory_bytes"] <= 30_000_000
     assert (values["frontier"], values["target_tpot_s"]) == ([], float(f"{target:.12f}"))
+
+
+def test_a_plan_is_for_the_device_and_data_type_of_a_server_here(
+    run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moetool.trace.reader import Trace
+
+    profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    planning = ("plan", "cache", "--trace", trace, "--device-memory", "31MB", "--frontier", 0)
+    planning += ("--pool", "one", "--out", plan, "--overwrite")
+    found = []
+    for given in ((), ("--set", "dtype=float32")):
+        assert run(*planning, *given)[0] == 0
+        found.append(CachePlan.load(plan))
+    assert [each.dtype for each in found] == ["bfloat16", "float32"]
+    assert found[0].dense_bytes + found[0].kv_bytes < 0.6 * (found[1].dense_bytes + found[1].kv_bytes)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    make_profile(Trace(trace).spec, compute(device="cuda", dtype="bfloat16"), loads={"pinned": flat(1)}).save(profile)
+    planning += ("--profile", profile)
+    code, _, told = run(*planning)
+    assert code == 0, told
+    _one_line(run(*planning, "--set", "host_memory_bytes=0"), 3, "no load costs of tier disk")
+    _one_line(run(*planning, "--set", "device=cpu"), 3, "no costs of bfloat16 on cpu")
 
 
 def test_unknown_predictor(run: Run, trace: Path, tmp_path: Path) -> None:

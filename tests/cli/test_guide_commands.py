@@ -58,7 +58,9 @@ def served(plan: Path | None) -> Iterator[str]:
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, build_engine
 
-    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(), plan=plan and CachePlan.load(plan))
+    made = plan and CachePlan.load(plan)
+    options = ServeOptions(dtype=made.dtype) if made else ServeOptions()  # as `serve --plan`
+    engine = build_engine(Checkpoint.open("reference"), options=options, plan=made)
     engine.start()
     with serving(engine) as (url, _):
         yield url

@@ -11,7 +11,7 @@ from tests.command_line import exit_code
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, out: Path, *args: object, **flags: Any) -> int:
-    given = {"data": "encyclopedia", "device-memory": "31MB", "target-tpot": "10s", "out": out, **flags}
+    given = {"data": "encyclopedia", "device-memory": "22MB", "target-tpot": "10s", "out": out, **flags}
     line: list[object] = ["plan", "alpha", "reference"]
     for name, value in given.items():
         line += [f"--{name}", value]
@@ -29,6 +29,7 @@ def test_the_least_alpha_that_is_fast_enough_becomes_a_plan(
     assert "alpha 0.000 is the smallest" in printed and "+0.0000" in printed  # anything is faster than ten seconds
     plan = CachePlan.load(out)
     assert (plan.policy, plan.options["alpha"]) == ("smoe", 0.0) and 64 < plan.slots < 256
+    assert plan.dtype == "bfloat16"  # the checkpoint's, as in `serve`
     none, some, most = plan.evidence
     assert none["same"] == 1.0 and min(point["tpot_s"] for point in plan.evidence) > 0
     # Substitution keeps what is resident in use, and says something else now and then.

@@ -48,7 +48,7 @@ def test_a_plans_settings_name_the_plan() -> None:
 def test_the_memory_is_that_of_the_first_of_its_gpus(
     options: dict[str, int], gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = {0: 40_000_000, 1: 60_000_000, 2: 80_000_000}
+    free = {0: 20_000_000, 1: 60_000_000, 2: 80_000_000}
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free[device.index], 10**9))
@@ -57,6 +57,8 @@ def test_the_memory_is_that_of_the_first_of_its_gpus(
     rows = {name: (value, reason) for name, value, reason in made.choices}
     assert rows["device"][0] == "cuda"
     assert rows["memory"] == (tables.count(int(0.92 * free[gpu]), "B"), "free on the GPU")
+    beside = 0 if gpu else 256 * 73_728  # a GPU with all experts needs no host memory for them
+    assert made.options.host_memory_bytes == beside and ("host memory" in rows) == (beside > 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

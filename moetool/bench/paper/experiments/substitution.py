@@ -48,7 +48,7 @@ def run(bench: Workbench, options: Options) -> Found:
     curves: dict[str, list[Curve]] = {}
     for seed in bench.seeds:
         mine = texts[seed :: len(bench.seeds)]
-        make = partial(plan_alpha, MODEL, mine, memory, _ANY_S, serve=serve, options=chosen)
+        make = partial(plan_alpha, checkpoint, mine, memory, _ANY_S, serve=serve, options=chosen)
         _, points = bench.once(f"alphas {options.data} {chosen} {seed}", make)
         for point in points:
             values.setdefault(f"alpha {point.alpha:g}", []).append(point.nats)
