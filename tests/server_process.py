@@ -48,6 +48,14 @@ class ServerProcess:
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(60)
 
+    def urls(self, number: int) -> list[str]:
+        """Addresses of this many servers of a cluster, once they serve."""
+        deadline = time.monotonic() + 300
+        while len(found := _SERVING.findall(self.narration)) < number:
+            assert self.popen.poll() is None and time.monotonic() < deadline, self.narration
+            time.sleep(0.05)
+        return found[:number]
+
     def _answers(self) -> str:
         deadline = time.monotonic() + 300  # a start takes 5 s of compute on a shared machine
         while time.monotonic() < deadline:

@@ -92,7 +92,10 @@ def _serve_edge(
             f"{', '.join(names)}; write local:{len(names)}, or plan for another cluster"
         )
     values = dict(command.values)
-    own = parse(ClusterOptions, values.pop("cluster", {}), "--set cluster")
+    given = values.pop("cluster", {})
+    if (where.count or 0) >= (os.cpu_count() or 1):  # a server that polls would take a core from another
+        given = {"poll_s": 0.0, **given}
+    own = parse(ClusterOptions, given, "--set cluster")
     _require_any_machine(command.host, toward)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(open_folder(own.name or folder_name(command.port), "servers"))

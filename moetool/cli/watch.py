@@ -32,8 +32,12 @@ class Watch:
     ) -> None:
         from moetool.cluster.edge import dashboard
         from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
+        from moetool.placement._planner import find
 
-        options = parse(SchedulerOptions, values.pop("scheduler", {}), "--set scheduler")
+        given = values.pop("scheduler", {})
+        options = parse(SchedulerOptions, given, "--set scheduler")
+        if "planner" not in given and getattr(find(plan.planner), "OBJECTIVE", "") == "messages":
+            options = replace(options, planner=plan.planner)  # the default would trade messages for remote calls
         if not options.state:
             options = replace(options, state=str(state))
         self._page_options = parse(dashboard.DashboardOptions, values.pop("dashboard", {}), "--set dashboard")

@@ -150,7 +150,11 @@ def plan_placement(
         for requests, demand in demands.items()
     ]
     first = rows[0].score
-    remote = getattr(chosen, "objective", getattr(module, "OBJECTIVE", "latency")) == "remote"
+    objective, value, bound = {
+        "remote": ("remote calls (Prism, Eq. 2)", first.remote_calls, first.remote_bound),
+        "messages": ("messages per layer and forward of 4 tokens", first.messages, None),
+        "latency": ("T_comp + T_comm (DIRECTOR, Eq. 5)", first.latency, first.work_bound),
+    }[getattr(chosen, "objective", getattr(module, "OBJECTIVE", "latency"))]
     plan = PlacementPlan(
         spec=spec,
         cluster=cluster,
@@ -160,9 +164,9 @@ def plan_placement(
         experts_LG=experts_of(placed_GLE),
         starts=setting.starts,
         costs=f"{latency.name}; in {latency.unit}" + ("" if setting.sides == "both" else f"; sides={setting.sides}"),
-        objective="remote calls (Prism, Eq. 2)" if remote else "T_comp + T_comm (DIRECTOR, Eq. 5)",
-        value=first.remote_calls if remote else first.latency,
-        lower_bound=first.remote_bound if remote else first.work_bound,
+        objective=objective,
+        value=value,
+        lower_bound=bound,
         traces=tuple(
             TraceReference(
                 server=server,

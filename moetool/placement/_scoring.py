@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from moetool.placement._demand import per_server
+from moetool.placement._demand import Demand, per_server
 from moetool.placement._latency import along, flows, hull, knots
 from moetool.placement._planner import Problem, layer_slots
-from moetool.types import Cluster
+from moetool.types import Cluster, ModelSpec
 
 BOUND_S = 120.0
 """Time limit of a bound."""
+FORWARD_TOKENS = 4
+"""Tokens of a forward of which `PlacementScore.messages` counts messages: a decode step of a few requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,7 @@ class PlacementScore:
         remote_bound: the least of any placement in these slots (`prism_exact`); None if not computed, or not within
             two minutes. A slot has the size of the model's largest expert. With experts of several sizes, more may fit
             by bytes, and the bound does not hold.
+        messages: other servers that a forward of four tokens calls in each layer, the expected mean.
         comp: DIRECTOR's T_comp (Eq. 2), in the unit of the costs.
         comm: T_comm (Eq. 4).
         work_bound: lower bound of comp + comm of any placement: perfect balance without traffic. None if not computed.
@@ -49,6 +52,7 @@ class PlacementScore:
     local_mean: float
     remote_calls: float
     remote_bound: float | None
+    messages: float
     comp: float
     comm: float
     work_bound: float | None
@@ -120,6 +124,7 @@ def score(
         local_mean=float((local_N[busy_N] / calls_N[busy_N]).mean()),
         remote_calls=float(flow_NN.sum() - local_N.sum()),
         remote_bound=remote_bound(problem) if bounds else None,
+        messages=messages(demand, placed_GLE),
         comp=float(parts[:, 0].sum()),
         comm=float(parts[:, 1].sum()),
         work_bound=work_bound(problem) if bounds else None,
@@ -136,6 +141,40 @@ def remote_calls(cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarra
     """Return Prism's Eq. 2 in calls: (token, expert) pairs whose expert no GPU of the token's server holds."""
     held_NLE = per_server(cluster, placed_GLE) > 0
     return float((per_server(cluster, tokens_GLE) * ~held_NLE).sum())
+
+
+def messages(demand: Demand, placed_GLE: np.ndarray, forward_tokens: int = FORWARD_TOKENS) -> float:
+    """Return how many other servers a forward calls in each layer: the expected mean over forwards of all servers.
+
+    A forward sends one message to each server that it needs. Of several, it first calls the one with the most of its
+    missing experts.
+    """
+    spec, held_NLE = demand.spec, per_server(demand.cluster, placed_GLE) > 0
+    tokens_NLE = demand.tokens_NLE
+    tokens_NL = tokens_NLE.sum(axis=2) / np.array(spec.top_k_L)
+    needs_NLE = needed_by_forward(spec, tokens_NLE, forward_tokens)
+    total = 0.0
+    for layer in range(spec.num_layers):
+        held_NE = held_NLE[:, layer]
+        missing_NE = np.where(held_NE, 0.0, needs_NLE[:, layer])
+        while missing_NE.any():
+            needs_NN = missing_NE @ held_NE.T
+            called_N = needs_NN.argmax(axis=1)
+            total += float(tokens_NL[:, layer] @ -np.expm1(-needs_NN.max(axis=1)))
+            missing_NE[held_NE[called_N]] = 0.0
+    return total / float(tokens_NL.sum())
+
+
+def needed_by_forward(spec: ModelSpec, tokens_NLE: np.ndarray, forward_tokens: int) -> np.ndarray:
+    """Return -log of the chance that a forward on a server needs an expert not, were tokens and experts independent.
+
+    Sums over experts are -log of the chance that it needs none of them.
+
+    Shapes: tokens_NLE float64 -> needs_NLE float64.
+    """
+    tokens_NL = np.maximum(tokens_NLE.sum(axis=2), 1e-12) / np.array(spec.top_k_L)
+    share_NLE = np.minimum(tokens_NLE / tokens_NL[:, :, None], 1 - 1e-9)
+    return np.asarray(-forward_tokens * np.log1p(-share_NLE))
 
 
 def remote_call_s(cluster: Cluster, token_bytes: float) -> float:

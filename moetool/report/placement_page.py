@@ -131,7 +131,7 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
         title="Local compute share by server, and remote expert calls",
         columns=(
             *("planner", "requests", *(server.name for server in cluster.servers)),
-            *("mean", "total", "remote calls", "bound", "copies", "sent", "planning s"),
+            *("mean", "total", "remote calls", "bound", "messages", "copies", "sent", "planning s"),
         ),
         rows=[
             [
@@ -139,14 +139,15 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
                 *("-" if share is None else tables.percent(share) for share in found.local_N),
                 *(tables.percent(found.local_mean), tables.percent(found.local), f"{found.remote_calls:,.0f}"),
                 "-" if found.remote_bound is None else f"{found.remote_bound:,.0f}",
-                *(f"{found.copies:.2f}", summed_bytes([sent for _, _, sent in found.link_bytes])),
-                f"{planning_s:,.2f}",
+                *(f"{found.messages:.2f}", f"{found.copies:.2f}"),
+                *(summed_bytes([sent for _, _, sent in found.link_bytes]), f"{planning_s:,.2f}"),
             ]
             for of, found, planning_s in scores
         ],
         num_text=2,
         notes=(
             "mean: over servers; total: of all calls; remote calls: Prism's Eq. 2; bound: the least in the same slots",
+            "messages: other servers that a forward of 4 tokens calls in each layer (expected mean)",
             "copies: mean number of GPUs that hold an expert; sent: bytes between servers",
         ),
     )

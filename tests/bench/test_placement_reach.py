@@ -19,7 +19,7 @@ from moetool.placement._local_search import Layer
 from moetool.placement._modes import Batch, calibrated, modes
 from moetool.placement._planner import Problem, place
 from moetool.placement._recall import Recall
-from moetool.placement._scoring import latency_bound, score
+from moetool.placement._scoring import latency_bound, messages, score
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 from tests.clusters import make_cluster
@@ -46,6 +46,49 @@ def _timed(work: Callable[[], np.ndarray]) -> tuple[np.ndarray, float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
     return result, time.perf_counter() - wall, time.process_time() - cpu
+
+
+def _counted_messages(placed_NLE: np.ndarray, rows_TLK: Sequence[np.ndarray], tokens: int) -> float:
+    """Other servers that forwards of this many random tokens call in each layer."""
+    rng, called = np.random.default_rng(0), []
+    for n, each_TLK in enumerate(rows_TLK):
+        for _ in range(100):
+            forward_TLK = each_TLK[rng.choice(len(each_TLK), tokens, replace=False)]
+            for layer in range(forward_TLK.shape[1]):
+                missing = [e for e in np.unique(forward_TLK[:, layer]).tolist() if not placed_NLE[n, layer, e]]
+                calls = 0
+                while missing:
+                    best = int(placed_NLE[:, layer, missing].sum(axis=1).argmax())
+                    missing = [e for e in missing if not placed_NLE[best, layer, e]]
+                    calls += 1
+                called.append(calls)
+    return float(np.mean(called))
+
+
+@needs_routes
+def test_messages_at_half_of_the_memory(traces: dict[str, Trace]) -> None:
+    spec = traces["law"].spec
+    cluster = _cluster(spec, {task: [spec.total_experts // 2] for task in traces})
+    latency, even = unit_latency(cluster), planned_share(0.5)
+    planned, others = (read_demand(traces, cluster, uses) for uses in (even, held_out(even)))
+    rows = []
+    for trace in traces.values():
+        kept = [number for place, number in enumerate(trace.requests["request"].to_pylist()) if not even("", place)]
+        batches = [batch.experts_TS[np.isin(batch.request_T, kept)] for batch in trace.batches()]
+        rows.append(np.concatenate(batches).reshape(-1, spec.num_layers, spec.top_k_L[0]))
+    found = {}
+    print()
+    for name in ("prism_exact", "whole_layers"):
+        placed = place(name, Problem(demand=planned, latency=latency))
+        for tokens in (1, 4):
+            counted, expected = _counted_messages(placed, rows, tokens), messages(others, placed, tokens)
+            found[name, tokens] = counted
+            print(f"{name:12} forwards of {tokens}: {counted:.2f} messages per layer, {expected:.2f} expected")
+            assert abs(counted - expected) < 0.15 + 0.1 * counted
+        remote = score(Problem(demand=others, latency=latency), placed, bounds=False).remote_calls
+        print(f"{name:12} remote pairs per token and layer: {remote / others.tokens_GLE.sum() * spec.top_k_L[0]:.2f}")
+    assert found["whole_layers", 1] < 0.75 * found["prism_exact", 1]
+    assert found["whole_layers", 4] < 0.5 * found["prism_exact", 4]
 
 
 @needs_routes

@@ -1,6 +1,6 @@
-"""Tokens a second with everything in memory: beside `transformers serve`, and of three ranks beside one process.
+"""Tokens a second at 1, 8 and 64 clients with everything in memory, beside `transformers serve` on the same model.
 
-    python -m pytest tests/bench/test_throughput.py -m '' -s  # the ranks on idle cores
+    pytest tests/bench/test_throughput.py -s
 
 All servers are up the whole time; those that are not measured are stopped (SIGSTOP), so that their idle loops cost the
 other nothing. By processor time the ratio hardly depends on what else the machine does. `transformers serve` loads no
@@ -28,14 +28,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.edge_process import write_plan
 from tests.load import PROMPTS
 from tests.server_process import served
 
 CLIENTS = (1, 8, 64)
-RANKS = ("--cluster", "local:3", "--mode", "ep", "--set", "seats=3")
-LEAST_OF_RANKS = 0.33
-"""Requests/s of three ranks with nine clients, as part of one process's: twice 4.9 of 29.8 (before micro-batches)."""
 ROUNDS = int(os.environ.get("MOETOOL_ROUNDS", "5"))
 MAX_TOKENS = 24
 KV_TOKENS = 8192
@@ -69,19 +65,6 @@ class Contender:
         finally:
             os.kill(self.pid, signal.SIGSTOP)
 
-    def requests_s(self, num_clients: int) -> float:
-        """Requests a second of clients that ask again once they are answered."""
-        turns = range(max(2, 8 // num_clients))
-
-        def live(number: int) -> None:
-            for turn in turns:
-                self.ask(PROMPTS[(number + turn) % len(PROMPTS)], MAX_TOKENS)
-
-        with ThreadPoolExecutor(num_clients) as pool:
-            began = time.perf_counter()
-            list(pool.map(live, range(num_clients)))
-            return num_clients * len(turns) / (time.perf_counter() - began)
-
     def serve(self, num_clients: int) -> tuple[float, float]:
         """(tokens a second, and a second of its processor time), of clients that ask again once they are answered."""
         requests = {1: 4, 8: 2}.get(num_clients, 1)
@@ -102,17 +85,6 @@ class Contender:
 def _processor_s(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
-
-
-def _busy_s() -> float:
-    """Seconds in which the machine's cores were busy."""
-    times = psutil.cpu_times()
-    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
 
 
 @contextlib.contextmanager
@@ -173,29 +145,3 @@ def test_throughput(reference: Path) -> None:
                 f"x {statistics.median(by_clock):.2f} ({by_clock[0]:.2f} to {by_clock[-1]:.2f})  by processor time "
                 f"x {statistics.median(by_processor):.2f} ({by_processor[0]:.2f} to {by_processor[-1]:.2f})"
             )
-
-
-@pytest.mark.slow
-def test_three_ranks_beside_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests a second of three ranks as part of one process's, by turns; of each the fastest round counts."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # keeps nothing for later servers
-    plan = str(write_plan(tmp_path / "plan.json"))
-    with served("reference") as one, served("reference", *RANKS, "--plan", plan) as three:
-        contenders = [Contender(name, each.url, "reference", 0) for name, each in (("one", one), ("three", three))]
-        rates: dict[tuple[str, int], list[float]] = {}
-        own = [process for each in (one, three) for process in _tree(each.popen.pid)] + [psutil.Process()]
-        began, others_s = time.perf_counter(), _busy_s() - sum(_processor_s(process.pid) for process in own)
-        for turn in range(ROUNDS):
-            for num in (1, 9):
-                for contender in contenders[:: 1 if turn % 2 else -1]:
-                    rates.setdefault((contender.name, num), []).append(contender.requests_s(num))
-        others_s = _busy_s() - sum(_processor_s(process.pid) for process in own) - others_s
-        others = others_s / (time.perf_counter() - began) / (psutil.cpu_count() or 1)
-        assert three.stop() in (0, 130), three.narration
-    print()
-    for num in (1, 9):
-        alone, ranks = max(rates["one", num]), max(rates["three", num])
-        print(f"{num} clients  one process {alone:.1f} requests/s, three ranks {ranks:.1f}, x {ranks / alone:.2f}")
-    if others > 0.1:  # three ranks need both cores, one process hardly more than one
-        pytest.skip(f"other processes took {others:.0%} of the cores")
-    assert max(rates["three", 9]) >= LEAST_OF_RANKS * max(rates["one", 9])

@@ -2,15 +2,20 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moetool.cli import main as cli
+from moetool.cli.watch import Watch
+from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge import server_settings
+from moetool.cluster.edge.scheduler import SchedulerOptions
 from moetool.cluster.launch import Where, parse_where
 from moetool.errors import UsageError
+from moetool.placement._placement_plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions
 from tests.edge_process import write_plan
 
@@ -82,6 +87,33 @@ def test_servers_compute_in_the_checkpoints_data_type(
     for more in ((), ("--set", "dtype=float32")):
         refused(2, "reference", "--plan", plan, "--cluster", "local:3", "--set", "cluster.name=a", *more)
     assert seen == ["bfloat16", "float32"]
+
+
+def test_servers_do_not_poll_where_each_has_no_core_of_its_own(
+    refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def stop(*args: Any, cluster: ClusterOptions, **given: Any) -> None:
+        seen.append(cluster.poll_s)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(server_settings, "worker_settings", stop)
+    for cores, more in ((3, ()), (4, ()), (3, ("--set", "cluster.poll_s=0.001"))):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        refused(2, "reference", "--plan", plan, "--cluster", "local:3", "--set", "cluster.name=b", *more)
+    assert seen == [0.0, ClusterOptions().poll_s, 0.001]
+
+
+def test_the_scheduler_keeps_to_whole_layers(plan: Path, tmp_path: Path) -> None:
+    made = PlacementPlan.load(plan)
+    for name, given, expected in (
+        ("whole_layers", {}, "whole_layers"),
+        ("whole_layers", {"planner": "prism"}, "prism"),
+        ("uniform", {}, SchedulerOptions().planner),
+    ):
+        watch = Watch({"scheduler": given}, replace(made, planner=name), print, tmp_path / "state.json")
+        assert watch.scheduler.options.planner == expected
 
 
 def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

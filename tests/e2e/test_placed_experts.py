@@ -120,6 +120,17 @@ def test_logits_are_those_of_one_server(name: str, baseline: Any, well_again: No
     assert (stats.remote_pairs == 0) == (not stats.calls)
 
 
+def test_a_layer_that_one_other_server_holds_takes_one_call(
+    reference: Path, tokenizer: Any, baseline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(reference, tokenizer, [[], ALL, ALL]) as nodes:
+        for server in (1, 2):
+            nodes[0].peers.answered(server, 9, 1.0)
+        monkeypatch.setattr(nodes[0].peers, "answered", lambda *call: None)  # so a call costs a second, pairs nothing
+        _check(nodes, baseline)
+        assert sum(nodes[0].meter.take(0).calls.values()) == 5 * LAYERS  # five forwards
+
+
 @pytest.mark.parametrize("slots", [256, 100], ids=["all have slots", "some are read when needed"])
 def test_servers_with_several_devices(reference: Path, tokenizer: Any, baseline: Any, slots: int) -> None:
     held = PLACEMENTS["a third each"]
@@ -348,6 +359,7 @@ def test_without_a_last_resort_the_forward_fails_and_the_next_is_served(well_aga
 def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: Any) -> None:
     nodes, calls = well_again, []
     nodes.arrange([_third(0), REST, REST])
+    nodes[0].peers.distance = (1.0, 0.5, 1.0)
     before = dict(nodes[0].meter.total)
 
     def die(message: Frame) -> None:

@@ -30,12 +30,39 @@ def test_the_nearest_and_then_the_least_loaded() -> None:
     peers.answered(1, 10, 1.0)
     peers.answered(2, 10, 0.5)
     assert peers.choose([1, 2, 3], 1) == 2  # equally near, and faster
+    for _ in range(200):
+        peers.answered(1, 1, 0.1)
+        peers.answered(2, 1, 0.05)
+    assert peers.choose([1, 2, 3], 1) == 2
     peers.expect(2, 5)
-    assert peers.choose([1, 2, 3], 1) == 1  # six pairs of 0.05 s there, one of 0.1 s here
+    assert peers.choose([1, 2, 3], 1) == 1  # six pairs of about 0.05 s there, one of 0.1 s here
     peers.expect(2, -5)
     assert peers.choose([1, 2, 3], 1) == 2
     assert peers.choose([1, 2, 3], 1, tried=[1, 2]) == 3
     assert peers.choose([0, 3], 1, tried=[3]) is None  # 0 is this server
+
+
+def test_a_server_that_is_called_anyway_takes_few_more_pairs() -> None:
+    peers, _ = _peers()
+    for pairs in (4, 8, 12, 16) * 50:
+        for server in (1, 2):
+            peers.answered(server, pairs, 0.002 + 1e-4 * pairs)  # 2 ms per call, 0.1 ms per pair
+    peers.expect(1, 10)
+    assert peers.choose([1, 2], 4) == 2  # neither is called yet: the one without pairs
+    assert peers.choose([1, 2], 4, called=[1]) == 1  # 1.4 ms there, 2.4 ms with another call
+    peers.expect(1, 20)
+    assert peers.choose([1, 2], 4, called=[1]) == 2  # 3.4 ms there: both compute at the same time
+    assert peers.choose([1, 2], 4, called=[1, 2]) == 2
+    assert peers.choose([1, 2], 4, tried=[2], called=[2]) == 1
+
+
+def test_servers_begin_with_different_ones_of_equals() -> None:
+    first = []
+    for server in range(3):
+        peers = Peers(server, identity(f"server-{server}"), (1.0,) * 3)
+        peers.update([("127.0.0.1", 1 + n) for n in range(3)])
+        first.append(peers.choose([n for n in range(3) if n != server], 1))
+    assert first == [1, 2, 0]
 
 
 def test_who_failed_is_left_alone_for_longer_each_time() -> None:

@@ -10,7 +10,7 @@ from moetool.costing.costs import ComputeCosts, CostProfile, Curve
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.machine import Machine
 from moetool.placement import eplb, prism
-from moetool.placement._demand import Demand, spread
+from moetool.placement._demand import Demand, per_server, spread
 from moetool.placement._latency import (
     Latency,
     along,
@@ -26,7 +26,7 @@ from moetool.placement._local_search import Descent, Layer
 from moetool.placement._planner import apportion, place
 from moetool.placement._relaxation import relax
 from moetool.placement._rounding import round_layer
-from moetool.placement._scoring import balancedness, score
+from moetool.placement._scoring import balancedness, messages, score
 from moetool.types import Cluster
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec
@@ -122,6 +122,55 @@ def test_prism_exact_calls_no_more_remotely_than_any_other_planner(seed: int) ->
     best = score(problem, place("prism_exact", problem), bounds=False).remote_calls
     for name in ("uniform", "redundant", "smartmoe", "eplb", "prism", "director", "annealing"):
         assert best <= score(problem, place(name, problem), bounds=False).remote_calls + 1e-6, name
+
+
+def test_whole_layers_go_to_servers_that_use_all_experts_alike() -> None:
+    spec = make_spec(8, 8)
+    cluster = make_cluster([[32], [16, 16], [32]])
+    problem = make_problem(spec, cluster, tokens_GLE=np.full((4, 8, 8), 100.0))
+    held_NLE = per_server(cluster, place("whole_layers", problem)) > 0
+    whole_NL = held_NLE.all(axis=2)
+    assert (whole_NL == held_NLE.any(axis=2)).all() and (whole_NL.sum(axis=1) == 4).all()
+    assert sorted(whole_NL.sum(axis=0).tolist()) == [1, 1, 1, 1, 2, 2, 2, 2]  # copies of all layers, before third ones
+    few = score(problem, place("whole_layers", problem), bounds=False)
+    many = score(problem, place("prism_exact", problem), bounds=False)
+    assert few.messages == pytest.approx(0.5, abs=0.01) and many.messages > 1.5
+    assert few.remote_calls == many.remote_calls
+
+
+def test_the_most_used_experts_come_before_whole_layers_where_they_suffice_or_messages_cost_nothing() -> None:
+    tokens_GLE = np.full((2, 4, 8), 100.0)
+    tokens_GLE[0, :, 2:] = 0.0  # this server uses two experts of each layer
+    problem = make_problem(make_spec(4, 8), make_cluster([[7], [32]]), tokens_GLE=tokens_GLE)
+    placed_GLE = place("whole_layers", problem)
+    assert placed_GLE[0, :, :2].sum() == 7 and placed_GLE[1].all()
+    tokens_GLE = 100.0 * np.arange(8, 0, -1) * np.ones((2, 4, 1))
+    skewed = make_problem(make_spec(4, 8), make_cluster([[7], [32]]), tokens_GLE=tokens_GLE)
+    counts = [sorted(place("whole_layers", skewed, {"call_s": s})[0].sum(axis=1).tolist()) for s in (0.0, 1.0)]
+    assert counts == [[1, 2, 2, 2], [0, 0, 0, 7]]
+
+
+def test_a_layer_too_large_for_any_server_is_on_as_few_as_possible() -> None:
+    problem = make_problem(make_spec(1, 9), make_cluster([[2], [6], [4]]))
+    assert place("whole_layers", problem).sum(axis=(1, 2)).tolist() == [2, 6, 4]  # 6 and 3 cover it; the rest is free
+    with pytest.raises(UsageError, match="forward_tokens"):
+        place("whole_layers", problem, {"forward_tokens": 0})
+
+
+def test_messages_are_counted_by_forward_and_server() -> None:
+    spec, cluster = replace(make_spec(1, 4), top_k_L=(1,)), make_cluster([[4], [4], [4]])
+    tokens_GLE = np.zeros((3, 1, 4))
+    tokens_GLE[0, 0] = (5, 2, 2, 1)  # the others are idle
+    demand = Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
+    placed_GLE = np.zeros((3, 1, 4), bool)
+    placed_GLE[0, 0, 0] = placed_GLE[1, 0, 1] = placed_GLE[2, 0, 2] = placed_GLE[2, 0, 3] = True
+    for tokens in (1, 4):
+        once, twice = 1 - 0.8**tokens, 1 - (0.8 * 0.9) ** tokens
+        assert messages(demand, placed_GLE, tokens) == pytest.approx(once + twice)
+    placed_GLE[2, 0, 1] = True  # one server has all that is missing
+    assert messages(demand, placed_GLE, 1) == pytest.approx(1 - 0.8 * 0.8 * 0.9)
+    placed_GLE[0] = True
+    assert messages(demand, placed_GLE, 1) == 0.0
 
 
 @pytest.mark.parametrize("sides", ["both", "send"])

@@ -17,6 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 _BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
 _SHARE = 0.2  # weight of the newest call in the average
+_LINE_SHARE = 0.02  # its weight in the line, which needs calls of several sizes
 _SLOWER = 2.0  # a call this much slower than the slowest recent one counts as late
 _WINDOW_S = 30.0  # the slowest call of this window and the previous one counts
 _MOST_EXCESS_S = 0.3  # assumed limit of that excess, so that occasional stalls do not lengthen later waits
@@ -58,6 +59,7 @@ class Peers:
         self._channels: dict[tuple[int, str], Channel] = {}
         self._outstanding: Counter[int] = Counter()  # pairs that were sent and are not answered
         self._pair_s: dict[int, float] = {}
+        self._line: dict[int, tuple[float, ...]] = {}  # averages of pairs, seconds, pairs squared, pairs times seconds
         self._failures: Counter[int] = Counter()
         self._away_until: dict[int, float] = {}
         self._excess_s: dict[int, tuple[int, float, float]] = {}  # by server: window, slowest in it and in the last one
@@ -79,17 +81,24 @@ class Peers:
             channel.close()
 
     def choose(
-        self, servers: Collection[int], pairs: int, tried: Collection[int] = (), *, wait: bool = False
+        self,
+        servers: Collection[int],
+        pairs: int,
+        tried: Collection[int] = (),
+        called: Collection[int] = (),
+        *,
+        wait: bool = False,
     ) -> int | None:
-        """Choose the server for an expert's products: the nearest, then the least loaded.
+        """Choose the server for an expert's products: the nearest, then the one that takes the fewest seconds.
 
-        The load is the number of unanswered pairs times the recent seconds per pair. A server with an overdue answer
-        (`overdue`) is not chosen.
+        These are the seconds of its unanswered pairs and of these pairs, and those of a call unless it is called
+        anyway. A server with an overdue answer (`overdue`) is not chosen.
 
         Args:
             servers: holders of the expert.
             pairs: pairs to compute.
             tried: servers to skip.
+            called: servers that are called for other experts of the layer.
             wait: whether a server with an overdue answer is chosen if all have one, since no other can compute the
                 expert.
 
@@ -105,7 +114,12 @@ class Peers:
             ]
             prompt = [n for n in able if not self._overdue[n]]
             able = prompt if prompt or not wait else able
-            return min(able, key=lambda n: (self.distance[n], self._load(n, pairs), n), default=None)
+
+            def rank(n: int) -> tuple[float, float, int]:
+                # Of servers that are alike, each server prefers another one.
+                return self.distance[n], self._needed_s(n, pairs, n in called), (n - self.server) % len(self.distance)
+
+            return min(able, key=rank, default=None)
 
     def expect(self, server: int, pairs: int) -> None:
         """Count pairs about to be sent there (negative: answered or aborted)."""
@@ -141,6 +155,10 @@ class Peers:
             latest = seconds / max(1, pairs)
             before = self._pair_s.get(server, latest)
             self._pair_s[server] = before + _SHARE * (min(latest, _MOST_GROWTH * before) - before)
+            counted_s = min(seconds, _MOST_GROWTH * pairs * before)
+            point = (pairs, counted_s, pairs * pairs, pairs * counted_s)
+            line = self._line.get(server, point)
+            self._line[server] = tuple(a + _LINE_SHARE * (b - a) for a, b in zip(line, point, strict=True))
             window, excess_s = int(self._clock() // _WINDOW_S), seconds - pairs * before
             seen, slowest_s, last_s = self._excess_s.get(server, (window, 0.0, 0.0))
             if seen != window:
@@ -195,5 +213,11 @@ class Peers:
         """End all channels; waiting calls fail."""
         self.update(())
 
-    def _load(self, server: int, pairs: int) -> float:
-        return (self._outstanding[server] + pairs) * self._pair_s.get(server, 0.0)
+    def _needed_s(self, server: int, pairs: int, is_called: bool) -> float:
+        """Seconds that these pairs add to those of a server, by the line through the points of recent calls."""
+        mean, mean_s, square, product = self._line.get(server, (1.0, 0.0, 1.0, 0.0))
+        spread = square - mean * mean
+        pair_s = (product - mean * mean_s) / spread if spread > _LINE_SHARE * mean else 0.0
+        pair_s = min(max(pair_s, 0.0), mean_s / mean)
+        call_s = mean_s - pair_s * mean
+        return (self._outstanding[server] + pairs) * pair_s + (0.0 if is_called else call_s)

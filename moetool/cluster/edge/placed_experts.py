@@ -284,8 +284,9 @@ class PlacedRuntime(ExpertRuntime):
         groups: dict[int, dict[int, int]] = {}
         nowhere = []
         holders = self._holders.servers_LE[layer.index]
-        for expert, count in pairs.items():
-            server = self._peers.choose(holders[expert], count, tried[expert], wait=not self.options.last_resort)
+        for expert in sorted(pairs, key=lambda expert: len(holders[expert])):  # those with a choice come last
+            count, wait = pairs[expert], not self.options.last_resort
+            server = self._peers.choose(holders[expert], count, tried[expert], groups, wait=wait)
             if server is None:
                 nowhere.append(expert)
             else:
