@@ -25,7 +25,7 @@ _Done = TypeVar("_Done")
 _FRAME = struct.Struct("!4sIHQ")  # magic, bytes of the head, number of parts, call
 _SIZES = tuple(struct.Struct(f"!{number}Q") for number in range(9))  # bytes of each part, by the number of parts
 _MAGIC = b"moe2"
-HELLO = b"moetool-peer-5\n"
+HELLO = b"moetool-peer-6\n"
 """First bytes from the called side, once it has accepted the caller."""
 _HEAD_BYTES = 2**20  # limit
 _JOINED_BYTES = 2**18  # messages up to this size take one send; larger ones are sent in pieces of it

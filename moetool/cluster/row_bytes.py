@@ -11,7 +11,7 @@ from moetool.errors import MoetoolError
 from moetool.models.loading import DTYPES
 from moetool.types import ModelSpec
 
-_HEAD = struct.Struct("!IIB")  # layer, width, type
+_HEAD = struct.Struct("!IIIB")  # layer, width, experts, type
 _TYPES = tuple(DTYPES.values())
 _CODES = {dtype: code for code, dtype in enumerate(_TYPES)}
 
@@ -35,26 +35,39 @@ class ExpertRows:
         return dict(zip(self.counts, self.rows_RD.split(list(self.counts.values())), strict=True))
 
 
-def rows_parts(layer: int, counts: Mapping[int, int], rows_RD: torch.Tensor) -> list[bytes | memoryview]:
-    """Return the parts of a message with rows. Args: attributes of `ExpertRows`."""
-    head = _HEAD.pack(layer, rows_RD.shape[1], _CODES[rows_RD.dtype])
-    numbers = struct.pack(f"!{2 * len(counts)}I", *counts, *counts.values())
-    return [head + numbers, rows_RD.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data]
+def rows_parts(
+    layer: int, counts: Mapping[int, int], rows_UD: torch.Tensor, sources_R: Sequence[int] | None = None
+) -> list[bytes | memoryview]:
+    """Return the parts of a message with rows.
+
+    Args:
+        layer, counts: attributes of `ExpertRows`.
+        rows_UD: its rows; with `sources_R`, the rows that it is made of.
+        sources_R: place of each of its rows in `rows_UD`.
+    """
+    sources_R = () if sources_R is None or len(sources_R) == len(rows_UD) else sources_R
+    head = _HEAD.pack(layer, rows_UD.shape[1], len(counts), _CODES[rows_UD.dtype])
+    numbers = struct.pack(f"!{2 * len(counts) + len(sources_R)}I", *counts, *counts.values(), *sources_R)
+    return [head + numbers, rows_UD.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data]
 
 
 def read_rows(parts: Sequence[Any], spec: ModelSpec) -> ExpertRows:
-    """Read the parts of a message with rows; the rows share the memory of the last part.
+    """Read the parts of a message with rows; the rows share the memory of the last part unless some repeat.
 
     Raises:
         MoetoolError: they are malformed, or name experts or a width that the model does not have.
     """
     try:
         head, data = parts
-        layer, width, code = _HEAD.unpack_from(head)
+        layer, width, num, code = _HEAD.unpack_from(head)
         numbers = struct.unpack_from(f"!{(len(head) - _HEAD.size) // 4}I", head, _HEAD.size)
-        dtype, num = _TYPES[code], len(numbers) // 2
-        counts = dict(zip(numbers[:num], numbers[num:], strict=True))
-        num_rows = sum(counts.values())
+        dtype, sources = _TYPES[code], numbers[2 * num :]
+        counts = dict(zip(numbers[:num], numbers[num : 2 * num], strict=True))
+        num_rows = num_pairs = sum(counts.values())
+        if sources:
+            num_rows = max(sources) + 1
+            if len(sources) != num_pairs or num_pairs > num_rows * max(spec.top_k_L):  # bounds the memory of the rows
+                raise ValueError
         if len(counts) != num or 0 in counts.values() or layer >= spec.num_layers:
             raise ValueError
         if width != spec.hidden_size:  # compiled products trust it
@@ -64,4 +77,4 @@ def read_rows(parts: Sequence[Any], spec: ModelSpec) -> ExpertRows:
     except (ValueError, TypeError, IndexError, struct.error):
         raise MoetoolError("malformed rows of hidden states") from None
     rows_RD = torch.frombuffer(data, dtype=dtype).view(-1, width) if num else torch.empty(0, width, dtype=dtype)
-    return ExpertRows(layer, counts, rows_RD)
+    return ExpertRows(layer, counts, rows_RD[list(sources)] if sources else rows_RD)

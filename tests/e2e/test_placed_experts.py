@@ -131,6 +131,48 @@ def test_a_layer_that_one_other_server_holds_takes_one_call(
         assert sum(nodes[0].meter.take(0).calls.values()) == 5 * LAYERS  # five forwards
 
 
+def test_a_row_is_sent_once_to_a_server(baseline: Any, well_again: Nodes) -> None:
+    nodes = well_again
+    nodes.arrange([[], ALL, []])
+    nodes[0].meter.take(0)
+    _check(nodes, baseline)
+    stats = nodes[0].meter.take(0)
+    width = nodes[0].runtime.spec.hidden_size
+    rows = stats.remote_pairs // 4  # of four experts each
+    assert 4 * width * rows < stats.bytes_out[1] < 1.2 * 4 * width * rows
+
+
+def test_forwards_of_many_rows(reference: Path, tokenizer: Any, thirds: Nodes) -> None:
+    prompt = [(7 * i + 3) % 4000 + 3 for i in range(ROWS_TOGETHER // 4 + 40)]
+    alone = engine(reference, tokenizer, "lru", 256)
+    baseline = [prompt], *generate(alone, [prompt], 2)
+    alone.close()
+    seen = list[int]()
+    for node in thirds.nodes[1:]:
+        node.on_call = lambda message: seen.append(len(message.parts[1]))
+    ids, tokens, logits = baseline
+    found_tokens, found = generate(thirds[0].engine, ids, 2)
+    for node in thirds.nodes:
+        node.on_call = None
+    assert found_tokens == tokens and all(map(torch.equal, found, logits))
+    assert max(seen) > ROWS_TOGETHER // 6 * thirds[0].runtime.spec.hidden_size * 4
+
+
+def test_malformed_rows_are_refused(thirds: Nodes) -> None:
+    spec = thirds[0].runtime.spec
+    rows = torch.arange(2.0 * spec.hidden_size).view(2, -1)
+    head, data = rows_parts(3, {1: 2, 4: 1}, rows, [0, 1, 0])
+    found = read_rows([head, bytearray(data)], spec)
+    assert found.counts == {1: 2, 4: 1} and torch.equal(found.rows_RD, rows[[0, 1, 0]])
+    for counts, sources in (({1: 2, 4: 1}, [0, 1]), ({1: 2}, [0, 1, 0]), ({1: 9}, [1] * 9), ({1: 2, 4: 1}, [0, 2, 0])):
+        damaged = rows_parts(3, counts, rows, None)[0] + struct.pack(f"!{len(sources)}I", *sources)
+        with pytest.raises(MoetoolError, match="malformed rows"):
+            read_rows([damaged, bytearray(data)], spec)
+    for damaged in (head[:5], head[:-1], head + bytes(4)):
+        with pytest.raises(MoetoolError, match="malformed rows"):
+            read_rows([damaged, bytearray(data)], spec)
+
+
 @pytest.mark.parametrize("slots", [256, 100], ids=["all have slots", "some are read when needed"])
 def test_servers_with_several_devices(reference: Path, tokenizer: Any, baseline: Any, slots: int) -> None:
     held = PLACEMENTS["a third each"]

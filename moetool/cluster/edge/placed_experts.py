@@ -6,9 +6,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 
@@ -51,6 +50,27 @@ class _Call:
     dtype: torch.dtype
     answer: Answer
     began: float
+
+
+class _TokenRows:
+    """Inputs of experts that are rows of hidden states.
+
+    Args:
+        tokens_of: tokens of each expert.
+    """
+
+    def __init__(self, hidden_TD: torch.Tensor, tokens_of: Mapping[int, Sequence[int]]) -> None:
+        self._hidden_TD, self._tokens_of = hidden_TD, tokens_of
+
+    def __call__(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return an expert's rows. Args: rows: these, or their tokens."""
+        return rows if rows.dim() == 2 else self._hidden_TD[rows]
+
+    def once(self, experts: Iterable[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return the rows that experts need, each once, and the row of each of their pairs."""
+        row_of: dict[int, int] = {}
+        sources = [row_of.setdefault(token, len(row_of)) for expert in experts for token in self._tokens_of[expert]]
+        return self._hidden_TD[list(row_of)], sources
 
 
 class PlacedRuntime(ExpertRuntime):
@@ -224,24 +244,36 @@ class PlacedRuntime(ExpertRuntime):
         self._peers.close()
         super().close()
 
-    def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor | None:
-        """Like `_products`, with one gather and one write for all experts; None with many rows."""
+    def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Like `_products`, for any number of rows, each of which is sent once to a server that needs it."""
         top_k = len(event.experts_TK[0])
-        if top_k * len(event.experts_TK) > ROWS_TOGETHER:
-            return None
         places_of: dict[int, list[int]] = {}
-        for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
-            places_of.setdefault(expert, []).append(place)
+        for rank, experts_T in enumerate(zip(*event.experts_TK, strict=True)):  # ordered as by `by_expert`
+            for token, expert in enumerate(experts_T):
+                places_of.setdefault(expert, []).append(token * top_k + rank)
         order = sorted(places_of)  # as in `_products`, so that rows are aligned alike
-        places = [place for expert in order for place in places_of[expert]]
-        at_R = torch.tensor(places, device=hidden_TD.device)
-        rows = hidden_TD[at_R // top_k].split_with_sizes([len(places_of[expert]) for expert in order])
+        inputs = _TokenRows(hidden_TD, {expert: [place // top_k for place in places_of[expert]] for expert in order})
+        at_R = torch.tensor([place for expert in order for place in places_of[expert]], device=hidden_TD.device)
+        counts = [len(places_of[expert]) for expert in order]
+        tokens_R = at_R // top_k
         outputs: dict[int, torch.Tensor] = {}
-        self._compute(layer, event, dict(zip(order, rows, strict=True)), _given, outputs.__setitem__)
-        made = torch.cat([outputs[expert] for expert in order])
-        products = torch.empty_like(made)
-        products[at_R] = made
-        return products
+        if len(at_R) <= ROWS_TOGETHER:  # one gather and one write for all experts
+            rows_of = dict(zip(order, hidden_TD[tokens_R].split_with_sizes(counts), strict=True))
+            self._compute(layer, event, rows_of, inputs, outputs.__setitem__)
+            made = torch.cat([outputs[expert] for expert in order])
+            products = torch.empty_like(made)
+            products[at_R] = made
+            return products
+        products_of = dict(zip(order, at_R.split_with_sizes(counts), strict=True))
+        written: list[torch.Tensor] = []
+
+        def put(expert: int, output: torch.Tensor) -> None:
+            if not written:
+                written.append(output.new_empty(len(at_R), output.shape[1]))
+            written[0][products_of[expert]] = output
+
+        self._compute(layer, event, dict(zip(order, tokens_R.split_with_sizes(counts), strict=True)), inputs, put)
+        return written[0]
 
     def _compute(
         self,
@@ -297,9 +329,13 @@ class PlacedRuntime(ExpertRuntime):
     def _call(
         self, layer: MoeLayer, server: int, pairs: dict[int, int], rows_of: Mapping[int, torch.Tensor], inputs: Inputs
     ) -> _Call:
-        rows = torch.cat([inputs(expert, rows_of[expert]) for expert in pairs])
+        sources: Sequence[int] | None = None
+        if isinstance(inputs, _TokenRows):
+            rows, sources = inputs.once(pairs)
+        else:
+            rows = torch.cat([inputs(expert, rows_of[expert]) for expert in pairs])
         began = time.monotonic()
-        parts = rows_parts(layer.index, pairs, rows)
+        parts = rows_parts(layer.index, pairs, rows, sources)
         answer = self._peers.call(server, {}, parts, timeout_s=self.options.call_timeout_s)
         return _Call(server, pairs, rows.dtype, answer, began)
 
