@@ -73,9 +73,8 @@ class Demand:
 
 def per_server(cluster: Cluster, values_GX: np.ndarray) -> np.ndarray:
     """Return sums over the GPUs of each server, along the first axis."""
-    summed_NX = np.zeros((len(cluster.servers), *values_GX.shape[1:]), np.float64)
-    np.add.at(summed_NX, np.array(cluster.server_G), values_GX)
-    return summed_NX
+    first_N = np.flatnonzero(np.diff(np.array(cluster.server_G), prepend=-1))  # a server's GPUs are consecutive
+    return np.add.reduceat(values_GX, first_N, axis=0, dtype=np.float64)
 
 
 def spread(spec: ModelSpec, cluster: Cluster, tokens_NLE: np.ndarray) -> Demand:

@@ -20,6 +20,9 @@ class CopySearch:
     Args:
         placed_GE: changed in place.
         room_G: maximum experts on each GPU.
+
+    Attributes:
+        cost: T_comp + T_comm of `placed_GE`.
     """
 
     def __init__(self, problem: Problem, layer: int, placed_GE: np.ndarray, room_G: np.ndarray) -> None:
@@ -56,7 +59,7 @@ class CopySearch:
         wanted = np.argsort(-np.where(away_E, -1.0, self._tokens_GE[talking]), kind="stable")[:experts].tolist()
         idle = np.argsort(self._comp_G, kind="stable")[:gpus].tolist()
         load_G = self._flow_GG.sum(axis=0)
-        best, chosen = self._cost * (1 - 1e-9), None
+        best, chosen = self.cost * (1 - 1e-9), None
         for g, expert in sorted({(g, e) for e in busiest for g in idle} | {(talking, e) for e in wanted}):
             with_GE = _with_copy(self.placed_GE, g, expert, free_G, self._total_E, load_G)
             if with_GE is not None and (tried := self._try(with_GE)[0]) < best:
@@ -86,18 +89,17 @@ class CopySearch:
         send_G = self._send_G + (comm_GH - self._comm_GG[:, to_H]).sum(axis=1)
         return self._cost_of(comp_G, send_G, recv_G), to_H, flow_GH
 
-    def _comm_s(self, flow_GH: np.ndarray, to_H: np.ndarray) -> np.ndarray:
+    def _comm_s(self, flow_GH: np.ndarray, to_H: np.ndarray | slice) -> np.ndarray:
         if self._latency.linear:
             taken_GH: np.ndarray = flow_GH * self._latency.link_slope_GG[:, to_H]
             return taken_GH
         return self._latency.link_s(flow_GH, self._latency.link_GG[:, to_H])
 
     def _sum(self) -> None:
-        everywhere = np.arange(len(self._room_G))
         self._comp_G = self._latency.comp_s(self._flow_GG.sum(axis=0))
-        self._comm_GG = self._comm_s(self._flow_GG, everywhere)
+        self._comm_GG = self._comm_s(self._flow_GG, slice(None))
         self._send_G, self._recv_G = self._comm_GG.sum(axis=1), self._comm_GG.sum(axis=0)
-        self._cost = self._cost_of(self._comp_G, self._send_G, self._recv_G)
+        self.cost = self._cost_of(self._comp_G, self._send_G, self._recv_G)
 
     def _cost_of(self, comp_G: np.ndarray, send_G: np.ndarray, recv_G: np.ndarray) -> float:
         straggler = float(send_G.max())

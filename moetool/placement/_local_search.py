@@ -71,7 +71,8 @@ class Descent:
         self.gpu_X = np.concatenate([gpu_E, np.arange(num_gpus)])
         self.linear = self.latency.linear
         self.slope_GG = self.latency.link_slope_GG
-        self.recv_GX = self.slope_GG.T @ self.tokens_GX
+        self.recv_GX = np.zeros_like(self.tokens_GX)
+        self.recv_GX[:, : self.num_experts] = self.slope_GG.T @ layer.tokens_GE
         self.both = self.latency.sides == "both"
         # With unequal links, a swap between two other GPUs can help the slowest.
         self.uneven = wide and (not self.linear or len(np.unique(self.latency.link_GG)) > 2)

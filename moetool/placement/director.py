@@ -25,10 +25,11 @@ _BISECTIONS = 20
 _WIDE = 16384
 """Experts times GPUs beyond which a step tries only swaps of the slowest GPUs, with fewer kicks."""
 _QUICK_KICKS, _QUICK_RELAXATION = 1, 256
-_LARGE = 4096
+_LARGE = 1024
 """Experts times GPUs from which `quick` starts from the current placement only."""
 _LARGE_STEPS, _LARGE_SWAPS, _LARGE_COPIES = 12, 256, 2
-"""Limits of that search per layer: steps; scored swaps per step; copies, and experts and GPUs tried per copy."""
+"""Limits of that search per layer: steps; scored swaps per step; copies, and experts and GPUs tried per copy. Layers of
+fewer than 4,096 experts times GPUs have proportionally more steps and copies."""
 QUICK = {"quick": True}
 """Options for re-placement while serving."""
 
@@ -49,8 +50,9 @@ class Options:
         replicas: use free slots for copies of experts while they help.
         processes: number of processes that share the layers, without effect on the placement.
         quick: limit the work, for placement before each batch: at most one kick, and a relaxation of at most 256
-            variables. From 4,096 variables on, the search starts from the current placement, if any, with at most 12
-            steps and two copies per layer (`tests/bench/test_placement_reach.py`).
+            variables. From 1,024 variables on, the search starts from the current placement, if any, with at most 12
+            steps and two copies per layer; below 4,096, proportionally more (`tests/bench/test_placement_reach.py`).
+            A layer keeps its current copies where they cost less than the new placement before its copies.
         seconds: time limit of the search, after which the best placement so far is taken (0: none). Layers get equal
             shares, half of them for copies. The placement then depends on the machine's speed.
     """
@@ -79,6 +81,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
         - Local search over swaps and moves follows, then over copies; the paper has none.
         - Without `c_max`, C_max is a GPU's slots shared among the layers, and may differ between GPUs and layers.
         - A token whose expert has copies goes to the nearest (`moetool.placement._latency.flows`).
+        - The paper places each batch anew. With `quick`, large layers continue from the current placement.
 
     Raises:
         UsageError: an option is negative, or `processes` is 0.
@@ -106,10 +109,15 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     for layer, gpu_E in enumerate(gpus):
         placed_GLE[gpu_E, layer, np.arange(len(gpu_E))] = True
         if options.replicas and room_GL[:, layer].sum() > len(gpu_E):
-            most = _LARGE_COPIES if options.quick and tasks[layer][0].tokens_GE.size >= _LARGE else 0
+            size = tasks[layer][0].tokens_GE.size
+            most = _LARGE_COPIES * _scale(size) if options.quick and size >= _LARGE else 0
             now = time.perf_counter()
             until = now + (ends - now) / (len(gpus) - layer)
-            CopySearch(problem, layer, placed_GLE[:, layer], room_GL[:, layer]).run(most, until)
+            search = CopySearch(problem, layer, placed_GLE[:, layer], room_GL[:, layer])
+            if most and (kept_GE := _with_copies(problem, layer, room_GL[:, layer])) is not None:
+                search = min(CopySearch(problem, layer, kept_GE, room_GL[:, layer]), search, key=lambda one: one.cost)
+            search.run(most, until)
+            placed_GLE[:, layer] = search.placed_GE
         problem.on_progress(len(tasks) + layer + 1 if options.replicas else total, total)
     return placed_GLE
 
@@ -132,6 +140,21 @@ def _start(problem: Problem, layer: int, tokens_GE: np.ndarray, room_G: np.ndarr
     return gpu_E if fits else None
 
 
+def _with_copies(problem: Problem, layer: int, room_G: np.ndarray) -> np.ndarray | None:
+    """Return the current placement [G, E] of a layer; None if it has no copies or no longer fits."""
+    if problem.start_GLE is None:
+        return None
+    held_GE = problem.start_GLE[:, layer].copy()
+    num_experts = problem.spec.num_experts_L[layer]
+    fits = held_GE[:, :num_experts].any(axis=0).all() and (held_GE.sum(axis=1) <= room_G).all()
+    return held_GE if fits and held_GE.sum() > num_experts else None
+
+
+def _scale(size: int) -> int:
+    """Return the factor of `_LARGE_STEPS` and `_LARGE_COPIES` for a layer of `size` experts times GPUs."""
+    return max(1, 4 * _LARGE // size)
+
+
 def place_layer(options: Options, seed: int, task: tuple[Layer, int, np.ndarray | None]) -> np.ndarray:
     """Return the GPU of each expert of a layer, without copies; `task` is the layer, its number and its start."""
     layer, number, start_E = task
@@ -139,7 +162,7 @@ def place_layer(options: Options, seed: int, task: tuple[Layer, int, np.ndarray 
     until = _after(options.seconds)
     if options.quick and start_E is not None and layer.tokens_GE.size >= _LARGE:
         descent = Descent(layer, start_E, wide=False, most=_LARGE_SWAPS)
-        descent.run(_LARGE_STEPS, until)
+        descent.run(_LARGE_STEPS * _scale(layer.tokens_GE.size), until)
         return descent.place()
     speed_G = np.array(layer.latency.speed_G)
     starts = [balance(layer.tokens_GE.sum(axis=0), layer.room_G, speed_G)]

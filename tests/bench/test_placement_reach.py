@@ -5,6 +5,7 @@ python -m pytest tests/bench/test_placement_reach.py -m '' -s
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from moetool.learning import predictor
 from moetool.learning.tokens import Tokens
 from moetool.placement import annealing, director, prism_exact
 from moetool.placement._demand import Demand, held_out, planned_share, read_batches, read_demand
-from moetool.placement._latency import unit_latency
+from moetool.placement._latency import layers_s, unit_latency
 from moetool.placement._local_search import Layer
 from moetool.placement._modes import Batch, calibrated, modes
 from moetool.placement._planner import Problem, place
@@ -191,6 +192,29 @@ def test_director_at_production_size() -> None:
     for options in ({"kicks": 0}, {"kicks": 0, "relaxation": 1 << 20}):
         _, wall, _ = _timed(lambda: place("director", problem, {**options, "processes": 2}))  # noqa: B023
         print(f"director 58 x 256 x 64 {options}: {wall:.1f} s on two processes")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "experts", "room"),
+    [(8, 128, 16), (8, 128, 20), (8, 256, 32), (8, 256, 40), (64, 256, 4), (64, 256, 6)],
+)
+def test_director_continues_from_the_current_placement(num_gpus: int, experts: int, room: int) -> None:
+    """Against the same search without `quick`'s limits, from the same placement; without free slots and with."""
+    spec, rng = make_spec(4, experts), np.random.default_rng(0)
+    cluster = make_cluster([[room * 4] * 8] * (num_gpus // 8))
+    drawn_GLE = rng.random((num_gpus, 4, experts)) ** 3 * 50
+    problem = Problem(demand=Demand(spec=spec, cluster=cluster, tokens_GLE=drawn_GLE), latency=unit_latency(cluster))
+    current = place("director", problem, {"quick": True})
+    batch = Demand(spec=spec, cluster=cluster, tokens_GLE=rng.poisson(drawn_GLE).astype(np.float64))
+    problem = replace(problem, demand=batch, start_GLE=current)
+    stay = layers_s(problem.latency, cluster, batch.tokens_GLE, current)
+    for options in ({"quick": True}, {"kicks": 1, "relaxation": 256}):
+        placed, _, cpu = _timed(lambda: place("director", problem, options))  # noqa: B023
+        cost = layers_s(problem.latency, cluster, batch.tokens_GLE, placed)
+        moved = int((placed & ~current).sum())
+        print(
+            f"{experts} x {num_gpus}, {room} slots: {options} {cost / stay:.4f} of staying, {moved} copied, {cpu:.2f} s"
+        )
 
 
 @needs_routes

@@ -492,3 +492,13 @@ def test_large_layers_go_on_from_the_placement_in_force() -> None:
         for name, placed_GLE in (("stay", before_GLE), ("warm", warm_GLE), ("fresh", fresh_GLE))
     }
     assert cost["warm"] < cost["stay"] and cost["warm"] < 1.1 * cost["fresh"]
+
+
+def test_large_layers_keep_copies_that_help() -> None:
+    """GPUs that all hold every expert keep them: the search from one copy of each would end far worse."""
+    spec, rng = make_spec(layers=1, experts=64), np.random.default_rng(1)
+    cluster = make_cluster([[65] * 4] * 4, slot_bytes=spec.slot_bytes)
+    problem = make_problem(spec, cluster, tokens_GLE=rng.gamma(0.5, 40.0, size=(16, 1, 64)))
+    whole_GLE = np.ones((16, 1, 64), bool)
+    after_GLE = place("director", replace(problem, start_GLE=whole_GLE), {"quick": True})
+    assert (after_GLE == whole_GLE).all()
