@@ -32,7 +32,9 @@ def simulate(
         str,
         typer.Option(help="Arrivals per server: poisson:10s, every:10s, or a file in Azure's or Mooncake's format."),
     ] = "poisson:10s",
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 200,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Number of requests; --sweep gpus=… multiplies it as it does the servers.")
+    ] = 200,
     plan: Annotated[Path | None, typer.Option(help="Initial placement plan (default: made by the planner).")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Machine costs from 'moetool profile' (default: assumed costs).")

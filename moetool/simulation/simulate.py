@@ -278,7 +278,7 @@ def simulate(
             admission="rounds" if rounds else "seats",
             tick_s=options.replan_s if chosen.sees != "nothing" and not rounds else 0.0,
             window_s=options.window_s,
-            on_finished=lambda count: on_progress(f"{mode}: serving", count, len(drawn)),
+            on_finished=lambda count: on_progress(f"{mode}: serving requests", count, len(drawn)),
         ),
     )
     _LOG.info("%s: %d requests on %d GPUs, %s", mode, len(drawn), len(cluster.gpus), computing.name)
@@ -300,14 +300,15 @@ def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route]
 
     Source: DIRECTOR § V-A.
     """
+    # Servers may share a source: each of its requests counts once, else a token's nearest neighbours are its copies.
+    sources = {id(source): source for source in world.history_sources.values()}.values()
     if predictor is not None:
         world.spec.require_same(predictor.spec, "the traces", "the predictor")
         if predictor.predicts_prompts:
-            replies = [len(reply_TS) for source in world.history_sources.values() for reply_TS in source.replies]
+            replies = [len(reply_TS) for source in sources for reply_TS in source.replies]
             new_tokens = round(float(np.mean(replies)))
             return lambda route: predictor.workload(route.token_id_T.tolist(), new_tokens)
-    prompts = [prompt for source in world.history_sources.values() for prompt in source.prompts]
-    history = [_batch(world.spec, prompts)]
+    history = [_batch(world.spec, [prompt for source in sources for prompt in source.prompts])]
     predict: Predict = Recall(history) if predictor is None else calibrated(predictor, history)
 
     def expected(route: Route) -> np.ndarray:

@@ -10,8 +10,11 @@ import pytest
 
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.predictor import build
+from moetool.placement import _planner
+from moetool.placement._demand import Batch, Demand
 from moetool.placement._placement_plan import bare_plan
 from moetool.placement._planner import quick_options
+from moetool.placement._recall import Recall
 from moetool.simulation.event_loop import EventLoop
 from moetool.simulation.placement_control import MODES
 from moetool.simulation.simulate import ModeInputs, World, read_settings, read_world, simulate
@@ -108,7 +111,7 @@ def test_progress_is_told_by_what_is_done(world: World) -> None:
     told: list[tuple[str, int, int]] = []
     simulate(world, "uniform", "poisson:3s", 5, OPTIONS, on_progress=lambda *at: told.append(at))
     assert told[:2] == [("uniform: placing", 0, 1), ("uniform: placing", 1, 1)]
-    assert told[2:] == [("uniform: serving", count, 5) for count in range(1, 6)]
+    assert told[2:] == [("uniform: serving requests", count, 5) for count in range(1, 6)]
     told.clear()
     simulate(world, "director-offline", "poisson:3s", 1, OPTIONS, on_progress=lambda *at: told.append(at))
     assert told[1:-2] == [("director-offline: placing", done, 6) for done in range(1, 7)]  # 3 layers, then their copies
@@ -252,6 +255,38 @@ def test_a_grid_of_clusters(traces: dict[str, Trace], cluster: Cluster) -> None:
     for gpus in ("3", "6"):
         assert found[gpus, "1Mbps", "uniform"].mean_s < found[gpus, "16kbps", "uniform"].mean_s
         assert found[gpus, "16kbps", "prism_exact"].local > found[gpus, "16kbps", "uniform"].local
+
+
+def test_copies_of_servers_add_rounds_and_nothing_else(
+    traces: dict[str, Trace], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One plan before each round, and one prediction for each drawn route, from each request of the history once."""
+    plans: list[str] = []
+    histories: list[int] = []
+    predicted: list[int] = []
+    place = _planner.place
+
+    class Told(Recall):
+        def __init__(self, history: Sequence[Batch]) -> None:
+            super().__init__(history)
+            histories.append(sum(len(parts) for _, parts in history))
+
+        def __call__(self, batch: Batch) -> Demand:
+            predicted.append(len(batch[1]))
+            return super().__call__(batch)
+
+    monkeypatch.setattr(_planner, "place", lambda name, *more: plans.append(name) or place(name, *more))
+    monkeypatch.setattr("moetool.simulation.simulate.Recall", Told)
+    options = replace(OPTIONS, lookahead="predicted", migrate="free")
+    for gpus in (3, 48):
+        plans.clear()
+        predicted.clear()
+        swept = {"gpus": [str(gpus)]}
+        ((_, found),) = sweep(traces, cluster, swept, "uniform-proactive", "every:1ms", 12, options)
+        assert len(found.served) == 4 * gpus
+        assert len(plans) == 1 + len({one.started_s for one in found.served}) < 10
+        assert 0 < sum(predicted) <= 12  # half of the requests of two traces
+    assert histories == [12, 12]
 
 
 def test_what_makes_no_sense_is_refused(world: World) -> None:
