@@ -93,9 +93,9 @@ def _serve_edge(
         )
     values = dict(command.values)
     given = values.pop("cluster", {})
-    if (where.count or 0) >= (os.cpu_count() or 1):  # a server that polls would take a core from another
-        given = {"poll_s": 0.0, **given}
     own = parse(ClusterOptions, given, "--set cluster")
+    if (where.count or 0) >= (os.cpu_count() or 1) and "poll_s" not in given:
+        own = replace(own, poll_s=0.0)  # a server that polls would take a core from another
     _require_any_machine(command.host, toward)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(open_folder(own.name or folder_name(command.port), "servers"))

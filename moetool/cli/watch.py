@@ -32,12 +32,13 @@ class Watch:
     ) -> None:
         from moetool.cluster.edge import dashboard
         from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
-        from moetool.placement._planner import find
 
         given = values.pop("scheduler", {})
+        if plan.planner == "whole_layers" and isinstance(given, dict) and "planner" not in given:
+            # The default planner would trade messages for remote calls.
+            options_of_plan = {**plan.options, **given.get("options", {})}
+            given = {**given, "planner": plan.planner, "options": options_of_plan}
         options = parse(SchedulerOptions, given, "--set scheduler")
-        if "planner" not in given and getattr(find(plan.planner), "OBJECTIVE", "") == "messages":
-            options = replace(options, planner=plan.planner)  # the default would trade messages for remote calls
         if not options.state:
             options = replace(options, state=str(state))
         self._page_options = parse(dashboard.DashboardOptions, values.pop("dashboard", {}), "--set dashboard")

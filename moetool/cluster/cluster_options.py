@@ -15,7 +15,7 @@ class ClusterOptions:
         hedge_s: seconds until a call is also sent to another server; longer where calls usually take longer
             (`Peers.usual_s`). 0: never.
         poll_s: seconds of polling for the answer to a call before the calling thread sleeps (0: never, the default of
-            `local:N` without a core for each server). Waking it on an idle core can take longer than the call.
+            `local:N` with at most one core per server). Waking it on an idle core can take longer than the call.
         fetch_timeout_s: seconds until the transfer of an expert is aborted; it is then read from disk.
         last_resort: whether a server reads an expert that no server holds from its own disk, for the current event;
             otherwise the forward fails.

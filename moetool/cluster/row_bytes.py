@@ -43,9 +43,9 @@ def rows_parts(
     Args:
         layer, counts: attributes of `ExpertRows`.
         rows_UD: its rows; with `sources_R`, the rows that it is made of.
-        sources_R: place of each of its rows in `rows_UD`.
+        sources_R: place of each of its rows in `rows_UD`; None: these are its rows.
     """
-    sources_R = () if sources_R is None or len(sources_R) == len(rows_UD) else sources_R
+    sources_R = sources_R or ()
     head = _HEAD.pack(layer, rows_UD.shape[1], len(counts), _CODES[rows_UD.dtype])
     numbers = struct.pack(f"!{2 * len(counts) + len(sources_R)}I", *counts, *counts.values(), *sources_R)
     return [head + numbers, rows_UD.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data]
@@ -66,7 +66,7 @@ def read_rows(parts: Sequence[Any], spec: ModelSpec) -> ExpertRows:
         num_rows = num_pairs = sum(counts.values())
         if sources:
             num_rows = max(sources) + 1
-            if len(sources) != num_pairs or num_pairs > num_rows * max(spec.top_k_L):  # bounds the memory of the rows
+            if len(sources) != num_pairs or num_pairs > num_rows * spec.top_k_L[layer]:  # bounds the memory of the rows
                 raise ValueError
         if len(counts) != num or 0 in counts.values() or layer >= spec.num_layers:
             raise ValueError

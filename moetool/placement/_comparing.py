@@ -17,7 +17,14 @@ from moetool.placement._engine_slots import equal_slots, filled
 from moetool.placement._latency import Latency, profiled_latency, unit_latency
 from moetool.placement._placement_plan import PlacementPlan, TraceReference, experts_of
 from moetool.placement._planner import Problem
-from moetool.placement._scoring import PlacementScore, latency_bound, remote_bound, score, work_bound
+from moetool.placement._scoring import (
+    FORWARD_TOKENS,
+    PlacementScore,
+    latency_bound,
+    remote_bound,
+    score,
+    work_bound,
+)
 from moetool.tables import percent
 from moetool.trace.expert_counts import ExpertCounts, open_workload
 from moetool.trace.reader import Trace
@@ -150,11 +157,11 @@ def plan_placement(
         for requests, demand in demands.items()
     ]
     first = rows[0].score
+    by_latency = ("T_comp + T_comm (DIRECTOR, Eq. 5)", first.latency, first.work_bound)
     objective, value, bound = {
         "remote": ("remote calls (Prism, Eq. 2)", first.remote_calls, first.remote_bound),
-        "messages": ("messages per layer and forward of 4 tokens", first.messages, None),
-        "latency": ("T_comp + T_comm (DIRECTOR, Eq. 5)", first.latency, first.work_bound),
-    }[getattr(chosen, "objective", getattr(module, "OBJECTIVE", "latency"))]
+        "messages": (f"messages per layer and forward of {FORWARD_TOKENS} tokens", first.messages, None),
+    }.get(getattr(chosen, "objective", getattr(module, "OBJECTIVE", "")), by_latency)
     plan = PlacementPlan(
         spec=spec,
         cluster=cluster,
@@ -289,18 +296,20 @@ def compare(
 
 
 def verdict(rows: Sequence[PlannerRow]) -> list[str]:
-    """Return, per kind of requests, the planners with the least T_comp + T_comm and with the most local calls."""
+    """Return, per kind of requests, the planners of least T_comp + T_comm, most local calls and fewest messages."""
     lines = []
     for requests in dict.fromkeys(row.requests for row in rows):
         mine = sorted((row for row in rows if row.requests == requests), key=lambda row: row.score.latency)
         best, local = mine[0], max(mine, key=lambda row: row.score.local)
+        fewest = min(mine, key=lambda row: row.score.messages)
         line = f"{requests}: {best.planner} has the least T_comp + T_comm"
         if len(mine) > 1 and best.score.latency > 0:
             more = mine[1].score.latency / best.score.latency - 1
             line += f" ({mine[1].planner} {percent(more)} more)"
         if best.score.latency_gap is not None:
             line += f", at most {percent(best.score.latency_gap)} above the bound"
-        lines.append(f"{line}; {local.planner} computes the most calls locally ({percent(local.score.local)})")
+        line += f"; {local.planner} computes the most calls locally ({percent(local.score.local)})"
+        lines.append(f"{line}; {fewest.planner} sends the fewest messages ({fewest.score.messages:.2f})")
     return lines
 
 

@@ -29,7 +29,7 @@ class PlacementScore:
         remote_bound: the least of any placement in these slots (`prism_exact`); None if not computed, or not within
             two minutes. A slot has the size of the model's largest expert. With experts of several sizes, more may fit
             by bytes, and the bound does not hold.
-        messages: other servers that a forward of four tokens calls in each layer, the expected mean.
+        messages: other servers that a forward of `FORWARD_TOKENS` calls in each layer, the expected mean.
         comp: DIRECTOR's T_comp (Eq. 2), in the unit of the costs.
         comm: T_comm (Eq. 4).
         work_bound: lower bound of comp + comm of any placement: perfect balance without traffic. None if not computed.
@@ -146,29 +146,33 @@ def remote_calls(cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarra
 def messages(demand: Demand, placed_GLE: np.ndarray, forward_tokens: int = FORWARD_TOKENS) -> float:
     """Return how many other servers a forward calls in each layer: the expected mean over forwards of all servers.
 
-    A forward sends one message to each server that it needs. Of several, it first calls the one with the most of its
-    missing experts.
+    A forward sends one message to each server that it needs: to those that alone hold a missing expert, and for other
+    experts to those that it most likely calls anyway.
     """
     spec, held_NLE = demand.spec, per_server(demand.cluster, placed_GLE) > 0
-    tokens_NLE = demand.tokens_NLE
+    tokens_NLE, servers = demand.tokens_NLE, np.arange(len(held_NLE))
     tokens_NL = tokens_NLE.sum(axis=2) / np.array(spec.top_k_L)
     needs_NLE = needed_by_forward(spec, tokens_NLE, forward_tokens)
     total = 0.0
     for layer in range(spec.num_layers):
         held_NE = held_NLE[:, layer]
         missing_NE = np.where(held_NE, 0.0, needs_NLE[:, layer])
+        alone_E = held_NE.sum(axis=0) == 1
+        needs_NN = missing_NE[:, alone_E] @ held_NE[:, alone_E].T
+        missing_NE[:, alone_E] = 0.0
         while missing_NE.any():
-            needs_NN = missing_NE @ held_NE.T
-            called_N = needs_NN.argmax(axis=1)
-            total += float(tokens_NL[:, layer] @ -np.expm1(-needs_NN.max(axis=1)))
+            more_NN = missing_NE @ held_NE.T
+            called_N = np.where(more_NN > 0, needs_NN + more_NN, -1.0).argmax(axis=1)
+            needs_NN[servers, called_N] += more_NN[servers, called_N]
             missing_NE[held_NE[called_N]] = 0.0
+        total += float(tokens_NL[:, layer] @ -np.expm1(-needs_NN).sum(axis=1))
     return total / float(tokens_NL.sum())
 
 
 def needed_by_forward(spec: ModelSpec, tokens_NLE: np.ndarray, forward_tokens: int) -> np.ndarray:
-    """Return -log of the chance that a forward on a server needs an expert not, were tokens and experts independent.
+    """Return -log of the chance that no token of a forward on a server uses an expert.
 
-    Sums over experts are -log of the chance that it needs none of them.
+    Tokens and experts count as independent, so sums over experts are those of none being used.
 
     Shapes: tokens_NLE float64 -> needs_NLE float64.
     """

@@ -24,6 +24,9 @@ class Options:
     Attributes:
         forward_tokens: tokens of a forward; all that need a server's experts of a layer share one message.
         call_s: seconds of a message and its answer besides latency and bytes of the link.
+
+    Raises:
+        UsageError: a value is invalid.
     """
 
     forward_tokens: int = FORWARD_TOKENS
@@ -41,9 +44,9 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
     1. The server with the most free slots takes each layer, the largest first. Without room for all of it, it takes the
        experts that it uses most, and the next server goes on.
-    2. The server with the most free slots then takes the missing experts of a layer, or the most used ones of them: the
-       layer and the number that save the most seconds per slot. Of nearly equal layers, it takes the one with the
-       fewest complete copies, since these share the other servers' calls.
+    2. Each server, the one with the most free slots first, takes the missing experts of a layer, or the most used ones
+       of them: the layer and the number that save the most seconds per slot, until it is full. Of nearly equal layers,
+       it takes the one with the fewest complete copies, since these share the other servers' calls.
 
     Shapes: placed_GLE bool.
 
@@ -60,29 +63,32 @@ def place(problem: Problem, options: Options) -> np.ndarray:
             free_N[n] -= len(taken)
 
     needs_NLE = needed_by_forward(problem.spec, frequency_NLE, options.forward_tokens)
-    tokens_NL = frequency_NLE.sum(axis=2) / np.array(problem.spec.top_k_L)
-    while (free_N > 0).any():
-        n = int(free_N.argmax())
+    forwards_NL = frequency_NLE.sum(axis=2) / np.array(problem.spec.top_k_L) / options.forward_tokens
+    copies_L = (placed_NLE | ~exists_LE).all(axis=2).sum(axis=0)
+    num_free, filled = int(free_N.sum()), 0
+    for n in np.argsort(-free_N, kind="stable").tolist():
         message_s, pair_s = _costs(problem, options, n)
-        found: list[tuple[float, int, np.ndarray]] = []
-        for layer, frequency_E in enumerate(frequency_NLE[n]):
-            missing = _most_used(exists_LE[layer] & ~placed_NLE[n, layer], frequency_E)
-            if len(missing):
-                forwards = tokens_NL[n, layer] / options.forward_tokens
-                saved_s = forwards * message_s * _saved(needs_NLE[n, layer, missing])
-                saved_s += pair_s * np.cumsum(frequency_E[missing])
-                per_slot_s = saved_s[: free_N[n]] / np.arange(1, 1 + min(len(missing), free_N[n]))
-                count = int(np.flatnonzero(per_slot_s >= per_slot_s.max() * (1 - 1e-9))[-1]) + 1
-                found.append((float(per_slot_s[count - 1]), layer, missing[:count]))
-        if not found:  # it holds everything
-            free_N[n] = 0
-            continue
-        enough_s = _ALIKE * max(per_slot_s for per_slot_s, _, _ in found)
-        copies_L = (placed_NLE | ~exists_LE).all(axis=2).sum(axis=0)
-        alike = [(copies_L[layer], layer, taken) for per_slot_s, layer, taken in found if per_slot_s >= enough_s]
-        _, layer, taken = min(alike, key=lambda one: one[:2])
-        placed_NLE[n, layer, taken] = True
-        free_N[n] -= len(taken)
+        offers: dict[int, tuple[float, np.ndarray]] = {}
+        open_layers = set(np.flatnonzero((exists_LE & ~placed_NLE[n]).any(axis=1)).tolist())
+        while open_layers and free_N[n] > 0:
+            for layer in open_layers:
+                if layer not in offers or len(offers[layer][1]) > free_N[n]:
+                    missing = _most_used(exists_LE[layer] & ~placed_NLE[n, layer], frequency_NLE[n, layer])
+                    saved_s = forwards_NL[n, layer] * message_s * _saved(needs_NLE[n, layer, missing])
+                    saved_s += pair_s * np.cumsum(frequency_NLE[n, layer, missing])
+                    per_slot_s = saved_s[: free_N[n]] / np.arange(1, 1 + min(len(missing), free_N[n]))
+                    count = int(np.flatnonzero(per_slot_s >= per_slot_s.max() * (1 - 1e-9))[-1]) + 1
+                    offers[layer] = float(per_slot_s[count - 1]), missing[:count]
+            enough_s = _ALIKE * max(per_slot_s for per_slot_s, _ in offers.values())
+            layer = min((copies_L[at], at) for at, (per_slot_s, _) in offers.items() if per_slot_s >= enough_s)[1]
+            taken = offers.pop(layer)[1]
+            placed_NLE[n, layer, taken] = True
+            free_N[n] -= len(taken)
+            if (placed_NLE[n, layer] | ~exists_LE[layer]).all():
+                open_layers.remove(layer)
+                copies_L[layer] += 1
+            filled += len(taken)
+            problem.on_progress(filled, num_free)
     return pack_servers(problem, placed_NLE)
 
 
@@ -103,9 +109,13 @@ def _saved(need_X: np.ndarray) -> np.ndarray:
 
 
 def _costs(problem: Problem, options: Options, n: int) -> tuple[float, float]:
-    """Return the seconds of a message without rows and of a remote pair, the means over the other servers."""
+    """Return the seconds of a message with its tokens' rows and of a remote pair, the means over the other servers.
+
+    A row goes out once per message; the output of each pair comes back. An unknown hidden size counts as one number.
+    """
     cluster = problem.cluster
     others = [m for m in range(len(cluster.servers)) if m != n] or [n]
-    empty_s = float(np.mean([cluster.round_trip_s(n, m, 0) for m in others]))
     row_bytes = _VALUE_BYTES * max(1, problem.spec.hidden_size)
-    return options.call_s + empty_s, float(np.mean([cluster.round_trip_s(n, m, row_bytes) for m in others])) - empty_s
+    empty_s, full_s = (float(np.mean([cluster.round_trip_s(n, m, size) for m in others])) for size in (0, row_bytes))
+    row_s = (full_s - empty_s) / 2
+    return options.call_s + empty_s + options.forward_tokens * row_s, row_s

@@ -11,6 +11,7 @@ from moetool.placement._comparing import PlannerRow, Workload, score_plan
 from moetool.placement._demand import read_demand
 from moetool.placement._latency import flows
 from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement._scoring import FORWARD_TOKENS
 from moetool.report.figures.placement import Placed, plots
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_page import shape_of
@@ -147,8 +148,8 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
         num_text=2,
         notes=(
             "mean: over servers; total: of all calls; remote calls: Prism's Eq. 2; bound: the least in the same slots",
-            "messages: other servers that a forward of 4 tokens calls in each layer (expected mean)",
-            "copies: mean number of GPUs that hold an expert; sent: bytes between servers",
+            f"messages: other servers that a forward of {FORWARD_TOKENS} tokens calls in each layer (expected mean)",
+            "copies: mean number of GPUs that hold an expert; sent: bytes between servers, a row per call both ways",
         ),
     )
     latency = TextTable(

@@ -15,7 +15,7 @@ from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.learning.token_memory import compile_loops
 from moetool.machine import memory_bytes, resident_bytes
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import parse_device, parse_dtype, served_dtype
+from moetool.models.loading import device_kind, parse_device, parse_dtype, served_dtype
 from moetool.models.packed_slot import stays_packed
 from moetool.models.tile_products import find_tiles
 from moetool.runtime.assembly import ServeOptions, slot_bytes
@@ -214,13 +214,13 @@ def on_this_machine(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[
         The completed values, and the reason for each added one.
 
     Raises:
-        UsageError: there is no such device, or an option does not accept a value.
+        UsageError: an option does not accept a value.
     """
     chosen, why = dict(values), dict[str, str]()
     if "device" not in values:
         chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         why["device"] = "the first GPU" if chosen["device"] == "cuda" else "torch sees no GPU"
-    device = parse_device(chosen["device"])
+    device = device_kind(chosen["device"])
     if "dtype" not in values:
         chosen["dtype"], why["dtype"] = served_dtype(checkpoint, device)
     if "io_threads" not in values:

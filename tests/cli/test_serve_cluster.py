@@ -71,6 +71,7 @@ def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None
         assert f"{option} has no effect with --cluster" in refused(2, *cluster, option, value)
     assert "did you mean 'hang_s'?" in refused(2, *cluster, "--set", "cluster.hangs=1")
     assert "cluster.name is '../x', expected letters" in refused(2, *cluster, "--set", "cluster.name=../x")
+    assert "--set cluster" in refused(2, *cluster, "--set", "cluster=3")
     assert "cluster.ping_s is 0" in refused(2, *cluster, "--set", "cluster.ping_s=0")
 
 
@@ -114,6 +115,11 @@ def test_the_scheduler_keeps_to_whole_layers(plan: Path, tmp_path: Path) -> None
     ):
         watch = Watch({"scheduler": given}, replace(made, planner=name), print, tmp_path / "state.json")
         assert watch.scheduler.options.planner == expected
+    made = replace(made, planner="whole_layers", options={"call_s": 1e-3, "forward_tokens": 2})
+    given = {"options": {"forward_tokens": 8}}
+    watch = Watch({"scheduler": given}, made, print, tmp_path / "state.json")
+    assert watch.scheduler.options.options == {"call_s": 1e-3, "forward_tokens": 8}
+    Watch({}, replace(made, planner="lab.planner", options={"x": 1}), print, tmp_path / "state.json")  # is not imported
 
 
 def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

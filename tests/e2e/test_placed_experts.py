@@ -120,15 +120,15 @@ def test_logits_are_those_of_one_server(name: str, baseline: Any, well_again: No
     assert (stats.remote_pairs == 0) == (not stats.calls)
 
 
-def test_a_layer_that_one_other_server_holds_takes_one_call(
+def test_a_server_that_must_be_called_takes_the_experts_that_others_have_too(
     reference: Path, tokenizer: Any, baseline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with cluster(reference, tokenizer, [[], ALL, ALL]) as nodes:
+    with cluster(reference, tokenizer, [[], ALL[1::2], ALL]) as nodes:
         for server in (1, 2):
             nodes[0].peers.answered(server, 9, 1.0)
         monkeypatch.setattr(nodes[0].peers, "answered", lambda *call: None)  # so a call costs a second, pairs nothing
         _check(nodes, baseline)
-        assert sum(nodes[0].meter.take(0).calls.values()) == 5 * LAYERS  # five forwards
+        assert nodes[0].meter.take(0).calls == {2: 5 * LAYERS}  # five forwards, each with experts that only it has
 
 
 def test_a_row_is_sent_once_to_a_server(baseline: Any, well_again: Nodes) -> None:

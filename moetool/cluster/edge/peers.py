@@ -17,7 +17,8 @@ _LOG = logging.getLogger(__name__)
 
 _BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
 _SHARE = 0.2  # weight of the newest call in the average
-_LINE_SHARE = 0.02  # its weight in the line, which needs calls of several sizes
+_LINE_SHARE = 0.02  # least weight of the newest call in the line, which needs calls of several sizes
+_SPREAD = 0.02  # least variance of pairs, relative to their mean, from which the line has a slope
 _SLOWER = 2.0  # a call this much slower than the slowest recent one counts as late
 _WINDOW_S = 30.0  # the slowest call of this window and the previous one counts
 _MOST_EXCESS_S = 0.3  # assumed limit of that excess, so that occasional stalls do not lengthen later waits
@@ -59,7 +60,9 @@ class Peers:
         self._channels: dict[tuple[int, str], Channel] = {}
         self._outstanding: Counter[int] = Counter()  # pairs that were sent and are not answered
         self._pair_s: dict[int, float] = {}
-        self._line: dict[int, tuple[float, ...]] = {}  # averages of pairs, seconds, pairs squared, pairs times seconds
+        self._line: dict[
+            int, tuple[float, ...]
+        ] = {}  # calls; averages of pairs, seconds, pairs squared, pairs times seconds
         self._failures: Counter[int] = Counter()
         self._away_until: dict[int, float] = {}
         self._excess_s: dict[int, tuple[int, float, float]] = {}  # by server: window, slowest in it and in the last one
@@ -116,7 +119,7 @@ class Peers:
             able = prompt if prompt or not wait else able
 
             def rank(n: int) -> tuple[float, float, int]:
-                # Of servers that are alike, each server prefers another one.
+                # Of equal ones, the next after this server, so that not all servers call the first.
                 return self.distance[n], self._needed_s(n, pairs, n in called), (n - self.server) % len(self.distance)
 
             return min(able, key=rank, default=None)
@@ -156,9 +159,10 @@ class Peers:
             before = self._pair_s.get(server, latest)
             self._pair_s[server] = before + _SHARE * (min(latest, _MOST_GROWTH * before) - before)
             counted_s = min(seconds, _MOST_GROWTH * pairs * before)
-            point = (pairs, counted_s, pairs * pairs, pairs * counted_s)
-            line = self._line.get(server, point)
-            self._line[server] = tuple(a + _LINE_SHARE * (b - a) for a, b in zip(line, point, strict=True))
+            calls, *line = self._line.get(server, (0.0,) * 5)
+            share, point = max(_LINE_SHARE, 1 / (calls + 1)), (pairs, counted_s, pairs * pairs, pairs * counted_s)
+            moved = (old + share * (new - old) for old, new in zip(line, point, strict=True))
+            self._line[server] = calls + 1, *moved
             window, excess_s = int(self._clock() // _WINDOW_S), seconds - pairs * before
             seen, slowest_s, last_s = self._excess_s.get(server, (window, 0.0, 0.0))
             if seen != window:
@@ -214,10 +218,10 @@ class Peers:
         self.update(())
 
     def _needed_s(self, server: int, pairs: int, is_called: bool) -> float:
-        """Seconds that these pairs add to those of a server, by the line through the points of recent calls."""
-        mean, mean_s, square, product = self._line.get(server, (1.0, 0.0, 1.0, 0.0))
+        """Seconds until a server answers these pairs after the unanswered ones, by a line through recent calls."""
+        _, mean, mean_s, square, product = self._line.get(server, (0.0, 1.0, 0.0, 1.0, 0.0))
         spread = square - mean * mean
-        pair_s = (product - mean * mean_s) / spread if spread > _LINE_SHARE * mean else 0.0
+        pair_s = (product - mean * mean_s) / spread if spread > _SPREAD * mean else 0.0
         pair_s = min(max(pair_s, 0.0), mean_s / mean)
         call_s = mean_s - pair_s * mean
         return (self._outstanding[server] + pairs) * pair_s + (0.0 if is_called else call_s)

@@ -66,11 +66,11 @@ class _TokenRows:
         """Return an expert's rows. Args: rows: these, or their tokens."""
         return rows if rows.dim() == 2 else self._hidden_TD[rows]
 
-    def once(self, experts: Iterable[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return the rows that experts need, each once, and the row of each of their pairs."""
+    def once(self, experts: Iterable[int]) -> tuple[torch.Tensor, list[int] | None]:
+        """Return the rows that experts need, each once, and the row of each of their pairs; None: in this order."""
         row_of: dict[int, int] = {}
         sources = [row_of.setdefault(token, len(row_of)) for expert in experts for token in self._tokens_of[expert]]
-        return self._hidden_TD[list(row_of)], sources
+        return self._hidden_TD[list(row_of)], sources if len(row_of) < len(sources) else None
 
 
 class PlacedRuntime(ExpertRuntime):
