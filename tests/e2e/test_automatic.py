@@ -36,6 +36,12 @@ def test_stats_have_the_settings_that_are_printed() -> None:
     assert all(f"{row['name']} {row['value']} {row['why']}" in words for row in settings)
 
 
+def test_a_gpu_is_planned_for_without_one(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    values, _ = automatic.on_this_machine(Checkpoint.open(str(reference)), {"device": "cuda"})
+    assert (values["dtype"], values["io_threads"]) == ("bfloat16", 4) and values["host_memory_bytes"] > 0
+
+
 def test_a_plans_settings_name_the_plan() -> None:
     values, planned = {"device": "cpu", "dtype": "float32", "kv_tokens": 512}, ["kv_tokens", "memory", "policy"]
     made = choose(Checkpoint.open("reference"), values, device_memory_bytes=40_000_000, policy="lru", planned=planned)
