@@ -36,7 +36,8 @@ class Watch:
         given = values.pop("scheduler", {})
         if plan.planner == "whole_layers" and isinstance(given, dict) and "planner" not in given:
             # The default planner would trade messages for remote calls.
-            options_of_plan = {**plan.options, **given.get("options", {})}
+            own = given.get("options", {})
+            options_of_plan = {**plan.options, **own} if isinstance(own, dict) else own
             given = {**given, "planner": plan.planner, "options": options_of_plan}
         options = parse(SchedulerOptions, given, "--set scheduler")
         if not options.state:

@@ -29,7 +29,7 @@ _LARGE = 1024
 """Experts times GPUs from which `quick` starts from the current placement only."""
 _LARGE_STEPS, _LARGE_SWAPS, _LARGE_COPIES = 12, 256, 2
 """Limits of that search per layer: steps; scored swaps per step; copies, and experts and GPUs tried per copy. Layers of
-fewer than 4,096 experts times GPUs have proportionally more steps and copies."""
+up to 2,048 experts times GPUs have two to four times as many steps and copies."""
 QUICK = {"quick": True}
 """Options for re-placement while serving."""
 
@@ -51,8 +51,9 @@ class Options:
         processes: number of processes that share the layers, without effect on the placement.
         quick: limit the work, for placement before each batch: at most one kick, and a relaxation of at most 256
             variables. From 1,024 variables on, the search starts from the current placement, if any, with at most 12
-            steps and two copies per layer; below 4,096, proportionally more (`tests/bench/test_placement_reach.py`).
-            A layer keeps its current copies where they cost less than the new placement before its copies.
+            steps, and adds two copies per layer; up to 2,048 variables, two to four times as many
+            (`tests/bench/test_placement_reach.py`). A layer starts from its current copies where they cost no more than
+            the new placement before its copies.
         seconds: time limit of the search, after which the best placement so far is taken (0: none). Layers get equal
             shares, half of them for copies. The placement then depends on the machine's speed.
     """

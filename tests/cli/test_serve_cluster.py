@@ -65,12 +65,13 @@ def test_a_cluster_that_cannot_be(refused: Callable[..., str], plan: Path) -> No
         assert f"--cluster '{where}'" in refused(2, "reference", "--plan", plan, "--cluster", where)
 
 
-def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None:
+def test_options_of_one_machine(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = ("reference", "--plan", plan, "--cluster", "local:3")
     for option, value in (("--policy", "lru"), ("--device-memory", "64MB"), ("--log", "x"), ("--predictor", "x")):
         assert f"{option} has no effect with --cluster" in refused(2, *cluster, option, value)
     assert "did you mean 'hang_s'?" in refused(2, *cluster, "--set", "cluster.hangs=1")
     assert "cluster.name is '../x', expected letters" in refused(2, *cluster, "--set", "cluster.name=../x")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert "--set cluster" in refused(2, *cluster, "--set", "cluster=3")
     assert "cluster.ping_s is 0" in refused(2, *cluster, "--set", "cluster.ping_s=0")
 
@@ -119,6 +120,8 @@ def test_the_scheduler_keeps_to_whole_layers(plan: Path, tmp_path: Path) -> None
     given = {"options": {"forward_tokens": 8}}
     watch = Watch({"scheduler": given}, made, print, tmp_path / "state.json")
     assert watch.scheduler.options.options == {"call_s": 1e-3, "forward_tokens": 8}
+    with pytest.raises(UsageError, match="options: Input should be a valid dictionary"):
+        Watch({"scheduler": {"options": 3}}, made, print, tmp_path / "state.json")
     Watch({}, replace(made, planner="lab.planner", options={"x": 1}), print, tmp_path / "state.json")  # is not imported
 
 
