@@ -14,7 +14,7 @@ from moetool.errors import MismatchError, UsageError
 from moetool.placement import _planner as planner
 from moetool.placement._demand import Demand, held_out, one_model, planned_share, read_demand, spread
 from moetool.placement._engine_slots import equal_slots, filled
-from moetool.placement._latency import Latency, profiled_latency, unit_latency
+from moetool.placement._latency import VALUE_BYTES, Latency, profiled_latency, unit_latency
 from moetool.placement._placement_plan import PlacementPlan, TraceReference, experts_of
 from moetool.placement._planner import Problem
 from moetool.placement._scoring import (
@@ -53,7 +53,7 @@ class Setting:
     starts: str = "round_robin"
     sides: str = "both"
     routing: str = "nearest"
-    value_bytes: int = 2
+    value_bytes: int = VALUE_BYTES
     engine: str | None = None
 
     def __post_init__(self) -> None:

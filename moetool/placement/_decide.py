@@ -14,7 +14,7 @@ import numpy as np
 from moetool.errors import CapacityError, MismatchError
 from moetool.placement import _planner as planner
 from moetool.placement._demand import Demand
-from moetool.placement._latency import Latency, layers_s, unit_latency
+from moetool.placement._latency import VALUE_BYTES, Latency, layers_s, unit_latency
 from moetool.placement._migration import order_moves, windows
 from moetool.placement._placement_plan import MigrationPlan, Move, PlacementPlan
 from moetool.placement._planner import Problem
@@ -32,8 +32,6 @@ SEES: Mapping[str, str] = {
 }
 """DIRECTOR's modes (§ III, § VIII-B), and the requests that each plans for: none, the last served ones, the waiting
 ones, or predictions for the waiting ones. vanilla starts uniform, the others from the history."""
-_VALUE_BYTES = 2
-"""Bytes of one number of a hidden state in transit, if the remote call was not measured."""
 _SPARES = (0, 1)
 """Slots per GPU that the planner leaves free, in the order of tries: one only if moves otherwise have no room."""
 
@@ -244,7 +242,7 @@ def _eq4(
                 f"the hidden size of {spec.name} is unknown, and so is the cost of a remote call; measure "
                 f"one and give --call-ms"
             )
-        call_s = remote_call_s(cluster, _VALUE_BYTES * spec.hidden_size)
+        call_s = remote_call_s(cluster, VALUE_BYTES * spec.hidden_size)
     loads_s = _added_bytes(in_force, new_GLE) / np.array([gpu.host_to_device_bytes_s for gpu in cluster.gpus])
     saved_s, eq3_s = (before - after) * call_s, float(loads_s.sum())
     moves_s = sum(move.seconds for move in moves) + costs.control_s(moves)

@@ -15,6 +15,8 @@ from moetool.types import Cluster, ModelSpec
 
 SIDES = ("both", "send")
 ROUTINGS = ("nearest", "even")
+VALUE_BYTES = 2
+"""Bytes of one number of a hidden state in transit, unless set otherwise."""
 _LINEAR = Curve(x=(0.0, 1.0), y=(0.0, 1.0))
 
 
@@ -149,7 +151,7 @@ def linear_latency(
 
 
 def profiled_latency(
-    cluster: Cluster, spec: ModelSpec, profile: CostProfile, *, sides: str = "both", value_bytes: int = 2
+    cluster: Cluster, spec: ModelSpec, profile: CostProfile, *, sides: str = "both", value_bytes: int = VALUE_BYTES
 ) -> Latency:
     """Return f_comp from a profile's curve of one expert, and f_comm from the cluster's links or the profile's.
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moetool.placement._demand import Demand, per_server
-from moetool.placement._latency import along, flows, hull, knots
+from moetool.placement._latency import VALUE_BYTES, along, flows, hull, knots
 from moetool.placement._planner import Problem, layer_slots
 from moetool.types import Cluster, ModelSpec
 
@@ -92,7 +92,7 @@ def score(
     *,
     bounds: bool = True,
     routing: str = "nearest",
-    value_bytes: int = 2,
+    value_bytes: int = VALUE_BYTES,
     c_max: int = 0,
 ) -> PlacementScore:
     """Score a placement on the demand of a problem.

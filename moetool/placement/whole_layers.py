@@ -7,14 +7,13 @@ import numpy as np
 from moetool.config import POSITIVE, Span, require_within
 from moetool.placement._demand import per_server
 from moetool.placement._gpus import pack_servers
+from moetool.placement._latency import VALUE_BYTES
 from moetool.placement._planner import Problem
 from moetool.placement._scoring import FORWARD_TOKENS, needed_by_forward
 
 OBJECTIVE = "messages"
 _ALIKE = 0.98
 """Gains from this share of the largest count as equal: they differ by the chance of a sample's routes."""
-_VALUE_BYTES = 2
-"""Bytes of one number of a hidden state in transit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ def _costs(problem: Problem, options: Options, n: int) -> tuple[float, float]:
     """
     cluster = problem.cluster
     others = [m for m in range(len(cluster.servers)) if m != n] or [n]
-    row_bytes = _VALUE_BYTES * max(1, problem.spec.hidden_size)
+    row_bytes = VALUE_BYTES * max(1, problem.spec.hidden_size)
     empty_s, full_s = (float(np.mean([cluster.round_trip_s(n, m, size) for m in others])) for size in (0, row_bytes))
     row_s = (full_s - empty_s) / 2
     return options.call_s + empty_s + options.forward_tokens * row_s, row_s

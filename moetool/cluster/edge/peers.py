@@ -60,9 +60,8 @@ class Peers:
         self._channels: dict[tuple[int, str], Channel] = {}
         self._outstanding: Counter[int] = Counter()  # pairs that were sent and are not answered
         self._pair_s: dict[int, float] = {}
-        self._line: dict[
-            int, tuple[float, ...]
-        ] = {}  # calls; averages of pairs, seconds, pairs squared, pairs times seconds
+        # By server: calls, and averages of pairs, seconds, pairs squared, and pairs times seconds.
+        self._line: dict[int, tuple[float, ...]] = {}
         self._failures: Counter[int] = Counter()
         self._away_until: dict[int, float] = {}
         self._excess_s: dict[int, tuple[int, float, float]] = {}  # by server: window, slowest in it and in the last one
