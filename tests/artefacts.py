@@ -105,7 +105,6 @@ def BENCH_RESULTS() -> dict[str, Json]:
             {**cached, "budget_bytes": 10**8, "slots": 4, "ttft_s": 0.2, "decode": decode, "rounds": []},
         ),
         "policies": ({"shares": [0.25]}, {**cached, "trace": "a", "loaded": 0.5, "hosted": 0.1}),
-        "drafts": ({"policy": "lru", "share": 0.25, "length": 4, "verify": 2.2}, {"trace": "a", "drafter": "none"}),
         "rivals": (
             {"threads": 2, "model": "m", "bound_tokens_s": 9.5, "token_bytes": 10**6, "memory_bytes_s": 1e9},
             {"engine": "moetool", "memory_bytes": None, "decode_tokens_s": 5.5, "prefill_tokens_s": 9.5},

@@ -32,7 +32,6 @@ BENCHES = {
     "serve": "serving_results",
     "forms": "form_comparison",
     "policies": "policy_table",
-    "drafts": "draft_pricing",
     "rivals": "rivals",
     "gpu": "gpu",
     "cluster": "live_cluster.cluster_results",

@@ -15,7 +15,6 @@ from moetool.cli.flags import (
     PredictorDir,
     Recipe,
     listed,
-    open_trace,
     require_policies,
     settable,
 )
@@ -170,23 +169,6 @@ def policies(
     with tables.progress("traces", len(trace)) as passed:
         made = bench_policies(trace, options, passed, file)
     _hand_over(made, file, as_json)
-
-
-def drafts(
-    trace: Traces,
-    settings: Annotated[
-        list[str], settable("Setting: policy, share, length, matched, accepted=[0.6,1], verify, compute.")
-    ] = [],
-    as_json: Json = False,
-    out: Results = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Estimate the expert loads that speculative decoding saves, by replaying traces."""
-    from moetool.bench.draft_pricing import DraftOptions, price_drafts
-
-    file = _file(out, "drafts", overwrite)
-    options = parse(DraftOptions, parse_settings(settings), "--set")
-    _hand_over(price_drafts([open_trace(path) for path in trace], options, file), file, as_json)
 
 
 def rivals(

@@ -130,7 +130,6 @@ _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
     bench_app: {
         "serve": bench.serve,
         "policies": bench.policies,
-        "drafts": bench.drafts,
         "rivals": bench.rivals,
         "gpu": bench.gpu,
         "cluster": bench.cluster,

@@ -18,7 +18,7 @@ from moetool.bench.bench_result import (
     show,
     table,
 )
-from moetool.bench.draft_pricing import DraftOptions
+from moetool.bench.policy_table import PolicyTableOptions
 from moetool.bench.serving_results import serving_row
 from moetool.bench.serving_runs import phase_row, run_row
 from moetool.caching._policy import build_policy
@@ -40,6 +40,7 @@ def _run(decode: Row) -> Row:
 
 RESIDENT = [_run(_phase(1.0, 3.0)), _run(_phase(2.0, 2.0)), _run(_phase(4.0, 4.0))]  # means 2, 2, 4
 RATES = [10.0, 20.0, 10.0]
+OPTIONS = PolicyTableOptions(shares=(0.25,), tokens=100)
 
 
 def test_on_demand_lines_are_bounded_by_the_sum() -> None:
@@ -74,22 +75,22 @@ def test_without_a_resident_line_there_are_no_bounds() -> None:
 
 
 def _made(file: Path | None = None) -> BenchResult:
-    with recorded("drafts", DraftOptions(), file) as made:
-        made.add(trace="law", drafter="none", right=0.5, tokens_per_forward=1.0, loads_per_token=2.0, speedup_loads=1.0)
+    with recorded("policies", OPTIONS, file) as made:
+        made.add(trace="law", policy="lru", share=0.25, hit_rate=0.75, loaded=0.5, hosted=0.0)
     return made
 
 
 def test_rows_are_kept_while_a_bench_runs_and_shown_from_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "drafts.json"
-    with pytest.raises(KeyboardInterrupt), recorded("drafts", DraftOptions(), file) as made:
-        made.add(trace="law", drafter="none")
+    file = tmp_path / "policies.json"
+    with pytest.raises(KeyboardInterrupt), recorded("policies", OPTIONS, file) as made:
+        made.add(trace="law", policy="lru")
         raise KeyboardInterrupt
-    assert read_result(file).rows == [{"trace": "law", "drafter": "none"}]
+    assert read_result(file).rows == [{"trace": "law", "policy": "lru"}]
     show(_made(file))
     shown = capsys.readouterr().out
-    assert "law" in shown and "0.50" in shown and "cores, load" in shown
+    assert "law" in shown and "0.500" in shown and "cores, load" in shown
     show(read_result(file))
     assert capsys.readouterr().out == shown
     kept = json.loads(file.read_text())
@@ -163,7 +164,7 @@ def test_another_line_begins_each_round() -> None:
     def rows(measured: list[tuple[str, list[Row]]]) -> list[Row]:
         return [{"line": line, "rounds": list(runs)} for line, runs in measured]
 
-    made = BenchResult(bench="drafts", options={}, command="", machine={}, load=[], rows=[{"line": "earlier"}])
+    made = BenchResult(bench="policies", options={}, command="", machine={}, load=[], rows=[{"line": "earlier"}])
     in_rounds(made, "abc", 2, run, rows, told.append)
     assert ran == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
     assert told == [16, 33, 50, 66, 83, 100]
@@ -172,19 +173,19 @@ def test_another_line_begins_each_round() -> None:
 
 
 def test_runs_are_kept_after_each_and_shown_as_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "drafts.json"
+    file = tmp_path / "policies.json"
 
     def run(line: str, number: int) -> Row:
-        if (number, line) == (1, "ngram"):
+        if (number, line) == (1, "lfu"):
             raise KeyboardInterrupt
-        return {"right": 0.25 * (number + 1)}
+        return {"share": 0.25, "hit_rate": 0.75, "loaded": 0.25 * (number + 1), "hosted": 0.0}
 
     def rows(measured: list[tuple[str, list[Row]]]) -> list[Row]:
-        return [{"trace": "law", "drafter": line, **runs[-1]} for line, runs in measured]
+        return [{"trace": "law", "policy": line, **runs[-1]} for line, runs in measured]
 
-    with pytest.raises(KeyboardInterrupt), recorded("drafts", DraftOptions(), file) as made:
-        in_rounds(made, ["none", "ngram"], 2, run, rows)
-    assert [(row["drafter"], row["right"]) for row in read_result(file).rows] == [("none", 0.25), ("ngram", 0.25)]
+    with pytest.raises(KeyboardInterrupt), recorded("policies", OPTIONS, file) as made:
+        in_rounds(made, ["lru", "lfu"], 2, run, rows)
+    assert [(row["policy"], row["loaded"]) for row in read_result(file).rows] == [("lru", 0.25), ("lfu", 0.25)]
     show(read_result(file))
     assert "cut short" in capsys.readouterr().out
 
