@@ -78,7 +78,7 @@ def BENCH_RESULTS() -> dict[str, Json]:
     """Results files of benches, with one row each, by bench."""
     serving = {
         **{"new_tokens": 4, "rounds": 1, "io_threads": 2},
-        **{"model": "m", "experts_bytes": 10**9, "disk_bytes_s": {"": {"4": 1e9}}, "threads": 2},
+        **{"model": "m", "experts_bytes": 10**9, "disk_bytes_s": {"4": 1e9}, "threads": 2},
         **{"dtype": "bfloat16", "direct": True, "prompt_tokens": [5, 7]},
     }
     decode = {"x_resident": 2.0, "sum_s": 0.1, "larger_s": 0.08, "x_bound": 1.1, "reads_ahead": True}

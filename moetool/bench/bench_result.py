@@ -30,7 +30,6 @@ Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
 SCHEMA = 1
 BENCHES = {
     "serve": "serving_results",
-    "forms": "form_comparison",
     "policies": "policy_table",
     "rivals": "rivals",
     "gpu": "gpu",

@@ -8,16 +8,15 @@ import contextlib
 import copy
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
-from moetool.bench.forced_routes import ForcedRoutes
 from moetool.bench.serving_results import RESIDENT, serving_row
-from moetool.bench.serving_runs import Workload, run_engine
+from moetool.bench.serving_runs import run_engine
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
 from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
@@ -39,25 +38,19 @@ class LineToServe:
     """A line to measure.
 
     Attributes:
-        loaded: the model that serves it.
         policy: its name, or `RESIDENT`.
         build: makes the policy, anew for each run.
         budget_bytes, slots: size of the pool.
         replayed: counts from `moetool replay`.
         warm: whether one unmeasured run precedes.
-        form: data type of the experts, if forms are compared.
-        more: other values of its row.
     """
 
-    loaded: LoadedModel
     policy: str
     build: Callable[[], Policy]
     budget_bytes: int
     slots: int
     replayed: ReplayRow | None = None
     warm: bool = False
-    form: str = ""
-    more: Row = field(default_factory=dict)
 
 
 def bench_serve(
@@ -97,7 +90,7 @@ def bench_serve(
         entries, made.notes = _entries(setup, kinds, sizes, values, chosen.pool)
         if chosen.resident:
             build = _builder("lru", setup, {}, spec.total_experts)
-            resident = LineToServe(setup.loaded, RESIDENT, build, whole, spec.total_experts, warm=True)
+            resident = LineToServe(RESIDENT, build, whole, spec.total_experts, warm=True)
             entries.insert(0, resident)
         if not entries:
             why = "; ".join(made.notes)
@@ -107,20 +100,13 @@ def bench_serve(
             "model": setup.name,
             "experts_bytes": whole,
             "routes": None if setup.part is None else str(setup.part.path),
-            **workload_facts([setup.loaded], setup.workload),
+            "threads": torch.get_num_threads(),
+            "dtype": str(setup.loaded.model.dtype).removeprefix("torch."),
+            "direct": _files(setup.loaded).shards.direct,
+            "prompt_tokens": [*map(len, setup.workload.prompts)],
         }
-        measure_rounds(made, entries, setup.workload, setup.forced, chosen, on_progress)
+        _measure(made, entries, setup, chosen, on_progress)
     return made
-
-
-def workload_facts(forms: Sequence[LoadedModel], workload: Workload) -> Row:
-    """Facts of the rows of a bench of serving: threads, data type, whether reads bypass the page cache, prompts."""
-    return {
-        "threads": torch.get_num_threads(),
-        "dtype": str(forms[0].model.dtype).removeprefix("torch."),
-        "direct": all(_files(loaded).shards.direct for loaded in forms),
-        "prompt_tokens": [*map(len, workload.prompts)],
-    }
 
 
 def _files(loaded: LoadedModel) -> ExpertFiles:
@@ -158,7 +144,7 @@ def _entries(
             same.setdefault(slots, []).append(size)
             if len(same[slots]) == 1:
                 row = rows.get(size)
-                entries.append(LineToServe(setup.loaded, name, build, size, slots, replayed=row))
+                entries.append(LineToServe(name, build, size, slots, replayed=row))
         notes += [
             f"{name} uses {slots} slots with {_sizes(more)} too: measured once"
             for slots, (_, *more) in same.items()
@@ -190,44 +176,41 @@ def _require_memory(setup: ServingSetup, entries: Sequence[LineToServe]) -> None
         )
 
 
-def measure_rounds(
+def _measure(
     made: BenchResult,
     lines: Sequence[LineToServe],
-    workload: Workload,
-    forced: ForcedRoutes | None,
+    setup: ServingSetup,
     options: ServingBenchOptions,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Run every line once per round, after reading each form's experts, and keep the rows.
+    """Run every line once per round, after reading experts, and keep the rows.
 
     Args:
         on_progress: called with the percentage done.
 
-    Effects: adds the fact `disk_bytes_s`, median read rates of whole experts by form and number of threads.
+    Effects: adds the fact `disk_bytes_s`, median read rates of whole experts by number of threads.
     """
-    forms = {line.form: _files(line.loaded) for line in lines}
-    disk: dict[str, dict[int, list[float]]] = {form: {threads: [] for threads in THREADS} for form in forms}
+    disk: dict[int, list[float]] = {threads: [] for threads in THREADS}
 
     def run(line: LineToServe, number: int) -> Row:
-        for form, files in forms.items():
-            if len(disk[form][THREADS[0]]) == number:  # the round begins
-                for threads, rate in disk_rates(files, THREADS).items():
-                    disk[form][threads].append(rate)
-        slots, warm = options.layer_slots(line.loaded.spec, line.slots), line.build() if line.warm else None
+        if len(disk[THREADS[0]]) == number:  # the round begins
+            for threads, rate in _disk_rates(_files(setup.loaded), THREADS).items():
+                disk[threads].append(rate)
+        slots, warm = options.layer_slots(setup.loaded.spec, line.slots), line.build() if line.warm else None
         how: dict[str, Any] = {"io_threads": options.io_threads, "layer_slots": slots, "warm": warm}
-        return run_engine(line.loaded, line.build(), workload, forced=forced, **how)
+        return run_engine(setup.loaded, line.build(), setup.workload, forced=setup.forced, **how)
 
     def rows(measured: list[tuple[LineToServe, list[Row]]]) -> Iterator[Row]:
-        medians = {form: {n: statistics.median(rates) for n, rates in each.items()} for form, each in disk.items()}
+        medians = {threads: statistics.median(rates) for threads, rates in disk.items()}
         made.facts["disk_bytes_s"] = medians
-        rates = {form: disk[form][max(each, key=lambda n: each[n])] for form, each in medians.items()}
+        rates = disk[max(medians, key=lambda threads: medians[threads])]
         base = next((runs for line, runs in measured if line.policy == RESIDENT), None)
-        yield from (_row(line, runs, base, rates[line.form]) for line, runs in measured)
+        yield from (_row(line, runs, base, rates) for line, runs in measured)
 
     in_rounds(made, lines, options.rounds, run, rows, on_progress)
 
 
-def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
+def _disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
     """Read rate of whole experts into slots in bytes per second, by number of threads."""
     rates = {}
     for threads in counts:
@@ -251,4 +234,4 @@ def _row(entry: LineToServe, runs: Sequence[Row], resident: Sequence[Row] | None
         counts = row.prefill.to_json(), row.decode.to_json()
         equal = all((run["prefill_counts"], run["decode_counts"]) == counts for run in runs)
     sizes = {"budget_bytes": entry.budget_bytes, "slots": entry.slots, "as_replayed": equal}
-    return serving_row(entry.policy, runs, resident, rates, **sizes, **entry.more)
+    return serving_row(entry.policy, runs, resident, rates, **sizes)

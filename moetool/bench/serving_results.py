@@ -84,30 +84,20 @@ def _bound(phases: Sequence[Row], resident: Sequence[Row], rates: Sequence[float
     }
 
 
-def describe(made: BenchResult, subject: str) -> Iterator[str]:
-    """Sentences about model, workload and disk, above the table."""
+def tables(made: BenchResult) -> Iterator[Any]:
+    """Sentences about model, workload and disk; the table of policies and budgets, with its legend."""
     facts, options = made.facts, made.options
-    lengths = facts["prompt_tokens"]
+    lengths, rates = facts["prompt_tokens"], facts["disk_bytes_s"]
     prompts = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     yield (
-        f"{subject}; batch 1, requests: {len(lengths)}, prompts of {prompts} tokens, {options['new_tokens']} new "
-        f"tokens each; medians of {options['rounds']} rounds"
+        f"{facts['model']}: experts of {printed.count(facts['experts_bytes'], 'B')}; batch 1, {len(lengths)} requests, "
+        f"prompts of {prompts} tokens, {options['new_tokens']} new tokens each; medians of {options['rounds']} rounds"
     )
     cache = "past the page cache" if facts["direct"] else "THROUGH THE PAGE CACHE"
-    disk = " and ".join(
-        f"{max(rates.values()) / 1e9:.2f} GB/s{form and f' as {form}'}, {max(rates, key=rates.get)} at a time"
-        for form, rates in facts["disk_bytes_s"].items()
-    )
     yield (
-        f"disk: whole experts at {disk}, {cache}; {facts['threads']} compute and {options['io_threads']} I/O threads, "
-        f"{facts['dtype']}"
+        f"disk: whole experts at {max(rates.values()) / 1e9:.2f} GB/s, {max(rates, key=rates.get)} at a time, {cache}; "
+        f"{facts['threads']} compute and {options['io_threads']} I/O threads, {facts['dtype']}"
     )
-
-
-def tables(made: BenchResult) -> Iterator[Any]:
-    """The table of policies and budgets, with its legend."""
-    facts = made.facts
-    yield from describe(made, f"{facts['model']}: experts of {printed.count(facts['experts_bytes'], 'B')}")
     yield table(
         "Times in milliseconds",
         made.rows,

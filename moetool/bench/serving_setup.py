@@ -44,7 +44,6 @@ class ServingBenchOptions:
         threads, io_threads: compute threads (0: automatic), threads for reads.
         seed: seed of random weights and prompts.
         resident: whether to run a line with every expert in memory, which the bounds need.
-        group: inputs that share a scale, in the packed form of a shape (`--beside int4`).
         products: as for `moetool.runtime.assembly.ServeOptions`.
     """
 
@@ -60,7 +59,6 @@ class ServingBenchOptions:
     io_threads: int = 2
     seed: int = 0
     resident: bool = True
-    group: int = 128
     products: bool = True
 
     def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from moetool.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from moetool.bench.bench_result import BenchResult
-    from moetool.bench.serving_setup import Subject
 
 Results = Annotated[
     Path | None, typer.Option("--out", help="Output directory for results (JSON) and figures, or a .json file.")
@@ -81,10 +80,6 @@ def serve(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape (default: all).")] = None,
     routes: Annotated[Path | None, typer.Option(help="Trace directory whose routing the model follows.")] = None,
-    beside: Annotated[
-        str | None,
-        typer.Option(help="Directory of a quantized replica of MODEL (for a shape: int4), served in the same memory."),
-    ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts for a MODEL with its own routing: embedded sets or files. Repeatable.")
     ] = [],
@@ -107,39 +102,23 @@ def serve(
     values = options.pop("bench", {})
     require_policies(names, options)
     texts = tuple(listed(data)) if data else ()
-    from moetool.bench.form_comparison import bench_forms
     from moetool.bench.serve import bench_serve
     from moetool.bench.serving_setup import ServingBenchOptions, Subject
 
     subject = Subject(
         model=model, shape=shape, layers=layers, routes=routes, data=texts, predictor=predictor, work=work
     )
-    if beside is not None:
-        _require_two_forms(subject, beside)
-    title = f"benchmarking {model or shape}" + (f" beside {beside}" if beside is not None else "")
-    with tables.progress(title, 100) as on_progress:
-        how: dict[str, Any] = {
-            "policies": names,
-            "budgets": listed(budget),
-            "options": parse(ServingBenchOptions, values, "bench"),
-            "policy_options": options,
-            "on_progress": on_progress,
-            "file": file,
-        }
-        made = bench_serve(subject, **how) if beside is None else bench_forms(subject, beside, **how)
-    _hand_over(made, file, as_json)
-
-
-def _require_two_forms(subject: "Subject", beside: str) -> None:
-    """Raises: UsageError unless --beside comes with a model and text, or with a shape, routes and int4."""
-    if subject.predictor is not None:
-        raise UsageError("--beside compares two forms of a model, and a predictor fits one: leave out --predictor")
-    if subject.shape is not None and beside != "int4":
-        raise UsageError(
-            f"a --shape has random weights, so --beside takes int4, which is made from them; found --beside {beside}"
+    with tables.progress(f"benchmarking {model or shape}", 100) as on_progress:
+        made = bench_serve(
+            subject,
+            policies=names,
+            budgets=listed(budget),
+            options=parse(ServingBenchOptions, values, "bench"),
+            policy_options=options,
+            on_progress=on_progress,
+            file=file,
         )
-    if subject.shape is None and subject.routes is not None:
-        raise UsageError("--beside compares two forms of a MODEL by their own routing; give --data instead of --routes")
+    _hand_over(made, file, as_json)
 
 
 def policies(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.bench import serve as bench_serve
 from moetool.cli import main as cli
 from moetool.models.shards import Shards
 from tests import families
@@ -45,9 +44,7 @@ def _run(*args: object) -> None:
     assert _main(*args) == 0
 
 
-def test_train_capture_evaluate_bench(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replica, trace = tmp_path / "replica", tmp_path / "trace"
     sizes = (
         "--set",
@@ -84,41 +81,6 @@ def test_train_capture_evaluate_bench(
     pooled = ("--device-memory", "2MB", "--max-prompts", 2, "--max-new-tokens", 3)
     _run("capture", replica, "--data", "chat", *pooled, "--out", tmp_path / "again", "--json")
     assert json.loads(capsys.readouterr().out)["requests"] == 2
-
-    monkeypatch.setattr(bench_serve, "THREADS", (1,))
-    monkeypatch.setattr(bench_serve, "READINGS", 2)
-    out = tmp_path / "forms.json"
-    few = [f"--set=bench.{setting}" for setting in ("rounds=1", "requests=2", "new_tokens=3")]
-    args = ["--beside", replica, "--data", "all", "--policy", "lru", "--budget", "40%,1%", *few, "--out", out]
-    _run("bench", "serve", model, *args)
-    printed = capsys.readouterr().out
-    made = json.loads(out.read_text())
-    bf16, int4 = made["rows"]
-    assert (bf16["form"], int4["form"]) == ("float32", "int4")
-    assert bf16["memory_bytes"] == int4["memory_bytes"]
-    assert int4["slots"] > 2 * bf16["slots"]
-    assert int4["prompt_bytes"] < bf16["prompt_bytes"]
-    assert int4["hit_rate"] >= bf16["hit_rate"]
-    judged = made["facts"]["judged"]
-    assert judged["tokens"] > 0 and judged["kl"] > 0 and 0.5 < judged["match"] <= 1
-    assert "KL divergence" in printed and "float32 left out with" in printed
-    args.append("--overwrite")
-    assert _main("bench", "serve", replica, *args[:1], model, *args[2:]) == 3
-    assert "expected smaller, packed ones after --beside" in capsys.readouterr().err
-    for wrong, says in (
-        (["--routes", trace], "takes --routes DIR, or --data"),
-        (["--policy", "belady"], "belady needs the future"),
-        (["--policy", "duoserve"], "duoserve needs a predictor"),
-        (["--budget", "1%"], "no budget is large enough: lru needs 2 slots"),
-    ):
-        assert _main("bench", "serve", model, "--beside", replica, "--data", "all", *_with(wrong)) in (2, 4)
-        assert says in capsys.readouterr().err
-
-
-def _with(wrong: list[object]) -> list[object]:
-    """Flags of a bench, with a wrong one among them."""
-    given = {"--policy": "lru", "--budget": "40%", str(wrong[0]): wrong[1]}
-    return [part for pair in given.items() for part in pair]
 
 
 def _unreadable(*args: object) -> memoryview:

@@ -245,28 +245,6 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     assert json.loads(capsys.readouterr().out)["options"]["rounds"] == 2
 
 
-def test_a_shape_is_compared_with_its_4_bit_form(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    work = tmp_path / "work"
-    common = ["bench", "serve", "--shape", folder / "tiny", "--layers", 2, "--routes", folder / "routes"]
-    args = [*common, "--work", work, "--policy", "lru", "--beside", "int4", "--budget", "50%,100%"]
-    settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=4", "threads=1")]
-    assert _main(monkeypatch, *args, *settings, "--set=bench.group=16", "--json") == 0
-    made = json.loads(capsys.readouterr().out)
-    assert [row["form"] for row in made["rows"]] == ["bfloat16", "int4"] * 2
-    bf16, int4 = made["rows"][:2]
-    assert bf16["memory_bytes"] == int4["memory_bytes"]
-    counts = [line["rounds"][0]["decode_counts"] for line in (bf16, int4)]
-    needed = [one["kept"] + one["missed"] for one in counts]
-    assert needed[0] == needed[1] > 0 and counts[1]["kept"] > counts[0]["kept"]
-    sizes = made["facts"]["experts_bytes"]
-    assert "judged" not in made["facts"] and sizes["int4"] < 0.35 * sizes["bfloat16"]
-    assert int4["token_cpu_s"] > 0
-    assert _main(monkeypatch, *args, *settings) == 2  # groups of 128
-    assert "bench.group is 128, and" in capsys.readouterr().err
-
-
 def test_a_checkpoint_uses_its_own_routing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=3")]
     args = ["bench", "serve", "reference", "--data", "chat,code", "--policy", "lru", "--budget", "50%", "--json"]
@@ -287,13 +265,6 @@ def test_a_checkpoint_uses_its_own_routing(monkeypatch: pytest.MonkeyPatch, caps
         ("--shape deepseek-v2-lite --policy lru --budget 25%", "give --routes DIR"),
         ("reference --data chat --policy belady --budget 25%", "needs future requests"),
         ("reference --data chat --policy duoserve --budget 25%", "needs a predictor"),
-        (
-            "--shape deepseek-v2-lite --routes x --policy lru --budget 25% --beside replica",
-            "--beside takes int4, which is made from them",
-        ),
-        ("reference --routes x --policy lru --budget 25% --beside y", "give --data instead of --routes"),
-        ("--shape deepseek-v2-lite --policy lru --budget 25% --beside int4", "give --routes DIR"),
-        ("reference --data chat --policy lru --budget 25% --beside x --predictor y", "leave out --predictor"),
         ("reference --data chat --policy lru --budget 25% --set bench.rounds=0", "bench.rounds is 0"),
         ("reference --data chat --policy lru --budget 25% --set bench.runds=1", "did you mean 'rounds'"),
         ("reference --data chat --policy lru --budget 25% --set lfu.forget=true", "fits none of lru"),

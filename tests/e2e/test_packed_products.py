@@ -1,7 +1,6 @@
 """Experts served as they are packed: the same bits under every budget and policy, and the model's own."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.bench.rounded_checkpoint import rounded_checkpoint
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.packed import Scheme
 from moetool.models.packed_product import tile_rows
 from moetool.models.row_kernels import find_kernel
 from moetool.models.scaled_weight import ScaledWeight
@@ -29,10 +26,11 @@ pytestmark = [
 def rounded(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with experts rounded to nearest."""
     path = tmp_path_factory.mktemp("rounded") / "model"
-    shutil.copytree(reference, path)
-    made = rounded_checkpoint(Checkpoint.open(path), Scheme(group=64))
-    assert rounded_checkpoint(Checkpoint.open(path), Scheme(group=64)) == made  # found again
-    return made
+    form = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
+    write, config = compressed("pack-quantized", form), compressed_config("pack-quantized", form)
+    config["ignore"] = ["re:.*self_attn.*", "lm_head"]
+    quantize(reference, path, config, lambda name: write if ".experts." in name else None)
+    return path
 
 
 def test_no_budget_and_no_policy_changes_a_bit(rounded: Path) -> None:
