@@ -53,7 +53,7 @@ def test_every_server_answers_as_one_server_would(cluster: EdgeProcess, right: d
 def test_every_port_answers_only_known_names_and_pages(cluster: EdgeProcess) -> None:
     eventually(lambda: "cluster page:" in cluster.narration)
     page = cluster.narration.partition("cluster page: ")[2].split()[0]
-    for url, path in ((page, "/state.json"), *((cluster.urls[name], "/health") for name in NAMES)):
+    for url, path in ((page, "/stats"), *((cluster.urls[name], "/health") for name in NAMES)):
         assert get(url, path)[0] == get(url, path, Host="lab.example:9")[0] == 200
         assert get(url, path, Host="evil.example")[0] == get(url, path, Origin="https://evil.example")[0] == 403
     for name in NAMES:

@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeProcess]:
 def _state(cluster: EdgeProcess) -> Any:
     found = re.search(r"cluster page: (http://\S+)", cluster.narration)
     assert found is not None
-    return json.loads(get(found[1], "/state.json")[2])
+    return json.loads(get(found[1], "/stats")[2])
 
 
 def _done(cluster: EdgeProcess) -> list[Any]:
@@ -65,7 +65,6 @@ def test_a_head_that_is_killed_and_the_next(cluster: EdgeProcess, right: dict[st
         assert after["uncovered"] == 0 and len(after["decisions"]) >= made
         assert sum(len(server["held"]) for server in after["servers"]) >= 256
         assert after["since_s"] >= before["since_s"]  # it has not begun anew
-        assert sum(one["requests"] for one in after["latency"]) >= sum(one["requests"] for one in before["latency"])
         assert {outcome for _, outcome in load.outcomes} == {"right"}, load.wrong
         cluster.kill("s1")  # the new head mends as the old one did
         eventually(lambda: cluster.is_back("s1"), within_s=240)

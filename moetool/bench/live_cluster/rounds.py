@@ -150,14 +150,14 @@ class _Runner:
         with self._stand.watched(plan, options) as scheduler:
             answered = self._drive(self._stand.urls, coming)
         made = self._note(answered)
-        seen = scheduler.history.summary()
+        seen = scheduler.history.to_json()
         made |= {
-            "local": scheduler.history.local,
+            "local": seen["local"],
             "windows": seen["windows"],
             "began_s": seen["began_s"],
             "sent_bytes": float(np.sum(seen["bytes"])),
             "call_s": scheduler.statistics.call_s,
-            "decisions": [decision.to_json() for decision in scheduler.history.decisions],
+            "decisions": seen["decisions"],
         }
         if all(one.task == one.server for one in coming):
             drawn = [[one.prompt for one in coming if one.server == n] for n in range(len(self._inputs.tasks))]

@@ -1,4 +1,4 @@
-"""Web page of a running cluster: the scheduler's observations and decisions."""
+"""Web page of a running cluster, and the scheduler's observations and decisions as JSON."""
 
 import json
 import threading
@@ -47,7 +47,7 @@ class DashboardOptions:
 
 
 class Dashboard:
-    """Serves one page, and its numbers as /state.json. It accepts only GET and changes nothing.
+    """Serves one page, and the scheduler's state as /stats. It accepts only GET and changes nothing.
 
     There is no login: anyone who reaches the port may read it, but web pages of other sites may not (`OriginRules`).
 
@@ -110,11 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"{why}\n".encode())
         elif path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", _PAGE.read_bytes())
-        elif path == "/state.json":
+        elif path == "/stats":
             content = json.dumps(self.snapshot(), allow_nan=False).encode()
             self._answer(HTTPStatus.OK, "application/json", content)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"not found; open / or /state.json\n")
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"not found; open / or /stats\n")
 
     do_HEAD = do_GET
 

@@ -211,7 +211,7 @@ class Scheduler:
             self._save()
 
     def snapshot(self) -> dict[str, Any]:
-        """Data of the cluster page as a JSON object; during a move, the state before it."""
+        """Data of `/stats` as a JSON object; during a move, the state before it."""
         if not self._lock.acquire(timeout=_SNAPSHOT_WAIT_S if self._shown else -1):
             assert self._shown is not None
             return self._shown
@@ -250,7 +250,7 @@ class Scheduler:
                 "wanted": [
                     [round(float(value), 1) for value in tokens_LE.ravel()] for tokens_LE in self.statistics.tokens_NLE
                 ],
-                **self.history.summary(),
+                **self.history.to_json(),
             }
             return self._shown
         finally:
@@ -282,7 +282,7 @@ class Scheduler:
         began = time.monotonic()
         decision = self._propose(record, held, slots)
         record.plan_s = time.monotonic() - began
-        self.history.decide(record)
+        self.history.decisions.append(record)
         if decision is not None and decision.made:
             record.outcome = "under way"
             servers_there = sorted(slots)
@@ -411,12 +411,12 @@ class Scheduler:
             target=self._target,
             held=None if self._servers is None else self._servers.held(),
             statistics=self.statistics.to_json(),
-            history=self.history.to_json(),
+            decisions=self.history.decisions_json(),
         ).save(self._state, self.spec, self.cluster)
 
     def _restore(self, kept: SchedulerState) -> None:
         self.statistics.restore(kept.statistics)
-        self.history.restore(kept.history)
+        self.history.restore(kept.decisions)
         self._decided_s = kept.decided_s
         if kept.held is not None and len(frozenset[Place]().union(*kept.held)) == self.spec.total_experts:
             self.in_force = list(kept.held)

@@ -14,7 +14,7 @@ from moetool.placement._placement_plan import Place
 from moetool.types import Cluster, ModelSpec
 from moetool.validation import require, require_number, require_whole
 
-_KIND, _SCHEMA_VERSION = "scheduler_state", 2
+_KIND, _SCHEMA_VERSION = "scheduler_state", 3
 _ADVICE = "remove it or give another file"
 
 
@@ -27,14 +27,14 @@ class SchedulerState:
         target: experts of each server after the running migration; None: none runs.
         held: experts of each server; None: unknown.
         statistics: state of `moetool.cluster.edge.load_statistics.Statistics`.
-        history: state of `moetool.cluster.edge.history.ReportHistory`.
+        decisions: the last ones, as JSON objects; with a target, the last one is under way.
     """
 
     decided_s: float
     target: Mapping[int, frozenset[Place]] | None
     held: Sequence[frozenset[Place]] | None
     statistics: dict[str, Any]
-    history: dict[str, Any]
+    decisions: list[dict[str, Any]]
 
     def save(self, path: Path, spec: ModelSpec, cluster: Cluster) -> None:
         """Write it atomically."""
@@ -47,7 +47,7 @@ class SchedulerState:
             "target": None if self.target is None else {str(n): sorted(places) for n, places in self.target.items()},
             "held": None if self.held is None else [sorted(places) for places in self.held],
             "statistics": self.statistics,
-            "history": self.history,
+            "decisions": self.decisions,
         }
         durable.write_text(path, json.dumps(values, allow_nan=False) + "\n")
 
@@ -77,7 +77,7 @@ class SchedulerState:
             target=None if target is None else {int(n): _places(places, spec) for n, places in target.items()},
             held=None if held is None else [_places(places, spec) for places in held],
             statistics=values["statistics"],
-            history=values["history"],
+            decisions=values["decisions"],
         )
 
 
