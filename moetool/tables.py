@@ -68,7 +68,6 @@ class TextTable:
         columns: headings of the columns.
         rows: cells, one per heading.
         num_text, num_keys: as in `print_table`.
-        shares: columns of shares where more is better; on a page their cells have a bar.
         notes: lines below the table.
     """
 
@@ -77,12 +76,7 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     num_text: int = 1
     num_keys: int = 1
-    shares: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
-
-    def bar(self, column: str, cell: str) -> float | None:
-        """Return the width of a cell's bar in per cent; None without a bar."""
-        return 100 * float(cell) if column in self.shares and cell != "-" else None
 
     def print(self) -> None:
         """Print the table on stdout."""

@@ -17,7 +17,7 @@ EXAMPLES = {
         "moetool train expert_mlp --trace trace --out predictor --set fit.max_epochs=4",
         "moetool train awq_replica MODEL --data all --out replica",
     ),
-    "evaluate": ("moetool evaluate predictor --trace trace --report predictor.html",),
+    "evaluate": ("moetool evaluate predictor --trace trace",),
     "replay": (
         "moetool replay --trace trace --policy lru,lfu,belady --budget 12.5%,25%,50%",
         "moetool replay --trace trace --policy auto --budget 25% --profile profile.json",

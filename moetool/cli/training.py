@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import durable, tables
+from moetool import tables
 from moetool.cli.flags import Json, Out, Overwrite, Recipe, TraceDir, listed, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
@@ -91,24 +91,17 @@ def evaluate(
         Path | None,
         typer.Option(help="Machine costs from 'moetool profile', to print times as shares of a decode step."),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="HTML file for the tables, in addition to the output.")] = None,
-    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Score predictors on held-out requests, with popularity and affinity as baselines."""
     from moetool.costing.costs import CostProfile
 
-    if report is not None:
-        durable.require_new_file(report, overwrite)
     costs = CostProfile.load(profile) if profile is not None else None
     from moetool.evaluation.evaluate import evaluate as run
     from moetool.evaluation.match_tables import print_evaluations
-    from moetool.report.predictor_page import write_page
 
     with tables.stages() as on_progress:
         rows = run(predictors, trace, unseen_task, costs, parse_settings(settings), on_progress)
-    if report is not None:
-        write_page(report, rows)
     if as_json:
         tables.print_json([row.to_json() for row in rows])
     else:

@@ -1,4 +1,4 @@
-"""The tables of `moetool evaluate` for terminal and page: headings, columns and cells."""
+"""The tables of `moetool evaluate`: headings, columns and cells."""
 
 import math
 from collections.abc import Sequence
@@ -8,24 +8,6 @@ from moetool.tables import TextTable, count, numbered, print_paragraph, print_ta
 
 _MOST_LAYERS = 12
 _AHEAD = (1, 3, 6)  # distances of the overview
-MEANINGS = {
-    "match": "share of a token's k experts in a layer that are among the predicted k",
-    "exact": "share of the tokens and layers with all k right (DuoServe-MoE's Table 3: Top-k)",
-    "at least one": "share with one or more right (in the same table)",
-    "in k+1 … 2k": "share of the true k among that many predicted",
-    "calib. error": "mean difference between predicted probability and observed frequency of an expert",
-    "distance": "layers ahead of the last one computed",
-    "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
-    "ms / step": "time to observe and predict all layers of one token, given the trace's columns; its share is of a "
-    "decode step with every expert in memory, by the profile",
-    "ms / request": "time to predict a pending request from its prompt, or else to observe it while it runs",
-    "of trace": "tokens trained on, as a share of the trace's tokens",
-    "last quarter": "match in the deepest quarter of the layers",
-    "load error": "share of a prompt's load (tokens by expert and layer) that is predicted for other experts; for a "
-    "whole request, its number of new tokens is given",
-    "busiest": "how often the most loaded expert of a layer was predicted",
-}
-"""Meanings of the measures, for the page."""
 
 
 def print_evaluations(rows: Sequence[Any]) -> None:
@@ -168,7 +150,6 @@ def _right(rows: Sequence[Any]) -> TextTable:
             ]
             for row in rows
         ],
-        shares=frozenset(shares),
         notes=(*(f"{row.predictor} counted on {row.baseline}" for row in rows if row.baseline is not None),),
     )
 
@@ -182,7 +163,7 @@ def _by_distance(rows: Sequence[Any], phase: str) -> TextTable:
 
 def _shares_table(title: str, rows: Sequence[Any], columns: Sequence[str], cells: Sequence[Sequence[str]]) -> TextTable:
     lines = [[row.predictor, *mine] for row, mine in zip(rows, cells, strict=True)]
-    return TextTable(title=title, columns=("predictor", *columns), rows=lines, shares=frozenset(columns))
+    return TextTable(title=title, columns=("predictor", *columns), rows=lines)
 
 
 def _recall(rows: Sequence[Any]) -> TextTable:
@@ -228,7 +209,6 @@ def _prompt_predictions(rows: Sequence[Any], phase: str) -> TextTable:
             ]
             for row, f in scored
         ],
-        shares=frozenset(shares),
     )
 
 

@@ -34,7 +34,6 @@ from moetool.learning.predictor import load_predictor
 from moetool.learning.training import train
 from moetool.learning.unseen_requests import unseen_by_all
 from moetool.prompts import gather as prompt_sets
-from moetool.report.predictor_page import write_page
 from moetool.simulation.simulation_results import interval
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
@@ -100,12 +99,11 @@ def _trained(
 
 
 def _judged(
-    title: str, work: Path, predictors: Sequence[Path], trace: Path, unseen: Path | None, costs: CostProfile | None
+    title: str, predictors: Sequence[Path], trace: Path, unseen: Path | None, costs: CostProfile | None
 ) -> dict[tuple[str, bool], Evaluation]:
     rows = evaluate(predictors, trace, unseen, costs)
     print(f"\n{title}")
     print_evaluations(rows)
-    write_page(work / "report.html", rows)
     return {(row.predictor, row.unseen_task): row for row in rows}
 
 
@@ -133,7 +131,7 @@ def test_embedded_model(work: Path) -> None:
         lambda out: profile("reference", ProfileOptions(dtype="float32", seconds=10, threads=1)).save(out),
     )
     title = f"the embedded model; {UNSEEN} is the unseen task"
-    found = _judged(title, here, predictors, trace, unseen, CostProfile.load(costs))
+    found = _judged(title, predictors, trace, unseen, CostProfile.load(costs))
     assert {name for name, _ in found} >= set(plugins.names("predictor"))
     for name in ("cascade", "single_transformer"):
         told = found[name, False].prompt_prediction
@@ -283,7 +281,7 @@ def test_deepseek_routes(work: Path) -> None:
     )
     predictors = _trained(learned, here / "predictors", ROUTE_OPTIONS, held_out=0.05)
     title = "DeepSeek-V2-Lite; translation is the unseen task"
-    found = _judged(title, here, predictors, scored, unseen, CostProfile.load(costs))
+    found = _judged(title, predictors, scored, unseen, CostProfile.load(costs))
     for name, inside, outside in (("popularity", 0.19, 0.12), ("affinity", 0.57, 0.33)):
         assert found[name, False].overall()[1].match == pytest.approx(inside, abs=0.04)
         assert found[name, True].overall()[1].match == pytest.approx(outside, abs=0.04)
@@ -337,6 +335,6 @@ def test_qwen_conversation(work: Path) -> None:
     here = work / "qwen"
     trace = _once(here / "trace", lambda out: import_trace([QWEN], "route_csv", out))
     predictors = _trained(trace, here / "predictors", ROUTE_OPTIONS)
-    found = _judged("Qwen3-30B-A3B, one conversation split in time", here, predictors, trace, None, None)
+    found = _judged("Qwen3-30B-A3B, one conversation split in time", predictors, trace, None, None)
     assert all(row.requests == "end" for row in found.values())
     assert Trace(trace).requests.num_rows == 1

@@ -1,15 +1,12 @@
-"""The tables of an evaluation, and the page that shows them."""
+"""The tables of an evaluation."""
 
 import dataclasses
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from moetool.evaluation.evaluate import Evaluation, evaluate
 from moetool.evaluation.match_tables import by_task, overview, print_evaluations, tables_of
 from moetool.learning.training import train
-from moetool.report.predictor_page import page, write_page
 from tests.synthetic_routes import make_spec, write_trace
 
 
@@ -27,7 +24,6 @@ def test_rows_match_their_headings_and_measures(rows: list[Evaluation]) -> None:
     known, unseen = by_task(rows)
     tables = tables_of(known)
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
-    assert all(table.shares <= set(table.columns) for table in tables)
     right = tables[0]
     assert [row[0] for row in right.rows] == ["affinity", "popularity"]
     score = known[0].overall()[1]
@@ -86,49 +82,6 @@ def test_the_overview_has_both_tasks(rows: list[Evaluation]) -> None:
     assert alone.columns[1:3] == ("unseen\nprompts", "unseen\nnew tokens") and "of step" not in alone.columns
     near = dataclasses.replace(rows[0], scores=tuple(s for s in rows[0].scores if s.distance < 3))
     assert overview([near]).rows[0][1].endswith(" -  -")
-
-
-class _Page(HTMLParser):
-    """Collects what a page holds, and that its elements are closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "action")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_is_complete_and_self_contained(rows: list[Evaluation], tmp_path: Path) -> None:
-    strange = dataclasses.replace(rows[0], predictor='<b>&"mine"</b>')
-    write_page(tmp_path / "report.html", [strange, *rows[1:]])
-    text = (tmp_path / "report.html").read_text()
-    found = _Page(text)
-    assert found.open == [] and all(link.startswith("#") for link in found.links) and "script" not in found.tags
-    assert "<b>" not in text and '<b>&"mine"</b>' in found.text
-    for table in (table for group in by_task(rows) for table in tables_of(group)):
-        assert table.title in found.text
-    for distance in (1, 8):
-        assert f"{rows[0].overall('decode')[distance].exact:.3f}" in found.text
-    assert found.tags.count("svg") == 4  # two phases on two traces
-    assert "linear-gradient" in text  # bars behind shares
-    assert page(rows) == page(rows)
 
 
 def test_tables_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[str]) -> None:
