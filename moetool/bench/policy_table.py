@@ -15,7 +15,7 @@ from moetool.tuning.candidates import servable, too_large
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 
 BOUND = "belady"
-BY_LAYER = ("lru", "lfu", "lfru", "least_stale", "foresight")
+BY_LAYER = ("lru", "lfu", "lfru", "foresight")
 """Policies that also run with a pool per layer."""
 
 

@@ -27,7 +27,7 @@ def baseline(reference: Path, tokenizer: Any) -> Answered:
     ("policy", "slots"),
     [
         *((policy, slots) for policy in ("on_demand", "lru", "lfu", "duoserve") for slots in (2, 5, 64)),
-        *((policy, slots) for policy in ("lfru", "least_stale") for slots in (3, 40)),
+        *(("lfru", 3), ("lfru", 40)),
         *(("layerwise", 32), ("layerwise", 80), ("moesys", 64)),
         *(("mixtral_offloading", 2), ("mixtral_offloading", 64), ("promoe", 2), ("promoe", 64)),
         *(("moe_infinity", 2), ("moe_infinity", 64), ("static_split", 2), ("static_split", 70)),

@@ -19,7 +19,7 @@ from tests.profiles import compute, flat, line, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
 CANDIDATES = {
-    *("foresight", "layerwise", "least_stale", "lfru", "lfu", "lru", "moe_infinity", "moesys", "on_demand"),
+    *("foresight", "layerwise", "lfru", "lfu", "lru", "moe_infinity", "moesys", "on_demand"),
     "static_split",
 }
 """Policies that keep the model's text and need no predictor."""
