@@ -58,7 +58,7 @@ def plan_cache(
     pool: Annotated[
         str,
         typer.Option(
-            help="Form of the expert pool: one (for all layers), layer (equal slots per layer), mixed, reuse or auto "
+            help="Form of the expert pool: one (for all layers), layer (equal slots per layer), mixed or auto "
             "(the best); see 'moetool guide policies'."
         ),
     ] = "auto",

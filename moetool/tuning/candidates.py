@@ -4,11 +4,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from itertools import product
 from typing import Any
-
-import numpy as np
 
 from moetool import plugins
 from moetool.caching._devices import own_part, split_slots
@@ -16,7 +13,6 @@ from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, requ
 from moetool.costing.pricing import Prices, with_host_costs
 from moetool.errors import UsageError
 from moetool.trace.reader import Trace
-from moetool.tuning.layer_reuse import reuse_LE
 from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
 from moetool.types import ModelSpec
 
@@ -131,11 +127,6 @@ class Candidates:
         """Return the budget in which every candidate can keep every expert."""
         paid = self._predictor_bytes if any(self.pays(name) for name in self._names) else 0
         return self.spec.total_experts * self.spec.slot_bytes + paid
-
-    @cached_property
-    def reuse_LE(self) -> np.ndarray:
-        """Return the worth of each layer's slots on `used` (`moetool.tuning.layer_reuse.reuse_LE`)."""
-        return reuse_LE(self.trace, self.used)
 
     def predicts(self, name: str) -> bool:
         """Whether a policy prefetches by a predictor."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.cache_plan import PrefetchLimits
-from moetool.caching._layer_slots import POOL_FORMS, SHARES, by_value, equal_slots, require_pool_form
+from moetool.caching._layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form
 from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, slots_within
 from moetool.tuning.candidates import Candidates, best, sees_far_enough
 from moetool.tuning.replay import ReplayRow
 
-FORMS = ("auto", *POOL_FORMS, "reuse")
+FORMS = ("auto", *POOL_FORMS)
 _FARTHEST = 4
 _PINNED_SHARES = (8, 4, 2)  # one n-th of the slots
 _LEAST_RECALL = 0.5
@@ -67,8 +67,8 @@ def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: s
     pool is tried.
 
     Args:
-        pool: one of `FORMS`: `one` for all layers; equal slots for each layer (`layer`), half of that (`mixed`), or by
-            reuse (`reuse`, `moetool.tuning.layer_reuse`); `auto` tries all.
+        pool: one of `FORMS`: `one` for all layers; equal slots for each layer (`layer`), or half of that (`mixed`);
+            `auto` tries all.
 
     Raises:
         UsageError: the form is unknown.
@@ -92,8 +92,6 @@ def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, p
         if slots < 2 * spec.num_layers:  # otherwise half of them leaves a layer without slots
             continue
         forms = [equal_slots(spec, slots, share) for name, share in SHARES.items() if pool in ("auto", name)]
-        if pool in ("auto", "reuse"):
-            forms.append(by_value(spec, slots, list(candidates.reuse_LE)))
         for form in dict.fromkeys(forms):
             fits = [name for name in held if candidates.slots_used(name, slots) >= sum(form)]
             for row in candidates.replay(fits, [room], candidates.used, layer_slots=form) if fits else ():

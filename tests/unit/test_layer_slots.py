@@ -4,10 +4,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from moetool.caching._layer_slots import by_value, equal_slots, scaled_down
+from moetool.caching._layer_slots import equal_slots, scaled_down
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
 from moetool.errors import CapacityError
@@ -26,9 +25,7 @@ def test_slots_are_dealt_evenly_and_no_layer_has_more_than_experts() -> None:
         equal_slots(SPEC, 2)
 
 
-def test_slots_go_where_they_bring_the_most() -> None:
-    gains = np.array([[9, 5, 1, 0, 0, 0, 0, 0], [9, 0, 0, 12, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]], float)
-    assert by_value(SPEC, 8, list(gains)) == (2, 4, 2)  # the fourth slot of layer 1 is worth the second and third
+def test_a_smaller_pool_keeps_the_proportions() -> None:
     assert scaled_down(SPEC, (8, 4, 2), 14) == (8, 4, 2)
     assert scaled_down(SPEC, (8, 4, 2), 7) == (4, 2, 1)
 
