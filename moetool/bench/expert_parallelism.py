@@ -165,7 +165,7 @@ def bench_parallel(
     needed = {name for one in chosen for name in one.predictors}
     predictors = subject.predictors(needed)
     on_progress(10)
-    room = with_buffer(cluster, spec, 0)
+    room = with_buffer(cluster, spec)
     offline_GLE = subject.offline(room)
     ranks = RankOptions(
         seats=options.seats,

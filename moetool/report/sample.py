@@ -11,6 +11,8 @@ from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
 from moetool.types import ModelSpec, Phase
 
+_SCORED_REQUESTS = 128  # most requests whose router probabilities are read
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
@@ -19,7 +21,6 @@ class ReportOptions:
     Attributes:
         choices: most counted choices of routers (tokens x layers x k).
         uses: most replayed uses (distinct experts of a forward in a layer).
-        score_requests: most requests whose router probabilities are read, if the trace has logits.
         seed: seed of the sample.
         by: groups to compare: `task`, or the `label` of the prompt file.
         tokenizer: model whose tokenizer gives the text of tokens in the expert atlas (default: token ids).
@@ -27,7 +28,6 @@ class ReportOptions:
 
     choices: int = 40_000_000
     uses: int = 250_000
-    score_requests: int = 128
     seed: int = 0
     tokenizer: str | None = None
     by: str = "task"
@@ -35,7 +35,7 @@ class ReportOptions:
     def __post_init__(self) -> None:
         if self.by not in ("task", "label"):
             raise UsageError(f"by is {self.by!r}, expected task or label")
-        require_within(self, choices=Span(1), uses=Span(1), score_requests=Span(1))
+        require_within(self, choices=Span(1), uses=Span(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def read_router_entropy(trace: Trace, routes: SampledRoutes, options: ReportOpti
         return None
     spec = routes.spec
     tasks = [routes.tasks[task] for task in routes.task_B.tolist()]
-    chosen = choose(tasks, [1] * len(tasks), options.score_requests, options.seed)
+    chosen = choose(tasks, [1] * len(tasks), _SCORED_REQUESTS, options.seed)
     place_of = {routes.requests[place]: i for i, place in enumerate(chosen)}
     sum_BLE = np.zeros((len(chosen), spec.num_layers, spec.num_experts))
     bits_BL, tokens_B = np.zeros((len(chosen), spec.num_layers)), np.zeros(len(chosen))

@@ -55,7 +55,7 @@ def test_what_does_not_fit_the_plan(refused: Callable[..., tuple[int, str]]) -> 
         ("seats=0", "seats"),
         ("planner=directer", "did you mean 'director'"),
         ("starts=frist", "did you mean 'first'"),
-        ("cost_row_s=-1", "at least 0"),
+        ("gather_s=-1", "at least 0"),
         ("placement=proactive", "--predictor DIR"),
         ("server.port=1", "server"),
     ],

@@ -15,7 +15,7 @@ from moetool.cluster.parallel.batch_placement import (
     measured_latency,
 )
 from moetool.cluster.parallel.placement_state import PlacementState
-from moetool.cluster.parallel.rank_costs import Costs, GivenCosts
+from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.startup import ParallelOptions, open_predictors, read_settings, uniform, with_buffer
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.placement._decide import Decision
@@ -154,11 +154,9 @@ def test_layers_cost_what_the_system_model_says() -> None:
 
 
 def test_a_cluster_without_room_for_a_buffer_is_refused() -> None:
-    assert with_buffer(CLUSTER, SPEC, 0).slots_G(SPEC.slot_bytes) == (2, 2)
+    assert with_buffer(CLUSTER, SPEC).slots_G(SPEC.slot_bytes) == (2, 2)
     with pytest.raises(CapacityError, match="short"):
-        with_buffer(CLUSTER, SPEC, 2)
-    with pytest.raises(CapacityError, match="short"):
-        with_buffer(make_cluster([[2, 2]], slot_bytes=SPEC.slot_bytes), SPEC, 0)
+        with_buffer(make_cluster([[2, 2]], slot_bytes=SPEC.slot_bytes), SPEC)
 
 
 def test_uniform_is_even() -> None:
@@ -192,7 +190,7 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
             control,
             before,
             migrate,
-            costs=Costs(SPEC, CLUSTER, said=GivenCosts(row_s=1e-3, link_bytes_s=1e9)),
+            costs=Costs(SPEC, CLUSTER),
             patience_s=1.0,
             post=lambda kind, value: said.put((kind, value)),
         )
@@ -235,7 +233,7 @@ def test_a_control_that_fails_does_not_end_serving() -> None:
         control,
         placed([0, 1], [2, 3]),
         "overlap",
-        costs=Costs(SPEC, CLUSTER, said=GivenCosts(row_s=1e-3, link_bytes_s=1e9)),
+        costs=Costs(SPEC, CLUSTER),
         patience_s=1.0,
         post=lambda kind, value: said.put((kind, value)),
     )

@@ -8,7 +8,7 @@ import pytest
 
 from moetool.cluster.parallel.batch_placement import BatchCosts, measured_latency
 from moetool.cluster.parallel.batch_records import BatchRecord, slope
-from moetool.cluster.parallel.rank_costs import Costs, GivenCosts
+from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.costing.costs import CostProfile, Curve
 from moetool.errors import MismatchError, UsageError
@@ -45,7 +45,7 @@ def comp_s(costs: BatchCosts, rows: float = 1.0) -> float:
     return float(measured_latency(CLUSTER, SPEC, tokens_GLE, costs).comp(rows))
 
 
-def test_a_row_costs_what_is_said_or_measured_or_what_the_profile_has() -> None:
+def test_a_row_costs_what_is_measured_or_what_the_profile_has() -> None:
     profile = profile_of()
     by_profile = Costs(SPEC, CLUSTER, profile=profile)
     assert comp_s(by_profile.expected(**NOW)) == pytest.approx((0.020 + 0.040) / 40)  # a product for each source
@@ -53,13 +53,10 @@ def test_a_row_costs_what_is_said_or_measured_or_what_the_profile_has() -> None:
     assert comp_s(by_profile.expected(**NOW)) == pytest.approx(0.2 * 2 / 100)
     by_profile.note(record(expert_s=0.4), 0.0, 2)
     assert comp_s(by_profile.expected(**NOW)) == pytest.approx(0.006)  # half of it is the newest batch's
-    said = Costs(SPEC, CLUSTER, profile=profile, said=GivenCosts(row_s=7.0))
-    said.note(record(), 0.0, 2)
-    assert comp_s(said.expected(**NOW)) == 7.0
     assert comp_s(Costs(SPEC, CLUSTER).expected(**NOW)) == pytest.approx(1e-6)
 
 
-def test_links_cost_what_is_said_or_measured_or_what_the_cluster_has() -> None:
+def test_links_cost_what_is_measured_or_what_the_cluster_has() -> None:
     costs = Costs(SPEC, CLUSTER)
     assert costs.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 1e-8], [1e-8, 0]]))
     assert costs.expected(**NOW).move_bytes_s == pytest.approx(1e8)
@@ -68,10 +65,6 @@ def test_links_cost_what_is_said_or_measured_or_what_the_cluster_has() -> None:
     assert costs.expected(**NOW).move_bytes_s == pytest.approx(3000)
     profiled = Costs(SPEC, CLUSTER, profile=replace(profile_of(), link=Curve(x=(0.0, 1e6), y=(0.5, 2.5))))
     assert profiled.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 2e-6], [2e-6, 0]]))
-    said = Costs(SPEC, CLUSTER, said=GivenCosts(link_bytes_s=1e3, move_bytes_s=9.0))
-    said.note(record(byte_s=5e-8, moved_bytes=300), 0.1, 2)
-    assert said.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 1e-3], [1e-3, 0]]))
-    assert said.expected(**NOW).move_bytes_s == 9.0
 
 
 def test_links_that_differ_keep_their_ratios_when_they_are_measured() -> None:

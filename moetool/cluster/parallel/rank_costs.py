@@ -1,7 +1,6 @@
-"""Costs of compute, communication and migration for expert-parallel ranks: given, measured or from a profile."""
+"""Costs of compute, communication and migration for expert-parallel ranks: measured, or from a profile."""
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,26 +19,10 @@ _UNKNOWN_ROW_S = 1e-6
 _LINK_BYTES = (1e5, 1e6)  # sizes between which a link's measured rate is the slope of its curve
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenCosts:
-    """Given costs; 0 means measured.
-
-    Attributes:
-        row_s: seconds of an expert per row.
-        link_bytes_s: bytes per second of rows sent by each GPU.
-        move_bytes_s: bytes per second of experts copied to a GPU.
-    """
-
-    row_s: float = 0.0
-    link_bytes_s: float = 0.0
-    move_bytes_s: float = 0.0
-
-
 class Costs:
     """Costs of ranks for placement decisions.
 
-    Sources in order of precedence: given; measured in past batches; the profile; for links the plan's cluster; for a
-    row 1 µs.
+    Sources in order of precedence: measured in past batches; the profile; for links the plan's cluster; for a row 1 µs.
 
     - Row: expert seconds over rows. With a profile it depends on how many rows an expert gets at once: those of one
       source, as ranks compute them.
@@ -50,7 +33,6 @@ class Costs:
       tried again.
 
     Args:
-        said: costs to use instead of measured ones.
         profile: measured costs to begin with.
         device, dtype: device and data type of the ranks, to choose from the profile.
         row_bytes: bytes of a row (default: float32 of the hidden size).
@@ -64,13 +46,11 @@ class Costs:
         spec: ModelSpec,
         cluster: Cluster,
         *,
-        said: GivenCosts | None = None,
         profile: CostProfile | None = None,
         device: str = "cpu",
         dtype: str = "float32",
         row_bytes: float = 0.0,
     ) -> None:
-        self._said = said or GivenCosts()
         self._row_bytes = row_bytes or 4.0 * spec.hidden_size
         self._expert: Curve | None = None
         links = [[cluster.link(a, b)[0] for b in cluster.server_G] for a in cluster.server_G]
@@ -127,11 +107,11 @@ class Costs:
         away = byte_s_GG[byte_s_GG > 0]
         rate = 1.0 / float(away.mean()) if away.size else float("inf")
         return BatchCosts(
-            row_s=self._said.row_s or self._row_s or (0.0 if self._expert is not None else _UNKNOWN_ROW_S),
+            row_s=self._row_s or (0.0 if self._expert is not None else _UNKNOWN_ROW_S),
             expert=self._expert,
             byte_s_GG=byte_s_GG,
             row_bytes=self._row_bytes,
-            move_bytes_s=self._said.move_bytes_s or self._move_bytes_s or rate,
+            move_bytes_s=self._move_bytes_s or rate,
             added_byte_s=self._added_byte_s,
             free_s=free_s,
             within_s=left_s + within_s,
@@ -152,10 +132,7 @@ class Costs:
         return self._waited_s / self._moved_bytes if self._moved_bytes else 0.0
 
     def _links(self) -> np.ndarray:
-        away_GG = ~np.eye(len(self._byte_s_GG), dtype=bool)
-        if self._said.link_bytes_s:
-            return away_GG / self._said.link_bytes_s
-        planned = self._byte_s_GG[away_GG]
+        planned = self._byte_s_GG[~np.eye(len(self._byte_s_GG), dtype=bool)]
         if not self._byte_s or not planned.size or not planned.mean():
             return self._byte_s_GG
         return self._byte_s_GG * (self._byte_s / planned.mean())

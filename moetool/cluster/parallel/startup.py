@@ -10,7 +10,7 @@ import numpy as np
 from moetool import config
 from moetool.cluster.parallel.batch_placement import PLACEMENTS, BatchReplacement, RoutingPredictor
 from moetool.cluster.parallel.members import Launcher
-from moetool.cluster.parallel.rank_costs import Costs, GivenCosts
+from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.request_ranks import Seating
@@ -43,12 +43,8 @@ class ParallelOptions:
             awq_replica.
         planner: planner of new placements.
         planner_options: its options.
-        buffer_experts: slots per GPU that stay free for experts that arrive before others are dropped (0: half of the
-            cluster's slots beyond one copy of each expert, at least 1).
         always: apply a new placement even if it is not expected to pay.
         starts: the rank on which a request's tokens start (`Seating`; default: the plan's).
-        cost_row_s, cost_link_bytes_s, cost_move_bytes_s: costs for decisions instead of those measured
-            (`moetool.cluster.parallel.rank_costs.GivenCosts`).
         gather_s: seconds that an incomplete batch waits for more requests.
         patience_s: seconds that a batch waits for its pending decision; later decisions are dropped.
         seed: seed of planners.
@@ -58,12 +54,8 @@ class ParallelOptions:
     predictors: tuple[str, ...] = ()
     planner: str = "director"
     planner_options: dict[str, Any] = field(default_factory=dict)
-    buffer_experts: int = 0
     always: bool = False
     starts: str = ""
-    cost_row_s: float = 0.0
-    cost_link_bytes_s: float = 0.0
-    cost_move_bytes_s: float = 0.0
     gather_s: float = 0.01
     patience_s: float = 1.0
     seed: int = 0
@@ -73,9 +65,7 @@ class ParallelOptions:
             raise unknown_name("--set placement", self.placement, PLACEMENTS)
         if self.starts and self.starts not in STARTS:
             raise unknown_name("--set starts", self.starts, STARTS)
-        amount = Span(0)
-        config.require_within(self, buffer_experts=amount, gather_s=amount, patience_s=amount)
-        config.require_within(self, cost_row_s=amount, cost_link_bytes_s=amount, cost_move_bytes_s=amount)
+        config.require_within(self, gather_s=Span(0), patience_s=Span(0))
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptions]:
@@ -88,15 +78,18 @@ def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptio
     return config.parse(ParallelOptions, left, "--set"), config.parse(RankOptions, ranks, "--set")
 
 
-def with_buffer(cluster: Cluster, spec: ModelSpec, buffer_experts: int) -> Cluster:
+def with_buffer(cluster: Cluster, spec: ModelSpec) -> Cluster:
     """Return the cluster without the memory of the double buffer, for placements made while serving.
+
+    Experts arrive in it before others are dropped: half of the slots beyond one copy of each expert, at least one a
+    GPU.
 
     Raises:
         CapacityError: the remaining room does not hold every expert once.
     """
     slots_G = np.minimum(cluster.slots_G(spec.slot_bytes), spec.total_experts)
     spare = int(slots_G.sum()) - spec.total_experts
-    buffer = buffer_experts or max(1, spare // (2 * len(slots_G)))
+    buffer = max(1, spare // (2 * len(slots_G)))
     smaller = planner.leaving_free(cluster, buffer * spec.slot_bytes)
     planner.require_room(spec, smaller)
     return smaller
@@ -159,7 +152,7 @@ def open_head(
     planner.find(options.planner)
     cluster = plan.cluster
     moves = options.placement in ("reactive", "proactive")
-    room = with_buffer(cluster, spec, options.buffer_experts) if moves else cluster
+    room = with_buffer(cluster, spec) if moves else cluster
     dtype = ranks.dtype or served_dtype(checkpoint, device_kind(ranks.device))[0]
     control = BatchReplacement(
         options.placement,
@@ -187,11 +180,6 @@ def open_head(
         costs=Costs(
             spec,
             cluster,
-            said=GivenCosts(
-                row_s=options.cost_row_s,
-                link_bytes_s=options.cost_link_bytes_s,
-                move_bytes_s=options.cost_move_bytes_s,
-            ),
             profile=profile,
             device=ranks.device,
             dtype=dtype,
