@@ -75,7 +75,6 @@ EXAMPLES = {
     "bench show": ("moetool bench show results/cluster.json --out figures",),
     "trace info": ("moetool trace info trace",),
     "trace head": ("moetool trace head trace --requests 10 --out short",),
-    "trace sample": ("moetool trace sample trace --requests 10 --out some",),
     "trace split": (
         "moetool trace split trace --by task --out parts",
         "moetool trace split trace --by request --share 0.8 --out parts",

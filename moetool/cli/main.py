@@ -139,7 +139,6 @@ _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
     trace_app: {
         "info": trace.info,
         "head": trace.head,
-        "sample": trace.sample,
         "split": trace.split,
         "merge": trace.merge,
         "diff": trace.diff,

@@ -84,19 +84,6 @@ def head(
     _print(out, run(open_trace(path), out, layers=layers, requests=requests, overwrite=overwrite))
 
 
-def sample(
-    path: Dir,
-    out: Out,
-    requests: Annotated[int, typer.Option(help="Number of requests to draw.")],
-    seed: Annotated[int, typer.Option(help="Seed of the random draw.")] = 0,
-    overwrite: Overwrite = False,
-) -> None:
-    """Draw a random sample of a trace's requests."""
-    from moetool.trace.edit import sample as run
-
-    _print(out, run(open_trace(path), out, requests=requests, seed=seed, overwrite=overwrite))
-
-
 def split(
     path: Dir,
     out: Out,

@@ -56,33 +56,6 @@ def head(
     return Trace(out)
 
 
-def sample(trace: Trace, out: Path, *, requests: int, seed: int = 0, overwrite: bool = False) -> Trace:
-    """Write a random sample of a trace's requests, in their order and renumbered.
-
-    Args:
-        requests: number of requests.
-        seed: seed of the sample.
-
-    Effects: writes `out`, whole or not at all.
-
-    Raises:
-        UsageError: the trace has fewer, or `out` exists.
-        MismatchError: the trace is damaged.
-    """
-    there = request_numbers(trace)
-    if not 1 <= requests <= len(there):
-        raise UsageError(f"--requests is {requests}, and {trace.path} has {len(there)}; give 1 to {len(there)}")
-    if seed < 0:
-        raise UsageError(f"--seed is {seed}, expected a whole number, 0 or more")
-    places = np.sort(np.random.default_rng(seed).choice(len(there), requests, replace=False)).tolist()
-    durable.require_absent(out, overwrite, MANIFEST)
-    with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
-        writer = part_writer(stack, folder, trace.spec, trace.columns, trace)
-        copy_requests(trace, trace.columns, {there[place]: (writer, number) for number, place in enumerate(places)})
-        _finish(writer, trace, {"sample_of": trace.sha256, "seed": seed})
-    return Trace(out)
-
-
 def split(
     trace: Trace, out: Path, *, by: str, shares: Sequence[float] = (), overwrite: bool = False
 ) -> dict[str, Trace]:

@@ -89,8 +89,6 @@ def test_parted_and_joined(run: Run, tmp_path: Path) -> None:
     parts = sorted((tmp_path / "tasks").glob("*/"))
     code, out, err = run("merge", *parts, "--out", tmp_path / "m")
     assert code == 0 and "6 requests, 30 tokens, 4 MoE layers" in out, err
-    code, out, _ = run("sample", tmp_path / "m", "--requests", 2, "--seed", 3, "--out", tmp_path / "s")
-    assert code == 0 and "2 requests, 10 tokens" in out
     code, _, err = run("split", trace, "--by", "request", "--share", "half", "--out", tmp_path / "x")
     assert code == 2 and "expected numbers, such as 0.8" in err
 

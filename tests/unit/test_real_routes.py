@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 
 from moetool.formats._export import export_trace
 from moetool.formats._import import import_trace
-from moetool.trace.edit import sample
+from moetool.trace.edit import head
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay
@@ -22,7 +22,7 @@ def rows_of(trace: Trace) -> TokenBatch:
 
 def test_deepseek_v2_lite_goes_through_vllm_and_replays_the_same(tmp_path: Path) -> None:
     import_trace([DEEPSEEK / "law.parquet"], "topk_parquet", tmp_path / "law")
-    trace = sample(Trace(tmp_path / "law"), tmp_path / "some", requests=2)
+    trace = head(Trace(tmp_path / "law"), tmp_path / "some", requests=2)
     assert trace.spec.layer_ids_L == tuple(range(1, 27))  # layer 0 has no experts
     export_trace(trace.path, "vllm_routed_experts", tmp_path / "v.jsonl")
     said = {"first_k_dense": 1, "num_experts": 64, "expert_bytes": trace.spec.slot_bytes}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moetool.errors import MismatchError, UsageError
-from moetool.trace.edit import head, sample, split
+from moetool.trace.edit import head, split
 from moetool.trace.merge import merge
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
@@ -89,19 +89,6 @@ def require_same_rows(part: Trace, whole: Trace) -> None:
         assert len(list(part.forwards(sequential=True, columns=["embeddings"])))
 
 
-def test_a_sample_is_drawn_by_its_seed(many: Trace, tmp_path: Path) -> None:
-    made = [sample(many, tmp_path / f"s{i}", requests=3, seed=seed) for i, seed in enumerate((1, 1, 2))]
-    drawn = [one.requests["prompt_id"].to_pylist() for one in made]
-    assert drawn[0] == drawn[1] == sorted(drawn[0]) and len(set(drawn[0])) == 3 and drawn[0] != drawn[2]
-    require_same_rows(made[0], many)
-    assert made[0].manifest["provenance"]["sample_of"] == many.sha256
-    for asked in (0, 7):
-        with pytest.raises(UsageError, match=f"--requests is {asked}, .* give 1 to 6"):
-            sample(many, tmp_path / "x", requests=asked)
-    with pytest.raises(UsageError, match="--seed is -1"):
-        sample(many, tmp_path / "x", requests=1, seed=-1)
-
-
 def test_parts_by_task_are_the_tasks(many: Trace, tmp_path: Path) -> None:
     parts = split(many, tmp_path / "parts", by="task")
     assert list(parts) == [f"t{i}" for i in range(6)]
@@ -179,5 +166,5 @@ def test_what_cannot_be_merged_is_refused(many: Trace, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="1 trace to merge, expected at least two"):
         merge([many], tmp_path / "x")
     with pytest.raises(UsageError, match="exists already"):
-        merge([many, sample(many, tmp_path / "s", requests=1)], tmp_path / "other")
+        merge([many, head(many, tmp_path / "s", requests=1)], tmp_path / "other")
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob("*.partial"))
