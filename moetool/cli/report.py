@@ -41,7 +41,7 @@ def report(
 ) -> None:
     """Render a trace, placement or cache plan as one HTML page.
 
-    A trace: popularity, skew, entropy, affinity, reuse distance, hit rates and findings. A placement: experts per
+    A trace: popularity, skew, entropy, affinity, reuse distance, hit rates and advice. A placement: experts per
     GPU, load and traffic. A cache plan: latency against memory.
     """
     from moetool.report.sample import ReportOptions
@@ -76,10 +76,8 @@ def report(
         )
     from moetool.report.advice_page import answers
     from moetool.report.atlas import draw_atlas
-    from moetool.report.findings import caveat, findings
-    from moetool.report.trace_page import render
+    from moetool.report.trace_page import caveat, render
 
-    insights = findings(made)
     with tables.stages() as on_stage:
         advice = advise(source, on_progress=on_stage)
     spelled = None
@@ -97,7 +95,6 @@ def report(
                 "advice": {**advice.to_json(), "answers": [one.to_json() for one in answers(advice)]},
                 "atlas": atlas.to_json(),
                 "caveat": caveat(made),
-                "findings": [one.to_json() for one in insights],
             }
         )
         return
@@ -106,8 +103,6 @@ def report(
         tables.print_paragraph(f"  {warning}")
     for one in answers(advice):
         tables.print_paragraph(f"  {one.question} {one.answer}")
-    for finding in insights:
-        tables.print_paragraph(f"  {finding.topic}: {finding.text}")
 
 
 def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The trace commands: `moetool trace info`, `head`, `sample`, `split`, `merge`, `diff`, `import`, `export`."""
+"""The trace commands: `moetool trace info`, `head`, `split`, `merge`, `diff`, `import`, `export`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,1 +1,1 @@
-"""Pages of traces, placements and plans: measures, figures and findings of `moetool report`."""
+"""Pages of traces, placements and plans: measures and figures of `moetool report`."""

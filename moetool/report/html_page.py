@@ -36,7 +36,7 @@ def render_page(
     """Return the page as HTML: a heading, facts as terms and texts, then the nonempty sections.
 
     Args:
-        more: `lead`, a first section; `findings` (topics with texts and rules), and a `caveat` above them.
+        more: `lead`, a first section, and a `caveat` above it.
     """
     from jinja2 import Environment
 

@@ -1,7 +1,6 @@
 """The page of a trace: one self-contained HTML file, for screen and print."""
 
 from collections.abc import Callable
-from itertools import groupby
 
 import numpy as np
 
@@ -9,12 +8,13 @@ from moetool import tables
 from moetool.report.advice_page import section
 from moetool.report.atlas import Atlas, atlas_section
 from moetool.report.figures import plots
-from moetool.report.findings import caveat, findings
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_measures import TraceMeasures
 from moetool.tables import TextTable
 from moetool.tuning.advice import Advice
 from moetool.types import ModelSpec
+
+_FEW_USES = 20
 
 
 def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
@@ -31,12 +31,23 @@ def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
         facts=facts(made),
         lead=section(advice),
         caveat=caveat(made),
-        findings=[(topic, list(items)) for topic, items in groupby(findings(made), key=lambda one: one.topic)],
         sections=[
             Section(name=name, notes=notes.get(name, []), plots=drawn, tables=made_tables.get(name, []))
             for name, drawn in plots(made).items()
         ]
         + [atlas_section(atlas)],
+    )
+
+
+def caveat(made: TraceMeasures) -> str | None:
+    """Return a warning if the trace has too few tokens."""
+    tokens, spec = len(made.routes.experts_TS), made.routes.spec
+    uses = min(tokens * top_k / num for top_k, num in zip(spec.top_k_L, spec.num_experts_L, strict=True))
+    if uses >= _FEW_USES:
+        return None
+    return (
+        f"Few tokens: an expert was chosen {uses:.1f} times on average; below {_FEW_USES} times the numbers say "
+        f"little about other requests. Capture more first."
     )
 
 

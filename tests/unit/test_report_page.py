@@ -1,8 +1,7 @@
-"""The page of a report: complete, self-contained, reproducible; and findings that follow from the numbers."""
+"""The page of a report: complete, self-contained, reproducible."""
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from moetool.errors import CapacityError, UsageError
 from moetool.report.atlas import draw_atlas
-from moetool.report.findings import caveat, findings
 from moetool.report.sample import ReportOptions
 from moetool.report.trace_measures import TraceMeasures, measure
 from moetool.report.trace_page import facts, render
@@ -85,7 +83,7 @@ def text(made: TraceMeasures) -> str:
 
 def test_the_page_has_every_section_and_is_self_contained(text: str) -> None:
     page = Page(text)
-    assert page.headings == ["Advice", "What it means", *SECTIONS, "Experts"]
+    assert page.headings == ["Advice", *SECTIONS, "Experts"]
     assert len(page.ids) == len(set(page.ids))
     anchors = {link for link in page.links if link.startswith("#")}
     assert anchors <= {f"#{name}" for name in page.ids}
@@ -129,7 +127,7 @@ def test_a_trace_with_one_layer_and_task_has_a_page(tmp_path: Path) -> None:
     assert "The trace has one task" in page and "has no logits" in page and "one MoE layer" in page
     assert "prompts only: each token counts as an iteration" in page
     assert "Few tokens" in page
-    assert Page(page).headings == ["Advice", "What it means", *SECTIONS, "Experts"]
+    assert Page(page).headings == ["Advice", *SECTIONS, "Experts"]
     assert made.to_json()["router_entropy"] is None
 
 
@@ -149,18 +147,6 @@ def test_the_order_of_a_log_is_kept(tmp_path: Path) -> None:
     assert [row.digest for row in made.rows] == [
         row.digest for row in replay(trace, ["lru", "lfu", "belady"], [made.whole_bytes // 2])
     ]
-
-
-def test_findings_follow_from_the_measures(made: TraceMeasures) -> None:
-    def said(changed: TraceMeasures) -> str:
-        return " ".join(finding.text for finding in findings(changed))
-
-    assert {finding.topic for finding in findings(made)} == {"caching", "prediction", "placement"}
-    assert all(finding.rule for finding in findings(made))
-    even = replace(made, popularity=replace(made.popularity, uneven_L=np.full(3, 1.2)))
-    hot = replace(made, popularity=replace(made.popularity, uneven_L=np.full(3, 2.5)))
-    assert "replicas gain little" in said(even) and "replicate it" in said(hot)
-    assert caveat(made) is not None
 
 
 def test_invalid_options_and_traces_are_refused(tmp_path: Path) -> None:
