@@ -56,6 +56,8 @@ _LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention", "full_att
 
 _OWN: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1, "num_shared_experts": 1},
+    "axk1": _LATENT,
+    "axk2": _INDEXED,
     "bailing_hybrid": {**_LATENT, **_LINEAR_FIRST, "num_mtp_layers": 0},
     "dbrx": {
         "d_model": 32,

@@ -64,7 +64,7 @@ class Checkpoint:
     Raises:
         UsageError: transformers does not know the family, the checkpoint needs its own code, or the weight format is
             not supported.
-        MismatchError: the config is damaged.
+        MismatchError: the config is damaged, or its fields contradict one another.
     """
 
     def __init__(self, path: Path, *, name: str = "", weights: bool = True, direct: bool = True) -> None:
@@ -82,7 +82,7 @@ class Checkpoint:
             self.quantization = quantization_of(self.raw, path)
         self._whole_config = _parse_config(path, self.raw)
         self.config: Any = self._whole_config.get_text_config()
-        check_config(self.config, path / "config.json")
+        check_config(self.config, self.raw, path if path.is_file() else path / "config.json")
         for config in (self.config, self._whole_config):
             if hasattr(config, "quantization_config"):
                 del config.quantization_config  # the model is always built unpacked
@@ -485,8 +485,10 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
         values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw | {"model_type": model_type}))
         config = CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))
         text = config.get_text_config()
-    except Exception as error:  # transformers' config classes check little and raise any error
-        raise UsageError(f"cannot read {file}: {first_line(error)}") from None
+    except Exception as error:  # transformers' config classes raise any error
+        raise MismatchError(
+            f"cannot read {file}: {first_line(error)}; correct it, or download the model again"
+        ) from None
     if not isinstance(text, PreTrainedConfig):
         raise MismatchError(f"{file} has a text part, but {model_type} models have none; download the model again")
     return config

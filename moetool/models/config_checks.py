@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from moetool.errors import MismatchError, shortened
+from moetool.models.config_relations import EXPERTS, require_relations
 from moetool.validation import MAX_EXPERTS
 
 _log = logging.getLogger(__name__)
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
 _LEAST = {
     "num_hidden_layers": 1,
     "hidden_size": 1,
@@ -19,30 +18,26 @@ _LEAST = {
     "vocab_size": 1,
     "intermediate_size": 0,
     "moe_intermediate_size": 0,
-    **dict.fromkeys(_EXPERTS, 0),
+    **dict.fromkeys(EXPERTS, 0),
 }
-_MOST = dict.fromkeys(_EXPERTS, MAX_EXPERTS)
+_MOST = dict.fromkeys(EXPERTS, MAX_EXPERTS)
 _MAX_SIZE = 2**24
 
 
-def check_config(config: Any, file: Path) -> None:
-    """Refuse a text config with impossible sizes, such as negative ones.
+def check_config(config: Any, raw: dict[str, Any], file: Path) -> None:
+    """Refuse a text config with impossible sizes, such as negative ones, or with fields that contradict one another.
+
+    Args:
+        raw: the content of its file.
 
     Raises:
-        MismatchError: a size is not a whole number, too small or too large, or top_k is not between 1 and the experts.
+        MismatchError: a size is not a whole number, too small or too large, or a relation is broken.
     """
     for name, least in _LEAST.items():
         value, most = _value(config, name), _MOST.get(name, _MAX_SIZE)
         if value is not None and not isinstance(value, list) and not _within(value, least, most):
             raise _wrong(file, name, value, least, most)
-    experts = next((count for name in _EXPERTS if (count := _value(config, name))), None)
-    if not isinstance(experts, int):
-        return
-    experts += int(getattr(config, "zero_expert_num", 0) or 0)  # identity experts, which a router may also choose
-    for name in _TOP_K:
-        value = _value(config, name)
-        if value is not None and not isinstance(value, list) and not _within(value, 1, experts):
-            raise _wrong(file, name, value, 1, experts)
+    require_relations(config, raw, file)
 
 
 def warn_of_further_layers(config: Any, names: Iterable[str], path: Path) -> None:
