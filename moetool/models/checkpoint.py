@@ -36,6 +36,7 @@ from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
 from moetool.models.stored_embedding import embedding_to_store, is_readable
 from moetool.models.tensor_index import FLOATS, TensorIndex, has_weights, read_index
 from moetool.models.text_part import build_empty, stands_alone
+from moetool.models.tied_weights import head_is_tied, untie_stored
 from moetool.models.weight_format import StoredWeight
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.types import ModelSpec
@@ -113,9 +114,21 @@ class Checkpoint:
     # -- the model without its weights ---------------------------------------------------------------------------
 
     @cached_property
-    def skeleton(self) -> Any:
-        """The model on the meta device: modules and shapes without memory. Do not change it."""
+    def _model_of_config(self) -> Any:
         return build_empty(self._whole_config, self.path, _PLACEHOLDER)
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """The model on the meta device: modules and shapes without memory. Do not change it.
+
+        It ties the parameters that its config ties, except those of which the weight files hold both (`untie_stored`).
+
+        Raises: errors of `weight_index`, if its config ties any.
+        """
+        model = self._model_of_config
+        if self.weights and model.all_tied_weights_keys:
+            untie_stored(model, self.sources, self.weight_index, self.path)
+        return model
 
     @property
     def stands_alone(self) -> bool:
@@ -204,8 +217,7 @@ class Checkpoint:
     def dense_token_bytes(self, dtype: torch.dtype) -> int:
         """Share of `dense_bytes` that a CPU reads to decode a token: an embedding table counts only if tied."""
         packed, elements, _ = self._dense_parts(dtype, "cpu", True)
-        tied = self.config.get_text_config().tie_word_embeddings
-        in_memory = not tied and self.stored_embedding(dtype) is None
+        in_memory = not head_is_tied(self.skeleton) and self.stored_embedding(dtype) is None
         rows = self.skeleton.get_input_embeddings().weight.numel() if in_memory else 0
         return packed + (elements - rows) * dtype.itemsize
 
@@ -263,7 +275,7 @@ class Checkpoint:
     @cached_property
     def sources(self) -> dict[str, TensorSource]:
         """Tensors that make each parameter and buffer of the model."""
-        return sources(self.skeleton, self.weight_index.weights)
+        return sources(self._model_of_config, self.weight_index.weights)
 
     def open_shards(self) -> Shards:
         """Open its weight files, until their own `close` or this checkpoint's."""

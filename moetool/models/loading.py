@@ -435,7 +435,8 @@ def complete(model: Any, absent: Collection[str], path: Path) -> None:
         MismatchError: another tensor is still on the meta device.
     """
     device = next(p.device for p in model.parameters() if not p.is_meta)
-    model.tie_weights()
+    unfilled = {name for name, value in model.state_dict().items() if value.is_meta}
+    model.tie_weights(missing_keys=unfilled, recompute_mapping=False)  # those of `Checkpoint.skeleton`
     missing = [name for name, value in model.state_dict().items() if value.is_meta and name not in absent]
     if missing:
         raise MismatchError(

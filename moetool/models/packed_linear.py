@@ -18,6 +18,7 @@ from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.shards import Shards
 from moetool.models.stored_expert import layout_of
 from moetool.models.tensor_index import Tensor
+from moetool.models.tied_weights import head_is_tied
 from moetool.models.tile_products import find_tiles
 from moetool.models.weight_format import StoredWeight
 
@@ -136,7 +137,7 @@ def find_packed_linears(
 
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers whose weights are their own, with their names."""
-    head = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
+    head = model.get_output_embeddings() if head_is_tied(model) else None
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module is not head:
             yield name, module

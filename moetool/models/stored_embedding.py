@@ -12,6 +12,7 @@ from moetool.errors import MismatchError
 from moetool.models.conversion import TensorSource
 from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.tensor_index import FLOATS, FileStamp
+from moetool.models.tied_weights import head_is_tied
 from moetool.models.weight_format import STORED_DTYPES, Dense, StoredWeight, unpack
 from moetool.models.weight_index import WeightIndex
 
@@ -105,7 +106,7 @@ class StoredEmbedding(nn.Module):
 def embedding_to_store(model: Any, dtype: torch.dtype) -> str | None:
     """Name of a model's input embedding if it is large and the model needs only rows of it."""
     embedding = model.get_input_embeddings()
-    if type(embedding) is not nn.Embedding or model.config.get_text_config().tie_word_embeddings:
+    if type(embedding) is not nn.Embedding or head_is_tied(model):
         return None  # subclasses scale rows or add to them
     if embedding.weight.numel() * dtype.itemsize < LEAST_BYTES or not hasattr(os, "posix_fadvise"):
         return None

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moetool.errors import UsageError
 from moetool.evaluation.layer_comparison import OUTSIDE
 from moetool.evaluation.verification import Comparison, VerifyOptions, verify
 from moetool.evaluation.verification_report import report_on
-from moetool.models import ggml_blocks
+from moetool.models import ggml_blocks, loading
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.nvfp4 import Nvfp4Codec
@@ -296,3 +297,35 @@ def test_a_policy_that_cannot_be_compared_is_refused(reference: Path) -> None:
     ):
         with pytest.raises(UsageError, match=why):
             _verify(reference, VerifyOptions(policies=(policy,)))
+
+
+def _with_own_head(to: Path, reference: Path) -> Path:
+    """A model whose config ties the head, though its file holds another one."""
+    path = _shape("qwen3_moe", to, reference, tie_word_embeddings=True)
+    tensors = load_file(path / "model.safetensors")
+    head = torch.empty_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = head.normal_(0, 0.2, generator=torch.Generator().manual_seed(7))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_tied_config_with_a_head_of_its_own_agrees(layer_by_layer: bool, reference: Path, tmp_path: Path) -> None:
+    made = _verify(_with_own_head(tmp_path / "m", reference), replace(SMALL, layer_by_layer=layer_by_layer))
+    assert made.verdict == "exact", made.problems
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_head_that_is_tied_against_its_file_is_named(
+    layer_by_layer: bool, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loading.complete
+
+    def complete(model: Any, *arguments: Any) -> None:
+        real(model, *arguments)
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+    monkeypatch.setattr(loading, "complete", complete)
+    made = _verify(_with_own_head(tmp_path / "m", reference), replace(SMALL, layer_by_layer=layer_by_layer))
+    assert made.verdict == "differs"
+    assert made.first == "outside the layers: lm_head.weight differs from plain transformers", made.problems
