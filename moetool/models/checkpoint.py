@@ -262,7 +262,9 @@ class Checkpoint:
             UsageError: a file is missing.
             MismatchError: one is damaged.
         """
-        return read_index(self.path) if self._gguf is None else self._gguf.index
+        if self._gguf is not None:
+            return self._gguf.index
+        return read_index(self.path, self.raw.get("transformers_weights"))
 
     @cached_property
     def weight_index(self) -> WeightIndex:

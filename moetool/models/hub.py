@@ -21,10 +21,10 @@ from moetool.assets import cache_folder
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import read_json
 from moetool.models.hub_transfers import MOST_FAILURES, PARTIAL, Blob, Transfers, fetch_range, is_connection_error
+from moetool.models.weight_files import INDEX, SINGLE, choose_weights, names_of_index, second_set
 
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?P<file>/[\w./-]+\.gguf)?(?:@(?P<revision>[\w.-][\w./-]*))?")
-_INDEX = "model.safetensors.index.json"
-_SMALL = ("config.json", "generation_config.json", _INDEX)
+_SMALL = ("config.json", "generation_config.json", INDEX)
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.tiktoken", "chat_template.*"),
@@ -213,27 +213,22 @@ class _Download:
             durable.write_text(reference, commit)
 
     def _weights(self, commit: str, files: dict[str, Blob]) -> list[str]:
-        """Weight files to read: those of the index, else the single file, else all in the folder."""
-        if _INDEX in files:
-            index = self._folder / "snapshots" / commit / _INDEX
-            weight_map = read_json(index, advice="choose another --revision", max_bytes=_INDEX_BYTES).get("weight_map")
-            named = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
-            if lost := [file for file in named if file not in files]:
-                raise MismatchError(
-                    f"{self._name.model}: its {_INDEX} names {lost[0]}, which is not in the repository; choose "
-                    "another --revision"
-                )
-        elif "model.safetensors" in files:
-            named = ["model.safetensors"]
-        else:
-            named = sorted(path for path in files if fnmatch(path, "*.safetensors") and "/" not in path)
-            named = [path for path in named if not path.startswith(("consolidated", "adapter"))]
+        """Weight files to read (`choose_weights`)."""
+        chosen = choose_weights([path for path in files if "/" not in path], self._name.model)
+        index = self._folder / "snapshots" / commit / INDEX
+        if chosen == SINGLE:
+            if said := second_set(index, files, self._name.model):
+                tables.narrate(f"moetool: {said}")
+            return [SINGLE]
+        named = names_of_index(read_json(index, advice="choose another --revision", max_bytes=_INDEX_BYTES))
         if not named:
-            raise UsageError(
-                f"{self._name.model} has no .safetensors weights; moetool reads only those and GGUF; look for a "
-                "converted copy"
+            raise MismatchError(f"{self._name.model}: its {INDEX} names no files; choose another --revision")
+        if lost := sorted(named - files.keys()):
+            raise MismatchError(
+                f"{self._name.model}: its {INDEX} names {lost[0]}, which is not in the repository; choose another "
+                "--revision"
             )
-        return named
+        return sorted(named)
 
     def _fetch(self, files: Sequence[Blob], commit: str) -> None:
         """Check the free disk space and download the weight files that the cache lacks."""
@@ -349,11 +344,12 @@ def _read_header(to: Path, file: Blob, fetch: Callable[[Blob, int, int], bytes])
 
 def _missing_weights(snapshot: Path) -> str:
     """The first weight file that a snapshot lacks; empty if its weights are complete."""
-    index = snapshot / _INDEX
+    if (snapshot / SINGLE).is_file():
+        return ""
+    index = snapshot / INDEX
     if not index.is_file():
-        return "" if any(snapshot.glob("*.safetensors")) else "its weights"
-    weight_map = read_json(index, advice="download the model again", max_bytes=_INDEX_BYTES).get("weight_map")
-    named = {str(file) for file in weight_map.values()} if isinstance(weight_map, dict) else set()
+        return "its weights"
+    named = names_of_index(read_json(index, advice="download the model again", max_bytes=_INDEX_BYTES))
     return next((file for file in sorted(named) if not (snapshot / file).is_file()), "")
 
 

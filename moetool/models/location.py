@@ -31,7 +31,11 @@ def locate(model: str) -> Path:
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UsageError(f"{path} is not a model: it has no config.json; give a directory in Hugging Face format")
+            ggufs = sorted(file.name for file in path.glob("*.gguf"))
+            other = f" or one of its {len(ggufs)} GGUF files, such as {path / ggufs[0]}" if ggufs else ""
+            raise UsageError(
+                f"{path} is not a model: it has no config.json; give a directory in Hugging Face format{other}"
+            )
         return path
     name = _on_hub(
         model,

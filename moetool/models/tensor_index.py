@@ -1,5 +1,6 @@
 """Tensors of a checkpoint's safetensors files, and their positions."""
 
+import logging
 import os
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -9,11 +10,11 @@ import torch
 from moetool.errors import MismatchError, UsageError
 from moetool.json_files import read_json
 from moetool.models.safetensors_header import read_header
+from moetool.models.weight_files import INDEX, SINGLE, choose_weights, second_set
 
+_log = logging.getLogger(__name__)
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 OTHER_DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
-
-_INDEX = "model.safetensors.index.json"
 
 
 class Tensor(NamedTuple):
@@ -63,15 +64,21 @@ class TensorIndex(NamedTuple):
             return stream.read(tensor.num_bytes)
 
 
-def read_index(folder: Path) -> TensorIndex:
+def read_index(folder: Path, named: object = None) -> TensorIndex:
     """Read the header of every safetensors file of a checkpoint, once.
 
+    Args:
+        named: the file that its config names (`transformers_weights`), if any.
+
+    Effects: warns of a second set of weights that is not read.
+
     Raises:
-        UsageError: there is no file, or one in the index is missing.
+        UsageError: there is no file, it is unclear which ones are meant (`choose_weights`), or one in the index is
+            missing.
         MismatchError: a file is damaged; two hold a tensor of the same name; the index names a file outside the folder,
             or a tensor that its file lacks.
     """
-    files, weight_map = _weight_files(folder)
+    files, weight_map = _weight_files(folder, named)
     stamps = tuple(FileStamp.of(file.stat()) for file in files)
     tensors: dict[str, Tensor] = {}
     for number, file in enumerate(files):
@@ -85,24 +92,24 @@ def read_index(folder: Path) -> TensorIndex:
     for name, file_name in weight_map.items():
         if name not in tensors or files[tensors[name].file] != folder / file_name:
             raise MismatchError(
-                f"{folder / _INDEX} names {name} in {file_name}, which does not hold it; download the model again"
+                f"{folder / INDEX} names {name} in {file_name}, which does not hold it; download the model again"
             )
     return TensorIndex(files, stamps, tensors)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has safetensors files, or the path is a GGUF file."""
-    return folder.is_file() or any(folder.glob("*.safetensors"))
+    """Whether a folder has a model's safetensors files, or the path is a GGUF file."""
+    return folder.is_file() or any((folder / name).is_file() for name in (SINGLE, INDEX))
 
 
-def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
+def _weight_files(folder: Path, named: object) -> tuple[tuple[Path, ...], dict[str, str]]:
     """Return a model's safetensors files in order, and the index's file of each tensor."""
-    index = folder / _INDEX
-    if not index.is_file():
-        found = tuple(sorted(folder.glob("*.safetensors")))
-        if not found:
-            raise UsageError(f"{folder} has no .safetensors weights; moetool reads only those and GGUF")
-        return found, {}
+    existing = {path.name for path in folder.glob("*") if path.is_file()}
+    index = folder / INDEX
+    if choose_weights(existing, str(folder), named) == SINGLE:
+        if said := second_set(index, existing, str(folder)):
+            _log.warning("%s", said)
+        return (folder / SINGLE,), {}
     content = read_json(index, advice="download the model again")
     weight_map = content.get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(v, str) for v in weight_map.values())):
@@ -116,6 +123,6 @@ def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
                 "model again"
             )
         if not (folder / place).is_file():
-            raise UsageError(f"{folder / place} is missing, though {_INDEX} names it; download the model again")
+            raise UsageError(f"{folder / place} is missing, though {INDEX} names it; download the model again")
         files.append(folder / place)
     return tuple(files), weight_map

@@ -14,6 +14,7 @@ from moetool import __version__, durable
 from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.spec import MoeLayer, moe_layers, spec_of
+from moetool.models.tensor_index import has_weights
 from moetool.runtime.decoding import Batch
 from moetool.runtime.recording import GateRecorder
 from moetool.trace.reader import MANIFEST
@@ -176,7 +177,7 @@ def _spec(model: Any, layers: list[MoeLayer]) -> ModelSpec:
 def _found_spec(model: Any, layers: list[MoeLayer]) -> ModelSpec:
     folder = Path(str(getattr(model.config, "_name_or_path", "")))
     if (folder / "config.json").is_file():
-        with Checkpoint.open(str(folder), weights=any(folder.glob("*.safetensors"))) as checkpoint:
+        with Checkpoint.open(str(folder), weights=has_weights(folder)) as checkpoint:
             return checkpoint.spec
     parameters = dict(model.named_parameters())
     sizes = []

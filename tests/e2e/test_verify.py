@@ -15,7 +15,7 @@ from moetool.errors import UsageError
 from moetool.evaluation.layer_comparison import OUTSIDE
 from moetool.evaluation.verification import Comparison, VerifyOptions, verify
 from moetool.evaluation.verification_report import report_on
-from moetool.models import ggml_blocks, loading
+from moetool.models import ggml_blocks, loading, tensor_index
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.nvfp4 import Nvfp4Codec
@@ -329,3 +329,25 @@ def test_a_head_that_is_tied_against_its_file_is_named(
     made = _verify(_with_own_head(tmp_path / "m", reference), replace(SMALL, layer_by_layer=layer_by_layer))
     assert made.verdict == "differs"
     assert made.first == "outside the layers: lm_head.weight differs from plain transformers", made.problems
+
+
+def _with_two_sets(to: Path, reference: Path) -> Path:
+    """A model with other weights in a shard with an index beside its single file."""
+    path = _shape("qwen3_moe", to, reference)
+    tensors = {name: tensor.flip(0) for name, tensor in load_file(path / "model.safetensors").items()}
+    shard = "model-00001-of-00001.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / shard, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def test_two_sets_of_weights_agree_and_reading_the_other_one_differs(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _with_two_sets(tmp_path / "m", reference)
+    made = _verify(path)
+    assert made.verdict == "exact", made.problems
+    monkeypatch.setattr(tensor_index, "choose_weights", lambda *arguments: "model.safetensors.index.json")
+    made = _verify(path)
+    assert made.verdict == "differs" and "hold other weights" in made.first, made.problems

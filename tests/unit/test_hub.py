@@ -67,6 +67,33 @@ def test_only_the_files_that_are_read_come(hub: Hub, reference: Path) -> None:
     assert not hub.gets
 
 
+def test_a_single_file_comes_before_an_index(
+    hub: Hub, reference: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    shutil.copy(reference / "model.safetensors", hub.folders[NAME])
+    with Checkpoint.open(NAME) as checkpoint:
+        assert [file.name for file in checkpoint.index.files] == ["model.safetensors"]
+    assert not {"model-0.safetensors", "model-1.safetensors"} & _downloaded(hub)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "two sets of weights" in said and "model-0.safetensors" in said
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert (locate(NAME) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "pytorch_model.bin"])
+def test_a_repository_without_clear_weights_is_refused_before_they_come(hub: Hub, file: str) -> None:
+    there = hub.folders[NAME]
+    if file.startswith("adapter"):
+        (there / file).write_text("{}")
+    else:
+        (there / "model.safetensors.index.json").unlink()
+    with pytest.raises(UsageError, match=file):
+        locate(NAME)
+    assert not any(path.endswith(".safetensors") for path in _downloaded(hub))
+
+
 def test_the_config_alone_needs_no_weights(hub: Hub) -> None:
     checkpoint = Checkpoint.open(NAME, weights=False)
     assert checkpoint.spec.num_layers and checkpoint.tokenizer is not None

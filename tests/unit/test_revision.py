@@ -88,6 +88,8 @@ def test_what_else_it_depends_on(tmp_path: Path) -> None:
     two.mkdir()
     for name, tensor in tensors.items():
         save_file({name: tensor}, two / f"{name}.safetensors", metadata={"format": "pt"})
+    weight_map = {name: f"{name}.safetensors" for name in tensors}
+    (two / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert revision_of(b"{}", read_index(two)) == base  # however they are spread over files
 
 

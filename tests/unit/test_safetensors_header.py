@@ -193,7 +193,7 @@ def test_indexes_that_are_refused(weight_map: Any, reason: str, tmp_path: Path) 
 def test_a_missing_file_and_a_tensor_in_two(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"three.safetensors is missing"):
         read_index(_sharded(tmp_path, {"a": "three.safetensors"}))
-    (tmp_path / "model.safetensors.index.json").unlink()
-    save_file({"a": torch.ones(2)}, tmp_path / "two.safetensors")
+    _sharded(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.safetensors")
     with pytest.raises(MismatchError, match=r"a is in .*one.safetensors and in .*two.safetensors, expected it once"):
         read_index(tmp_path)
