@@ -223,7 +223,7 @@ def require_relations(config: Any, raw: dict[str, Any], file: Path) -> None:
             holds = False
         if not holds:
             name, value = entries[0]
-            expected = relation.expected.format(*(f"{value} ({name})" for name, value in entries))
+            expected = relation.expected.format(*(f"{shortened(value)} ({name})" for name, value in entries))
             raise MismatchError(
                 f"{file}: {name}: found {shortened(repr(value))}, expected {expected}; correct it, or download the "
                 "model again"
