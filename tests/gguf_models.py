@@ -116,6 +116,39 @@ def written(
     return folder / "m.gguf", folder / "twin"
 
 
+def rewritten(
+    path: Path, to: Path, values: Mapping[str, Any], tensors: Mapping[str, np.ndarray | None] | None = None
+) -> Path:
+    """Write a copy of a GGUF file with other header values and tensors.
+
+    Args:
+        values: whole numbers or lists of strings by key; None removes one.
+        tensors: tensors in float32 by name; None removes one.
+    """
+    reader, tensors = gguf.GGUFReader(path), tensors or {}
+    writer = gguf.GGUFWriter(to, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")) and field.name not in values:
+            kinds = field.types
+            writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+    for key, value in values.items():
+        if isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    for tensor in reader.tensors:
+        if tensor.name not in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, numbers in tensors.items():
+        if numbers is not None:
+            writer.add_tensor(name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
 def add_tokenizer(writer: Any, model: Path, rule: str | None = "refact") -> None:
     """Write the embedded model's tokenizer, whose pre-tokenizer is `refact`; None writes no pre-tokenizer."""
     content = json.loads((model / "tokenizer.json").read_text())

@@ -17,13 +17,14 @@ from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import decode_json, read_bounded
 from moetool.machine import require_transformers
 from moetool.models import families
-from moetool.models.config_checks import check_config, warn_of_further_layers
+from moetool.models.config_checks import check_config
 from moetool.models.content_hash import content_hashes
 from moetool.models.conversion import TensorSource, sources
 from moetool.models.expert_files import ExpertFiles, ExpertWeights, bytes_of_slots, slot_forms, stored_bytes
 from moetool.models.gguf_tokenizer import read_gguf_tokenizer
 from moetool.models.gguf_weights import read_gguf
 from moetool.models.hub import snapshot_name
+from moetool.models.layer_checks import check_layers
 from moetool.models.location import locate, locate_config
 from moetool.models.packed_linear import estimate_packed_linears, find_packed_linears, form_of_linear
 from moetool.models.packed_slot import stays_packed
@@ -174,8 +175,10 @@ class Checkpoint:
                 "its weight files give exact sizes",
                 self.name,
             )
+        for problem in self._gguf.contradictions if self._gguf is not None else ():
+            _LOG.warning("%s: its header counts %s: the tensors decide", self.path, problem)
         if self.weights:
-            warn_of_further_layers(self.config, self.index.tensors, self.path)
+            check_layers(self.layers, self.sources, self.weight_index.weights, self.path)
         return spec
 
     def stored_embedding(self, dtype: torch.dtype) -> str | None:

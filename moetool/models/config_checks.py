@@ -1,8 +1,5 @@
-"""Check the sizes in a model's config before a model is built from them, and whether its weights match."""
+"""Check the sizes in a model's config before a model is built from them."""
 
-import logging
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,6 @@ from moetool.errors import MismatchError, shortened
 from moetool.models.config_relations import EXPERTS, require_relations
 from moetool.validation import MAX_EXPERTS
 
-_log = logging.getLogger(__name__)
 _LEAST = {
     "num_hidden_layers": 1,
     "hidden_size": 1,
@@ -38,20 +34,6 @@ def check_config(config: Any, raw: dict[str, Any], file: Path) -> None:
         if value is not None and not isinstance(value, list) and not _within(value, least, most):
             raise _wrong(file, name, value, least, most)
     require_relations(config, raw, file)
-
-
-def warn_of_further_layers(config: Any, names: Iterable[str], path: Path) -> None:
-    """Warn if weight files hold more layers than the config, apart from multi-token prediction layers."""
-    expected = int(config.num_hidden_layers) + int(getattr(config, "num_nextn_predict_layers", 0) or 0)
-    numbers = [int(match[1]) for name in names if (match := re.search(r"(?:^|\.)layers\.(\d{1,6})\.", name))]
-    if numbers and (held := max(numbers) + 1) > expected:
-        _log.warning(
-            "%s holds weights of %d layers, but its config.json says %d: the rest is ignored; if that is not "
-            "intended, correct num_hidden_layers or download the model again",
-            path,
-            held,
-            expected,
-        )
 
 
 def _value(config: Any, name: str) -> Any:

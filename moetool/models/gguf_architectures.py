@@ -76,13 +76,17 @@ class Metadata:
 
     Args:
         values: all header values.
+        shapes: shapes of the tensors, by name.
+
+    Attributes:
         names: names of the tensors.
     """
 
-    def __init__(self, architecture: str, values: Mapping[str, Any], names: frozenset[str]) -> None:
+    def __init__(self, architecture: str, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.architecture = architecture
         self.values = values
-        self.names = names
+        self.shapes = shapes
+        self.names = shapes.keys()
 
     def __call__(self, key: str) -> Any:
         """Return a value. Raises: KeyError: it is missing."""
@@ -93,17 +97,79 @@ class Metadata:
 
     def has(self, leaf: str) -> bool:
         """Whether any layer has this tensor."""
-        return any(name.startswith("blk.") and name.split(".", 2)[2] == leaf for name in self.names)
+        return any(_leaf(name) == leaf for name in self.names)
 
-    @property
+    @functools.cached_property
     def num_layers(self) -> int:
-        """Decoder layers, without multi-token prediction layers."""
-        return int(self("block_count")) - int(self.get("nextn_predict_layers", 0))
+        """Decoder layers, counted from the tensors: blocks without multi-token prediction (`nextn.*`).
+
+        Raises: ValueError: one is missing, or a prediction block is not behind them.
+        """
+        layers = sum(not predicting for predicting in self._blocks.values())
+        for number in range(layers):
+            if self._blocks.get(number, True):
+                problem = "is a prediction block (nextn)" if number in self._blocks else "is missing"
+                raise ValueError(f"blk.{number} {problem}, expected {layers} layers in front of all prediction blocks")
+        return layers
+
+    @functools.cached_property
+    def _blocks(self) -> dict[int, bool]:
+        """Numbers of the blocks, and whether each is a multi-token prediction block."""
+        found: dict[int, bool] = {}
+        for name in self.names:
+            if leaf := _leaf(name):
+                number = int(name.split(".", 2)[1])
+                found[number] = found.get(number, False) or leaf.startswith("nextn.")
+        return found
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """Routed experts of a layer, counted from the routers and the stacked experts.
+
+        Raises: ValueError: tensors differ.
+        """
+        counted = {
+            name: shape[0]
+            for name, shape in self.shapes.items()
+            if _counts_experts(_leaf(name)) and int(name.split(".")[1]) < self.num_layers
+        }
+        if not counted:
+            raise ValueError("it holds neither a router (ffn_gate_inp) nor stacked experts (ffn_*_exps)")
+        (first, expected), *others = sorted(counted.items())
+        for name, count in others:
+            if count != expected:
+                raise ValueError(f"{name} is of {count} experts, expected {expected} as {first}")
+        return expected
+
+    def contradictions(self) -> list[str]:
+        """Counts that the header gives and the tensors contradict.
+
+        Raises: ValueError: the tensors lack layers of the header.
+        """
+        blocks, predicting = int(self("block_count")), int(self.get("nextn_predict_layers", 0))
+        found = []
+        if (layers := blocks - predicting) != self.num_layers:
+            said = f"{layers} layers (block_count {blocks}, nextn_predict_layers {predicting})"
+            if layers > self.num_layers and blocks != len(self._blocks):
+                raise ValueError(f"its header counts {said}, but it holds tensors of {self.num_layers}")
+            found.append(f"{said}, its tensors {self.num_layers}")
+        if (experts := int(self("expert_count"))) != self.num_experts:
+            found.append(f"{experts} experts (expert_count), its tensors {self.num_experts}")
+        return found
 
     @property
     def gating(self) -> int:
         """Score function of the router, as ggml's number."""
         return int(self.get("expert_gating_func", _SIGMOID if self.has("exp_probs_b.bias") else _SOFTMAX))
+
+
+def _leaf(name: str) -> str:
+    """A tensor's name within its block; empty outside blocks."""
+    return "".join(name.split(".", 2)[2:]) if name.startswith("blk.") else ""
+
+
+def _counts_experts(leaf: str) -> bool:
+    return leaf == "ffn_gate_inp.weight" or (leaf.startswith("ffn_") and leaf.endswith("_exps.weight"))
 
 
 Config = Mapping[str, Any]
@@ -204,7 +270,7 @@ def _rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
 def _qwen(meta: Metadata) -> dict[str, Any]:
     dense = [i for i in range(meta.num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in meta.names]
     return {
-        "num_experts": meta("expert_count"),
+        "num_experts": meta.num_experts,
         "norm_topk_prob": meta.architecture != "qwen2moe",  # llama.cpp's graph fixes it
         "mlp_only_layers": dense,
         "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
@@ -229,7 +295,7 @@ def _linear(meta: Metadata) -> dict[str, Any]:
 def _routed(meta: Metadata) -> dict[str, Any]:
     """Config of DeepSeek-like families."""
     return {
-        "n_routed_experts": meta("expert_count"),
+        "n_routed_experts": meta.num_experts,
         "n_shared_experts": meta.get("expert_shared_count", 0),
         "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
         "n_group": meta.get("expert_group_count", 1),
@@ -270,7 +336,7 @@ def _glm(meta: Metadata) -> dict[str, Any]:
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
     rope = _rope(meta, meta("attention.key_length"))
     return {
-        "num_local_experts": meta("expert_count"),
+        "num_local_experts": meta.num_experts,
         "intermediate_size": meta("expert_feed_forward_length"),
         "sliding_window": meta("attention.sliding_window"),
         "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
@@ -279,20 +345,22 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
 
 def _lfm2(meta: Metadata) -> dict[str, Any]:
     return {
-        "num_experts": meta("expert_count"),
+        "num_experts": meta.num_experts,
         "num_dense_layers": meta("leading_dense_block_count"),
         "norm_eps": meta("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": meta("shortconv.l_cache"),
         "conv_bias": meta.has("shortconv.in_proj.bias"),
         "use_expert_bias": meta.has("exp_probs_b.bias"),
         "norm_topk_prob": True,  # llama.cpp's graph fixes it
-        "layer_types": ["full_attention" if heads else "conv" for heads in meta("attention.head_count_kv")],
+        "layer_types": [
+            "full_attention" if f"blk.{i}.attn_q.weight" in meta.names else "conv" for i in range(meta.num_layers)
+        ],
     }
 
 
 def _granite(meta: Metadata) -> dict[str, Any]:
     return {
-        "num_local_experts": meta("expert_count"),
+        "num_local_experts": meta.num_experts,
         "embedding_multiplier": meta("embedding_scale"),
         "residual_multiplier": meta("residual_scale"),
         "attention_multiplier": meta("attention.scale"),
@@ -302,7 +370,7 @@ def _granite(meta: Metadata) -> dict[str, Any]:
 
 def _ernie(meta: Metadata) -> dict[str, Any]:
     return {
-        "moe_num_experts": meta("expert_count"),
+        "moe_num_experts": meta.num_experts,
         "moe_k": meta("expert_used_count"),
         "moe_num_shared_experts": meta.get("expert_shared_count", 0),
         "moe_layer_start_index": meta("leading_dense_block_count"),
@@ -313,7 +381,7 @@ def _ernie(meta: Metadata) -> dict[str, Any]:
 
 def _hunyuan(meta: Metadata) -> dict[str, Any]:
     return {
-        "num_experts": meta("expert_count"),
+        "num_experts": meta.num_experts,
         "moe_topk": meta("expert_used_count"),
         "intermediate_size": meta("expert_feed_forward_length"),  # of the shared expert too
     }
@@ -321,14 +389,14 @@ def _hunyuan(meta: Metadata) -> dict[str, Any]:
 
 def _local(meta: Metadata) -> dict[str, Any]:
     return {
-        "num_local_experts": meta("expert_count"),
+        "num_local_experts": meta.num_experts,
         "intermediate_size": meta.get("expert_feed_forward_length", meta("feed_forward_length")),
     }
 
 
 def _olmoe(meta: Metadata) -> dict[str, Any]:
     return {
-        "num_experts": meta("expert_count"),
+        "num_experts": meta.num_experts,
         "norm_topk_prob": False,  # llama.cpp's graph fixes it
         "clip_qkv": meta.get("attention.clamp_kqv"),
     }

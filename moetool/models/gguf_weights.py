@@ -73,12 +73,14 @@ class GgufFile:
 
     Attributes:
         config: the model's config, as in a config.json.
+        contradictions: counts of its header that its tensors contradict; the config follows the tensors.
         content: identity of the model.
         index: its tensors, by ggml's names.
         tokenizer: kind of its tokenizer, and the name of the rule that splits text.
     """
 
     config: dict[str, Any]
+    contradictions: list[str]
     content: bytes
     tokenizer: tuple[Any, Any]
     index: TensorIndex
@@ -93,17 +95,16 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
 
     Raises:
         UsageError: its architecture is not supported, or it holds tensors that its architecture lacks.
-        MismatchError: it is damaged.
+        MismatchError: it is damaged, or its tensors lack a layer of its header.
     """
     header = read_gguf_header(path)
     if whole:
         header.require_whole()
     name = header.metadata.get("general.architecture")
-    meta = Metadata(str(name), header.metadata, frozenset(header.tensors))
+    meta = Metadata(str(name), header.metadata, {stored: tensor.shape for stored, tensor in header.tensors.items()})
     try:
         architecture = find_architecture(meta)
-        if meta.num_layers > len(header.tensors):
-            raise ValueError(f"the header says {meta.num_layers:,} layers, but has {len(header.tensors)} tensors")
+        contradictions = meta.contradictions()
         config = {"model_type": architecture.family, **common_config(meta), **architecture.config(meta)}
         parts = _parts(header, meta, architecture)
     except UsageError as error:
@@ -116,6 +117,7 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
     tensors = {stored: _tensor(tensor) for stored, tensor in header.tensors.items()}
     return GgufFile(
         config=config,
+        contradictions=contradictions,
         content=json.dumps([config, sorted(kinds.items())], sort_keys=True).encode(),
         tokenizer=(header.metadata.get("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")),
         index=TensorIndex(header.files, header.stamps, tensors),

@@ -1,7 +1,6 @@
-"""Model configs whose sizes cannot be are refused before a model is built, and weights beyond them are told."""
+"""Model configs whose sizes cannot be are refused before a model is built."""
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -52,26 +51,6 @@ def test_tokenizer_files_that_cannot_be_are_refused_in_one_line(
         assert "has no tokenizer that can be read" in str(error) and "\n" not in str(error)
     else:
         assert name == "special_tokens_map.json" or content.startswith("{")
-
-
-def _warnings(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """Warnings of moetool; other libraries log too, and a record may arrive twice."""
-    records = [r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING]
-    return {record.getMessage() for record in records}
-
-
-def test_a_config_of_fewer_layers_than_its_weights_is_told(
-    reference: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(reference, tmp_path / "m")
-    config = json.loads((reference / "config.json").read_text())
-    layers = config["num_hidden_layers"]
-    assert Checkpoint(tmp_path / "m").spec.num_layers == layers
-    assert not _warnings(caplog)
-    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers - 1}))
-    assert Checkpoint(tmp_path / "m").spec.num_layers == layers - 1
-    (said,) = _warnings(caplog)
-    assert f"weights of {layers} layers, but its config.json says {layers - 1}" in said
 
 
 def test_a_pipe_in_the_place_of_a_config_is_refused(tmp_path: Path) -> None:

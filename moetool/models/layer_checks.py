@@ -1,0 +1,83 @@
+"""Check a model's layers against those in its weight files."""
+
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from moetool.errors import MismatchError
+from moetool.models.conversion import TensorSource
+from moetool.models.spec import MoeLayer
+
+_LOG = logging.getLogger(__name__)
+_split = re.compile(r"(.*?\.)(\d{1,6})\.(.+)").fullmatch
+
+
+def check_layers(
+    layers: Sequence[MoeLayer], sources: Mapping[str, TensorSource], weights: Collection[str], path: Path
+) -> None:
+    """Refuse weight files of other counts than the config, and warn of weights that the model's layers do not take.
+
+    A block behind the layers that holds other tensors than they do is a multi-token prediction block. Transformers
+    ignores it.
+
+    Args:
+        layers: MoE layers of the model.
+        sources: the tensors of each parameter of the model.
+        weights: weights in the files, by their names in an unquantized checkpoint.
+        path: path of the checkpoint, for errors.
+
+    Raises:
+        MismatchError: the files hold a further layer, or layers of more or fewer experts.
+    """
+    for layer in layers:
+        _require_experts(layer, sources, path)
+    used = {name for source in sources.values() for name in source.tensor_names}
+    kinds: dict[str, set[str]] = {}
+    last: dict[str, int] = {}
+    for name in used:
+        if (match := _split(name)) is not None:
+            root, number, leaf = match[1], int(match[2]), _kind(match[3])
+            kinds.setdefault(root, set()).add(leaf)
+            last[root] = max(last.get(root, 0), number)
+    further: dict[tuple[str, int], set[str]] = {}
+    ignored = []
+    for name in sorted(set(weights) - used):
+        match = _split(name)
+        if match is None or (root := match[1]) not in kinds:
+            continue
+        if (number := int(match[2])) > last[root]:
+            further.setdefault((root, number), set()).add(_kind(match[3]))
+        elif name.endswith((".weight", ".bias")):
+            ignored.append(name)
+    for (root, number), leaves in sorted(further.items()):
+        if leaves <= kinds[root]:
+            raise MismatchError(
+                f"{path}: its weight files hold the layer {root}{number}, but its config.json counts "
+                f"{last[root] + 1} layers (num_hidden_layers); correct it, or download the model again"
+            )
+    if ignored:
+        _LOG.warning(
+            "%s: the model ignores %d weights of its layers, such as %s: check whether its config describes them",
+            path,
+            len(ignored),
+            ignored[0],
+        )
+
+
+def _require_experts(layer: MoeLayer, sources: Mapping[str, TensorSource], path: Path) -> None:
+    """Raises: MismatchError: experts of one tensor each are numbered to another count than the config's."""
+    found = [source for name in layer.form.parameters if (source := sources.get(f"{layer.path}.{name}")) is not None]
+    names = [name for source in found for names in source.names.values() if len(names) > 1 for name in names]
+    numbers = {int(match[1]) for name in names if (match := re.match(r".*\.(\d+)\.", name))}
+    counts = (layer.form.num_experts, layer.num_experts)  # some files hold identity experts too
+    if numbers and len(numbers) == max(numbers) + 1 and len(numbers) not in counts:
+        raise MismatchError(
+            f"{path}: its weight files hold {len(numbers)} experts of {layer.path}, expected {counts[0]} by its "
+            "config.json; correct it, or download the model again"
+        )
+
+
+def _kind(leaf: str) -> str:
+    """A name within a layer, without numbers of experts."""
+    return re.sub(r"\.\d+\.", ".N.", leaf)

@@ -1,0 +1,81 @@
+"""Layers and experts in safetensors files are those of the config, or the model is refused."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetool.errors import MismatchError
+from moetool.models.checkpoint import Checkpoint
+from tests import families
+
+EXPERTS = {"qwen3_moe": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """Warnings of moetool; other libraries log too, and a record may arrive twice."""
+    records = [r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING]
+    return {record.getMessage() for record in records}
+
+
+def _model(folder: Path, family: str = "qwen3_moe", **changed: Any) -> Path:
+    """A tiny model of three layers and eight experts, with other values in its config.json."""
+    families.save(family, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+def _add(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("predicting", [0, 1])
+def test_a_config_of_fewer_layers_than_its_weights_is_refused(family: str, predicting: int, tmp_path: Path) -> None:
+    """A count of prediction blocks does not hide an ordinary layer."""
+    _model(tmp_path, family, num_hidden_layers=2, num_nextn_predict_layers=predicting)
+    with pytest.raises(MismatchError, match=r"hold the layer model\.layers\.2, .* counts 2 layers") as caught:
+        _ = Checkpoint.open(tmp_path).spec
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    assert Checkpoint.open(tmp_path, weights=False).spec.layer_ids_L[-1] == 1
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("predicting", [0, 1, 2])
+def test_a_prediction_block_is_no_layer(
+    family: str, predicting: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds tensors that layers lack, whatever the config counts."""
+    _model(tmp_path, family, num_nextn_predict_layers=predicting)
+    stored = load_file(tmp_path / "model.safetensors")
+    block = {name.replace(".2.", ".3.", 1): value for name, value in stored.items() if ".layers.2." in name}
+    names = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    _add(tmp_path, {**block, **{f"model.layers.3.{name}.weight": torch.ones(4) for name in names}})
+    assert Checkpoint.open(tmp_path).spec.layer_ids_L[-1] == 2
+    assert not _warnings(caplog)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("count", [4, 16])
+def test_a_config_of_other_experts_than_its_weights_is_refused(family: str, count: int, tmp_path: Path) -> None:
+    """With the headers of the files alone, before a plan is made of the wrong count."""
+    _model(tmp_path, family, **{EXPERTS[family]: count})
+    with pytest.raises(MismatchError, match=rf"hold 8 experts of model\.layers\.\d\.mlp\.experts, expected {count} "):
+        _ = Checkpoint.open(tmp_path).spec
+
+
+def test_weights_that_layers_do_not_take_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _model(tmp_path)
+    _ = Checkpoint.open(tmp_path).spec
+    assert not _warnings(caplog)
+    _add(tmp_path, {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)})
+    _ = Checkpoint.open(tmp_path).spec
+    (said,) = _warnings(caplog)
+    assert "ignores 1 weights" in said and "model.layers.1.self_attn.q_proj.bias" in said and str(tmp_path) in said
