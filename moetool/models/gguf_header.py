@@ -6,10 +6,13 @@ A model may be split over files named `NAME-00001-of-00003.gguf`; the first one'
 import math
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moetool.errors import MismatchError, UsageError
+from moetool.models.gguf_tokenizer import END_TEXTS
 from moetool.models.tensor_index import FileStamp
 
 FLOATS = {0: "F32", 1: "F16", 30: "BF16"}
@@ -39,6 +42,7 @@ class GgufHeader(NamedTuple):
 
     Attributes:
         metadata: values by key; for a list of strings only its length.
+        end_ids: ids of the tokens of `gguf_tokenizer.END_TEXTS`, by text.
         tensors: tensors by ggml name.
         num_bytes: smallest valid size of each file.
     """
@@ -46,6 +50,7 @@ class GgufHeader(NamedTuple):
     files: tuple[Path, ...]
     stamps: tuple[FileStamp, ...]
     metadata: dict[str, Any]
+    end_ids: dict[str, int]
     tensors: dict[str, GgufTensor]
     num_bytes: tuple[int, ...]
 
@@ -70,11 +75,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """
     files = _files(path)
     metadata: dict[str, Any] = {}
+    end_ids: dict[str, int] = {}
     tensors: dict[str, GgufTensor] = {}
     stamps, sizes = [], []
     for number, file in enumerate(files):
         stamps.append(FileStamp.of(file.stat()))
-        found, mine, num_bytes = _read(file, number)
+        found, ids, mine, num_bytes = _read(file, number)
         part = found.get("split.no", 0), found.get("split.count", 1) or 1
         if not all(isinstance(value, int) for value in part):
             raise MismatchError(f"{file} has no number of its part of the model; download the model again")
@@ -85,12 +91,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
             )
         if repeated := sorted(mine.keys() & tensors.keys()):
             raise MismatchError(f"{file}: {repeated[0]} is in another file too; download the model again")
-        metadata = metadata or found
+        metadata, end_ids = metadata or found, end_ids | ids
         tensors |= mine
         sizes.append(num_bytes)
     if (count := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
         raise MismatchError(f"{path} has {len(tensors)} tensors, expected {count}; download the model again")
-    return GgufHeader(files, tuple(stamps), metadata, tensors, tuple(sizes))
+    return GgufHeader(files, tuple(stamps), metadata, end_ids, tensors, tuple(sizes))
 
 
 def require_header(file: Path) -> None:
@@ -126,6 +132,7 @@ class _Reader:
         with file.open("rb") as stream:
             self._data = stream.read(_MOST_BYTES)
         self.position = 0
+        self.positions: dict[str, int] = {}
 
     def error(self, problem: str, kind: type[MismatchError] = MismatchError) -> MismatchError:
         return kind(f"{self._file} is a damaged GGUF file: {problem}; download the model again")
@@ -145,7 +152,12 @@ class _Reader:
         except UnicodeDecodeError:
             raise self.error("a name in it is not text") from None
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, wanted: Mapping[bytes, str] = MappingProxyType({})) -> Any:
+        """Read a value.
+
+        Args:
+            wanted: strings whose positions in a list of strings `positions` receives, with their keys there.
+        """
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
@@ -158,23 +170,24 @@ class _Reader:
             return list(struct.unpack(form, self.take(struct.calcsize(form)))) if form else self.take(count)
         if kind != _STRING:
             raise self.error(f"it has a list of type {kind}")
-        for _ in range(count):
-            self.take(self.number("<Q"))
+        for position in range(count):
+            if (key := wanted.get(self.take(self.number("<Q")))) is not None:
+                self.positions[key] = position
         return count
 
 
-def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
-    """Return metadata, tensors, and the expected bytes of the file."""
+def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, int], dict[str, GgufTensor], int]:
+    """Return metadata, end tokens, tensors, and the expected bytes of the file."""
     reader = _Reader(file)
     if reader.take(4) != b"GGUF":
         raise MismatchError(f"{file} is not a GGUF file: it does not begin with GGUF; download the model again")
     if (version := reader.number("<I")) not in (2, 3):
         raise UsageError(f"{file} is a GGUF file of version {version}, expected 2 or 3; convert the model again")
     num_tensors, num_values = reader.number("<Q"), reader.number("<Q")
-    metadata = {}
+    metadata, ends = {}, {text.encode(): text for text in END_TEXTS}
     for _ in range(num_values):
         key = reader.text()
-        metadata[key] = reader.value(reader.number("<I"))
+        metadata[key] = reader.value(reader.number("<I"), ends if key == "tokenizer.ggml.tokens" else {})
     found = []
     for _ in range(num_tensors):
         name, dims = reader.text(), reader.number("<I")
@@ -201,7 +214,7 @@ def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor
             )
         tensors[name] = GgufTensor(number, start + offset, _num_bytes(file, name, shape, kind), shape, kind)
         end, before = start + offset + tensors[name].num_bytes, name
-    return metadata, tensors, end
+    return metadata, reader.positions, tensors, end
 
 
 def _num_bytes(file: Path, name: str, shape: tuple[int, ...], kind: int) -> int:

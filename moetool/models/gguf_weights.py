@@ -15,6 +15,7 @@ from moetool.errors import MismatchError, UsageError
 from moetool.models.ggml_blocks import GgmlCodec, Undo
 from moetool.models.gguf_architectures import Architecture, Metadata, common_config, find_architecture
 from moetool.models.gguf_header import FLOATS, GgufHeader, GgufTensor, read_gguf_header
+from moetool.models.gguf_tokenizer import end_tokens
 from moetool.models.quantization_config import Quantization
 from moetool.models.tensor_index import Tensor, TensorIndex
 from moetool.models.weight_format import StoredWeight, as_dense
@@ -107,6 +108,7 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
         contradictions = meta.contradictions()
         config = {"model_type": architecture.family, **common_config(meta), **architecture.config(meta)}
         parts = _parts(header, meta, architecture)
+        ends = end_tokens(header.metadata, header.end_ids)
     except UsageError as error:
         raise UsageError(f"{path} {error}") from None
     except KeyError as error:
@@ -115,8 +117,9 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
         raise MismatchError(f"{path} is a damaged GGUF file: {error}; download the model again") from None
     kinds = {stored: tensor.kind for stored, tensor in header.tensors.items()}
     tensors = {stored: _tensor(tensor) for stored, tensor in header.tensors.items()}
+    # `content` leaves further end tokens out: they change no weight, and revisions stay those of earlier versions.
     return GgufFile(
-        config=config,
+        config=config | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None},
         contradictions=contradictions,
         content=json.dumps([config, sorted(kinds.items())], sort_keys=True).encode(),
         tokenizer=(header.metadata.get("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")),
