@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from moetool.evaluation.library_weights import open_library
 from moetool.evaluation.plain_model import Forward, PlainModel, open_plain, plain_bytes
 from moetool.evaluation.served_answers import Answers, Computed, LayerRoutes, dense_digests, digests, routes_of
 from moetool.machine import memory_bytes
@@ -90,6 +91,10 @@ class LayerComparison:
         tolerance: share of a layer's largest output that its difference may be.
         results: results by decoder layer.
         decoded: logits of transformers' own greedy decoding, for prompts whose forward chose another token.
+        oracle: origin of plain transformers' weights.
+        whole: whether plain transformers was wholly in memory.
+        read_by: the reader of each part of plain transformers, see `PlainModel`.
+        contradictions: where the served model contradicts its files, as the library of their format reads them.
     """
 
     def __init__(
@@ -108,10 +113,13 @@ class LayerComparison:
         self.tolerance = math.sqrt(torch.finfo(dtype).eps)
         self.results: dict[int, LayerResult] = {}
         self.decoded: dict[int, torch.Tensor] = {}
+        self.oracle, self.whole = "", True
+        self.read_by: dict[str, str] = {}
+        self.contradictions: list[str] = []
 
     def compare(
         self, prompts: Sequence[Sequence[int]], reference: Answers, layer_by_layer: bool, on_progress: Progress
-    ) -> tuple[list[torch.Tensor], tuple[float, float] | None, str, bool]:
+    ) -> tuple[list[torch.Tensor], tuple[float, float] | None]:
         """Compare all layers.
 
         Args:
@@ -120,13 +128,16 @@ class LayerComparison:
 
         Returns:
             Logits of plain transformers by prompt; largest and mean difference between its experts implementations
-            (None with one); origin of its weights; whether it was wholly in memory.
+            (None with one).
         """
         gc.collect()  # garbage in cycles would take memory here
         free = memory_bytes()[1] if self._device.type == "cpu" else torch.cuda.mem_get_info(self._device)[0]
         fits = plain_bytes(self._checkpoint, self._dtype) < free * MEMORY_SHARE
         on_progress("loading plain transformers", 0, 1)
-        plain = open_plain(self._checkpoint, self._dtype, self._device, whole=fits and not layer_by_layer)
+        library = open_library(self._checkpoint)
+        self.contradictions = library.problems(self._checkpoint, len(self._served[0].inputs))
+        plain = open_plain(self._checkpoint, library, self._dtype, self._device, whole=fits and not layer_by_layer)
+        self.oracle, self.whole, self.read_by = plain.origin, plain.whole, plain.read_by
         implementations: list[str | None] = [*plain.implementations()] or [None]
         forwards = [
             Forward([*prompt, *made[:-1]], len(prompt) - 1, implementation)
@@ -167,7 +178,7 @@ class LayerComparison:
             self.decoded = dict(zip(others, decoded, strict=True))
         pairs = list(zip(logits[: len(prompts)], logits[len(prompts) :], strict=False))
         yardstick = differences(pairs) if pairs else None
-        return logits[: len(prompts)], yardstick, plain.origin, plain.whole
+        return logits[: len(prompts)], yardstick
 
     def _compare_tensors(self, number: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
         """Compare other weights, unless quantized: those may be rounded differently, so the output decides."""

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from moetool.errors import UsageError
-from moetool.evaluation.library_weights import library_reader, read_by_safetensors
+from moetool.evaluation.library_weights import OURS, WeightLibrary
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import TensorSource
-from moetool.models.loading import ReadWeight, complete, fill, load_full, transformers_unpacks
+from moetool.models.loading import complete, fill, load_full, transformers_unpacks
 from moetool.models.spec import MoeLayer, moe_layers
 
 
@@ -51,6 +51,7 @@ class PlainModel:
     Args:
         model: transformers' model; streamed decoder layers are on the meta device.
         origin: the library that loaded its weights, for reports.
+        read_by: the reader of each part: `config`, and those of `WeightLibrary`.
         open_layer: loads the weights of a decoder layer; None for a model in memory.
 
     Attributes:
@@ -58,9 +59,12 @@ class PlainModel:
         decoder_layers: all decoder layers.
     """
 
-    def __init__(self, model: Any, origin: str, open_layer: "Callable[[int], Any] | None" = None) -> None:
+    def __init__(
+        self, model: Any, origin: str, read_by: dict[str, str], open_layer: "Callable[[int], Any] | None" = None
+    ) -> None:
         self.model = model
         self.origin = origin
+        self.read_by = read_by
         self.layers = moe_layers(model)
         self.decoder_layers = decoder_layers(model, self.layers)
         self._open_layer = open_layer
@@ -211,34 +215,44 @@ def plain_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return sum(parameter.numel() for parameter in checkpoint.skeleton.parameters()) * dtype.itemsize
 
 
-def open_plain(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, whole: bool) -> PlainModel:
+def open_plain(
+    checkpoint: Checkpoint, library: WeightLibrary, dtype: torch.dtype, device: torch.device, *, whole: bool
+) -> PlainModel:
     """Open a model in plain transformers; a quantized one with unpacked weights.
 
     Args:
+        library: reads what transformers does not.
         whole: load the whole model, by transformers if possible; else one decoder layer at a time.
 
     Raises: as `moetool.models.loading.load_full`.
     """
     if not whole:
-        return _open_streamed(checkpoint, dtype, device)
+        return _open_streamed(checkpoint, library, dtype, device)
     quantization = checkpoint.quantization
-    if quantization is None:
-        return PlainModel(load_full(checkpoint, dtype, device).model, "loaded by transformers")
-    by_transformers = quantization.method in ("fp8", "mxfp4") and checkpoint.stands_alone
-    if by_transformers and find_spec("accelerate") is not None:
-        return PlainModel(_dequantized(checkpoint, dtype, device), "unpacked by transformers (dequantize=True)")
-    library = library_reader(checkpoint)
-    if library is None or transformers_unpacks(checkpoint):
+    by_transformers = {**library.read_by, **dict.fromkeys(("config", "files", "names", "numbers"), "transformers")}
+    if quantization is None and checkpoint.stands_alone:
+        return PlainModel(load_full(checkpoint, dtype, device).model, "loaded by transformers", by_transformers)
+    dequantizes = quantization is not None and quantization.method in ("fp8", "mxfp4") and checkpoint.stands_alone
+    if dequantizes and find_spec("accelerate") is not None:
+        model = _dequantized(checkpoint, dtype, device)
+        read_by = by_transformers | {"unpacking": "transformers"}
+        return PlainModel(model, "unpacked by transformers (dequantize=True)", read_by)
+    if transformers_unpacks(checkpoint):
         model = load_full(checkpoint, dtype, device).model
-        return PlainModel(model, "unpacked by compressed-tensors" if hasattr(model, "hf_quantizer") else _OURS)
-    read, name = library
+        if hasattr(model, "hf_quantizer"):
+            read_by = by_transformers | {"unpacking": "compressed-tensors"}
+            return PlainModel(model, "unpacked by compressed-tensors", read_by)
     model = checkpoint.empty_model(dtype)
-    fill(model, checkpoint.sources.values(), checkpoint, read, dtype, device)
+    fill(model, checkpoint.sources.values(), checkpoint, library.read, dtype, device)
     complete(model, (), checkpoint.path)
-    return PlainModel(model, f"unpacked by {name}")
+    return PlainModel(model, _origin(library), {"config": OURS, **library.read_by})
 
 
-_OURS = "unpacked by moetool: transformers does not unpack this format here"
+def _origin(library: WeightLibrary) -> str:
+    """How a library reads the weights, for reports."""
+    if library.read_by.get("unpacking") == OURS:
+        return "unpacked by moetool: transformers does not unpack this format here"
+    return f"{'unpacked' if 'unpacking' in library.read_by else 'read'} by {library.name}"
 
 
 def _dequantized(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
@@ -254,7 +268,9 @@ def _dequantized(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     return model.to(dtype).eval().to(device)
 
 
-def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> PlainModel:
+def _open_streamed(
+    checkpoint: Checkpoint, library: WeightLibrary, dtype: torch.dtype, device: torch.device
+) -> PlainModel:
     model = checkpoint.empty_model(dtype)
     name = _list_name(model, moe_layers(model))
     sources: dict[int | None, list[TensorSource]] = {}
@@ -262,15 +278,7 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
         found = re.match(rf"{re.escape(name)}\.(\d+)\.", source.parameter)
         sources.setdefault(int(found[1]) if found else None, []).append(source)
     inside = {key for key in model.state_dict() if re.match(rf"{re.escape(name)}\.\d+\.", key)}
-    origin, library = _OURS, library_reader(checkpoint)
-    read: ReadWeight
-    if checkpoint.quantization is None:
-        read, origin = partial(read_by_safetensors, checkpoint), "read by safetensors"
-    elif library is not None:
-        read, origin = library[0], f"unpacked by {library[1]}"
-    else:
-        read = checkpoint.open_shards().load
-    fill(model, sources.get(None, []), checkpoint, read, dtype, device)
+    fill(model, sources.get(None, []), checkpoint, library.read, dtype, device)
     complete(model, inside, checkpoint.path)
     opened: list[int] = []
 
@@ -279,9 +287,9 @@ def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
             _free(model, {key for key in inside if key.startswith(f"{name}.{opened[-1]}.")})
             opened.pop()
         opened.append(number)
-        fill(model, sources.get(number, []), checkpoint, read, dtype, device)
+        fill(model, sources.get(number, []), checkpoint, library.read, dtype, device)
 
-    return PlainModel(model, origin, open_layer)
+    return PlainModel(model, _origin(library), {"config": OURS, **library.read_by}, open_layer)
 
 
 def _free(model: Any, names: Iterator[str] | set[str]) -> None:

@@ -96,6 +96,8 @@ class Comparison:
     Attributes:
         oracle: origin of plain transformers' weights.
         whole: whether plain transformers was wholly in memory.
+        read_by: the reader of each part of plain transformers; `moetool` where no other one is used.
+        contradictions: where the served model contradicts its files, as the library of their format reads them.
         prompts: ids of the embedded prompts.
         base: the policy whose answers were forwarded.
         yardstick_max, yardstick_mean: difference of logits between transformers' own grouped and eager experts; None
@@ -105,6 +107,8 @@ class Comparison:
 
     oracle: str
     whole: bool
+    read_by: dict[str, str]
+    contradictions: list[str]
     dtype: str
     prompts: list[str]
     num_tokens: int
@@ -120,7 +124,7 @@ class Comparison:
     @property
     def problems(self) -> list[str]:
         """Return all differences beyond ties, causes first."""
-        found = [text for layer in self.layers for text in layer.problems(self.tolerance)]
+        found = [*self.contradictions, *(text for layer in self.layers for text in layer.problems(self.tolerance))]
         for row in self.policies:
             if row.differing:
                 found.append(f"{row.policy}: {row.first}")
@@ -192,7 +196,7 @@ def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-verify-"))
             predictor = _counted(checkpoint, reference, Path(folder))
         rows = LayerComparison(checkpoint, reference.computed, dtype, device, fastest)
-        plain, yardstick, oracle, whole = rows.compare(prompts, reference, options.layer_by_layer, on_progress)
+        plain, yardstick = rows.compare(prompts, reference, options.layer_by_layer, on_progress)
         gc.collect()  # frees plain transformers, which is in reference cycles
         results = []
         for name in policies:
@@ -210,8 +214,10 @@ def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress
                 continue
             results.append(_judge(name, made, reference, plain, rows.decoded, names))
     return Comparison(
-        oracle=oracle,
-        whole=whole,
+        oracle=rows.oracle,
+        whole=rows.whole,
+        read_by=rows.read_by,
+        contradictions=rows.contradictions,
         dtype=options.dtype,
         prompts=names,
         num_tokens=options.tokens,

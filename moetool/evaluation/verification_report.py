@@ -12,6 +12,7 @@ from typing import Any
 
 from moetool import __version__, durable
 from moetool.errors import UsageError
+from moetool.evaluation.library_weights import OURS
 from moetool.evaluation.verification import Comparison, PolicyResult
 from moetool.machine import Machine, read_machine
 from moetool.models.checkpoint import Checkpoint
@@ -66,7 +67,7 @@ class Report:
         made = self.comparison
         if made.verdict != "differs":
             return ""
-        causes = any(True for layer in made.layers for _ in layer.problems(made.tolerance))
+        causes = made.contradictions or any(True for layer in made.layers for _ in layer.problems(made.tolerance))
         worst = max((row.logits_max for row in made.policies if not row.skipped), default=0.0)
         if made.dtype != "float32" and not causes and worst <= made.logits_limit:
             return f"the logits agree within rounding of {made.dtype}; --dtype float32 decides"
@@ -100,11 +101,15 @@ class Report:
         yardstick = "the family has one implementation"
         if made.yardstick_max is not None:
             yardstick = f"{made.yardstick_max:.3g} at most, {made.yardstick_mean:.3g} on average"
+        read = [(part, reader) for part, reader in made.read_by.items() if reader != OURS]
+        alone = [part for part, reader in made.read_by.items() if reader == OURS]
         return [
             ("model", f"{self.model}{f' at {self.commit}' if self.commit else ''}, {self.family}"),
             ("revision", self.revision),
             ("weights", f"{weights}; {self.num_experts:,} experts of {count(self.expert_bytes, 'B')}"),
             ("plain transformers", f"{made.oracle}, {'whole' if made.whole else 'layer by layer'}, {made.dtype}"),
+            ("read by other libraries", ", ".join(f"{part}: {reader}" for part, reader in read)),
+            ("read by moetool alone", ", ".join(alone) or "nothing"),
             ("compared", f"{numbered(len(made.prompts), 'prompt')}, {numbered(made.num_tokens, 'token')} each"),
             ("weights compared", f"{checked:,} experts in a slot, {tensors:,} other tensors"),
             ("experts chosen", f"{routes - route_ties - wrong:,} of {routes:,} equal, {route_ties:,} ties"),

@@ -12,12 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetool.errors import UsageError
+from moetool.evaluation import library_weights
 from moetool.evaluation.layer_comparison import OUTSIDE
 from moetool.evaluation.verification import Comparison, VerifyOptions, verify
 from moetool.evaluation.verification_report import report_on
 from moetool.models import ggml_blocks, loading, tensor_index
+from moetool.models import checkpoint, ggml_blocks, gguf_weights
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
+from moetool.models.gguf_architectures import Architecture, Metadata
+from moetool.models.gguf_header import GgufHeader, read_gguf_header
 from moetool.models.nvfp4 import Nvfp4Codec
 from moetool.models.pack_quantized import PackCodec
 from moetool.models.packed_linear import PackedLinear
@@ -35,8 +39,8 @@ _PACKED_SIZE = {
 
 
 def _verify(path: Path | str, options: VerifyOptions = SMALL) -> Comparison:
-    with Checkpoint.open(path) as checkpoint:
-        return verify(checkpoint, options, lambda what, done, total: None)
+    with Checkpoint.open(path) as opened:
+        return verify(opened, options, lambda what, done, total: None)
 
 
 def _shape(family: str, to: Path, reference: Path, **changed: Any) -> Path:
@@ -271,6 +275,93 @@ def test_a_broken_policy_is_named(reference: Path, monkeypatch: pytest.MonkeyPat
     assert bad.policy == "static_split" and not bad.same_bits and bad.differs_at is not None
     assert any(problem.startswith("static_split: ") for problem in made.problems)
     assert not any(problem.startswith(("lru", "layer")) for problem in made.problems)
+
+
+def _gguf(folder: Path, reference: Path) -> Path:
+    """A GGUF file of three layers with the embedded model's tokenizer."""
+    vocabulary = {"vocab_size": len(Checkpoint.open(reference).tokenizer)}
+    return gguf_models.written("qwen3_moe", folder, spelled=reference, **vocabulary)[0]
+
+
+def test_a_layer_lost_to_a_header_is_found(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If moetool believed a header's count of prediction blocks again, which the file lacks."""
+    values = {"qwen3moe.nextn_predict_layers": 1}
+    path = gguf_models.rewritten(_gguf(tmp_path, reference), tmp_path / "n.gguf", values)
+    assert _verify(path).verdict == "exact"
+
+    def by_header(self: Metadata) -> int:
+        return int(self("block_count")) - int(self.get("nextn_predict_layers", 0))
+
+    monkeypatch.setattr(Metadata, "num_layers", property(by_header))
+    made = _verify(path)
+    assert made.verdict == "differs"
+    assert made.problems[0] == "layers: 3 in the files by the gguf package, 2 as served"
+    assert made.problems[1] == "layer 2: 8 experts in the files by the gguf package, 0 as served"
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_layer_lost_to_a_config_is_found(
+    layer_by_layer: bool, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If moetool no longer refused a config of fewer layers than its files."""
+    path = _shape("qwen3_moe", tmp_path / "m", reference)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
+    monkeypatch.setattr(checkpoint, "check_layers", lambda *arguments: None)
+    made = _verify(path, replace(SMALL, layer_by_layer=layer_by_layer))
+    assert made.verdict == "differs" and made.first == "layers: 3 in the files by safetensors, 2 as served"
+
+
+def test_tensors_under_each_others_names_are_found(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gguf package has its own table of names."""
+    path, real = _gguf(tmp_path, reference), Architecture.renamed
+
+    def swapped(self: Architecture, name: str) -> str | None:
+        other = {"attn_k": "attn_v", "attn_v": "attn_k"}
+        return real(self, ".".join(other.get(part, part) for part in name.split(".")))
+
+    monkeypatch.setattr(Architecture, "renamed", swapped)
+    made = _verify(path)
+    assert made.verdict == "differs" and made.first.startswith("layer 0: ")
+
+
+def test_a_header_value_that_is_read_wrongly_is_found(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubled(path: Path) -> GgufHeader:
+        header, key = read_gguf_header(path), "qwen3moe.rope.freq_base"
+        return header._replace(metadata={**header.metadata, key: 2 * header.metadata[key]})
+
+    monkeypatch.setattr(gguf_weights, "read_gguf_header", doubled)
+    monkeypatch.setattr(library_weights, "read_gguf_header", doubled)
+    made = _verify(_gguf(tmp_path, reference))
+    assert made.verdict == "differs" and made.first.startswith("header: qwen3moe.rope.freq_base is ")
+
+
+def test_the_report_says_which_parts_another_library_reads(reference: Path, tmp_path: Path) -> None:
+    other = dict.fromkeys(("files", "names", "numbers", "config"), "transformers") | {"counts": "safetensors"}
+    assert _verify(reference).read_by == other
+    streamed = _verify(reference, replace(SMALL, layer_by_layer=True)).read_by
+    ours = {"config": "moetool", "names": "moetool"}
+    assert streamed == dict.fromkeys(("files", "counts", "numbers"), "safetensors") | ours
+    with Checkpoint.open(_gguf(tmp_path, reference)) as opened:
+        report = report_on(opened, verify(opened, SMALL, lambda what, done, total: None), "cpu")
+    names = "gguf (39 of 39 tensors)"
+    theirs = {"counts": "gguf", "names": names, "numbers": "gguf", "unpacking": "gguf"}
+    assert report.to_json()["read_by"] == {"config": "moetool", "files": "moetool", **theirs}
+    facts = dict(report.facts())
+    assert facts["read by moetool alone"] == "config, files"
+    assert facts["read by other libraries"] == ", ".join(f"{part}: {reader}" for part, reader in theirs.items())
+
+
+def test_plain_transformers_takes_the_files_that_transformers_takes(tmp_path: Path) -> None:
+    """It reads a single file rather than shards."""
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x", "b": "y"}}))
+    assert library_weights.weight_files(tmp_path) == [tmp_path / "x", tmp_path / "y"]
+    (tmp_path / "model.safetensors").touch()
+    assert library_weights.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 def test_the_report_holds_no_folder_and_no_prompt(reference: Path, tmp_path: Path) -> None:

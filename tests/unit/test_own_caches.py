@@ -304,7 +304,7 @@ def test_calls_that_differ_in_more_than_tokens_are_refused(full: Any, first: Any
 
 
 def test_forwards_that_a_failure_leaves_behind_release_no_lock(full: Any) -> None:
-    plain = PlainModel(full.model, "as it is")
+    plain = PlainModel(full.model, "as it is", {})
 
     def visit(number: int, layer: int, again: Any) -> None:
         if number == 0:
