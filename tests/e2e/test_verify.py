@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from moetool.errors import UsageError
 from moetool.evaluation import library_weights
 from moetool.evaluation.layer_comparison import OUTSIDE
+from moetool.evaluation.plain_model import open_plain
 from moetool.evaluation.verification import Comparison, VerifyOptions, verify
 from moetool.evaluation.verification_report import report_on
 from moetool.models import ggml_blocks, loading, tensor_index
@@ -22,6 +23,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.gguf_architectures import Architecture, Metadata
 from moetool.models.gguf_header import GgufHeader, read_gguf_header
+from moetool.models.loading import CPU
 from moetool.models.nvfp4 import Nvfp4Codec
 from moetool.models.pack_quantized import PackCodec
 from moetool.models.packed_linear import PackedLinear
@@ -254,6 +256,31 @@ def test_a_broken_model_differs_by_layer_and_expert(
         assert "tokens chose other experts, such as experts " in made.problems[1]
     if corrupt is _other_sum:
         assert "most at a token of experts " in made.first
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_wrong_read_of_a_format_that_moetool_unpacks_differs(
+    layer_by_layer: bool, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The safetensors library reads the stored numbers."""
+    dense = _shape("qwen3_moe", tmp_path / "dense", reference)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}
+    quantized.quantize(dense, tmp_path / "m", config, lambda name: quantized.gptq(act_order=False))
+    options = replace(SMALL, prompts=1, layer_by_layer=layer_by_layer)
+    good = _verify(tmp_path / "m", options)
+    assert good.verdict in ("exact", "ties") and good.oracle.startswith("unpacked by moetool"), good.problems
+    assert (good.read_by["numbers"], good.read_by["unpacking"]) == ("safetensors", "moetool")
+    _other_router(monkeypatch)
+    made = _verify(tmp_path / "m", options)
+    assert made.verdict == "differs" and "tokens chose other experts" in made.first
+
+
+def test_a_text_part_is_not_called_loaded_by_transformers(tmp_path: Path) -> None:
+    """transformers builds it only within a larger model."""
+    families.save_multimodal("mistral3", tmp_path)
+    with Checkpoint.open(tmp_path) as opened:
+        plain = open_plain(opened, library_weights.open_library(opened), torch.float32, CPU, whole=True)
+    assert plain.origin == "read by safetensors" and plain.read_by["names"] == "moetool"
 
 
 def test_a_broken_policy_is_named(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
