@@ -1,6 +1,6 @@
 """Requests and outputs of the engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -110,6 +110,15 @@ Sink = Callable[[Output], None]
 
 
 State = Literal["starting", "ready", "draining", "failed"]
+
+
+def outside_vocabulary(tokens: Iterable[int], vocab_size: int) -> str:
+    """Return why a model cannot read these tokens; empty if it can.
+
+    An id beyond the embedding would fail inside the forward; on a GPU that ends the process.
+    """
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    return "" if wrong is None else f"token {wrong} is not in the vocabulary of {vocab_size} tokens"
 
 
 class Unavailable(MoetoolError):

@@ -29,6 +29,7 @@ import moetool.learning.predictor
 from moetool import config, durable
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
+from moetool.request import outside_vocabulary
 from moetool.types import GateEvent, ModelSpec
 
 _RUNNING = 64  # maximum number of kept KV caches; the oldest is dropped
@@ -123,6 +124,17 @@ class Predictor(moetool.learning.predictor.Predictor):
             self._replica.model.set_experts_implementation("eager")
         use_threads(self._replica.model.config)
 
+    def _known(self, token_id_S: Sequence[int]) -> Tensor:
+        """Return token ids as a tensor. Raises: MismatchError: one is withheld, or the replica does not embed it."""
+        if min(token_id_S, default=0) < 0:
+            raise MismatchError(
+                "awq_replica predicts from token ids, but some are withheld (-1), expected all of a request; use a "
+                "trace from moetool capture"
+            )
+        if why := outside_vocabulary(token_id_S, self._replica.model.config.get_text_config().vocab_size):
+            raise MismatchError(f"awq_replica cannot predict a request: {why}; use a trace of the replica's model")
+        return torch.tensor(list(token_id_S))
+
     def probabilities(self, scores_TE: Tensor) -> Tensor:
         """Return the card's match as the probability of chosen experts; the others share the rest evenly."""
         match = float(self.card["judged"]["match"]) if self.card else 1.0
@@ -136,7 +148,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         Raises:
             MismatchError: a token id is withheld.
         """
-        ids_S = _known(token_id_S)
+        ids_S = self._known(token_id_S)
         scores_LSE = torch.zeros(self.num_layers, len(ids_S), self.num_experts)
         with self._recorded(scores_LSE, torch.arange(len(ids_S))):
             self._replica.model.get_decoder()(input_ids=ids_S[None], use_cache=False)
@@ -152,7 +164,7 @@ class Predictor(moetool.learning.predictor.Predictor):
             return
         info = event.forward
         assert info.token_id_T is not None, "the forward lacks token ids"
-        ids_T = _known(info.token_id_T)
+        ids_T = self._known(info.token_id_T)
         request_T, position_T = np.array(info.request_T), np.array(info.position_T)
         self._scores_LTE = torch.zeros(self.num_layers, len(ids_T), self.num_experts)
         for request in dict.fromkeys(info.request_T):
@@ -203,17 +215,6 @@ class Predictor(moetool.learning.predictor.Predictor):
             yield
 
 
-def _known(token_id_S: Sequence[int]) -> Tensor:
-    """Return token ids as a tensor; raise MismatchError if one is withheld."""
-    ids_S = torch.tensor(list(token_id_S))
-    if bool((ids_S < 0).any()):
-        raise MismatchError(
-            "awq_replica predicts from token ids, but some are withheld (-1), expected all of a request; use a "
-            "trace from moetool capture"
-        )
-    return ids_S
-
-
 def make(
     model: str,
     data: Sequence[str],
@@ -256,7 +257,12 @@ def make(
     making = replace(making, length=min(making.length, checkpoint.max_context or making.length))
     texts = prompts.load(list(data))
     calibration = from_prompts(
-        texts, checkpoint.tokenizer, length=making.length, max_tokens=making.max_tokens, seed=seed
+        texts,
+        checkpoint.tokenizer,
+        checkpoint.vocab_size,
+        length=making.length,
+        max_tokens=making.max_tokens,
+        seed=seed,
     )
     use_threads(checkpoint.config)
     facts = {"options": asdict(predicting), "model": model, "seed": seed}

@@ -187,7 +187,7 @@ def bench_parallel(
     with recorded("cluster-ep", options, file) as made:
         try:
             head.start()
-            requests = subject.batches(head.tokenizer)
+            requests = subject.batches(head.tokenizer, head.vocab_size)
             on_progress(20)
             _run(head, requests[: options.ranks * options.seats], options)  # warms up
 
@@ -285,12 +285,12 @@ class _Subject:
         past = [prompt for place, prompt in enumerate(self._prompts) if not served("", place)]
         self._history, self._coming = self._capture("history", past), self._capture("served", self._served)
 
-    def batches(self, tokenizer: Any) -> list[list[int]]:
+    def batches(self, tokenizer: Any, vocab_size: int) -> list[list[int]]:
         """The prompts of all batches in order, held out of the history."""
         rng = np.random.default_rng(self._options.seed)
         by_task: dict[str, list[list[int]]] = {}
         for prompt in self._served:
-            ids = tokenizer(prompt.text)["input_ids"][: self._options.prompt_tokens]
+            ids = prompt.token_ids(tokenizer, vocab_size, prompt.input_tokens)
             by_task.setdefault(prompt.dataset, []).append(ids)
         size = self._options.ranks * self._options.seats
         chosen: list[list[int]] = []
@@ -360,7 +360,7 @@ class _Subject:
 
     def _oracle(self) -> Callable[[Sequence[int], int], np.ndarray]:
         """The routes that were recorded, by the prompt's text."""
-        tokenizer = Checkpoint.open(self._model).tokenizer
+        checkpoint = Checkpoint.open(self._model)
         places = {
             (row["dataset"], row["prompt_id"]): row["request"]
             for row in self._coming.requests.select(["dataset", "prompt_id", "request"]).to_pylist()
@@ -369,7 +369,7 @@ class _Subject:
         for request, tokens_LE in loads(self._coming, set(numbers(self._coming))):
             whole[request] = whole.get(request, 0) + tokens_LE
         known = {
-            tuple(tokenizer(prompt.text)["input_ids"][: self._options.prompt_tokens]): whole[
+            tuple(prompt.token_ids(checkpoint.tokenizer, checkpoint.vocab_size, prompt.input_tokens)): whole[
                 places[prompt.dataset, prompt.prompt_id]
             ]
             for prompt in self._served

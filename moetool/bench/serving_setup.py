@@ -172,7 +172,7 @@ def open_setup(
     if predictor is not None:
         loaded.spec.require_same(predictor.spec, "the model", "the predictor")
     seen = predictor.card["seen_prompts"] if predictor is not None else ()
-    workload = prompts_of(checkpoint.tokenizer, subject.data, set(seen), options)
+    workload = prompts_of(checkpoint, subject.data, set(seen), options)
     workload = replace(workload, chunk_tokens=served.prefill_chunk)
     return ServingSetup(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
 
@@ -220,7 +220,9 @@ def _following(
     )
 
 
-def prompts_of(tokenizer: Any, data: tuple[str, ...], seen: Collection[str], options: ServingBenchOptions) -> Workload:
+def prompts_of(
+    checkpoint: Checkpoint, data: tuple[str, ...], seen: Collection[str], options: ServingBenchOptions
+) -> Workload:
     """Prompts for a model with its own routing, from each set of the data in turn.
 
     Args:
@@ -228,18 +230,18 @@ def prompts_of(tokenizer: Any, data: tuple[str, ...], seen: Collection[str], opt
 
     Raises:
         UsageError: there are too few.
+        MismatchError: one has a token that the model does not embed.
     """
-    by_set: dict[str, list[str]] = defaultdict(list)
+    by_set: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for prompt in prompt_sets.load(data, max_prompts=options.requests + len(seen)):
-        known_by = {digest_of_tokens(tokenizer(prompt.text)["input_ids"]), f"{prompt.dataset}/{prompt.prompt_id}"}
-        if known_by.isdisjoint(seen):
-            by_set[prompt.dataset].append(prompt.text)
+        ids = tuple(prompt.token_ids(checkpoint.tokenizer, checkpoint.vocab_size))
+        if {digest_of_tokens(ids), f"{prompt.dataset}/{prompt.prompt_id}"}.isdisjoint(seen):
+            by_set[prompt.dataset].append(ids)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_set.values()))
-    texts = list(itertools.islice((text for text in turns if text is not None), options.requests))
-    if len(texts) < options.requests:
+    prompts = tuple(itertools.islice((ids for ids in turns if ids is not None), options.requests))
+    if len(prompts) < options.requests:
         raise UsageError(
-            f"{', '.join(data)} holds {len(texts)} prompts{' outside the training data' if seen else ''}, "
+            f"{', '.join(data)} holds {len(prompts)} prompts{' outside the training data' if seen else ''}, "
             f"expected {options.requests}; set bench.requests lower"
         )
-    ids = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)
-    return Workload(prompts=ids, new_tokens=options.new_tokens)
+    return Workload(prompts=prompts, new_tokens=options.new_tokens)

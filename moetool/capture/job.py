@@ -159,6 +159,7 @@ def plan_capture(
     Raises:
         UsageError: an argument is invalid.
         CapacityError: no prompt fits into the model's context.
+        MismatchError: a prompt has a token that the model does not embed.
     """
     columns = token_columns(options.keep)
     if own_cache(checkpoint.config):
@@ -167,7 +168,7 @@ def plan_capture(
     spec = checkpoint.spec
     if "resident" in options.keep:
         decoder_layers(checkpoint.skeleton, checkpoint.layers)
-    batches, too_long, empty = plan_batches(prompts, checkpoint.tokenizer, checkpoint.max_context, options)
+    batches, too_long, empty = plan_batches(prompts, checkpoint, options)
     facts = {
         "model": spec.name,
         "revision": spec.revision,
@@ -196,7 +197,7 @@ def plan_capture(
 
 
 def plan_batches(
-    prompts: Sequence[Prompt], tokenizer: Any, max_context: int | None, options: CaptureOptions
+    prompts: Sequence[Prompt], checkpoint: Checkpoint, options: CaptureOptions
 ) -> tuple[list[list[Item]], int, int]:
     """Number the prompts that fit and cut them into batches.
 
@@ -207,12 +208,14 @@ def plan_batches(
 
     Raises:
         CapacityError: no prompt fits.
+        MismatchError: a prompt has a token that the model does not embed.
     """
+    tokenizer, max_context = checkpoint.tokenizer, checkpoint.max_context
     items: list[Item] = []
     too_long = empty = 0
     longest = (0, 0)
     for prompt in prompts:
-        ids = array("i", prompt.token_ids(tokenizer)[: prompt.input_tokens])
+        ids = array("i", prompt.token_ids(tokenizer, checkpoint.vocab_size, prompt.input_tokens))
         max_tokens = tokens_to_decode(prompt, tokenizer, options.max_new_tokens)
         longest = max(longest, (len(ids), max_tokens))
         if not ids:

@@ -18,6 +18,7 @@ from typing import Any
 
 from moetool.errors import MoetoolError, UsageError, first_line
 from moetool.formats._import import Imported, import_trace
+from moetool.models.checkpoint import Checkpoint
 from moetool.prompts.gather import Prompt
 
 ENGINES = ("vllm", "sglang")
@@ -84,9 +85,8 @@ class RemoteServer:
 
 def capture_remote(
     server: RemoteServer,
-    model: str,
+    checkpoint: Checkpoint,
     prompts: Sequence[Prompt],
-    tokenizer: Any,
     out: Path,
     *,
     max_new_tokens: int = 32,
@@ -96,17 +96,17 @@ def capture_remote(
     """Send prompts for greedy decoding, and write the server's routing as a trace.
 
     Args:
-        model: `reference` or a folder of the server's model (its config is enough), for its layers with experts.
-        tokenizer: tokenizer of that model; prompts are sent as tokens, as in a local capture.
+        checkpoint: the server's model, for its layers with experts and its tokenizer; without weights is enough.
+            Prompts are sent as tokens, as in a local capture.
 
     Raises:
         MoetoolError: the server cannot be reached, or refuses.
         UsageError: the server returns no routed experts, or `out` exists.
-        MismatchError: the answer is of another model.
+        MismatchError: the answer is of another model, or a prompt has a token that the model does not embed.
     """
     engine = server.engine()
     name = "" if engine == "sglang" else _served(server)
-    sizes = [prompt.token_ids(tokenizer)[: prompt.input_tokens] for prompt in prompts]
+    sizes = [prompt.token_ids(checkpoint.tokenizer, checkpoint.vocab_size, prompt.input_tokens) for prompt in prompts]
 
     def ask(place: int) -> dict[str, Any]:
         prompt, ids = prompts[place], sizes[place]
@@ -144,7 +144,8 @@ def capture_remote(
         for task, lines in answers.items():
             files.append(Path(folder) / f"{task}.jsonl")
             files[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return import_trace(files, f"{engine}_routed_experts", out, settings={"model": model}, overwrite=overwrite)
+        settings = {"model": str(checkpoint.path)}
+        return import_trace(files, f"{engine}_routed_experts", out, settings=settings, overwrite=overwrite)
 
 
 def _served(server: RemoteServer) -> str:

@@ -173,9 +173,8 @@ def _from_server(
     with tables.progress(f"asking {url}", len(texts)) as on_progress:
         made = capture_remote(
             RemoteServer(url=url, api_key=key, concurrency=concurrency),
-            str(checkpoint.path),
+            checkpoint,
             texts,
-            checkpoint.tokenizer,
             out,
             max_new_tokens=max_new_tokens,
             overwrite=overwrite,

@@ -300,7 +300,7 @@ def _prompts(checkpoint: Checkpoint, options: VerifyOptions) -> tuple[list[str],
         by_set.setdefault(prompt.dataset, []).append(prompt)
     turns = [group[i] for i in range(options.prompts) for group in by_set.values() if i < len(group)]
     chosen = turns[: options.prompts]
-    tokens = [prompt.token_ids(checkpoint.tokenizer)[:_PROMPT_TOKENS] for prompt in chosen]
+    tokens = [prompt.token_ids(checkpoint.tokenizer, checkpoint.vocab_size, _PROMPT_TOKENS) for prompt in chosen]
     return [f"{prompt.dataset}/{prompt.prompt_id}" for prompt in chosen], tokens
 
 

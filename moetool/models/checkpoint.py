@@ -392,8 +392,20 @@ class Checkpoint:
 
         That of a GGUF file comes from the file, or from the `tokenizer.json` beside it if the first cannot be read.
 
+        Effects: logs a warning if it has tokens that the model's embedding lacks.
+
         Raises: UsageError: there is none that can be read.
         """
+        made = self._read_tokenizer()
+        if (last := max(len(made) - 1, *made.added_tokens_decoder, -1)) >= self.vocab_size:
+            _LOG.warning(
+                "the tokenizer of %s has tokens up to %d (%s), but the model embeds %d tokens; prompts with a further "
+                "token are refused",
+                *(self.name, last, made.convert_ids_to_tokens(last), self.vocab_size),
+            )
+        return made
+
+    def _read_tokenizer(self) -> Any:
         if self._gguf is None:
             return read_tokenizer(self.path, config=self._whole_config)
         first = self.index.files[0]
@@ -408,6 +420,11 @@ class Checkpoint:
                 f"{first} has no tokenizer that can be read: {first_line(error)}; put the original model's "
                 "tokenizer.json into the same directory"
             ) from None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the model embeds; ids at and beyond it cannot be read."""
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def max_context(self) -> int | None:

@@ -24,7 +24,8 @@ _CHAT = 'messages like [{"role": "user", "content": "…"}]'
 class PromptRow(NamedTuple):
     """A prompt as stored in a file; `prompt_id` is the file's id, or the row's number, counted from 1.
 
-    `messages` are (role, content) of a chat, for the model's chat template; `text` joins their contents.
+    `messages` are (role, content) of a chat, for the model's chat template; `text` joins their contents. `where` is its
+    place in the file, for messages.
     """
 
     text: str
@@ -34,6 +35,7 @@ class PromptRow(NamedTuple):
     messages: tuple[tuple[str, str], ...] = ()
     label: str = ""
     pair: str = ""
+    where: str = ""
 
 
 def _read_jsonl(file: Path) -> Iterator[PromptRow]:
@@ -165,6 +167,7 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
         prompt_id=_optional(row, "id", where) or str(number),
         label=_optional(row, "label", where) or "",
         pair=_optional(row, "pair", where) or "",
+        where=where,
     )
 
 

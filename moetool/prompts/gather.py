@@ -9,7 +9,7 @@ earlier one, exactly or nearly, are dropped here. So no split has copies in both
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from moetool.prompts.dataset_recipe import DatasetRecipe
 from moetool.prompts.dataset_rows import RowOptions, rows
 from moetool.prompts.files import READERS, plain, require_text
 from moetool.prompts.near_duplicates import SIMILARITY, NearDuplicates
+from moetool.request import outside_vocabulary
 
 ALL = "all"
 NEW_TOKENS = 32
@@ -42,6 +43,7 @@ class Prompt:
         pair: id shared by prompts that are compared with each other; empty where there is none.
         output: tokens to decode by its data set: `answer` (as many as the answer has), a number, or None.
         input_tokens: maximum length by its data set; None leaves the prompt whole.
+        where: its place in its file, for messages; empty if it is of no file.
     """
 
     dataset: str
@@ -54,13 +56,27 @@ class Prompt:
     pair: str = ""
     output: Literal["answer"] | int | None = None
     input_tokens: int | None = None
+    where: str = field(default="", compare=False)
 
-    def token_ids(self, tokenizer: Any) -> list[int]:
-        """Return the tokens of the prompt. Without a chat template, a chat is read as plain text.
+    def token_ids(self, tokenizer: Any, vocab_size: int, most: int | None = None) -> list[int]:
+        """Return the tokens of the prompt for a model. Without a chat template, a chat is read as plain text.
+
+        Args:
+            vocab_size: number of tokens that the model embeds.
+            most: maximum number of tokens; the rest is cut off.
 
         Raises:
-            MismatchError: the chat template refuses the messages.
+            MismatchError: the chat template refuses the messages, or the model does not embed a token.
         """
+        ids = self._encoded(tokenizer)[:most]
+        if why := outside_vocabulary(ids, vocab_size):
+            at = f" ({self.where})" if self.where else ""
+            raise MismatchError(
+                f"prompt {self.prompt_id} of {self.dataset}{at}: {why}; leave it out, or use the model's own tokenizer"
+            )
+        return ids
+
+    def _encoded(self, tokenizer: Any) -> list[int]:
         if not self.messages or not tokenizer.chat_template:
             ids: list[int] = tokenizer(self.text)["input_ids"]
             return ids

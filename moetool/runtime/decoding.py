@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.request import Finish, SamplingParams, TokenLogprob
+from moetool.request import Finish, SamplingParams, TokenLogprob, outside_vocabulary
 from moetool.runtime.sampling import NOT_NUMBERS
 from moetool.types import ForwardInfo, Phase
 
@@ -66,8 +66,8 @@ def check_request(model: Any, max_context: int, prompt: list[int], params: Sampl
     vocabulary = model.config.get_text_config().vocab_size
     if not prompt:
         raise UsageError("the prompt is empty; send at least one character")
-    if bad := next((t for t in prompt if not 0 <= t < vocabulary), None):
-        raise UsageError(f"the prompt has token id {bad}, expected 0 to {vocabulary - 1}")
+    if why := outside_vocabulary(prompt, vocabulary):
+        raise UsageError(f"the prompt's {why}")
     if len(prompt) + params.max_tokens > max_context:
         raise CapacityError(
             f"the prompt has {len(prompt):,} tokens and the request asks for {params.max_tokens:,} more, "

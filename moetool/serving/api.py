@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from moetool.errors import MoetoolError
-from moetool.request import EngineLike, Grammar, SamplingParams, TokenLogprob
+from moetool.request import EngineLike, Grammar, SamplingParams, TokenLogprob, outside_vocabulary
 from moetool.serving import http_errors as refusal
 from moetool.serving import openapi, routed_answers, token_routes
 from moetool.serving.access import Access, AccessRecord, RequireKey, record_of
@@ -94,8 +94,7 @@ def create_app(
             )
 
     def require_tokens(body: GenerationRequest) -> None:
-        if wrong := [token for token in body.logit_bias if int(token) >= engine.vocab_size]:
-            why = f"token {wrong[0]} is not in the vocabulary of {engine.vocab_size} tokens"
+        if why := outside_vocabulary(map(int, body.logit_bias), engine.vocab_size):
             raise Refusal(f"logit_bias: {why}", param="logit_bias")
 
     @app.get("/v1/models")

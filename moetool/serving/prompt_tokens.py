@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from moetool.request import EngineLike, TokenLogprob
+from moetool.request import EngineLike, TokenLogprob, outside_vocabulary
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import ScoredToken, TextPiece
 from moetool.serving.http_errors import Refusal
@@ -49,8 +49,7 @@ def completion_prompts(engine: EngineLike, body: CompletionRequest) -> list[Prom
         tokens = encoded(engine, given, "prompt") if isinstance(given, str) else given
         if not tokens:
             raise Refusal("the prompt has no tokens", param="prompt")
-        if wrong := [token for token in tokens if not 0 <= token < engine.vocab_size]:
-            raise Refusal(f"token {wrong[0]} is not in the vocabulary of {engine.vocab_size} tokens", param="prompt")
+        _require_known(engine, tokens, "prompt")
         room = _room(engine, tokens, body.max_tokens, "prompt", least=0)
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         prompts.append(PromptTokens(tokens=tokens, text=text, max_tokens=min(wanted, room)))
@@ -106,6 +105,7 @@ def _chat_tokens(
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     text = chat_text(engine, body, messages)
     tokens = encoded(engine, text, "messages", special=False)  # the template writes the special tokens
+    _require_known(engine, tokens, "messages")
     room = _room(engine, tokens, wanted, "messages", least=least)
     most = min(room, options.default_max_tokens) if wanted is None else wanted
     return PromptTokens(tokens=tokens, text=text, max_tokens=most, num_dropped=len(body.messages) - len(messages))
@@ -155,6 +155,12 @@ def encoded(engine: EngineLike, text: str, param: str, *, special: bool = True) 
     _require_short(engine, text, param)
     tokens: list[int] = engine.tokenizer.encode(text, add_special_tokens=special, verbose=False)
     return tokens
+
+
+def _require_known(engine: EngineLike, tokens: Sequence[int], param: str) -> None:
+    """Raises: Refusal: the model has no embedding of a token."""
+    if why := outside_vocabulary(tokens, engine.vocab_size):
+        raise Refusal(f"{param}: {why}", param=param)
 
 
 def _require_short(engine: EngineLike, text: str, param: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from moetool.request import EngineLike
+from moetool.request import EngineLike, outside_vocabulary
 from moetool.serving.http_errors import Refusal
 from moetool.serving.prompt_tokens import chat_text, encoded
 from moetool.serving.request_schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
@@ -28,8 +28,7 @@ def install(app: FastAPI, engine: EngineLike, require_model: Callable[[str], Non
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         if body.model is not None:
             require_model(body.model)
-        if wrong := [token for token in body.tokens if not 0 <= token < engine.vocab_size]:
-            why = f"token {wrong[0]} is not in the vocabulary of {engine.vocab_size} tokens"
+        if why := outside_vocabulary(body.tokens, engine.vocab_size):
             raise Refusal(f"tokens: {why}", param="tokens")
         text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
         return {"prompt": text}

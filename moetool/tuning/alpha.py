@@ -14,10 +14,11 @@ from moetool.cache_plan import CachePlan
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
 from moetool.caching.smoe import choose_alpha
-from moetool.errors import UsageError
+from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import require_substitutable
 from moetool.models.loading import load_lazy, parse_devices, parse_dtype, use_threads
+from moetool.request import outside_vocabulary
 from moetool.runtime.assembly import ServeOptions, expert_slots, fixed_bytes, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.expert_forward import ExpertRuntime
@@ -106,6 +107,7 @@ def plan_alpha(
         UsageError: no alpha is fast enough, there is no such device or several, the texts are too short, or the model
             allows no substitution.
         CapacityError: the model does not fit into the memory.
+        MismatchError: a text has a token that the model does not embed.
     """
     serve, options = serve or ServeOptions(), options or AlphaOptions()
     parse_devices(serve.device, serve.devices, serve.first_device or 0)
@@ -115,6 +117,9 @@ def plan_alpha(
         )
     tokenizer = checkpoint.tokenizer
     ids = [tokenizer(text)["input_ids"][: options.tokens] for text in texts]
+    for number, row in enumerate(ids, start=1):
+        if why := outside_vocabulary(row, checkpoint.vocab_size):
+            raise MismatchError(f"text {number} of the data: {why}; leave it out, or use the model's own tokenizer")
     long = [row for row in ids if len(row) == options.tokens]
     count = min(options.texts, len(long))
     ids_ST = [long[place * len(long) // count] for place in range(count)]

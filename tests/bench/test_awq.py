@@ -36,8 +36,9 @@ MEMORY_BYTES = 10_000_000  # 6.5 MB of it for dense weights in float32
 
 @pytest.fixture(scope="module")
 def calibration(reference: Path) -> Calibration:
+    checkpoint = Checkpoint.open(reference)
     return from_prompts(
-        prompts.load(["all"]), Checkpoint.open(reference).tokenizer, length=128, max_tokens=8192, seed=0
+        prompts.load(["all"]), checkpoint.tokenizer, checkpoint.vocab_size, length=128, max_tokens=8192, seed=0
     )
 
 

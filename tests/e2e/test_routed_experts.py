@@ -53,10 +53,11 @@ def _ask(url: str, prompt: Any, **fields: Any) -> tuple[int, dict[str, Any]]:
 
 
 def test_capture_from_our_own_server_is_capture(
-    url: str, prompts: list[Prompt], captured: Trace, tokenizer: Any, tmp_path: Path
+    url: str, prompts: list[Prompt], captured: Trace, tmp_path: Path
 ) -> None:
     server = RemoteServer(url=url, concurrency=3)
-    made = capture_remote(server, "reference", prompts, tokenizer, tmp_path / "t", max_new_tokens=NEW)
+    checkpoint = Checkpoint.open("reference", weights=False)
+    made = capture_remote(server, checkpoint, prompts, tmp_path / "t", max_new_tokens=NEW)
     assert made.format == "vllm_routed_experts"
     trace = Trace(tmp_path / "t")
     trace.verify()

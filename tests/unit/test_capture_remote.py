@@ -20,17 +20,17 @@ PROMPTS = [
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_routes_of_a_running_engine_become_a_trace(tmp_path: Path, kind: str) -> None:
-    tokenizer = Checkpoint.open(FOLDER, weights=False).tokenizer
+    checkpoint = Checkpoint.open(FOLDER, weights=False)
     with engine(kind) as url:
         made = capture_remote(
-            RemoteServer(url=url, concurrency=2), str(FOLDER), PROMPTS, tokenizer, tmp_path / "t", max_new_tokens=NEW
+            RemoteServer(url=url, concurrency=2), checkpoint, PROMPTS, tmp_path / "t", max_new_tokens=NEW
         )
     assert made.format == f"{kind}_routed_experts" and any("no weights" in note for note in made.notes)
     trace = Trace(tmp_path / "t")
     trace.verify()
     assert trace.requests["new_tokens"].to_pylist() == [NEW] * 2 and trace.spec.num_layers == LAYERS
     for prompt, rows in zip(PROMPTS, trace.whole_requests(), strict=True):
-        ids = tokenizer(prompt.text)["input_ids"]
+        ids = checkpoint.tokenizer(prompt.text)["input_ids"]
         assert (rows.experts_TS.reshape(-1, LAYERS, TOP_K) == routes(ids)).all()
         assert rows.phase_T.tolist() == [0] * len(ids) + [1] * (NEW - 1)
         if kind == "vllm":
@@ -38,14 +38,12 @@ def test_routes_of_a_running_engine_become_a_trace(tmp_path: Path, kind: str) ->
 
 
 def test_servers_that_cannot_are_refused(tmp_path: Path) -> None:
-    tokenizer = Checkpoint.open(FOLDER, weights=False).tokenizer
+    checkpoint = Checkpoint.open(FOLDER, weights=False)
     for kind in ("vllm", "sglang"):
         with engine(kind, routed=False) as url, pytest.raises(UsageError, match=f"start {kind} with --enable-return"):
-            capture_remote(RemoteServer(url=url), str(FOLDER), PROMPTS, tokenizer, tmp_path / "t", max_new_tokens=NEW)
+            capture_remote(RemoteServer(url=url), checkpoint, PROMPTS, tmp_path / "t", max_new_tokens=NEW)
     with pytest.raises(MoetoolError, match="is the server running"):
-        capture_remote(
-            RemoteServer(url="http://127.0.0.1:9"), str(FOLDER), PROMPTS, tokenizer, tmp_path / "t", max_new_tokens=NEW
-        )
+        capture_remote(RemoteServer(url="http://127.0.0.1:9"), checkpoint, PROMPTS, tmp_path / "t", max_new_tokens=NEW)
     with pytest.raises(UsageError, match="expected an address"):
         RemoteServer(url="localhost:8000")
     assert not (tmp_path / "t").exists()

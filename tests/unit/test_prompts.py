@@ -286,9 +286,9 @@ def test_the_chat_template_makes_a_chats_tokens() -> None:
     tokenizer = Checkpoint.open("reference").tokenizer
     chat = prompts.Prompt(dataset="d", task="t", prompt_id="1", text="Hi", messages=(("user", "Hi"),))
     expected = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    assert chat.token_ids(tokenizer) == expected["input_ids"] != tokenizer("Hi")["input_ids"]
+    assert chat.token_ids(tokenizer, 4096) == expected["input_ids"] != tokenizer("Hi")["input_ids"]
     tokenizer.chat_template = None
-    assert chat.token_ids(tokenizer) == tokenizer("Hi")["input_ids"]
+    assert chat.token_ids(tokenizer, 4096) == tokenizer("Hi")["input_ids"]
 
 
 @pytest.mark.parametrize(

@@ -120,15 +120,15 @@ def _prompts(count: int) -> list[Prompt]:
 
 
 def test_no_prompt_both_chooses_and_judges() -> None:
-    made = from_prompts(_prompts(30), _Words(), length=16, max_tokens=512, seed=0)
+    made = from_prompts(_prompts(30), _Words(), 100, length=16, max_tokens=512, seed=0)
     assert made.ids_NS.shape == (32, 16) and made.judged_NS.shape[1] == 16
     assert 0 < len(made.judged_NS) <= 8 and 5 < len(made.seen_prompts) <= 24
-    again = from_prompts(_prompts(30), _Words(), length=16, max_tokens=512, seed=0)
+    again = from_prompts(_prompts(30), _Words(), 100, length=16, max_tokens=512, seed=0)
     assert torch.equal(made.ids_NS, again.ids_NS)
     with pytest.raises(UsageError, match="expected at least 128 and 16"):
-        from_prompts(_prompts(5), _Words(), length=16, max_tokens=512, seed=0)
+        from_prompts(_prompts(5), _Words(), 100, length=16, max_tokens=512, seed=0)
     with pytest.raises(UsageError, match="max_tokens is 100, expected at least 128: 8 blocks of 16"):
-        from_prompts(_prompts(30), _Words(), length=16, max_tokens=100, seed=0)
+        from_prompts(_prompts(30), _Words(), 100, length=16, max_tokens=100, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +208,14 @@ def test_withheld_tokens_are_refused(replica: Path) -> None:
     predictor = load_predictor(replica)
     with pytest.raises(MismatchError, match="some are withheld"):
         predictor.observe(_event(predictor, [5, -1], 0, 0, Phase.PREFILL))
+
+
+def test_tokens_that_the_replica_does_not_embed_are_refused(replica: Path) -> None:
+    predictor = load_predictor(replica)
+    with pytest.raises(MismatchError, match="token 1000000 is not in the vocabulary"):
+        predictor.observe(_event(predictor, [5, 1_000_000], 0, 0, Phase.PREFILL))
+    with pytest.raises(MismatchError, match="token 1000000 is not in the vocabulary"):
+        predictor.predict_prompt([5, 1_000_000])
 
 
 def test_another_replica_than_its_card_is_refused(replica: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.requests import RankRequest
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.placement._decide import Decision
-from moetool.request import SamplingParams, Sink, State, TokenLogprob, Unavailable
+from moetool.request import SamplingParams, Sink, State, TokenLogprob, Unavailable, outside_vocabulary
 from moetool.types import Cluster, ModelSpec
 
 
@@ -233,8 +233,8 @@ class RankHead:
         """Refuse a request that can never be served. Raises: UsageError, CapacityError."""
         if not prompt:
             raise UsageError("the prompt is empty; send at least one character")
-        if (bad := next((t for t in prompt if not 0 <= t < self.vocab_size), None)) is not None:
-            raise UsageError(f"the prompt has token id {bad}, expected 0 to {self.vocab_size - 1}")
+        if why := outside_vocabulary(prompt, self.vocab_size):
+            raise UsageError(f"the prompt's {why}")
         if params.grammar is not None:
             raise UsageError("the ranks of --mode ep support no response_format and no forced tool call; omit them")
         if params.return_routes:

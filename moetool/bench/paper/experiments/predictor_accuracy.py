@@ -99,12 +99,12 @@ def _token_ms(bench: Workbench) -> float:
 
     def measure() -> float:
         checkpoint = Checkpoint.open(MODEL)
-        texts = [prompt.text for prompt in gather.load(["encyclopedia"])[: bench.sizes.texts]]
+        texts = gather.load(["encyclopedia"])[: bench.sizes.texts]
         settings = {
             "threads": 1,
             "dtype": "float32",
             "new_tokens": _TIMED_TOKENS,
-            "prompts": [checkpoint.tokenizer(text)["input_ids"] for text in texts],
+            "prompts": [text.token_ids(checkpoint.tokenizer, checkpoint.vocab_size) for text in texts],
         }
         command = [sys.executable, "-m", "moetool.bench.plain_generation", str(checkpoint.path), json.dumps(settings)]
         made = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -44,7 +44,9 @@ def run(bench: Workbench, options: Options) -> Found:
     texts = [prompt for name in ALL for prompt in gather.load([name])[: bench.sizes.prompts]]
     values: dict[str, list[float]] = {"replica": []}
     for seed in bench.seeds:
-        calibration = from_prompts(texts, checkpoint.tokenizer, length=128, max_tokens=options.tokens, seed=seed)
+        calibration = from_prompts(
+            texts, checkpoint.tokenizer, checkpoint.vocab_size, length=128, max_tokens=options.tokens, seed=seed
+        )
 
         def make(calibration: Calibration = calibration) -> dict[str, float]:
             card = make_replica(
