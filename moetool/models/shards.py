@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from moetool.errors import MismatchError
-from moetool.models.tensor_index import FLOATS, OTHER_DTYPES, FileStamp, Tensor
+from moetool.models.file_changes import FileChanges
+from moetool.models.tensor_index import FLOATS, OTHER_DTYPES, Tensor
 from moetool.models.weight_format import STORED_DTYPES, Dense, unpack
 from moetool.models.weight_index import WeightIndex
 
@@ -25,9 +26,9 @@ class WeightsChanged(OSError):
 class Shards:
     """A model's open safetensors files, with aligned reads.
 
-    Writing to an open file would mix old and new weights. So each read checks the file after reading, and once a change
-    is found all reads fail. Renaming another file over it is safe: the old bytes stay until the file is closed. Writes
-    through a memory map are detected when the system updates the file's time.
+    Writing to an open file would mix old and new weights. So each read checks the file after reading
+    (`moetool.models.file_changes`), and once a change is found all reads fail. Renaming another file over it is safe:
+    the old bytes stay until the file is closed. So are changes of its permissions, links and name.
 
     Args:
         weights: weights of the checkpoint.
@@ -50,28 +51,32 @@ class Shards:
         self.weights = weights.weights
         self.direct = direct and hasattr(os, "O_DIRECT")
         self._descriptors: list[int] = []
-        self._stamps = weights.stamps
+        self._changes: FileChanges | None = None
         self._scratch = threading.local()
         self.changed = ""
         try:
-            for number, file in enumerate(self.files):
-                self._descriptors.append(self._open(file))
-                self._require_unchanged(number)
-        except WeightsChanged:
-            self.close()
-            raise MismatchError(f"{self.changed}; try again") from None
+            self._descriptors.extend(map(self._open, self.files))
         except OSError:
             self.close()
             raise
+        self._changes = FileChanges(self.files, weights.stamps, self._descriptors)
+        if why := self._changes.opening:
+            self.close()
+            raise MismatchError(f"{why}; try again")
 
     def close(self) -> None:
         """Close the files and free the buffers. Later reads fail."""
+        if self._changes is not None:
+            self._changes.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
         self._scratch = threading.local()
 
-    def read(self, file: int, offset: int, num_bytes: int) -> memoryview:
+    def read(self, file: int, offset: int, num_bytes: int, *, once: bool = False) -> memoryview:
         """Read a byte range into this thread's scratch buffer; valid until its next read.
+
+        Args:
+            once: whether it will not be read again, so that no checksum need be kept of it.
 
         Raises:
             OSError: the disk failed, or the file ended early.
@@ -96,8 +101,9 @@ class Shards:
                 end = os.fstat(self._descriptors[file]).st_size
                 raise OSError(f"{self.files[file].name} ends at byte {end:,}, expected {offset + num_bytes:,}")
             done = reached
-        self._require_unchanged(file)
-        return view[offset - start : offset - start + num_bytes]
+        data = view[offset - start : offset - start + num_bytes]
+        self._require_unchanged(file, offset, None if once else data)
+        return data
 
     def stop(self, why: str) -> None:
         """Fail all further reads, because a file has changed."""
@@ -137,20 +143,14 @@ class Shards:
         data = torch.empty(tensor.num_bytes, dtype=torch.uint8)
         for part in data.split(_PIECE_BYTES):  # a buffer of the whole weight would double its memory
             offset = tensor.offset + part.storage_offset()
-            part.copy_(torch.frombuffer(self.read(tensor.file, offset, len(part)), dtype=torch.uint8))
+            part.copy_(torch.frombuffer(self.read(tensor.file, offset, len(part), once=True), dtype=torch.uint8))
         return data.view(dtype).view(tensor.shape)
 
-    def _require_unchanged(self, file: int) -> None:
-        """Raises: WeightsChanged: the file has changed."""
-        found, expected = FileStamp.of(os.fstat(self._descriptors[file])), self._stamps[file]
-        if found != expected and not self.changed:
-            name = self.files[file].name
-            if found.inode != expected.inode:
-                self.changed = f"{name} was replaced while the model was being opened"
-            elif found.num_bytes != expected.num_bytes:
-                self.changed = f"{name} has changed from {expected.num_bytes:,} to {found.num_bytes:,} bytes in place"
-            else:
-                self.changed = f"{name} was written to after the model was opened"
+    def _require_unchanged(self, file: int, offset: int = 0, data: memoryview | None = None) -> None:
+        """Raises: WeightsChanged: the file, or the bytes that were just read from it, have changed."""
+        assert self._changes is not None, "no file is read before all are open"
+        if not self.changed:
+            self.changed = self._changes.of_file(file) if data is None else self._changes.of_part(file, offset, data)
         if self.changed:
             raise WeightsChanged(self.changed)
 

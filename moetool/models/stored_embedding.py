@@ -10,9 +10,11 @@ from torch import nn
 
 from moetool.errors import MismatchError
 from moetool.models.conversion import TensorSource
+from moetool.models.file_changes import FileChanges
 from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.tensor_index import FLOATS, FileStamp
 from moetool.models.tied_weights import head_is_tied
+from moetool.models.tensor_index import FLOATS
 from moetool.models.weight_format import STORED_DTYPES, Dense, StoredWeight, unpack
 from moetool.models.weight_index import WeightIndex
 
@@ -48,14 +50,14 @@ class StoredEmbedding(nn.Module):
         # A model's device and type are those of its first parameter, often this one.
         self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, dtype=dtype), requires_grad=False)
         self._row_bytes = self._tensor.num_bytes // self.num_embeddings
-        self._path, self._stamp = weights.files[self._tensor.file], weights.stamps[self._tensor.file]
+        self._path, stamp = weights.files[self._tensor.file], weights.stamps[self._tensor.file]
         self._on_change = on_change
         self._file = os.open(self._path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        try:
-            self._require_unchanged()
-        except OSError as error:
-            raise MismatchError(f"{error}; try again") from None
+        self._changes = FileChanges([self._path], [stamp], [self._file])
+        weakref.finalize(self, self._changes.close)
+        if why := self._changes.opening:
+            raise MismatchError(f"{why}; try again")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows [..., H] of token ids [...].
@@ -97,8 +99,7 @@ class StoredEmbedding(nn.Module):
         return unpack(self._stored.codec, {role: stored}, (rows, self.embedding_dim), self.weight.dtype)
 
     def _require_unchanged(self) -> None:
-        if FileStamp.of(os.fstat(self._file)) != self._stamp:
-            why = f"{self._path.name} was written to after the model was opened"
+        if why := self._changes.of_file(0):
             self._on_change(why)
             raise OSError(why)
 

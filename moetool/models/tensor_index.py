@@ -28,17 +28,22 @@ class Tensor(NamedTuple):
 
 
 class FileStamp(NamedTuple):
-    """Identity of a file's content without reading it; replacing or writing the file changes it."""
+    """Identity of a file's content without reading it; replacing or writing the file changes it.
+
+    `written_ns` can be set back. `changed_ns` cannot, but it moves with permissions, links and names too; see
+    `moetool.models.file_changes`.
+    """
 
     device: int
     inode: int
     num_bytes: int
     written_ns: int
+    changed_ns: int
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileStamp":
         """Identity from `os.stat` or `os.fstat`."""
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class TensorIndex(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from moetool.errors import MismatchError
 from moetool.models import stored_embedding
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.file_changes import WriteReports
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.stored_embedding import StoredEmbedding
 from tests import families
@@ -83,6 +84,25 @@ def test_a_file_that_changes_gives_no_rows(tmp_path: Path) -> None:
     os.truncate(tmp_path / "model.safetensors", 64)
     with pytest.raises(OSError, match=r"model\.safetensors ends at byte"):
         rows(torch.tensor([[0]]))
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_rows_that_are_written_over_are_found_with_their_time_set_back(
+    reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not reported:
+        monkeypatch.setattr(WriteReports, "_watch", lambda *args: (tmp_path / "none").stat())
+    families.save("qwen3_moe", tmp_path, tie_word_embeddings=False)
+    file, rows = tmp_path / "model.safetensors", load_lazy(Checkpoint.open(tmp_path), torch.float32)
+    embedding = rows.model.get_input_embeddings()
+    embedding(torch.tensor([[0]]))
+    before = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"!")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(OSError, match=r"model\.safetensors (was|may have been) written to"):
+        embedding(torch.tensor([[0]]))
 
 
 def test_a_change_stops_all_reads_of_the_model(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Weight files that change under a running server: old and new weights are never mixed."""
 
 import json
+import mmap
 import os
 import shutil
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from moetool.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.file_changes import WriteReports
 from moetool.models.shards import WeightsChanged
 from moetool.runtime.assembly import ServeOptions, build_engine
 from tests.servers import connect, eventually, get, post, serving
@@ -52,6 +54,21 @@ def scribble(file: Path) -> None:
         stream.write(bytes([byte ^ 0x40]))
 
 
+def scribble_back(file: Path) -> None:
+    """As `scribble`, and the time of modification is set back, as some tools of copying do."""
+    with time_kept(file):
+        scribble(file)
+
+
+@contextmanager
+def time_kept(file: Path) -> Iterator[None]:
+    before = file.stat()
+    yield
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size)
+
+
 def cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -64,7 +81,12 @@ def copy_over(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(scribble, "was written to after"), (cut, "bytes in place"), (copy_over, "was written to after")],
+    [
+        (scribble, "was written to after"),
+        (scribble_back, "was written to after"),
+        (cut, "bytes in place"),
+        (copy_over, "was written to after"),
+    ],
 )
 def test_a_server_whose_weights_are_written_to_stops_and_says_why(model: Path, change: Any, reason: str) -> None:
     with served(model) as url:
@@ -117,6 +139,76 @@ def test_weights_that_are_replaced_between_their_header_and_their_opening_are_re
         checkpoint.open_shards()
     with Checkpoint.open(model) as again:
         again.open_shards()
+
+
+def ranges(checkpoint: Checkpoint) -> list[tuple[int, int, int]]:
+    """File, offset and bytes of every tensor, in the order of the file."""
+    return sorted((tensor.file, tensor.offset, tensor.num_bytes) for tensor in checkpoint.index.tensors.values())
+
+
+def write_through_a_map(file: Path, offset: int) -> None:
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as memory:
+        memory[offset] ^= 0x40
+        memory.flush()
+
+
+def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system whose watches are used up."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError("no more watched files")
+
+    monkeypatch.setattr(WriteReports, "_watch", refuse)
+
+
+def test_a_write_to_a_part_that_was_not_read_is_found_at_the_next_read(model: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        shards, (first, *_) = checkpoint.open_shards(), ranges(checkpoint)
+        shards.read(*first)
+        scribble_back(model / FILE)
+        with pytest.raises(WeightsChanged, match="set back"):
+            shards.read(*first)
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_part_that_was_read_before_is_compared(model: Path, reported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write through a memory map is not reported."""
+    if not reported:
+        unreported(monkeypatch)
+    with Checkpoint.open(model) as checkpoint:
+        shards, (first, second, third, *_) = checkpoint.open_shards(), ranges(checkpoint)
+        same, _ = bytes(shards.read(*first)), shards.read(*second)
+        with time_kept(model / FILE):
+            write_through_a_map(model / FILE, second[1])
+        assert bytes(shards.read(*first)) == same
+        if not reported:
+            with pytest.raises(WeightsChanged, match="may have been written to"):
+                shards.read(*third)
+            shards.changed = ""
+        with pytest.raises(WeightsChanged, match=f"{FILE} was written to after .* at {second[1]:,}"):
+            shards.read(*second)
+        with pytest.raises(WeightsChanged):
+            shards.read(*first)
+
+
+def test_permissions_links_and_names_change_no_part(model: Path, logged: list[str]) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        shards, parts = checkpoint.open_shards(), ranges(checkpoint)
+        content = (model / FILE).read_bytes()
+
+        def require_same() -> None:
+            for file, offset, length in parts:
+                assert bytes(shards.read(file, offset, length)) == content[offset : offset + length]
+
+        shards.read(*parts[0])
+        (model / FILE).chmod(0o400)
+        require_same()
+        os.link(model / FILE, model / "again")
+        require_same()
+        (model / "new").write_bytes(bytes(1000))
+        (model / "new").replace(model / FILE)
+        require_same()
+        assert len([line for line in logged if FILE in line and "stay in use" in line]) == 3
 
 
 @pytest.mark.parametrize("direct", [True, False])
