@@ -299,7 +299,9 @@ def print_maps(made: Any) -> None:
 
 
 def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), whole_bytes: int = 0) -> TextTable:
-    """Compare policies (`moetool.tuning.replay.ReplayRow`), with times where there is a timeline; `chosen` are marked.
+    """Compare policies (`moetool.tuning.replay.ReplayRow`), with times where there is a timeline.
+
+    Marked are the `chosen` rows, and those whose predictor was trained on the replayed requests.
 
     With `whole_bytes`, the size of all experts, budgets are also shares. Host compute is not a load but reads weights,
     which have their own column if there are any.
@@ -313,7 +315,7 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
     for row in rows:
         size = count(row.budget_bytes, "B")
         cells = [
-            f"{row.policy} (auto)" if row in chosen else row.policy,
+            row.policy + " (auto)" * (row in chosen) + f" (trained on {row.trained_on})" * (row.trained_on > 0),
             f"{size} ({percent(row.budget_bytes / whole_bytes, '.4g')})" if whole_bytes else size,
             f"{row.slots:,}",
             f"{row.counts.hit_rate:.3f}",
@@ -336,6 +338,8 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
     notes = ["in decode: hit rate of new tokens; loads, loaded: on demand and ahead"]
     if timed:
         notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
+    if any(row.trained_on for row in rows):
+        notes.append("trained on: requests here that the predictor was trained on; on new ones it hits less")
     return TextTable(title=title, columns=columns, rows=table, num_keys=3, notes=tuple(notes))
 
 

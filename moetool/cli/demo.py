@@ -170,6 +170,7 @@ def _plan(out: Path, recipe: dict[str, Any]) -> Any:
 
 def _replay(out: Path) -> None:
     from moetool.learning.predictor import load_predictor
+    from moetool.learning.unseen_requests import held_out
     from moetool.report import drawing
     from moetool.report.figures import memory_curves
     from moetool.trace.reader import Trace
@@ -178,9 +179,12 @@ def _replay(out: Path) -> None:
     trace = Trace(out / "trace")
     whole = trace.spec.total_experts * trace.spec.slot_bytes
     budgets = [int(share * whole) for share in SHARES]
-    rows = replay(trace, list(CURVES), budgets, ReplaySetup(predictor=load_predictor(out / "predictor")))
+    predictor = load_predictor(out / "predictor")
+    requests = held_out(predictor.card, trace)
+    rows = replay(trace, list(CURVES), budgets, ReplaySetup(predictor=predictor, requests=requests))
     tables.print_table(
-        "hit rate in decode (MB loaded/new token); belady knows the future: the bound without prefetching",
+        f"{len(requests)} held-out prompts: hit rate in decode (MB loaded/new token); belady knows the future: the "
+        "bound without prefetching",
         ["policy", *(f"{tables.percent(share, '.4g')} of experts" for share in SHARES)],
         [
             [

@@ -59,6 +59,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
+    from moetool.trace.same_prompts import trained_on
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import ReplaySetup, whole_bytes
     from moetool.tuning.replay import replay as run
@@ -82,6 +83,7 @@ def replay(
     with tables.stages() as on_progress:
         setup = ReplaySetup(
             predictor=predicts,
+            trained_on=() if predicts is None else trained_on(source, predicts.card),
             sequential=orders[order],
             options=options,
             pool=pool,

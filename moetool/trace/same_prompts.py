@@ -1,7 +1,7 @@
 """Identity of prompts by content, independent of file names and ids."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,16 @@ def repeated(trace: Trace, seen_prompts: Collection[str]) -> frozenset[int]:
     seen = set(seen_prompts)
     named = {row["request"] for row in trace.requests.to_pylist() if f"{row['dataset']}/{row['prompt_id']}" in seen}
     return frozenset(named | {request for request, known in prompt_digests(trace).items() if known & seen})
+
+
+def trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:
+    """Return the requests of a trace whose prompts a predictor has seen in training or validation, by its card.
+
+    Reads the trace, unless the predictor was trained on it.
+    """
+    if card["trace"]["sha256"] == trace.sha256:
+        return frozenset([*card["requests"]["train"], *card["requests"]["validation"]])
+    return repeated(trace, card["seen_prompts"])
 
 
 def _sorted_experts(spec: ModelSpec, rows: TokenBatch) -> np.ndarray:

@@ -17,7 +17,7 @@ from moetool.errors import CapacityError, UsageError
 from moetool.placement._demand import count_experts
 from moetool.tables import count, numbered, percent
 from moetool.trace.reader import Trace
-from moetool.trace.same_prompts import repeated
+from moetool.trace.same_prompts import trained_on
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
 from moetool.tuning.policy_tuning import PolicySetup, divide, tune, untuned_setup
@@ -102,7 +102,7 @@ class PlanPredictor:
             predictor=predictor,
             predictor_bytes=predictor.num_bytes,
             reference=PredictorReference(name=predictor.name, sha256=predictor.sha256, path=str(folder.resolve())),
-            trained_on=_trained_on(trace, predictor.card),
+            trained_on=trained_on(trace, predictor.card),
         )
 
 
@@ -171,6 +171,7 @@ def plan_cache(
     setup = ReplaySetup(
         options=search.options,
         predictor=predictor.predictor,
+        trained_on=predictor.trained_on,
         profile=profile,
         timeline=search.timeline,
         on_progress=search.on_progress,
@@ -250,13 +251,6 @@ def _uses(trace: Trace, requests: frozenset[int]) -> np.ndarray:
     for batch in trace.batches():
         uses_LE += count_experts(trace.spec, batch.experts_TS[np.isin(batch.request_T, wanted)])
     return uses_LE
-
-
-def _trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:
-    """Return this trace's requests whose prompts the predictor has seen in training or validation, by its card."""
-    if card["trace"]["sha256"] == trace.sha256:
-        return frozenset([*card["requests"]["train"], *card["requests"]["validation"]])
-    return repeated(trace, card["seen_prompts"])
 
 
 def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozenset[int], frozenset[int]]:

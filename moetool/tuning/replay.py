@@ -55,6 +55,7 @@ class ReplayRow:
         digest: digest of all decisions in order; equal digests mean equal decisions.
         devices: number of devices that share budget and model.
         timing: times on the timeline, with a profile.
+        trained_on: number of replayed requests that its predictor was trained on; on new ones it hits less.
     """
 
     policy: str
@@ -69,6 +70,7 @@ class ReplayRow:
     digest: str
     devices: int = 1
     timing: Timing | None = None
+    trained_on: int = 0
 
     @property
     def counts(self) -> Counts:
@@ -125,6 +127,7 @@ class ReplayRow:
             "bytes_per_decode_token": self.bytes_per_decode_token,
             "host_bytes_per_decode_token": self.host_bytes_per_decode_token,
             "digest": self.digest,
+            "trained_on": self.trained_on,
             **timed,
         }
 
@@ -135,6 +138,7 @@ class ReplaySetup:
 
     Attributes:
         predictor: a `moetool.learning.predictor.Predictor`, for policies that need one.
+        trained_on: requests that the predictor was trained on (`moetool.trace.same_prompts`), which the rows count.
         sequential: one request after the other, or the recorded forwards (default: recorded for the log of a server).
         requests: requests to include (default: all).
         warm_tokens: tokens at the start that fill pools and memories and count in no row, in whole forwards. The digest
@@ -158,6 +162,7 @@ class ReplaySetup:
     """
 
     predictor: Any = None
+    trained_on: Collection[int] = ()
     sequential: bool | None = None
     requests: frozenset[int] | None = None
     warm_tokens: int = 0
@@ -289,6 +294,11 @@ class _Source:
         self._requests = setup.requests
         self.late_ends = [] if self._sequential else _late_ends(trace)
 
+    def requests(self) -> set[int]:
+        """Return the requests to replay."""
+        recorded = set(self.trace.requests["request"].to_pylist())
+        return recorded if self._requests is None else recorded & self._requests
+
     def num_tokens(self) -> int:
         """Return the number of tokens to replay."""
         table = self.trace.requests
@@ -347,6 +357,8 @@ class _Run:
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
         self._warm = Counts(), Counts()  # prefill, decode
+        predicts = setup.predictor is not None and policy_class(name).uses(setup.predictor)
+        self._trained_on = len(source.requests() & set(setup.trained_on)) if predicts else 0
 
     def begin_counting(self) -> None:
         """Leave all forwards up to now out of the row."""
@@ -401,6 +413,7 @@ class _Run:
             digest=self._digest.hexdigest(),
             devices=self._devices,
             timing=None if self._timeline is None else self._timeline.timing(),
+            trained_on=self._trained_on,
         )
 
     def _weigh(self, steps: list[Step]) -> list[Step]:

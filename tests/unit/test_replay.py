@@ -226,3 +226,13 @@ def test_a_policy_that_takes_few_slots_gets_few_bytes(trace: Trace) -> None:
     few, many = replay(trace, ["duoserve"], [2000, 9000], ReplaySetup(predictor=predictor, pool_unit="bytes"))
     assert few.slots == many.slots == 2
     assert few.digest == many.digest
+
+
+def test_rows_of_policies_that_predict_count_the_requests_of_the_training(trace: Trace) -> None:
+    setup = ReplaySetup(predictor=MadeUpPredictor(trace.spec), trained_on={0, 2, 3})
+    rows = {row.policy: row for row in replay(trace, ["lru", "duoserve"], [9000], setup)}
+    assert (rows["lru"].trained_on, rows["duoserve"].trained_on) == (0, 3)
+    (row,) = replay(trace, ["duoserve"], [9000], replace(setup, requests=frozenset({1, 3})))
+    assert row.trained_on == row.to_json()["trained_on"] == 1
+    (row,) = replay(trace, ["duoserve"], [9000], replace(setup, requests=frozenset({1})))
+    assert row.trained_on == 0
