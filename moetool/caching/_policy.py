@@ -29,7 +29,8 @@ class Policy:
         needs_predictor: whether it requires a trained predictor.
         needs_future: whether it must know the coming events (replay only), which `foresee` passes first.
         in_order: whether experts are loaded and computed one by one, residents first, without overlap.
-        lossless: whether the model's text stays unchanged; only other policies may `route`.
+        lossless: whether it keeps the model's routes, so that logits are bit-identical to those of any other lossless
+            policy for the same batch composition; only other policies may `route`.
         computes_on_host: whether misses may be computed in host memory (`on_host`); its options may override.
         live_costs: whether it decides by costs measured while it runs (`take_costs`); its options may override.
         prefetch_distance: layers ahead that it prefetches (0: none); an option `distance` overrides it.

@@ -25,6 +25,8 @@ _WORDS = {
     "ties": "ties: answers differ from plain transformers only where two tokens are equally likely",
     "differs": "differs from plain transformers",
 }
+_PROMISE = "policies: the same bits for one batch composition; against transformers: equal up to rounding, "
+"""The promises of lossless policies, before what the data type makes of the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,10 @@ class Report:
             ("plain transformers", f"{made.oracle}, {'whole' if made.whole else 'layer by layer'}, {made.dtype}"),
             ("read by other libraries", ", ".join(f"{part}: {reader}" for part, reader in read)),
             ("read by moetool alone", ", ".join(alone) or "nothing"),
+            (
+                "promise",
+                _PROMISE + ("so the same tokens but at ties" if made.dtype == "float32" else "so tokens may differ"),
+            ),
             ("compared", f"{numbered(len(made.prompts), 'prompt')}, {numbered(made.num_tokens, 'token')} each"),
             ("weights compared", f"{checked:,} experts in a slot, {tensors:,} other tensors"),
             ("experts chosen", f"{routes - route_ties - wrong:,} of {routes:,} equal, {route_ties:,} ties"),

@@ -15,7 +15,16 @@ def test_the_verdict_is_printed_and_the_report_saved(run: Run, tmp_path: Path) -
     assert code == 0, err
     assert "reference-moe: exact: every answer equals that of plain transformers" in text
     assert "256 experts in a slot" in text and f"{out}: the report" in text
+    assert "the same tokens but at ties" in " ".join(text.split())
     assert out.read_text().startswith("# moetool verify\n\n**reference-moe: exact")
+
+
+def test_the_promise_is_that_of_the_data_type(run: Run, tmp_path: Path) -> None:
+    given = ("verify", "reference", "--policy", "lru", "--prompts", 1, "--tokens", 1, "--dtype", "bfloat16")
+    _, text, _ = run(*given, "--out", tmp_path / "report.md")
+    promise = next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| promise"))
+    assert "one batch composition" in promise and "tokens may differ" in promise
+    assert "the same tokens" not in " ".join(text.split())
 
 
 def test_what_differs_ends_with_exit_code_1(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ class PlacedRuntime(ExpertRuntime):
 
     On every server a forward's tokens for an expert form one product. The family's last step and the weighted sum are
     computed here, in the order of the top-k. So on machines of one kind (the same CPU, torch and number of threads) the
-    result is bit-identical to a single server's for every placement.
+    result is bit-identical to a single server's for every placement, for the same batch composition. On others it is
+    equal up to rounding.
 
     Threads of the listener answer other servers' calls: `handle`. One lock guards the pool; no thread holds it while
     waiting for another server.
