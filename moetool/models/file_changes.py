@@ -138,7 +138,7 @@ class WriteReports:
         self._queue = -1
         self.reported = False
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or too many watches
-            self._watch(descriptors)
+            self.watch(descriptors)
             self.reported = True
 
     def close(self) -> None:
@@ -152,7 +152,13 @@ class WriteReports:
         self._receive()
         return number in self._written
 
-    def _watch(self, descriptors: Sequence[int]) -> None:
+    def watch(self, descriptors: Sequence[int]) -> None:
+        """Ask for reports of writes to these files.
+
+        Raises:
+            AttributeError: the system is not Linux.
+            OSError: it has no watch left.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         queue = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if queue < 0:

@@ -91,7 +91,7 @@ def test_rows_that_are_written_over_are_found_with_their_time_set_back(
     reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not reported:
-        monkeypatch.setattr(WriteReports, "_watch", lambda *args: (tmp_path / "none").stat())
+        monkeypatch.setattr(WriteReports, "watch", lambda *args: (tmp_path / "none").stat())
     families.save("qwen3_moe", tmp_path, tie_word_embeddings=False)
     file, rows = tmp_path / "model.safetensors", load_lazy(Checkpoint.open(tmp_path), torch.float32)
     embedding = rows.model.get_input_embeddings()

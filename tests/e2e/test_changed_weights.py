@@ -158,7 +158,7 @@ def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise OSError("no more watched files")
 
-    monkeypatch.setattr(WriteReports, "_watch", refuse)
+    monkeypatch.setattr(WriteReports, "watch", refuse)
 
 
 def test_a_write_to_a_part_that_was_not_read_is_found_at_the_next_read(model: Path) -> None:
