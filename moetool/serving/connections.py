@@ -16,7 +16,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moetool.serving.http_errors import error_object
+from moetool.serving.http_errors import MAX_SKIPPED_BYTES, error_object
 from moetool.serving.server_options import ServerOptions
 
 MAX_HEAD_BYTES = 16 * 2**10
@@ -30,6 +30,10 @@ NEW_S = 1.0
 _LINGER_S = 1.0
 """Seconds to keep reading a dismissed client: closing at once would discard its unread answer."""
 _MAX_LINGERING = 128
+
+_CHUNK_SIZE = re.compile(rb"\r?\n?(?P<size>[0-9A-Fa-f]+)[^\r\n]*(?P<cr>\r[^\n])?")
+_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
+_FOLD = re.compile(rb"\n[ \t]")
 
 
 def affordable_connections(most: int) -> int:
@@ -115,14 +119,68 @@ class Connections:
 
 
 class _Http1(h11.Connection):
-    """h11's side of a connection, which refuses versions of HTTP that h11 would accept."""
+    """h11's side of a connection, which refuses requests that h11 would forgive.
+
+    Where h11 and a proxy in front of it read the same bytes differently, a client can hide a request in another one's
+    body. So each of these ends the connection: a length beside a transfer coding, a transfer coding in HTTP/1.0, a bare
+    line feed or carriage return, and a folded line. A body or chunk that is too large is refused when it is announced.
+
+    Source: RFC 9112, sections 2.2, 5.2, 6.1 and 7.1.
+
+    Args:
+        most_bytes: limit of an announced body or chunk.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._most_bytes = most_bytes
+        self._chunked = False
+        self._size_is_next = False  # the end of the previous chunk may come before it
 
     def next_event(self) -> Any:
+        before, _ = self.trailing_data
+        if self._size_is_next and (size := _CHUNK_SIZE.match(before)) is not None:
+            self._require_size(int(size["size"], 16))
+            if size["cr"]:
+                raise h11.RemoteProtocolError("bare carriage return in a chunk's extension")
         event = super().next_event()
-        if isinstance(event, h11.Request) and event.http_version not in (b"1.0", b"1.1"):
-            version = event.http_version.decode("ascii")
-            raise h11.RemoteProtocolError(f"this server speaks HTTP/1.1, not HTTP/{version}", error_status_hint=505)
+        parsed = before[: len(before) - len(self.trailing_data[0])]
+        if isinstance(event, h11.Request):
+            _require_lines(parsed)
+            self._require_framing(event)
+            self._chunked = self._size_is_next = any(name == b"transfer-encoding" for name, _ in event.headers)
+        elif isinstance(event, h11.Data):
+            self._size_is_next = event.chunk_end
+        elif isinstance(event, h11.EndOfMessage) and self._chunked:
+            # h11 may have parsed the first byte of the chunk's end before.
+            _require_lines(parsed.removeprefix(b"\n") if self._size_is_next else parsed)
+            self._chunked = self._size_is_next = False
+        elif event is h11.NEED_DATA and parsed.strip():
+            self._size_is_next = False  # parsed, but its chunk has not come
         return event
+
+    def _require_framing(self, request: h11.Request) -> None:
+        if request.http_version not in (b"1.0", b"1.1"):
+            version = request.http_version.decode("ascii")
+            raise h11.RemoteProtocolError(f"this server speaks HTTP/1.1, not HTTP/{version}", error_status_hint=505)
+        framing = {name: value for name, value in request.headers if name in (b"content-length", b"transfer-encoding")}
+        if len(framing) > 1:
+            raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        if b"transfer-encoding" in framing and request.http_version == b"1.0":
+            raise h11.RemoteProtocolError("Transfer-Encoding in HTTP/1.0")
+        self._require_size(int(framing.get(b"content-length", 0)))
+
+    def _require_size(self, size: int) -> None:
+        if size > self._most_bytes:
+            raise h11.RemoteProtocolError(f"a body of {size} bytes", error_status_hint=413)
+
+
+def _require_lines(section: bytes) -> None:
+    """Raises: h11.RemoteProtocolError: lines of a header or trailer do not end in CRLF, or are folded."""
+    if _BARE_LINE_FEED.search(section):
+        raise h11.RemoteProtocolError("bare line feed in the header or trailer")
+    if _FOLD.search(section):
+        raise h11.RemoteProtocolError("folded line in the header or trailer")
 
 
 class HttpConnection(H11Protocol):
@@ -130,7 +188,8 @@ class HttpConnection(H11Protocol):
 
     def __init__(self, connections: Connections, **rest: Any) -> None:
         super().__init__(**rest)
-        self.conn = _Http1(h11.SERVER, MAX_HEAD_BYTES)
+        # A client that has announced less is read to its end, so that it reads the refusal.
+        self.conn = _Http1(max(connections.options.max_body_bytes, MAX_SKIPPED_BYTES))
         self.shared = connections
         self._dismissed = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -186,6 +245,8 @@ class HttpConnection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         match getattr(error, "error_status_hint", 400):
+            case 413:
+                self._dismiss(413, f"the body is larger than {self.shared.options.max_body_bytes} bytes")
             case 431:
                 self._dismiss(431, f"the request header is larger than {MAX_HEAD_BYTES} bytes")
             case 505:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.request import Unavailable
 
-_MAX_SKIPPED_BYTES = 64 * 2**20
+MAX_SKIPPED_BYTES = 64 * 2**20
 """Bytes of an oversized body to read, so that its sender reads the answer."""
 
 _MAX_BODIES = 16
@@ -164,7 +164,7 @@ class BodyLimit:
             num_bytes += size
             if num_bytes > self._max_bytes:
                 # Read on and discard: a client that is still sending would not see the answer.
-                while message["type"] == "http.request" and message.get("more_body") and num_bytes < _MAX_SKIPPED_BYTES:
+                while message["type"] == "http.request" and message.get("more_body") and num_bytes < MAX_SKIPPED_BYTES:
                     message = await timed()
                     num_bytes += len(message.get("body", b""))
                 raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes")

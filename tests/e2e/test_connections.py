@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -162,6 +163,95 @@ def test_what_is_no_http(url: str, garbage: bytes, capfd: pytest.CaptureFixture[
         assert status == 400 and headers["connection"] == "close" and message.startswith("not an HTTP/1.1 request")
     assert get(url, "/health")[0] == 200
     assert capfd.readouterr().err == ""
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+HIDDEN = HEALTH.replace(b"/health", b"/v1/models")
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "reason"),
+    [
+        (CHUNKED + b"Content-Length: 4\r\n\r\n0\r\n\r\n", "both Content-Length and Transfer-Encoding"),
+        (CHUNKED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "multiple Transfer-Encoding"),
+        (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"\r\n0\r\n\r\n", "Transfer-Encoding"),
+        (CHUNKED.replace(b"chunked", b"identity") + b"\r\n0\r\n\r\n", "Transfer-Encoding"),
+        (CHUNKED.replace(b"Encoding:", b"Encoding :") + b"\r\n0\r\n\r\n", "illegal header line"),
+        (CHUNKED.replace(b"1.1", b"1.0") + b"\r\n0\r\n\r\n", "Transfer-Encoding in HTTP/1.0"),
+        (CHUNKED + b"\r\n0\r\n\n", "bare line feed"),
+        (CHUNKED + b"\r\n0\r\nX-A: b\n\r\n", "bare line feed"),
+        (CHUNKED + b"\r\n0\r\nX-A: b\r\n c\r\n\r\n", "folded line"),
+        (CHUNKED + b"\r\n1;\ra\r\n \r\n0\r\n\r\n", "bare carriage return"),
+        (CHUNKED + b"\r\n1;\na\r\n \r\n0\r\n\r\n", "illegal chunk header"),
+        (CHUNKED + b"\r\n-1\r\n", "illegal chunk header"),
+        (CHUNKED + b"\r\n0x1\r\n", "illegal chunk header"),
+        (CHUNKED + b"\r\n1\r\n  \n0\r\n\r\n", "chunk footer"),
+        (HEALTH.replace(b"\r\n", b"\n"), "bare line feed"),
+        (HEALTH.replace(b"localhost\r\n", b"localhost\nX-A: b\r\n"), "bare line feed"),
+        (HEALTH.replace(b"localhost", b"localhost\r\n folded"), "folded line"),
+        (HEALTH.replace(b"localhost", b"localhost\r\nX-A: b\rX-B: c"), "illegal header line"),
+        (HEALTH.replace(b"localhost", b"local\0host"), "illegal header line"),
+        (HEALTH.replace(b"localhost", b"localhost\r\nHost: other"), "Host"),
+        (HEALTH.replace(b"localhost", b"localhost\r\nContent-Length: +0"), "Content-Length"),
+        (HEALTH.replace(b"localhost", b"localhost\r\nContent-Length: 0, 1"), "Content-Length"),
+        (HEALTH.replace(b"localhost", b"localhost\r\nContent-Length:"), "Content-Length"),
+    ],
+)
+@pytest.mark.parametrize("bytewise", [False, True])
+def test_a_request_that_hides_another_one(url: str, request_bytes: bytes, reason: str, bytewise: bool) -> None:
+    """It gets one answer, however its bytes arrive, and the bytes behind it get none."""
+    with _open(url) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        data = request_bytes + HIDDEN
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for part in (bytes([byte]) for byte in data) if bytewise else (data,):
+                sock.sendall(part)
+        answer = _all(sock)
+    assert re.findall(rb"HTTP/1\.1 (\d+)", answer) == [b"400"]
+    _, headers, message = _said(answer)
+    assert headers["connection"] == "close" and reason in message
+
+
+@pytest.mark.parametrize("bytewise", [False, True])
+def test_a_body_in_chunks_and_the_request_after_it(url: str, bytewise: bool) -> None:
+    body = _body() + b"\n"  # a line feed at a chunk's end is its own
+    parts = [body[:1], body[1:40], body[40:]]
+    chunks = b"".join(b"%x;a=b\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\nX-After: c\r\n\r\n"
+    # Its second chunk begins with the digits of a size that would be too large.
+    digits = b"11\r\n" + b"f" * 17 + b"\r\n0\r\n\r\n"
+    head = CHUNKED + b"Content-Type: application/json\r\n\r\n"
+    data = head + chunks + head + digits + HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with _open(url) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in (bytes([byte]) for byte in data) if bytewise else (data,):
+            sock.sendall(part)
+        answer = _all(sock)
+    assert re.findall(rb"HTTP/1\.1 (\d+)", answer) == [b"200", b"400", b"200"]
+    assert b"the body is not JSON" in answer
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        CHUNKED + b"\r\nFFFFFFFFFFFFFFFF\r\n",
+        CHUNKED + b"\r\nFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF",  # without its end
+        CHUNKED + b"\r\n1\r\n \r\n5000000\r\n",
+        HEALTH.replace(b"localhost", b"localhost\r\nContent-Length: 99999999999999999999"),
+    ],
+)
+def test_an_absurd_size_is_refused_before_its_body(request_bytes: bytes) -> None:
+    with serving(ScriptedEngine(), options=ServerOptions(body_timeout_s=60)) as (url, _), _open(url) as sock:
+        began = time.monotonic()
+        sock.sendall(request_bytes)
+        status, headers, message = _said(_all(sock))
+        assert (status, headers["connection"], message) == (413, "close", "the body is larger than 2097152 bytes")
+        assert time.monotonic() - began < 30
+
+
+def test_a_head_of_thousands_of_fields(url: str) -> None:
+    with _open(url) as sock:
+        sock.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\n" + b"a:\r\n" * 4000 + b"Connection: close\r\n\r\n"))
+        assert _all(sock).startswith(b"HTTP/1.1 200")
 
 
 def test_garbage_behind_a_request_waits_for_the_answer(url: str) -> None:

@@ -1,8 +1,10 @@
 """The page about a cluster: what it answers, and to whom."""
 
+import contextlib
 import http.client
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +65,27 @@ def test_the_page_fetches_nothing_from_elsewhere(page: dashboard.Dashboard) -> N
 def test_nothing_but_get_is_taken(page: dashboard.Dashboard, method: str) -> None:
     status, headers, _ = ask(page, method, "/stats")
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Host: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"200"),
+        (b"Host: localhost\r\nConnection: keep-alive\r\n", b"200"),
+        (b"Host: localhost\r\nHost: elsewhere.example\r\n", b"400"),
+        (b"Host : elsewhere.example\r\nHost: localhost\r\n", b"400"),
+        (b"no field\r\nHost: elsewhere.example\r\n", b"400"),
+    ],
+)
+def test_one_answer_on_a_connection(page: dashboard.Dashboard, head: bytes, status: bytes) -> None:
+    host, port = page.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n" + head + b"\r\nGET /state.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # bytes of the second request were not read
+            while part := sock.recv(65536):
+                answer += part
+    assert re.findall(rb"HTTP/1\.[01] (\d+)", answer) == [status]
 
 
 def test_pages_of_other_sites_are_refused(page: dashboard.Dashboard) -> None:

@@ -106,7 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        if (why := self.rules.refusal(Headers(raw=_raw(self.headers)))) is not None:
+        if self.headers.defects or len(self.headers.get_all("Host", [])) > 1:
+            self.send_error(HTTPStatus.BAD_REQUEST)  # the rules would see other names than a proxy
+        elif (why := self.rules.refusal(Headers(raw=_raw(self.headers)))) is not None:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"{why}\n".encode())
         elif path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", _PAGE.read_bytes())
