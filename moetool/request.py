@@ -9,11 +9,17 @@ from moetool.errors import MoetoolError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Finish = Literal["stop", "length", "cancelled", "error"]
+Finish = Literal["stop", "length", "cancelled", "refused", "error"]
+"""How a request ends. `refused`: its grammar allows no further token; `error`: the engine failed."""
 
 
 class Matcher(Protocol):
     """Progress of one answer through its grammar."""
+
+    @property
+    def error(self) -> str:
+        """Why the grammar allows no token at all; empty if unknown."""
+        ...
 
     @property
     def may_end(self) -> bool:
@@ -89,7 +95,7 @@ class TokenLogprob(NamedTuple):
 class Output(NamedTuple):
     """One message of the engine about a request: a token, the end, or both.
 
-    `token` is None only in a message that ends a request without a token (cancelled, error, or max_tokens 0).
+    `token` is None only in a message that ends a request without a token (cancelled, refused, error, or max_tokens 0).
     The end-of-sequence token is reported as a token with finish `stop`. `reused` comes with the first token: the prompt
     tokens that were in the KV cache. With `return_routes`, `experts_THK` (uint8, or uint16 beyond 256 experts; all
     layers, zeros in dense ones) belong to the tokens forwarded since the last output: the prompt's with the first

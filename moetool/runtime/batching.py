@@ -364,10 +364,10 @@ class Batcher:
 
     def _report(self, request: int, result: Any) -> Output:
         state = self._requests[request]
-        if why := self._sampler.broken(str(request)):
+        if (end := self._sampler.broken_end(str(request))) is not None:
             self._pages.forget(str(request))
             self.cancel(request)
-            return Output(request, None, finish="error", error=why)
+            return end
         token = int(result.generated_tokens[-1])
         state.done += 1
         reused = (state.reused or 0) if state.done == 1 else 0

@@ -335,8 +335,9 @@ class OwnCaches:
         name = str(request.number)
         try:
             token = int(self._sampler.apply([name], logits_1V).argmax())
-            if why := self._sampler.broken(name):
-                raise RuntimeError(why)
+            if (end := self._sampler.broken_end(name)) is not None:
+                self._end(request.number)
+                return end
             logprob = self._sampler.take(name, token)
         except Exception as error:
             return self._fail(request, error)

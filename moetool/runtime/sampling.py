@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.request import Matcher, SamplingParams, TokenLogprob
+from moetool.request import Matcher, Output, SamplingParams, TokenLogprob
 from moetool.runtime.batched_sampling import Draws, batched_gumbel_scores, on_device
 
 NOT_NUMBERS = (
@@ -58,6 +58,11 @@ class _Choice:
     def is_constrained(self) -> bool:
         """Whether tokens may be excluded or their scores changed."""
         return self.matcher is not None or bool(self.params.logit_bias) or self.params.penalizes
+
+    @property
+    def no_token_left(self) -> str:
+        """The error where every token is excluded."""
+        return (self.matcher.error if self.matcher is not None else "") or NO_TOKEN_LEFT
 
     def take(self, tokens: Iterable[int]) -> None:
         """Count tokens of the answer."""
@@ -118,6 +123,12 @@ class Sampler:
         self._verdicts.clear()
         return self._choices[request].broken
 
+    def broken_end(self, request: str) -> Output | None:
+        """Return the last message of a request whose newest token is invalid; None if it is valid."""
+        if not (why := self.broken(request)):
+            return None
+        return Output(int(request), None, finish="error" if why == NOT_NUMBERS else "refused", error=why)
+
     def apply(self, requests: list[str], scores_BV: Tensor) -> Tensor:
         """Make the argmax of each row the sampled token of its request.
 
@@ -139,7 +150,7 @@ class Sampler:
                 choice.logprobs_V = scores_V.log_softmax(-1)
             _constrain(scores_V, choice, self._eos)
             if choice.is_constrained and not choice.broken and not scores_V.max().isfinite():
-                choice.broken = NO_TOKEN_LEFT
+                choice.broken = choice.no_token_left
                 scores_V.zero_()
             if choice.params.temperature > _COLDEST:
                 scores_BV[row] = gumbel_scores(scores_V, choice.params, choice.seed, choice.drawn)
@@ -219,7 +230,9 @@ class _Verdicts:
             self._arrived.synchronize()
         unsound, empty = self._broken_2B.tolist()
         for row, choice in self._found:
-            choice.broken = choice.broken or (NOT_NUMBERS if unsound[row] else NO_TOKEN_LEFT if empty[row] else "")
+            choice.broken = choice.broken or (
+                NOT_NUMBERS if unsound[row] else choice.no_token_left if empty[row] else ""
+            )
 
 
 def _constrain(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:

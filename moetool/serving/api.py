@@ -193,6 +193,9 @@ async def _start_completion(
 ) -> tuple[Exchange, Reply]:
     frontend.require_ready()
     engine, vocabulary = frontend.engine, frontend.vocabulary
+    grammar: Grammar | None = None
+    if body.response_format is not None and (schema := body.response_format.schema_text) is not None:
+        grammar = await asyncio.to_thread(grammars.json, schema, "response_format")
     # Long prompts take seconds to tokenize, and a forward takes longer: neither may block the event loop.
     prompts = await asyncio.to_thread(completion_prompts, engine, body)
     reply = CompletionReply(
@@ -210,9 +213,6 @@ async def _start_completion(
                 scores = await frontend.score(prompt.tokens, body.logprobs, terms.deadline)
             echoes += [echo(vocabulary, prompt, scores)] * body.n
         reply.echoes = echoes
-    grammar: Grammar | None = None
-    if body.response_format is not None and (schema := body.response_format.schema_text) is not None:
-        grammar = await asyncio.to_thread(grammars.json, schema, "response_format")
     jobs = _jobs(body, prompts, body.logprobs, grammar)
     jobs = [replace(job, offset=len(reply.prelude(index).text)) for index, job in enumerate(jobs)]
     return frontend.open(jobs, body.stop, *terms), reply

@@ -85,7 +85,14 @@ class Choice:
         return len(self.tokens)
 
     def advance(self, output: Output) -> TextPiece:
-        """Process one message. Raises: MoetoolError: the engine failed the request."""
+        """Process one message.
+
+        Raises:
+            Refusal: the request's grammar allows no further token.
+            MoetoolError: the engine failed the request.
+        """
+        if output.finish == "refused":
+            raise Refusal(f"the answer cannot go on: {output.error}")
         if output.finish == "error":
             raise MoetoolError(f"the engine failed: {output.error or 'no reason given'}")
         if output.finish == "cancelled":
@@ -183,6 +190,7 @@ class Exchange:
         """Yield (index of the choice, its next piece) until every choice is finished.
 
         Raises:
+            Refusal: the grammar of one allows no further token.
             MoetoolError: the engine failed one of them.
         """
         while not all(choice.finished for choice in self.choices):

@@ -10,7 +10,7 @@ import pytest
 
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
-from tests.servers import client_of, get, post, serving
+from tests.servers import client_of, connect, get, post, serving
 
 TEMPLATE = """{% if tools %}<|system|>
 {% for tool in tools %}{{ tool | tojson }}
@@ -170,6 +170,95 @@ def test_schemas_that_cannot_be_followed(real: str) -> None:
         wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
         status, body = post(real, "/v1/chat/completions", {**ANSWER, "response_format": wanted})
         assert status == 400 and body["error"]["param"] == "response_format", body
+
+
+WIDE: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)}}
+LOOP: dict[str, Any] = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[tuple[ScriptedEngine, str]]:
+    engine = ScriptedEngine(max_context=10**6, room=10**6)
+    engine.tokenizer.chat_template = TEMPLATE
+    with serving(engine) as (url, _):
+        yield engine, url
+
+
+def _failures(url: str) -> float:
+    return float(re.findall(r"^moetool_failures_total (\S+)", get(url, "/metrics")[2], re.MULTILINE)[0])
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (WIDE, "2007 items"),
+        ({"type": "object", "properties": {"b/a": {"type": "array", "items": WIDE}}}, "2007 items"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/wide"}}, "$defs": {"wide": WIDE}}, "2007 items"),
+        ({"$ref": "#"}, "references"),
+        ({"$ref": "#/$defs/a", "$defs": LOOP}, "references"),
+        ({"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": LOOP}, "references"),
+        ({"allOf": [{"$ref": "#"}, {"type": "object"}]}, "cannot be followed"),
+        ({"type": "object", "description": "x" * 300_000}, "characters, expected at most 262144"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_is_refused_before_its_request_runs(
+    roomy: tuple[ScriptedEngine, str], schema: dict[str, Any], reason: str, stream: bool
+) -> None:
+    engine, url = roomy
+    wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "now", "parameters": schema}}
+    chat = {**ANSWER, "n": 2, "stream": stream}
+    forced = {"type": "function", "function": {"name": "now"}}
+    plain = {"model": "reference", "prompt": ["a", "b"], "n": 2, "stream": stream, "echo": True, "logprobs": 1}
+    for path, body, param in [
+        ("chat/completions", chat | {"response_format": wanted}, "response_format"),
+        ("completions", plain | {"response_format": wanted}, "response_format"),
+        ("chat/completions", chat | {"tools": [tool], "tool_choice": "required"}, "tools"),
+        ("chat/completions", chat | {"tools": [tool], "tool_choice": forced}, "tools"),
+    ]:
+        status, answer = post(url, f"/v1/{path}", body)
+        error = answer["error"]
+        assert (status, error["param"]) == (400, param) and reason in error["message"] and "\n" not in error["message"]
+    assert engine.submitted == []
+
+
+def test_references_that_end_are_followed(real: str) -> None:
+    node = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "required": ["next"],
+        "additionalProperties": False,
+    }
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    parameters = {"type": "object", "properties": {"list": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters | {"required": ["list"]}}}
+    asked = {**ANSWER, "logit_bias": {}, "max_tokens": 400}
+    for more in (
+        {"response_format": wanted},
+        {"tools": [tool], "tool_choice": "required"},
+        {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "now"}}},
+    ):
+        status, body = post(real, "/v1/chat/completions", asked | more)
+        assert status == 200, body
+
+
+def test_a_grammar_that_gives_up_within_an_answer_is_no_failure_of_the_engine(real: str) -> None:
+    before = _failures(real)
+    # llguidance notices only within the text that this pattern is too large.
+    schema = {"type": "string", "pattern": "^(([a-z]{1,1000}){1,1000}){1,1000}$", "minLength": 100}
+    wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    status, body = post(real, "/v1/chat/completions", {**ANSWER, "response_format": wanted})
+    assert status == 400 and "the answer cannot go on: lexer error" in body["error"]["message"]
+    connection_body = {**ANSWER, "response_format": wanted, "stream": True}
+    connection = connect(real)
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(connection_body), {"Content-Type": "application/json"}
+    )
+    events = connection.getresponse().read().decode().strip().split("\n\n")
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["type"] == "invalid_request_error"
+    assert _failures(real) == before == 0
 
 
 def test_options_of_sampling_reach_the_engine(real: str) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from moetool.request import SamplingParams
+from moetool.request import Output, SamplingParams
 from moetool.runtime import sampling
 from moetool.runtime.batched_sampling import Draws, batched_gumbel_scores, gumbel_noise
 from moetool.runtime.sampling import Sampler, gumbel_scores, likeliest, nucleus
@@ -230,11 +230,15 @@ def test_logit_bias_decides() -> None:
 class _Only:
     """A grammar of one token after another."""
 
+    error = ""
+
     def __init__(self, *tokens: int) -> None:
         self._tokens = list(tokens)
 
     def start(self) -> "_Only":
-        return _Only(*self._tokens)
+        started = _Only(*self._tokens)
+        started.error = self.error
+        return started
 
     @property
     def may_end(self) -> bool:
@@ -260,3 +264,16 @@ def test_a_grammar_leaves_what_it_allows_and_logprobs_are_of_the_model() -> None
             assert logprob.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[token]))
         sampler.apply(["me"], LOGITS[None].clone())
         assert "no token is left" in sampler.broken("me")
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_end_of_a_request_says_whose_fault_it_is(batched: bool) -> None:
+    sampler = Sampler(batched=batched)
+    stuck = _Only()
+    stuck.error = "the row is full"
+    for name, grammar in (("1", stuck), ("2", None), ("3", None)):
+        sampler.add(name, SamplingParams(max_tokens=9, temperature=0, grammar=grammar), [0])
+    sampler.apply(["1", "2", "3"], torch.stack([LOGITS, LOGITS * float("nan"), LOGITS]))
+    ends = [sampler.broken_end(name) for name in ("1", "2", "3")]
+    assert ends[0] == Output(1, None, finish="refused", error="the row is full")
+    assert ends[1] is not None and ends[1].finish == "error" and ends[2] is None

@@ -1,0 +1,41 @@
+"""Schemas that could end the server."""
+
+import subprocess
+import sys
+
+import pytest
+
+_COMPILE = """
+import json, sys
+from types import SimpleNamespace
+from transformers import AutoTokenizer
+from moetool import assets
+from moetool.serving.grammars import Grammars
+from moetool.serving.http_errors import Refusal
+
+tokenizer = AutoTokenizer.from_pretrained(assets.path("data", "reference-moe"))
+grammars = Grammars(SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer)))
+try:
+    grammars.json(sys.stdin.read(), "schema")
+    print("compiled")
+except Refusal as refusal:
+    print(refusal)
+"""
+
+
+@pytest.mark.parametrize(
+    ("link", "last", "said"),
+    [
+        ('{"properties": {"x": {"$ref": "#/$defs/%d"}}}', "{}", "compiled"),
+        ('{"prefixItems": [{"$ref": "#/$defs/%d"}]}', '{"$ref": "#/$defs/0"}', "compiled"),
+        ('{"$ref": "#/$defs/%d"}', '{"type": "integer"}', "compiled"),
+        ('{"$ref": "#/$defs/%d"}', '{"$ref": "#/$defs/0"}', "references in a loop"),
+    ],
+)
+def test_a_long_chain_of_references_does_not_overflow_the_stack(link: str, last: str, said: str) -> None:
+    links = [f'"{number}": {link % (number + 1)}' for number in range(4000)]
+    schema = f'{{"$ref": "#/$defs/0", "$defs": {{{", ".join(links)}, "4000": {last}}}}}'
+    process = subprocess.run(
+        [sys.executable, "-c", _COMPILE], input=schema, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert process.returncode == 0 and said in process.stdout, process.stderr[-500:]
