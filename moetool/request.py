@@ -62,6 +62,8 @@ class SamplingParams:
         logit_bias: (token, value added to its logit), each token once.
         grammar: grammar of the answer; other tokens get no probability.
         return_routes: whether outputs hold the experts of each token.
+        drawn: number of the prompt's last tokens that are the beginning of the answer, from an earlier request; the
+            rest is sampled as if it continued there.
     """
 
     max_tokens: int
@@ -78,6 +80,7 @@ class SamplingParams:
     logit_bias: Sequence[tuple[int, float]] = ()
     grammar: Grammar | None = None
     return_routes: bool = False
+    drawn: int = 0
 
     @property
     def penalizes(self) -> bool:

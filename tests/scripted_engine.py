@@ -84,7 +84,10 @@ class ScriptedEngine:
         if params.temperature > 0:
             draw = random.Random(params.seed)
             # skips special tokens, so that all tokens have text
-            answer = [draw.randrange(4, self.vocab_size) for _ in range(params.max_tokens)]
+            answer = [draw.randrange(4, self.vocab_size) for _ in range(params.drawn + params.max_tokens)]
+        if params.temperature == 0 or params.seed is not None:
+            assert prompt[len(prompt) - params.drawn :] == answer[: params.drawn]
+        answer = answer[params.drawn :]
         with self._wake:
             self.submitted.append(params)
             request = len(self.submitted)

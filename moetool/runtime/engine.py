@@ -469,7 +469,7 @@ class Engine:
                 self._log.add_request(request, len(prompt))
             if params.return_routes:
                 self._routes.follow(request)
-            self.batcher.add(request, prompt, params)
+            self.batcher.add(request, prompt, params, params.drawn)
             _LOG.debug("request %d: %d prompt tokens, at most %d new", request, len(prompt), params.max_tokens)
 
     def _cancel(self, request: int) -> None:

@@ -19,6 +19,7 @@ from moetool.request import EngineLike, Grammar, SamplingParams, TokenLogprob, o
 from moetool.serving import http_errors as refusal
 from moetool.serving import openapi, routed_answers, token_routes
 from moetool.serving.access import Access, AccessRecord, RequireKey, record_of
+from moetool.serving.clients import Client, client_of
 from moetool.serving.connections import Connections
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import Deadline, Exchange, Frontend, Job, TextPiece
@@ -62,7 +63,12 @@ def create_app(
     """
     options = options or ServerOptions()
     connections = connections or Connections(options)
-    frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine), options)
+
+    def server_counts() -> dict[str, float]:
+        return {"requests_preempted": frontend.preempted, "connections_unread": connections.unread}
+
+    frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine, server_counts), options)
+    connections.crowded = lambda: frontend.is_crowded
     grammars = Grammars(engine)
     began = time.monotonic()
     # No documentation pages, which load scripts from the network, and no redirections, which follow the Host header.
@@ -139,6 +145,7 @@ def create_app(
             "requests_running": len(frontend.running),
             "choices_in_engine": frontend.in_engine,
             "choices_waiting": frontend.num_waiting,
+            "choices_preempted": frontend.preempted,
             **connections.counts(),
         }
         chosen = [dict(zip(("name", "value", "why"), row, strict=True)) for row in settings]
@@ -157,6 +164,7 @@ class _Terms(NamedTuple):
 
     record: AccessRecord
     deadline: Deadline
+    client: Client
 
 
 def _terms(frontend: Frontend, request: Request) -> _Terms:
@@ -169,7 +177,8 @@ def _terms(frontend: Frontend, request: Request) -> _Terms:
     if not seconds > 0:
         raise Refusal(f"X-Request-Timeout is {given!r}, expected seconds above 0", param="X-Request-Timeout")
     seconds = min(seconds, most)
-    return _Terms(record_of(request.scope), Deadline(seconds, asyncio.get_running_loop().time() + seconds))
+    deadline = Deadline(seconds, asyncio.get_running_loop().time() + seconds)
+    return _Terms(record_of(request.scope), deadline, client_of(request.scope))
 
 
 async def _answer(

@@ -8,8 +8,10 @@ import contextlib
 import json
 import re
 import resource
+import socket
 import sys
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -30,6 +32,8 @@ NEW_S = 1.0
 _LINGER_S = 1.0
 """Seconds to keep reading a dismissed client: closing at once would discard its unread answer."""
 _MAX_LINGERING = 128
+_UNREAD_BYTES = 32 * 2**10
+"""Size of a connection's buffer of unread bytes, and of the system's (Linux doubles it)."""
 
 _CHUNK_SIZE = re.compile(rb"\r?\n?(?P<size>[0-9A-Fa-f]+)[^\r\n]*(?P<cr>\r[^\n])?")
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
@@ -57,6 +61,8 @@ class Connections:
     Attributes:
         options: their limits.
         most: limit of concurrent connections.
+        unread: number of connections that were cut because their clients did not read.
+        crowded: whether requests wait, so that one that nobody reads is cut sooner.
     """
 
     def __init__(self, options: ServerOptions, most: int | None = None) -> None:
@@ -66,13 +72,16 @@ class Connections:
         self._waiting: dict[HttpConnection, float] = {}  # connections without a request, and since when; longest first
         self._lingering = 0
         self._refused = self._displaced = 0
+        self.unread = 0
+        self.crowded: Callable[[], bool] = bool
 
     def counts(self) -> dict[str, int]:
-        """Return open connections, and numbers of those answered with 503 or closed to make room, for /stats."""
+        """Return open connections, and those answered with 503, closed to make room, or cut as unread, for /stats."""
         return {
             "connections_open": len(self._open),
             "connections_refused": self._refused,
             "connections_displaced": self._displaced,
+            "connections_unread": self.unread,
         }
 
     def admit(self, connection: "HttpConnection") -> bool:
@@ -202,6 +211,10 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Large buffers would take a whole answer, so that nobody notices that it is not read.
+        transport.set_write_buffer_limits(high=_UNREAD_BYTES)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         if not self.shared.admit(self):
             message = f"this server has {self.shared.most} connections, its limit; try again soon"
             self._dismiss(503, message, "Retry-After: 1")
@@ -295,17 +308,26 @@ class HttpConnection(H11Protocol):
     def _watch_reader(self) -> None:
         if self.send_timer is not None:
             return
-        before, cycle = self.transport.get_write_buffer_size(), self.cycle
+        options = self.shared.options
+        period_s = min(options.unread_timeout_s, options.send_timeout_s)
+        before, cycle, unread_s = self.transport.get_write_buffer_size(), self.cycle, 0.0
 
         def look() -> None:
+            nonlocal unread_s
             self.send_timer = None
             left = self.transport.get_write_buffer_size()
-            if left >= before and self.cycle is cycle:  # another answer may have grown the buffer
+            if left < before or self.cycle is not cycle:  # another answer may have grown the buffer
+                if left:
+                    self._watch_reader()
+                return
+            unread_s += period_s
+            if unread_s >= options.send_timeout_s or self.shared.crowded():
+                self.shared.unread += 1
                 self.transport.abort()
-            elif left:
-                self._watch_reader()
+            else:
+                self.send_timer = self.loop.call_later(period_s, look)
 
-        self.send_timer = self.loop.call_later(self.shared.options.send_timeout_s, look)
+        self.send_timer = self.loop.call_later(period_s, look)
 
     def _dismiss(self, status: int, message: str, *headers: str) -> None:
         """Answer invalid bytes, and close."""

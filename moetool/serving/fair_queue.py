@@ -1,17 +1,17 @@
 """Fair queue: clients in turn, and each client's requests in order."""
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
 
 _Item = TypeVar("_Item")
 
 
 class FairQueue(Generic[_Item]):
-    """A queue of clients, requests and items: each `pop` takes from the next client, and there from its next request.
+    """A queue of clients, requests and items: each `pop` takes from one client, and there from its next request.
 
-    A request's items keep their order. Every operation takes constant time, except `remove`, which is linear in one
-    request.
+    A request's items keep their order. Operations take constant time, except `pop`, which is linear in the clients, and
+    `remove`, which is linear in one request.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,16 @@ class FairQueue(Generic[_Item]):
         self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(item)
         self._length += 1
 
-    def pop(self) -> _Item:
-        """Remove and return the next item. Raises: IndexError if there is none."""
+    def pop(self, load: Callable[[Any], Any] = lambda client: 0) -> _Item:
+        """Remove and return an item of the client with the least load; among equals, of the one whose turn it is.
+
+        Raises:
+            IndexError: there is none.
+        """
         if not self._clients:
             raise IndexError("nothing waits")
-        client, requests = next(iter(self._clients.items()))
+        client = min(self._clients, key=load)
+        requests = self._clients[client]
         request, items = next(iter(requests.items()))
         item = items.popleft()
         self._length -= 1

@@ -6,7 +6,7 @@ All code here runs on the server's event loop; the engine's thread only puts mes
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, Finish, Output, SamplingParams, TokenLogprob, Unavailable
 from moetool.serving.access import AccessRecord
+from moetool.serving.clients import Client, Load
 from moetool.serving.detokenize import StopStrings, Vocabulary
 from moetool.serving.fair_queue import FairQueue
 from moetool.serving.http_errors import Overloaded, Refusal
@@ -55,6 +56,11 @@ class Job:
     params: SamplingParams
     offset: int = 0
     shown: frozenset[int] = frozenset()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether its answer can go on in another request; the routes of tokens are one request's."""
+        return not self.params.return_routes
 
 
 class Choice:
@@ -149,18 +155,29 @@ class Exchange:
     """
 
     def __init__(
-        self, frontend: "Frontend", jobs: Sequence[Job], stops: Sequence[str], record: AccessRecord, deadline: Deadline
+        self,
+        frontend: "Frontend",
+        jobs: Sequence[Job],
+        stops: Sequence[str],
+        record: AccessRecord,
+        deadline: Deadline,
+        client: Client,
     ) -> None:
         self.jobs = list(jobs)
         self.choices = [Choice(job, frontend.vocabulary, stops) for job in jobs]
         self.record = record
+        self.client = client
         self._frontend = frontend
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[tuple[int, Output, float]] = asyncio.Queue()
-        self._began = time.perf_counter()
-        self._latest = [self._began] * len(jobs)  # time of a choice's submission or latest token
+        self.began = time.perf_counter()
+        self._latest = [self.began] * len(jobs)  # time of a choice's submission or latest token
         self._ids: dict[int, int] = {}
-        self._begun: set[int] = set()
+        self._in_engine: set[int] = set()
+        self._begun: set[int] = set()  # of these
+        self._preempted: dict[int, list[tuple[int, Output, float]]] = {}  # until the engine has ended them
+        self._made: list[list[int]] = [[] for _ in jobs]  # the tokens that have arrived
+        self._closed = False
         self._timer = self._loop.call_at(deadline.at, self.abort, deadline.missed)
 
     @property
@@ -178,13 +195,34 @@ class Exchange:
 
     def submit(self, index: int) -> bool:
         """Submit a choice to the engine; return whether it was accepted. A refused one ends with an error."""
-        job = self.jobs[index]
+        if self.choices[index].finished:  # by a stop string, while it was preempted
+            return False
+        job, made = self.jobs[index], self._made[index]
+        params = replace(job.params, max_tokens=job.params.max_tokens - len(made), drawn=len(made))
         try:
-            self._ids[index] = self._frontend.engine.submit(job.prompt, job.params, partial(self._post, index))
+            self._ids[index] = self._frontend.engine.submit(job.prompt + made, params, partial(self._post, index))
         except MoetoolError as error:
             self._inbox.put_nowait((index, Output(-1, None, None, "cancelled", str(error)), 0.0))
             return False
+        self._in_engine.add(index)
         return True
+
+    def preempt_waiting(self) -> None:
+        """Take back the choices that wait in the engine."""
+        for index in self._in_engine - self._begun - self._preempted.keys():
+            self._preempt(index)
+
+    def preempt_running(self) -> bool:
+        """Take back the newest running choice that can go on later; return whether there is one."""
+        for index in sorted(self._begun - self._preempted.keys(), reverse=True):
+            if self.jobs[index].resumable and not self.choices[index].finished:
+                self._preempt(index)
+                return True
+        return False
+
+    def _preempt(self, index: int) -> None:
+        self._preempted[index] = []
+        self._frontend.engine.cancel(self._ids[index])
 
     async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
         """Yield (index of the choice, its next piece) until every choice is finished.
@@ -202,7 +240,7 @@ class Exchange:
                 first = choice.num_tokens == 0
                 self._frontend.metrics.observe_token(at - self._latest[index], first=first)
                 if first and self.record.first_token_s is None:
-                    self.record.first_token_s = round(at - self._began, 6)
+                    self.record.first_token_s = round(at - self.began, 6)
                 self._latest[index] = at
             piece = choice.advance(output)
             if choice.finished and output.finish is None:  # by a stop string, which the engine does not know
@@ -217,6 +255,7 @@ class Exchange:
 
     def close(self) -> None:
         """Remove waiting choices, and cancel unfinished ones in the engine."""
+        self._closed = True
         self._timer.cancel()
         self.record.generated_tokens = self.num_tokens
         self.record.reused_tokens = self.num_reused
@@ -234,12 +273,30 @@ class Exchange:
                 raise
 
     def _arrived(self, index: int, output: Output, at: float) -> None:
-        self._inbox.put_nowait((index, output, at))
         if index not in self._begun:
             self._begun.add(index)
-            self._frontend.begun()
+            self._frontend.begun(self)
+        held = self._preempted.get(index)
         if output.finish is not None:
-            self._frontend.release(at - self._began)
+            self._preempted.pop(index, None)
+            self._begun.discard(index)
+            self._in_engine.discard(index)
+            self._frontend.release(self, at - self.began)
+        if held is not None and output.finish == "cancelled" and not self._closed:
+            self._frontend.queue(self, index)
+            return
+        output = output._replace(reused=0) if self._made[index] else output
+        if held is not None and not self.jobs[index].resumable:
+            # It had not begun when it was preempted. Unless it ends first, it begins again with other tokens.
+            held.append((index, output, at))
+            if output.finish is None:
+                return
+        else:
+            held = [(index, output, at)]
+        for message in held:
+            if message[1].token is not None:
+                self._made[index].append(message[1].token)
+            self._inbox.put_nowait(message)
 
 
 @dataclass
@@ -247,13 +304,16 @@ class Frontend:
     """Shared state of a server's requests, and their queue.
 
     The engine gets at most twice as many choices as it can run, so that it never waits for more. Where it can run many,
-    it may run fewer for lack of memory, so fewer unbegun ones are submitted. `FairQueue` decides which is next, by the
-    clients' addresses.
+    it may run fewer for lack of memory, so fewer unbegun ones are submitted. The client with the fewest choices in the
+    engine is next. One client may fill the engine; if another then waits for `ServerOptions.preempt_after_s`, with at
+    least two running choices fewer, a choice gives way: it is cancelled in the engine and queued again, and its prompt
+    then includes its answer so far.
 
     Attributes:
         draining: no new exchanges; running ones continue.
         running: exchanges whose answer is not complete.
         in_engine: choices in the engine.
+        preempted: number of running choices that gave way so far.
         scoring: lock held while a prompt is scored. The engine scores one at a time, and waiting ones must not occupy
             the threads that tokenize.
     """
@@ -267,7 +327,13 @@ class Frontend:
     scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     _queue: FairQueue[tuple[Exchange, int]] = field(default_factory=FairQueue)
     in_engine: int = 0
+    preempted: int = 0
     _not_begun: int = 0  # choices in the engine that have not begun
+    _submitted: Load = field(default_factory=Load)
+    _running: Load = field(default_factory=Load)  # the begun ones
+    _pending: Load = field(default_factory=Load)  # queued, or not begun
+    _since: dict[Client, float] = field(default_factory=dict)  # when a client with pending choices last began one
+    _preempting: asyncio.TimerHandle | None = None
     _num_scoring: int = 0
     _seconds: float = 1.0  # recent duration of a choice
 
@@ -285,6 +351,11 @@ class Frontend:
         """Return the number of waiting choices and prompts to score."""
         return len(self._queue) + self._num_scoring
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a choice waits, here or in the engine."""
+        return bool(self._since)
+
     def require_ready(self) -> None:
         """Raises: Unavailable unless requests are accepted."""
         match self.status:
@@ -301,7 +372,9 @@ class Frontend:
                 reasons = "; ".join(self.engine.problems) or "see the server's log"
                 raise Unavailable(f"the engine failed: {reasons}", retry_after_s=30)
 
-    def open(self, jobs: Sequence[Job], stops: Sequence[str], record: AccessRecord, deadline: Deadline) -> Exchange:
+    def open(
+        self, jobs: Sequence[Job], stops: Sequence[str], record: AccessRecord, deadline: Deadline, client: Client
+    ) -> Exchange:
         """Queue jobs for the engine, all or none; the caller closes the exchange.
 
         Raises:
@@ -313,12 +386,20 @@ class Frontend:
         for job in jobs:
             self.engine.check(job.prompt, job.params)
         self._require_room(len(jobs))
-        exchange = Exchange(self, jobs, stops, record, deadline)
+        exchange = Exchange(self, jobs, stops, record, deadline, client)
         self.running.add(exchange)
         for index in range(len(jobs)):
-            self._queue.push(record.client, exchange, (exchange, index))
-        self._pump()
+            self.queue(exchange, index)
         return exchange
+
+    def queue(self, exchange: Exchange, index: int) -> None:
+        """Queue a choice for the engine."""
+        self._queue.push(exchange.client, exchange, (exchange, index))
+        self._pending.add(exchange.client, 1)
+        self._since.setdefault(exchange.client, time.monotonic())
+        self._pump()
+        if self._preempting is None and self._since:
+            self._watch()
 
     async def score(self, prompt: list[int], top: int, deadline: Deadline) -> list[TokenLogprob | None]:
         """Call `EngineLike.prompt_logprobs` when it is this prompt's turn.
@@ -342,21 +423,25 @@ class Frontend:
             if work is None:
                 self._num_scoring -= 1
 
-    def begun(self) -> None:
+    def begun(self, exchange: Exchange) -> None:
         """Record the engine's first message about a choice."""
         self._not_begun -= 1
+        self._running.add(exchange.client, 1)
+        self._no_longer_pending(exchange.client, 1)
         self._pump()
 
-    def release(self, seconds: float) -> None:
+    def release(self, exchange: Exchange, seconds: float) -> None:
         """Record that a choice has left the engine, with its duration."""
         self.in_engine -= 1
+        self._submitted.add(exchange.client, -1)
+        self._running.add(exchange.client, -1)
         self._seconds += 0.1 * (seconds - self._seconds)
         self._pump()
 
     def forget(self, exchange: Exchange) -> None:
         """Drop the waiting choices of an exchange that has ended."""
         self.running.discard(exchange)
-        self._queue.remove(exchange.record.client, exchange)
+        self._no_longer_pending(exchange.client, len(self._queue.remove(exchange.client, exchange)))
 
     def abort(self, reason: str) -> None:
         """End all running exchanges with an error."""
@@ -366,10 +451,43 @@ class Frontend:
     def _pump(self) -> None:
         most = self.engine.max_requests
         while len(self._queue) and self.in_engine < 2 * most and self._not_begun < self.engine.max_unbegun:
-            exchange, index = self._queue.pop()
+            exchange, index = self._queue.pop(self._submitted.of)
             if exchange.submit(index):
                 self.in_engine += 1
                 self._not_begun += 1
+                self._submitted.add(exchange.client, 1)
+            else:
+                self._no_longer_pending(exchange.client, 1)
+
+    def _no_longer_pending(self, client: Client, num: int) -> None:
+        self._pending.add(client, -num)
+        if not self._pending.of(client)[1]:
+            self._since.pop(client, None)
+        elif num:
+            self._since[client] = time.monotonic()
+
+    def _watch(self) -> None:
+        """Preempt for clients that have waited long, as long as any wait."""
+        self._preempting = None
+        if not self._since:
+            return
+        now, patience_s = time.monotonic(), self.options.preempt_after_s
+        for client in [client for client, since in self._since.items() if now - since >= patience_s]:
+            self._since[client] = now
+            self._preempt_for(client)
+        self._preempting = asyncio.get_running_loop().call_later(patience_s / 4, self._watch)
+
+    def _preempt_for(self, client: Client) -> None:
+        """Take back a running choice of the client that has most above this one's, and all that it has waiting."""
+        others = {exchange.client for exchange in self.running} - {client}
+        largest = max(others, key=lambda other: self._running.excess(other, client), default=None)
+        # A difference of 1 would only change sides.
+        if largest is None or self._running.excess(largest, client) < 2:
+            return
+        theirs = sorted((e for e in self.running if e.client == largest), key=lambda e: e.began, reverse=True)
+        for exchange in theirs:
+            exchange.preempt_waiting()
+        self.preempted += any(exchange.preempt_running() for exchange in theirs)
 
     def _scored(self, work: "asyncio.Future[list[TokenLogprob | None]]") -> None:
         self._num_scoring -= 1

@@ -1,6 +1,6 @@
 """GET /metrics: the engine's counters and client latencies in Prometheus' format."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -42,6 +42,12 @@ _COUNTERS = {
     "kv_pages_evicted": _Entry("moetool_kv_pages_evicted", "KV cache pages of earlier requests that were evicted."),
     "forwards": _Entry("moetool_forwards", "Forward passes of the model."),
     "forward_seconds": _Entry("moetool_forward_seconds", "Duration of forward passes in seconds, stalls included."),
+    "requests_preempted": _Entry(
+        "moetool_requests_preempted", "Running requests that gave way to a client with fewer, and went on later."
+    ),
+    "connections_unread": _Entry(
+        "moetool_connections_unread", "Connections that were cut because their clients did not read."
+    ),
     "failures": _Entry("moetool_failures", "Forward passes that failed."),
     "gate_log_rows_written": _Entry("moetool_gate_log_rows_written", "Rows of the gate log in closed segments."),
     "gate_log_rows_lost": _Entry("moetool_gate_log_rows_lost", "Rows of the gate log that will never be written."),
@@ -62,11 +68,15 @@ _GAUGES = {
 
 
 class Metrics:
-    """One server's registry."""
+    """One server's registry.
 
-    def __init__(self, engine: EngineLike) -> None:
+    Args:
+        server_counts: returns the server's own counters by name.
+    """
+
+    def __init__(self, engine: EngineLike, server_counts: Callable[[], Mapping[str, float]] = dict) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine))
+        self._registry.register(_Collector(engine, server_counts))
         self._first_token = Histogram(
             "moetool_time_to_first_token_seconds",
             "Seconds from the submission of a request to its first token.",
@@ -89,11 +99,11 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _EngineCollector(Collector):
-    """Reads the engine's counters at every scrape, so that nothing is counted twice."""
+class _Collector(Collector):
+    """Reads the counters of engine and server at every scrape, so that nothing is counted twice."""
 
-    def __init__(self, engine: EngineLike) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineLike, server_counts: Callable[[], Mapping[str, float]]) -> None:
+        self._engine, self._server_counts = engine, server_counts
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not ask an engine that is still starting
@@ -102,7 +112,7 @@ class _EngineCollector(Collector):
         ready = GaugeMetricFamily("moetool_ready", "1 while requests are accepted.")
         ready.add_metric([], float(self._engine.state == "ready"))
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {"moetool_ready": ready}
-        for key, value in self._engine.metrics().items():
+        for key, value in {**self._engine.metrics(), **self._server_counts()}.items():
             counter = key in _COUNTERS
             # Expose a number without an entry in this table, without its unit.
             entry = _COUNTERS.get(key) or _GAUGES.get(key) or _Entry(f"moetool_{key}", f"The engine's {key}.")

@@ -8,6 +8,7 @@ from moetool.serving.tool_calls import FORMATS
 from moetool.serving.web_names import host_name, origin_name
 
 _ABOVE_ZERO = (
+    "preempt_after_s",
     "request_timeout_s",
     "stuck_after_s",
     "max_body_bytes",
@@ -15,6 +16,7 @@ _ABOVE_ZERO = (
     "idle_timeout_s",
     "head_timeout_s",
     "send_timeout_s",
+    "unread_timeout_s",
 )
 
 
@@ -24,6 +26,9 @@ class ServerOptions:
 
     Attributes:
         max_queue: most waiting choices over all clients; more get 429.
+        preempt_after_s: seconds that a client waits for its share of the running requests. Then a request of a client
+            with more is preempted: it waits, and goes on later from its last token. One client alone may run all.
+            Clients differ by address (IPv6: the first 64 bits), and at one address by the API key that they send.
         request_timeout_s: limit of a request's seconds, after which it ends with an error. A client may set less in the
             header `X-Request-Timeout` (seconds).
         stuck_after_s: seconds of a single forward after which the server reports `stuck` and refuses requests until it
@@ -35,7 +40,9 @@ class ServerOptions:
             a second, the new one gets 503.
         idle_timeout_s: seconds that a connection may be idle.
         head_timeout_s: seconds for a request's head to arrive, from its first byte, after which it gets 408.
-        send_timeout_s: seconds without a byte read after which a client is disconnected.
+        send_timeout_s: seconds without a byte read after which a client is disconnected. They begin when 64 KiB or
+            more are unread.
+        unread_timeout_s: the same while other requests wait.
         drain_timeout_s: seconds for running requests to finish at shutdown.
         access_log: file for one line of JSON per request (empty: none; `-`: stderr), with lengths of prompts and
             answers only.
@@ -52,6 +59,7 @@ class ServerOptions:
     """
 
     max_queue: int = 256
+    preempt_after_s: float = 2.0
     request_timeout_s: float = 600.0
     stuck_after_s: float = 120.0
     max_body_bytes: int = 2 * 2**20
@@ -60,6 +68,7 @@ class ServerOptions:
     idle_timeout_s: float = 60.0
     head_timeout_s: float = 10.0
     send_timeout_s: float = 30.0
+    unread_timeout_s: float = 5.0
     drain_timeout_s: float = 30.0
     access_log: str = ""
     allowed_hosts: tuple[str, ...] = ()

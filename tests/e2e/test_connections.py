@@ -312,6 +312,7 @@ def test_a_client_that_reads_slowly_is_not() -> None:
     pipe: Any = _Pipe()
     connection = connections.HttpConnection.__new__(connections.HttpConnection)
     connection.shared = connections.Connections(ServerOptions())
+    connection.shared.crowded = lambda: True
     connection.loop = connection.transport = pipe
     connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)  # type: ignore[assignment]
     connection.cycle, connection.send_timer = None, None  # type: ignore[assignment]
@@ -327,7 +328,23 @@ def test_a_client_that_reads_slowly_is_not() -> None:
     pipe.pass_time()
     assert len(pipe.timers) == 1 and not pipe.aborted
     pipe.pass_time()
-    assert pipe.timers == [] and pipe.aborted
+    assert pipe.timers == [] and pipe.aborted and connection.shared.unread == 1
+
+
+def test_an_unread_connection_is_cut_sooner_while_others_wait() -> None:
+    pipe: Any = _Pipe()
+    connection = connections.HttpConnection.__new__(connections.HttpConnection)
+    connection.shared = connections.Connections(ServerOptions(send_timeout_s=3, unread_timeout_s=1))
+    connection.loop = connection.transport = pipe
+    connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)  # type: ignore[assignment]
+    connection.cycle, connection.send_timer = None, None  # type: ignore[assignment]
+    pipe.unread = 90_000
+    connection.pause_writing()
+    for _ in range(2):
+        pipe.pass_time()
+        assert not pipe.aborted
+    pipe.pass_time()
+    assert pipe.aborted and connection.shared.unread == 1
 
 
 def test_bodies_that_are_too_large_together() -> None:

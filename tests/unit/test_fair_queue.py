@@ -49,3 +49,12 @@ def test_what_is_taken_back_is_gone() -> None:
             queue.push("a", request, 10 * request + item)
     assert queue.remove("a", 1) == [10, 11] and queue.remove("a", 1) == [] and queue.remove("b", 0) == []
     assert len(queue) == 4 and [queue.pop() for _ in range(4)] == [0, 20, 1, 21]
+
+
+def test_the_client_with_the_least_load_is_next() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for client in "abc":
+        for number in range(2):
+            queue.push(client, number, f"{client}{number}")
+    load = {"a": 2, "b": 0, "c": 0}
+    assert [queue.pop(load.__getitem__) for _ in range(6)] == ["b0", "c0", "b1", "c1", "a0", "a1"]

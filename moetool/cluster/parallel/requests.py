@@ -108,7 +108,7 @@ class Requests:
             else:
                 left = request.params.max_tokens - len(request.made)
                 one["params"] = asdict(replace(request.params, max_tokens=left))
-                one["drawn"] = len(request.made)
+                one["drawn"] = request.params.drawn + len(request.made)
             self.prompt += len(request.prompt)
             shares.setdefault(request.gpu, []).append(one)
         return shares
