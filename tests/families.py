@@ -170,8 +170,12 @@ def config(family: str, **changed: Any) -> Any:
     return AutoConfig.for_model(family, **{**_COMMON, **_OWN.get(family, {}), **changed})
 
 
-def save(family: str, to: Path, **changed: Any) -> None:
-    """Write a tiny model whose routers, biases and experts all affect its output."""
+def save(family: str, to: Path, *, std: float = 0.2, **changed: Any) -> None:
+    """Write a tiny model whose routers, biases and experts all affect its output.
+
+    Args:
+        std: standard deviation of weights; 0.2 suits the tiny models' widths, wider ones need less.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -188,7 +192,7 @@ def save(family: str, to: Path, **changed: Any) -> None:
             elif name.endswith(("_decay", "slope_rate")):
                 continue  # of minimax: other values would let tokens attend to later ones
             elif "bias" in name or (tensor.dim() > 1 and tensor.is_floating_point()):
-                tensor.normal_(0, 0.2, generator=draw)
+                tensor.normal_(0, std, generator=draw)
             elif name.endswith("per_expert_scale"):
                 tensor.uniform_(0.5, 1.5, generator=draw)
             if name.endswith("balancing_biases"):
