@@ -95,6 +95,10 @@ class ServeOptions:
         max_requests: requests per batch; others queue. 0 is automatic: 8 if some experts have no slot, because each
             further request needs more experts at once; otherwise up to 64, with more than 8 only if the KV cache holds
             all of them at full length.
+        deterministic: run one request at a time, each prompt from its beginning in chunks of `prefill_chunk` tokens, so
+            that answers and log-probabilities depend neither on other requests nor on cached prefixes or experts, in
+            any dtype. It sets `max_requests` to 1 and `prefix_caching` to false, and needs a policy that keeps routes
+            and, on a GPU, computes nothing on the host.
         io_threads: threads per device that read experts.
         threads: compute threads (0: automatic).
         products: whether slots hold quantized experts in the form that computes fastest on a CPU
@@ -133,6 +137,7 @@ class ServeOptions:
     first_kv_tokens: int = 0
     kv_slots: int = 0
     max_requests: int = 0
+    deterministic: bool = False
     io_threads: int = 2
     threads: int = 0
     products: bool = True
@@ -156,6 +161,10 @@ class ServeOptions:
             raise UsageError(
                 f"borrowed_slots is {self.borrowed_slots}, but chunks of prefill_chunk={self.prefill_chunk} tokens "
                 f"borrow none; set prefill_chunk above {self.first_chunk}, or borrowed_slots=0"
+            )
+        if self.deterministic and self.max_requests > 1:
+            raise UsageError(
+                f"max_requests is {self.max_requests}, but deterministic=true runs one request at a time; leave one out"
             )
         require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
 
@@ -239,6 +248,11 @@ def build_engine(
         shares = without_pinned(shares, pinned)
         policies = build_policies(name, loaded.spec, policy_options, shares, predictor=predicts)
         built = policies[0]
+        if options.deterministic and not (built.lossless and (device.type == "cpu" or not built.computes_on_host)):
+            why = "computes some experts on the host" if built.lossless else "changes routes"
+            raise UsageError(
+                f"policy {name} {why} depending on cached experts, but deterministic=true; choose another policy"
+            )
         learned: Learned = built if len(policies) == 1 else Learners(policies)
         state = Path(options.state) if options.state else None
         if state is not None:
@@ -339,14 +353,15 @@ def build_engine(
 
 
 def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | OwnCaches:
-    most = options.max_requests or (_MANY_REQUESTS if resident else _FEW_REQUESTS)
+    limit = 1 if options.deterministic else options.max_requests
+    most = limit or (_MANY_REQUESTS if resident else _FEW_REQUESTS)
     return open_batcher(
         loaded.model,
         max_requests=most,
         kv_tokens=options.kv_tokens,
         max_batch_tokens=max(options.prefill_chunk, most),
-        unreserved=None if options.max_requests else _FEW_REQUESTS,
-        prefix_caching=options.prefix_caching,
+        unreserved=None if limit else _FEW_REQUESTS,
+        prefix_caching=options.prefix_caching and not options.deterministic,
         max_prompt_wait_s=options.max_prompt_wait,
         first_kv_tokens=options.first_kv_tokens,
     )
