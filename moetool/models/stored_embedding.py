@@ -12,9 +12,8 @@ from moetool.errors import MismatchError
 from moetool.models.conversion import TensorSource
 from moetool.models.file_changes import FileChanges
 from moetool.models.ggml_blocks import GgmlCodec
-from moetool.models.tensor_index import FLOATS, FileStamp
-from moetool.models.tied_weights import head_is_tied
 from moetool.models.tensor_index import FLOATS
+from moetool.models.tied_weights import head_is_tied
 from moetool.models.weight_format import STORED_DTYPES, Dense, StoredWeight, unpack
 from moetool.models.weight_index import WeightIndex
 

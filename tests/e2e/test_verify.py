@@ -17,8 +17,7 @@ from moetool.evaluation.layer_comparison import OUTSIDE
 from moetool.evaluation.plain_model import open_plain
 from moetool.evaluation.verification import Comparison, VerifyOptions, verify
 from moetool.evaluation.verification_report import report_on
-from moetool.models import ggml_blocks, loading, tensor_index
-from moetool.models import checkpoint, ggml_blocks, gguf_weights
+from moetool.models import checkpoint, ggml_blocks, gguf_weights, loading, tensor_index
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.gguf_architectures import Architecture, Metadata
