@@ -1,30 +1,35 @@
 """moetool: capture the routing of Mixture-of-Experts models, predict it, plan by it, serve by the plan.
 
-The packages, lowest layer first. A package imports only packages listed before it, or in the same group:
+Three buildings under one roof. A package imports only packages listed before it, lazy imports included; plugins are
+loaded by name. The core decides over integers and arrays, and imports neither torch nor transformers:
 
-    types errors config logs bounded_read json_files validation durable assets tables plugins machine child_process
-    garbage artefact request cache_plan
-                  the ground floor: shapes and plans, errors, settings, files, terminal, plugins by file name
-    models        what a checkpoint is: spec, tensors, families, router hooks, expert forms and weight formats
-    trace         the trace: schema, reader, writer, edit, merge
+    base          the ground floor: types, errors, settings, plugins, durable files, JSON, machine facts, logs, tables
+    trace         the trace: Parquet schema, reader, writer, edit, diff; formats/ of other programs, one per file
     prompts       data sets and recipes of prompts
-    learning      the contract of predictors, their features, training
-    caching       cache policies, one per file; residency and device shares
+    prediction    predictions from routes alone: memories of tokens, expert maps, activation matrices
+    caching       the contract of a cache policy, residency, plans; policies/, one per file
     costing       measured cost curves; prices and the timeline
-    placement     planners, one per file; demand, scoring, migration
-    formats       traces and placements of other engines, one format per file
-    quantize      replicas of few bits
-    runtime       running a model larger than memory: engine, batching, sampling, KV cache, expert store, tiers
-    tuning        replay, cache plans, alpha; probes that measure a machine
-    capture       from a model and prompts to a trace
-    evaluation    from a predictor to its match, recall, size and time; a served model against transformers
-    serving       the OpenAI-compatible HTTP API
+    placement     demand, scoring, migration, the re-placement decision; planners/, one per file; exports/ to engines
     simulation    a cluster, event by event
+    tuning        replay, cache plans, advice
+    report        pages and figures
+
+Kernels multiply stored numbers; they know no models:
+
+    kernels       products, attention, norms: cpu/ compiled, gpu/ in Triton
+
+The engine runs models:
+
+    models        what a checkpoint is: spec, loading; files/, families/, weights/, one stored form per file
+    training      predictors as torch modules: contract, training, evaluation; quantize/, replicas of few bits
+    predictors    (next to this package) predictors, one per file
+    runtime       running a model larger than memory: loop/, kv/, experts/, recording/
+    measuring     profile, doctor, alpha, verify: a machine, and a served model against transformers
+    capture       from a model and prompts to a trace
+    serving       the OpenAI-compatible HTTP API
     cluster       live servers: edge (Prism) and parallel (DIRECTOR)
     bench         paired measurements, and the claims of the papers
-    report        pages and figures
-    cli           the commands, one module per subject
-    predictors    (next to this package) predictors, one per file
+    cli           the commands, one module per subject; the only importer of typer
 
 The glossary, with one word per concept, for code, help, tables and guides:
 
@@ -75,45 +80,45 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "CaptureOptions": "capture.run:CaptureOptions",
-    "ModelSpec": "types:ModelSpec",
-    "MoetoolError": "errors:MoetoolError",
+    "ModelSpec": "base.types:ModelSpec",
+    "MoetoolError": "base.errors:MoetoolError",
     "ReplaySetup": "tuning.replay:ReplaySetup",
     "ServeOptions": "runtime.assembly:ServeOptions",
     "build_engine": "runtime.assembly:build_engine",
     "capture_trace": "capture.run:capture",
-    "evaluate_predictors": "evaluation.evaluate:evaluate",
-    "load_cache_plan": "cache_plan:CachePlan.load",
-    "load_placement_plan": "placement._placement_plan:PlacementPlan.load",
-    "load_predictor": "learning.predictor:load_predictor",
+    "evaluate_predictors": "training.evaluate:evaluate",
+    "load_cache_plan": "caching.plan:CachePlan.load",
+    "load_placement_plan": "placement.plan:PlacementPlan.load",
+    "load_predictor": "training.predictor:load_predictor",
     "load_profile": "costing.costs:CostProfile.load",
     "open_trace": "trace.reader:Trace",
     "plan_cache": "tuning.cache_planning:plan_cache",
-    "record": "runtime.model_recording:record",
+    "record": "runtime.recording.model_recording:record",
     "replay_trace": "tuning.replay:replay",
-    "train_predictor": "learning.training:train",
+    "train_predictor": "training.training:train",
 }
 """The public API: names and where they are defined. Importing moetool imports none of it; using a name does."""
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from moetool.cache_plan import CachePlan
+    from moetool.base.errors import MoetoolError as MoetoolError
+    from moetool.base.types import ModelSpec as ModelSpec
+    from moetool.caching.plan import CachePlan
     from moetool.capture.run import CaptureOptions as CaptureOptions
     from moetool.capture.run import capture as capture_trace
     from moetool.costing.costs import CostProfile
-    from moetool.errors import MoetoolError as MoetoolError
-    from moetool.evaluation.evaluate import evaluate as evaluate_predictors
-    from moetool.learning.predictor import load_predictor as load_predictor
-    from moetool.learning.training import train as train_predictor
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.plan import PlacementPlan
     from moetool.runtime.assembly import ServeOptions as ServeOptions
     from moetool.runtime.assembly import build_engine as build_engine
-    from moetool.runtime.model_recording import record as record
+    from moetool.runtime.recording.model_recording import record as record
     from moetool.trace.reader import Trace as open_trace
+    from moetool.training.evaluate import evaluate as evaluate_predictors
+    from moetool.training.predictor import load_predictor as load_predictor
+    from moetool.training.training import train as train_predictor
     from moetool.tuning.cache_planning import plan_cache as plan_cache
     from moetool.tuning.replay import ReplaySetup as ReplaySetup
     from moetool.tuning.replay import replay as replay_trace
-    from moetool.types import ModelSpec as ModelSpec
 
     load_cache_plan = CachePlan.load
     load_placement_plan = PlacementPlan.load
@@ -137,6 +142,6 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("MOETOOL_LOG"):  # in every process of moetool, whatever it imports first
-    from moetool import logs
+    from moetool.base import logs
 
     logs.configure_if_readable()

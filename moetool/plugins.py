@@ -1,162 +1,55 @@
-"""Plugins: the folder is the registry.
+"""What a policy, predictor, planner or format of your own builds on: the contracts, their types and their errors.
 
-A policy, planner, predictor, file format or experiment of a paper is one module in its folder; the file's name is its
-name. Nothing is registered by hand. Modules of users are named `my_lab.policy`, or by file, `./policy.py`; an appended
-`:NAME` names a class other than `Policy`.
-
-Options of the command line may also name modules of the working directory. A name in a plan or a predictor's card is
-searched on Python's path only, so that a downloaded directory runs no code.
+`moetool guide plugins` has an example of each. Importing this module imports none of it; using a name does, so a policy
+or planner needs no torch.
 """
 
-import contextlib
-import hashlib
-import importlib
-import importlib.util
-import os
-import pkgutil
-import sys
-from collections.abc import Iterator, Sequence
-from importlib.machinery import PathFinder
-from pathlib import Path
-from types import ModuleType
+TYPE_CHECKING = False
 
-from moetool.errors import UsageError, unknown_name
-
-FOLDERS = {
-    "policy": "moetool.caching",
-    "planner": "moetool.placement",
-    "predictor": "predictors",
-    "format": "moetool.formats",
-    "experiment": "moetool.bench.paper.experiments",
+_PUBLIC = {
+    "CapacityError": "base.errors",
+    "Demand": "placement.demand",
+    "ForwardInfo": "base.types",
+    "GateEvent": "base.types",
+    "MismatchError": "base.errors",
+    "ModelSpec": "base.types",
+    "MoetoolError": "base.errors",
+    "Phase": "base.types",
+    "Policy": "caching.policy",
+    "Predictor": "training.predictor",
+    "Problem": "placement.planner",
+    "Tokens": "training.tokens",
+    "UsageError": "base.errors",
 }
+"""Names and the modules that define them."""
 
-_PARTS = {
-    "policy": ("Options", "Policy"),
-    "planner": ("Options", "place"),
-    "predictor": ("Options", "Predictor"),
-    "experiment": ("Options", "run"),
-}
-"""Required attributes of a module of each kind; `:NAME` replaces the last."""
+if TYPE_CHECKING:
+    from typing import Any
 
-_FLAGS = {"--policy": "policy", "--planner": "planner", "--mode": "planner", "--format": "format"}
-"""Options whose values name plugins, single or comma-separated."""
+    from moetool.base.errors import CapacityError as CapacityError
+    from moetool.base.errors import MismatchError as MismatchError
+    from moetool.base.errors import MoetoolError as MoetoolError
+    from moetool.base.errors import UsageError as UsageError
+    from moetool.base.types import ForwardInfo as ForwardInfo
+    from moetool.base.types import GateEvent as GateEvent
+    from moetool.base.types import ModelSpec as ModelSpec
+    from moetool.base.types import Phase as Phase
+    from moetool.caching.policy import Policy as Policy
+    from moetool.placement.demand import Demand as Demand
+    from moetool.placement.planner import Problem as Problem
+    from moetool.training.predictor import Predictor as Predictor
+    from moetool.training.tokens import Tokens as Tokens
 
-typed: set[tuple[str, str]] = set()
-"""Kind and name of each plugin that the command line names."""
-
-
-def allow(kind: str, names: str) -> None:
-    """Trust plugins named by the user in a comma-separated list."""
-    typed.update((kind, name) for name in names.split(","))
-
-
-def allow_from(words: Sequence[str]) -> None:
-    """Trust the plugins named by options of a command line."""
-    for word, following in zip(words, [*words, ""][1:], strict=True):
-        flag, given, value = word.partition("=")
-        if flag in _FLAGS:
-            allow(_FLAGS[flag], value if given else following)
+__all__ = sorted(_PUBLIC)
 
 
-def names(kind: str) -> list[str]:
-    """Return the names of a kind's plugins (`FOLDERS`), sorted.
+def __getattr__(name: str) -> "Any":
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
 
-    Modules that begin with `_` are not plugins.
-    """
-    package = importlib.import_module(FOLDERS[kind])
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
-
-
-def load(kind: str, name: str) -> ModuleType:
-    """Import the plugin `name` of a kind.
-
-    Effects: imports the module; its errors propagate unchanged.
-
-    Raises:
-        UsageError: there is no such plugin; the error suggests the nearest name.
-    """
-    if "." in name or "/" in name:
-        return _imported(kind, name)
-    if name.startswith("_") or name not in names(kind):
-        raise unknown_name(kind, name, names(kind))
-    return importlib.import_module(f"{FOLDERS[kind]}.{name}")
+    return getattr(importlib.import_module(f"moetool.{_PUBLIC[name]}"), name)
 
 
-def _imported(kind: str, name: str) -> ModuleType:
-    """Import a user's module. Raises: UsageError where it cannot be found or is of another kind."""
-    source, _, attribute = name.partition(":")
-    file = Path(source) if source.endswith(".py") else None
-    parts = list(file.with_suffix("").parts) if file is not None else source.split(".")
-    if file is None and not all(part.isidentifier() for part in parts):
-        raise UsageError(f"{kind} {name!r} is not a module name or file, expected my_lab.{kind} or ./my_{kind}.py")
-    if (kind, name) in typed:
-        besides = [Path.cwd(), *([file.parent] if file else [])]
-        with _path([*sys.path, *(str(directory.resolve()) for directory in besides)]):
-            module = _from_file(kind, file) if file is not None else _from_path(kind, source)
-    elif all(part.isidentifier() for part in parts):
-        with _path(_own_path()):
-            if PathFinder.find_spec(parts[0], sys.path) is None:  # even if it was imported from elsewhere before
-                raise _not_found(kind, ".".join(parts), parts[0])
-            module = _from_path(kind, ".".join(parts))
-    else:
-        raise UsageError(f"{kind} {name!r} is a file that the command line does not name; name it if you trust it")
-    if attribute:
-        if kind not in _PARTS or not hasattr(module, attribute):
-            raise UsageError(f"{source} has no {kind} {attribute}")
-        whole, module = module, ModuleType(module.__name__, module.__doc__)
-        vars(module).update({**vars(whole), _PARTS[kind][-1]: getattr(whole, attribute)})
-    if missing := [part for part in _PARTS.get(kind, ()) if not hasattr(module, part)]:
-        article = "an" if kind[0] in "aeiou" else "a"
-        raise UsageError(f"{name} is not {article} {kind}: it has no {' and no '.join(missing)}")
-    return module
-
-
-def _own_path() -> list[str]:
-    """Return Python's path without the working directory that `python -m` adds, unless PYTHONPATH names it."""
-    here = Path.cwd()
-    asked = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return [entry for entry in sys.path if entry and (Path(entry).resolve() != here or here in asked)]
-
-
-@contextlib.contextmanager
-def _path(entries: list[str]) -> Iterator[None]:
-    """Use these directories as the module path within the block."""
-    before = list(sys.path)
-    sys.path[:] = entries
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def _not_found(kind: str, name: str, module: str) -> UsageError:
-    return UsageError(
-        f"cannot import {kind} {name!r}: no module {module!r} on Python's path; "
-        "if you trust it, run with PYTHONPATH=DIRECTORY"
-    )
-
-
-def _from_path(kind: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
-            raise _not_found(kind, name, error.name) from None
-        raise
-
-
-def _from_file(kind: str, file: Path) -> ModuleType:
-    """Import the module of a file, once per process. Raises: UsageError: there is no such file."""
-    if not file.is_file():
-        raise UsageError(f"no {kind} at {file}")
-    name = f"_moetool_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,1 +1,1 @@
-"""Expert predictors, one per file with the predictor's name. See `moetool.learning.predictor.Predictor`."""
+"""Expert predictors, one per file with the predictor's name. See `moetool.training.predictor.Predictor`."""

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool.config import Span, require_within
-from moetool.learning.request_matrices import ActivationMatrices, unit_rows
-from moetool.learning.tokens import Tokens
-from moetool.types import GateEvent, ModelSpec
+import moetool.training.predictor
+from moetool.base.config import Span, require_within
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.prediction.request_matrices import ActivationMatrices, unit_rows
+from moetool.training.tokens import Tokens
 
 _RUNNING = 1024  # maximum number of kept matrices; the oldest is dropped
 
@@ -42,7 +42,7 @@ class Options:
         require_within(self, "activation_matrix: ", history=Span(1))
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores an expert by its share of the matching request's choices in its layer.
 
     Shapes: buffer past_HLE float32, rows of unit length; unused rows are zero and come last.

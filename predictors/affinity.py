@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+import moetool.training.predictor
+from moetool.base.types import ModelSpec
+from moetool.training.tokens import Tokens
 from predictors.popularity import popularity
 
 
@@ -41,7 +41,7 @@ def affinity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
     return affinity_MEE
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores an expert by its mean affinity to the experts just chosen.
 
     Shapes: buffer affinity_MEE float32, M = L-1.

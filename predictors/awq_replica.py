@@ -5,7 +5,7 @@ model's do; § VIII makes it with AWQ. Readings and deviations:
 
 - The paper says that AWQ rounds weights and activations. AWQ rounds weights only, as does this replica.
   `activation_bits` also rounds the inputs of every rounded weight, scaled by each token's largest value.
-- Gates, embeddings and norms are those of the model (`moetool.quantize`).
+- Gates, embeddings and norms are those of the model (`moetool.training.quantize`).
 - Only the prompt of a pending request is known. It runs whole, and each new token gets the mean over the prompt
   (`predict_prompt`). For a running request, the replica sees a forward's tokens before the first MoE layer runs, and no
   later ones.
@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool import config, durable
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.tokens import Tokens
-from moetool.request import outside_vocabulary
-from moetool.types import GateEvent, ModelSpec
+import moetool.training.predictor
+from moetool.base import config, durable
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.base.validation import outside_vocabulary
+from moetool.models.families import router_rules
+from moetool.training.tokens import Tokens
 
 _RUNNING = 64  # maximum number of kept KV caches; the oldest is dropped
 
@@ -55,7 +56,7 @@ class Options:
             raise UsageError(f"awq_replica: activation_bits is {self.activation_bits}, expected 4, 8 or 16")
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Runs the replica in memory, packed as in its files, and keeps the KV cache of running requests.
 
     Scores are 1 for the experts chosen by the replica's router; its scores over all experts, scaled down, order the
@@ -188,7 +189,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     @contextmanager
     def _recorded(self, scores_LTE: Tensor, where: Tensor) -> Iterator[None]:
         """Add the replica's gate scores to the rows `where` of the scores."""
-        from moetool.models.families import find
+        from moetool.base.families import find
         from moetool.models.router_hooks import read_logits, watch
 
         model = self._replica.model
@@ -199,7 +200,7 @@ class Predictor(moetool.learning.predictor.Predictor):
                 rule = family.rule(text, layer.router)
 
                 def routed(module: Any, args: Any, output: Any, layer: Any = layer, rule: Any = rule) -> None:
-                    scores_TE = rule.scores(read_logits(layer, output, family))
+                    scores_TE = router_rules.scores(rule, read_logits(layer, output, family))
                     scores_LTE[layer.index, where] += _ORDER * scores_TE / scores_TE.amax(-1, keepdim=True)
 
                 def chose(index_TK: Tensor, weights_TK: Tensor, layer: Any = layer) -> None:
@@ -209,7 +210,7 @@ class Predictor(moetool.learning.predictor.Predictor):
                 stack.callback(layer.router.register_forward_hook(routed).remove)
                 stack.callback(watch(layer, chose).remove)
             if self.bits < 16:
-                from moetool.quantize.activations import rounded_activations
+                from moetool.training.quantize.activations import rounded_activations
 
                 stack.enter_context(rounded_activations(model, self._replica.layers, self.bits))
             yield
@@ -230,23 +231,24 @@ def make(
     Args:
         model: `reference`, a folder or a hub name.
         data: embedded prompt sets and files, as for `moetool.prompts.gather.load`.
-        options: options of `moetool.quantize.replica_layers.ReplicaOptions` and of `Options`.
+        options: options of `moetool.training.quantize.replica_layers.ReplicaOptions` and of `Options`.
         seed: seed of the prompts' order and the held-out choice.
 
     Returns:
         The card.
 
     Raises:
-        UsageError: the text is too short, or an option is invalid; else as `moetool.quantize.replica.make_replica`.
-        MismatchError, MoetoolError: as `moetool.quantize.replica.make_replica`.
+        UsageError: the text is too short, or an option is invalid; else as
+            `moetool.training.quantize.replica.make_replica`.
+        MismatchError, MoetoolError: as `moetool.training.quantize.replica.make_replica`.
     """
-    from moetool import durable
+    from moetool.base import durable
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.loading import use_threads
     from moetool.prompts import gather as prompts
-    from moetool.quantize.calibration import from_prompts
-    from moetool.quantize.replica import CARD, make_replica, require_replicable
-    from moetool.quantize.replica_layers import ReplicaOptions
+    from moetool.training.quantize.calibration import from_prompts
+    from moetool.training.quantize.replica import CARD, make_replica, require_replicable
+    from moetool.training.quantize.replica_layers import ReplicaOptions
 
     own = [field.name for field in fields(Options)]
     predicting = config.parse(Options, {name: options[name] for name in own if name in options}, "awq_replica")

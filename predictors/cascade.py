@@ -14,10 +14,10 @@ addition to those of `predictors/single_transformer.py`:
 
 from dataclasses import dataclass
 
-from moetool.config import Span, require_within
-from moetool.errors import UsageError
-from moetool.learning.prompt_routing import PromptOptions, PromptPredictor
-from moetool.types import ModelSpec
+from moetool.base.config import Span, require_within
+from moetool.base.errors import UsageError
+from moetool.base.types import ModelSpec
+from moetool.training.prompt_routing import PromptOptions, PromptPredictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Expert maps: the gate distributions of the most similar earlier iteration.
 
-Counted, not fitted: a store of maps (`moetool.learning.expert_maps`) is searched for each token by its observed gates,
-or by its embedding before the first gate. The score is the found map's row of the coming layer.
+Counted, not fitted: a store of maps (`moetool.prediction.expert_maps`) is searched for each token by its observed
+gates, or by its embedding before the first gate. The score is the found map's row of the coming layer.
 
 Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1, 4.2 and 4.4. Readings and deviations:
 
@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool.config import Span, require_within
-from moetool.learning.expert_maps import MapSearch, MapStore, Sizing, capacity_of, distribution, top_mass
-from moetool.learning.tokens import Tokens
-from moetool.types import GateEvent, ModelSpec
+import moetool.training.predictor
+from moetool.base.config import Span, require_within
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.prediction.expert_maps import MapSearch, MapStore, Sizing, capacity_of, distribution, top_mass
+from moetool.training.tokens import Tokens
 
 NEEDS = {"logits": frozenset({"experts", "logits", "embeddings"}), "topk": frozenset({"experts", "weights"})}
 _ARRAYS = ("maps_LCE", "embedding_CD", "next_C")
@@ -54,7 +54,7 @@ class Options:
         require_within(self, "expert_map: ", distance=Span(0), neighbours=Span(1))
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Searches by the observed gates, one layer at a time.
 
     Attributes:

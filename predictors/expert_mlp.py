@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.learning.predictor
-from moetool.config import DROPPED, Span, require_within
-from moetool.errors import UsageError
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+import moetool.training.predictor
+from moetool.base.config import DROPPED, Span, require_within
+from moetool.base.errors import UsageError
+from moetool.base.types import ModelSpec
+from moetool.training.tokens import Tokens
 from predictors.affinity import affinity
 from predictors.popularity import popularity
 
@@ -52,7 +52,7 @@ class Options:
         require_within(self, "expert_mlp: ", hidden=Span(1), dropout=DROPPED)
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores are the logits of the network for the coming layer.
 
     Shapes: buffers popularity_LE and affinity_MEE (M = L-1) float32, Eqs. 2 and 3; the network maps the state of

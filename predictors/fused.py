@@ -3,7 +3,7 @@
     logit = sum over signals s of trust[s] signal[s]
     trust[s] = trust[d, s] + trust[l, s] + sum over g of context[g] gate[g, s] + offset[s]
 
-for layer l predicted from d layers before. `moetool.learning.path_signals` has the signals: popularity, affinity, the
+for layer l predicted from d layers before. `moetool.prediction.path_signals` has the signals: popularity, affinity, the
 request's habits and last token, the path network of `path_mlp`, and votes of a memory of paths. With `ahead` it adds
 the router's scores on earlier hidden states, and with `states` the networks of `promoe` on them; both are on by default
 if the trace has the columns. `context` holds the similarity of the memory's best paths and the number of tokens. A
@@ -11,7 +11,7 @@ forward through resident experts (`resident_forward`) is not a signal, since it 
 
 It learns online. The memory adds each forward: at once for its own request, and for others after that request's end.
 `offset` follows the gradient of the loss of the next layer's prediction in the same way. If a single signal has
-recently been right more often than the fused logits, it ranks the experts (`moetool.learning.path_trust.HitRecord`),
+recently been right more often than the fused logits, it ranks the experts (`moetool.prediction.path_trust.HitRecord`),
 which helps on unfamiliar tasks.
 
 Source: moetool. One run fits all parts. The networks learn from most training requests, and the trust, by binary
@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.learning.predictor
-from moetool.config import DROPPED, Span, require_within
-from moetool.learning.judged_paths import JudgedPaths
-from moetool.learning.path_signals import CONTEXT, SIGNALS, PathSignals
-from moetool.learning.path_trust import DISTANCES, FusedPath
-from moetool.learning.route_memory import RouteMemory
-from moetool.learning.tokens import Tokens
-from moetool.types import GateEvent, ModelSpec
+import moetool.training.predictor
+from moetool.base.config import DROPPED, Span, require_within
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.prediction.path_signals import CONTEXT, SIGNALS, PathSignals
+from moetool.prediction.path_trust import DISTANCES, FusedPath
+from moetool.prediction.route_memory import RouteMemory
+from moetool.training.judged_paths import JudgedPaths
+from moetool.training.tokens import Tokens
 from predictors import promoe
 from predictors.affinity import affinity
 from predictors.path_mlp import PathNet
@@ -76,7 +76,7 @@ class Options:
         require_within(self, "fused: ", dropout=DROPPED, forget=DROPPED, haste=Span(0))
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores an expert by its fused logit.
 
     Attributes:

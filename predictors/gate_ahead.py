@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool.errors import MismatchError
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+import moetool.training.predictor
+from moetool.base.errors import MismatchError
+from moetool.base.types import ModelSpec
+from moetool.training.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Options:
     """No options."""
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores an expert by its router's score on an earlier layer's hidden states."""
 
     needs = frozenset({"experts", "ahead"})

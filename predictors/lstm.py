@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-import moetool.learning.predictor
-from moetool.config import DROPPED, Span, require_within
-from moetool.errors import MismatchError
-from moetool.learning.tokens import Tokens
-from moetool.types import GateEvent, ModelSpec
+import moetool.training.predictor
+from moetool.base.config import DROPPED, Span, require_within
+from moetool.base.errors import MismatchError
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.training.tokens import Tokens
 
 _RUNNING = 1024  # maximum number of kept states; the oldest is dropped
 
@@ -45,7 +45,7 @@ class Options:
         require_within(self, "lstm: ", hidden=Span(1), dropout=DROPPED)
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores are the logits of one output for all layers.
 
     Shapes: buffers mean_D and scale_D standardize the embeddings; the output maps the state of H to L * E.

@@ -1,6 +1,6 @@
 """NextUse: stored routes of many tokens, searched for those most similar to the running one.
 
-The policy `foresight` uses it as prior memory and keeps these tokens (`moetool.learning.token_memory`) in addition to
+The policy `foresight` uses it as prior memory and keeps these tokens (`moetool.prediction.token_memory`) in addition to
 served ones. Used alone, it predicts a token's coming layers: by the share of each expert among the stored tokens with
 the most experts in common.
 
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool.config import Span, require_within
-from moetool.learning.token_memory import PRIOR, SHARPNESS
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+import moetool.training.predictor
+from moetool.base.config import Span, require_within
+from moetool.base.types import ModelSpec
+from moetool.prediction.token_memory import PRIOR, SHARPNESS
+from moetool.training.tokens import Tokens
 from predictors.popularity import popularity
 
 
@@ -38,7 +38,7 @@ class Options:
         require_within(self, "next_use: ", tokens=Span(1, 1 << 24), neighbours=Span(1))
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores an expert by the share of the most similar tokens that used it.
 
     Shapes: buffers path_FLK int32, experts of the F stored tokens (-1: no token); before_F int32, the row of the

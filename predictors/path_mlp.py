@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.learning.predictor
-from moetool.learning.fit_options import PathOptions
-from moetool.learning.path_trust import DISTANCES
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+import moetool.training.predictor
+from moetool.base.types import ModelSpec
+from moetool.prediction.path_trust import DISTANCES
+from moetool.training.fit_options import PathOptions
+from moetool.training.tokens import Tokens
 from predictors.popularity import popularity
 
 _DRAWN = 3  # distances per training step: the first and two random ones
@@ -110,7 +110,7 @@ class PathNet(nn.Module):
         return torch.stack(losses).mean()
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores are the logits of the network.
 
     Attributes:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+import moetool.training.predictor
+from moetool.base.types import ModelSpec
+from moetool.training.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ def popularity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
     return (count_LE / count_LE.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores an expert by its popularity in its layer.
 
     Shapes: buffer popularity_LE float32.

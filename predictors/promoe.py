@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.learning.predictor
-from moetool.config import DROPPED, Span, require_within
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+import moetool.training.predictor
+from moetool.base.config import DROPPED, Span, require_within
+from moetool.base.types import ModelSpec
+from moetool.training.tokens import Tokens
 
 _PIECE = 4096  # tokens per partial sum
 
@@ -43,7 +43,7 @@ class Options:
         require_within(self, "promoe: ", stride=Span(1), hidden=Span(1), dropout=DROPPED)
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores are the logits of the network of the last observed layer.
 
     Shapes: M = L-1 networks, S = the stride, H = the hidden width: parameters in_MDH, in_MH, out_MHF and out_MF with

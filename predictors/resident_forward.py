@@ -2,18 +2,18 @@
 
 Source: SMoE (Zhu et al., "Enabling MoE on the Edge via Importance-Driven Expert Scheduling"), § IV-C: the hidden states
 from cached experts pass the next layer's attention and gate. `moetool capture --keep resident` runs that forward in
-addition to the model's own; `moetool.runtime.resident_gates` defines its resident experts and deviations. This
-predictor returns the recorded scores, for the next layer only, as in the paper. A server does not run this predictor,
-since a second forward would cost the time that it hides. `moetool evaluate` measures only the lookup in the trace; the
-forward itself takes about as long as the layer. Nothing is counted or learned: its weights are empty.
+addition to the model's own; `moetool.runtime.recording.resident_gates` defines its resident experts and deviations.
+This predictor returns the recorded scores, for the next layer only, as in the paper. A server does not run this
+predictor, since a second forward would cost the time that it hides. `moetool evaluate` measures only the lookup in the
+trace; the forward itself takes about as long as the layer. Nothing is counted or learned: its weights are empty.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-import moetool.learning.predictor
-from moetool.learning.tokens import Tokens
+import moetool.training.predictor
+from moetool.training.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Options:
     """No options: the trace fixes the share of resident experts."""
 
 
-class Predictor(moetool.learning.predictor.Predictor):
+class Predictor(moetool.training.predictor.Predictor):
     """Scores an expert of the next layer by its router's score after the partial forward."""
 
     needs = frozenset({"experts", "resident"})

@@ -16,7 +16,7 @@ deviations:
 
 from dataclasses import dataclass
 
-from moetool.learning.prompt_routing import PromptOptions, PromptPredictor
+from moetool.training.prompt_routing import PromptOptions, PromptPredictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

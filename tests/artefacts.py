@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moetool.cache_plan import CachePlan
-from moetool.placement._decide import plan_migration
-from moetool.placement._demand import Demand
+from moetool.caching.plan import CachePlan
+from moetool.placement.decide import plan_migration
+from moetool.placement.demand import Demand
 from tests.clusters import make_cluster, make_plan
 from tests.profiles import compute, line, make_profile
 from tests.synthetic import make_spec

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from moetool.placement._demand import Demand
-from moetool.placement._latency import Latency, unit_latency
-from moetool.placement._placement_plan import PlacementPlan, bare_plan
-from moetool.placement._planner import Problem
-from moetool.types import Cluster, Gpu, ModelSpec, Server
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
+from moetool.placement.demand import Demand
+from moetool.placement.latency import Latency, unit_latency
+from moetool.placement.plan import PlacementPlan, bare_plan
+from moetool.placement.planner import Problem
 
 
 def make_cluster(slots: Sequence[Sequence[int]], slot_bytes: int = 1000, **fields: object) -> Cluster:

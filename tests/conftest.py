@@ -63,7 +63,7 @@ def _logs_of_one_test() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def reference() -> Path:
     """The folder of the embedded model."""
-    from moetool.models.location import locate
+    from moetool.models.files.location import locate
 
     return locate("reference")
 
@@ -101,9 +101,9 @@ def predictor(reference: Path) -> Any:
     """An affinity predictor of the embedded model, counted on synthetic routes."""
     import numpy as np
 
-    from moetool.learning.predictor import build
-    from moetool.learning.tokens import Tokens
     from moetool.models.checkpoint import Checkpoint
+    from moetool.training.predictor import build
+    from moetool.training.tokens import Tokens
 
     made = build("affinity", Checkpoint.open(reference).spec)
     routes = np.random.default_rng(0).integers(0, 32, (500, 8, 4))

@@ -18,7 +18,7 @@ ANY_JSON: st.SearchStrategy[Json] = st.one_of(
     st.integers(-(2**70), 2**70),
     st.floats(),
     st.sampled_from([None, True, False, "", "x", [], {}, [[]], [{}], {"a": 1}, "\ud800", "\x00", "../../etc/passwd"]),
-    st.sampled_from(["nan", "1e999", "🙂" * 40, "a" * 5000, "os.path", "moetool.types", "cuda", "softmax"]),
+    st.sampled_from(["nan", "1e999", "🙂" * 40, "a" * 5000, "os.path", "moetool.base.types", "cuda", "softmax"]),
     st.recursive(
         st.none() | st.integers(-9, 9) | st.text(max_size=4),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moetool.caching._devices import build_policies, open_pool, split_slots
+from moetool.caching.devices import build_policies, open_pool, split_slots
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
@@ -19,9 +19,9 @@ from moetool.cluster.listener import listen
 from moetool.cluster.transport import Listener
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
-from moetool.runtime.batching import Batcher
-from moetool.runtime.device_stores import open_stores
-from moetool.runtime.engine import Engine
+from moetool.runtime.experts.device_stores import open_stores
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.engine import Engine
 from tests.identities import identity
 
 PATIENT = ClusterOptions(hedge_s=0.0)

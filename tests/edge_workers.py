@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import CapacityError, MoetoolError
+from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.edge.protocol import (
     ArrivedExpert,
     Holders,
@@ -14,9 +16,7 @@ from moetool.cluster.edge.protocol import (
     WorkerStats,
 )
 from moetool.cluster.worker_link import WorkerDied
-from moetool.errors import CapacityError, MoetoolError
-from moetool.placement._placement_plan import Place
-from moetool.types import Cluster, ModelSpec
+from moetool.placement.plan import Place
 
 
 class DrawnWorker:

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching import lru
-from moetool.caching._devices import build_policies, open_pool, split_slots
-from moetool.caching._policy import Policy
+from moetool.base.types import ForwardInfo, GateEvent
+from moetool.caching.devices import build_policies, open_pool, split_slots
+from moetool.caching.policies import lru
+from moetool.caching.policy import Policy
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.expert_files import ExpertFiles
+from moetool.models.experts.expert_files import ExpertFiles
 from moetool.models.loading import CPU, load_lazy
-from moetool.request import Output, SamplingParams
-from moetool.runtime.batching import Batcher
-from moetool.runtime.device_stores import open_stores
-from moetool.runtime.engine import Engine
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.gate_log import ServeLog
-from moetool.runtime.own_caches import OwnCaches
+from moetool.runtime.experts.device_stores import open_stores
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.loop.own_caches import OwnCaches
+from moetool.runtime.recording.gate_log import ServeLog
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
 from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
-from moetool.types import ForwardInfo, GateEvent
 
 
 class RandomPolicy(Policy):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.learning.predictor import build
-from moetool.learning.tokens import Tokens
-from moetool.types import ModelSpec
+from moetool.base.types import ModelSpec
+from moetool.training.predictor import build
+from moetool.training.tokens import Tokens
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 64,

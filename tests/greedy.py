@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetool import plugins
-from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
-from moetool.caching._residency import Residency
+from moetool.base import plugins
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import MIN_SLOTS, build_policy, parse_options, policy_class
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
-from moetool.request import SamplingParams
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import open_store
-from moetool.runtime.own_caches import open_batcher
-from moetool.types import ForwardInfo, Phase
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import open_store
+from moetool.runtime.loop.own_caches import open_batcher
+from moetool.runtime.request import SamplingParams
 from tests import families
 
 TIE = 1e-4

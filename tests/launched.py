@@ -3,7 +3,7 @@
 import os
 import time
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 
 
 class Worker:

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from moetool.cache_plan import CachePlan
+from moetool.caching.plan import CachePlan
 from moetool.trace.reader import Trace
 from moetool.tuning.cache_planning import CacheSearch, DeviceBudget, PlanPredictor, plan_cache
 

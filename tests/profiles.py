@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from moetool.base.machine import Machine
+from moetool.base.types import ModelSpec
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
-from moetool.machine import Machine
-from moetool.types import ModelSpec
 
 MACHINE = Machine(
     cpu="made up",

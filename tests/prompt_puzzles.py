@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from moetool import assets, durable
+from moetool.base import assets, durable
 from moetool.prompts.gather import Prompt
 
 SEED = 20250101

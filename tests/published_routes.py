@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.formats._import import import_trace
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[1].parent / "shared"))

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import MoetoolError
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.rank import Rank
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
-from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import Output, SamplingParams
-from moetool.types import Cluster, Gpu, ModelSpec, Server
+from moetool.runtime.request import Output, SamplingParams
 from tests.servers import eventually
 
 

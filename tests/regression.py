@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moetool.placement._demand import Batch, Demand
-from moetool.placement._modes import Predict
-from moetool.types import ModelSpec
+from moetool.base.types import ModelSpec
+from moetool.placement.demand import Batch, Demand
+from moetool.placement.modes import Predict
 
 
 def regressed(history: Sequence[Batch], penalty: float = 10.0) -> Predict:

@@ -12,9 +12,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from moetool import assets
-from moetool.errors import CapacityError
-from moetool.request import Finish, Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
+from moetool.base import assets
+from moetool.base.errors import CapacityError
+from moetool.runtime.request import Finish, Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 
 END = 0
 """The embedded tokenizer's end-of-sequence token."""

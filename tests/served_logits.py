@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
+from moetool.kernels.cpu.int4 import KernelWeight
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
-from moetool.models.packed_product import KernelWeight
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore
-from moetool.types import ForwardInfo, Phase
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore
 from tests.engines import RandomPolicy
 
 

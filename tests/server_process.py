@@ -83,7 +83,7 @@ def quarter_of_experts() -> list[str]:
     """Arguments that keep a quarter of the embedded model's experts in memory."""
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, fixed_bytes
-    from moetool.runtime.copies import stride_of
+    from moetool.runtime.experts.copies import stride_of
 
     checkpoint = Checkpoint.open("reference")
     spec = checkpoint.spec

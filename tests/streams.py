@@ -18,7 +18,7 @@ class Mark:
 
 
 class Streams:
-    """`moetool.runtime.copies.Copies` over CPU memory.
+    """`moetool.runtime.experts.copies.Copies` over CPU memory.
 
     Operations run only when `advance` or `finish` is called; then the queues of copies and of compute alternate at
     random. A missing dependency therefore makes an operation read another expert's bytes. Reads into host memory run at

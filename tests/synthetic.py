@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from moetool import durable
-from moetool.caching._devices import Pool
-from moetool.caching._residency import Residency, Step
+from moetool.base import durable
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.caching.devices import Pool
+from moetool.caching.residency import Residency, Step
 from moetool.runtime.sizing import Footprint
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
-from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 AHEAD = 3  # layers that synthetic events look ahead
 DEEPSEEK_V2_LITE = Footprint(
@@ -189,7 +189,7 @@ def write_trace(
 
 
 class MadeUpPredictor:
-    """A `moetool.learning.predictor.Predictor` that scores by the observed experts only."""
+    """A `moetool.training.predictor.Predictor` that scores by the observed experts only."""
 
     needs = frozenset({"experts"})
     remembers = False

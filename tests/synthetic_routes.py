@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from moetool import durable
+from moetool.base import durable
+from moetool.base.types import ModelSpec
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
-from moetool.types import ModelSpec
 from tests import synthetic
 
 TASKS = ("arithmetic", "code", "chat")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from moetool import durable
+from moetool.base import durable
+from moetool.base.types import ModelSpec, Phase
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP, SIGNALS, TokenBatch
 from moetool.trace.writer import TraceWriter
-from moetool.types import ModelSpec, Phase
 
 SPEC = ModelSpec(
     name="tiny",

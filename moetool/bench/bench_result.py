@@ -16,12 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moetool import config, durable, tables
+from moetool.base import config, durable, tables
+from moetool.base.errors import MismatchError, UsageError, first_line, shortened
+from moetool.base.json_files import read_json
+from moetool.base.machine import load_average
+from moetool.base.tables import TextTable
 from moetool.bench.found_figure import Found, draw_all
-from moetool.errors import MismatchError, UsageError, first_line, shortened
-from moetool.json_files import read_json
-from moetool.machine import load_average, read_machine
-from moetool.tables import TextTable
+from moetool.models.libraries import read_machine
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -61,7 +62,7 @@ class BenchResult:
         facts: values that hold for all rows, by name.
         notes: sentences for the reader.
         command: the typed command.
-        machine: facts of `moetool.machine.Machine`, by name.
+        machine: facts of `moetool.base.machine.Machine`, by name.
         load: load average over a minute before the first run, and after the last.
         file: JSON file, written anew after each row or run, so that a bench that is killed keeps them; None: none.
     """

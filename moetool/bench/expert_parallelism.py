@@ -15,26 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from moetool import durable
+from moetool.base import durable
+from moetool.base.config import Span, require_within
+from moetool.base.errors import MoetoolError, UsageError, unknown_name
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, RoutingPredictor, measured_latency
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.cluster.parallel.rank_options import RankOptions
 from moetool.cluster.parallel.startup import ParallelOptions, open_head, open_predictors, uniform, with_buffer
-from moetool.config import Span, require_within
 from moetool.costing.costs import CostProfile
-from moetool.errors import MoetoolError, UsageError, unknown_name
-from moetool.learning.fit_options import FitOptions
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement import _planner as planner
-from moetool.placement._demand import Demand, held_out, loads, numbers, planned_share
-from moetool.placement._placement_plan import bare_plan
-from moetool.placement._planner import Problem
+from moetool.placement import planner
+from moetool.placement.demand import Demand, held_out, loads, numbers, planned_share
+from moetool.placement.plan import bare_plan
+from moetool.placement.planner import Problem
 from moetool.prompts import gather
-from moetool.request import Output, SamplingParams
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Gpu, ModelSpec, Server
+from moetool.training.fit_options import FitOptions
 
 _SUMMED = ("hottest", "rows", "ready_s", "waited_s", "decided_s", "moved_bytes")
 QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 12, "new_tokens": 2, "epochs": 1}
@@ -346,12 +346,12 @@ class _Subject:
     def _make(self, name: str, folder: Path) -> None:
         """Train or make a predictor on prompts that are not served."""
         if name == "cascade":
-            from moetool.learning.training import train
+            from moetool.training.training import train
 
             fit = FitOptions(max_epochs=self._options.epochs)
             train("cascade", self._work / "history", folder, fit=fit, seed=self._options.seed)
         else:
-            from moetool import plugins
+            from moetool.base import plugins
 
             text = self._work / "history.jsonl"
             rows = [{"prompt": one.text, "task": one.task, "id": one.prompt_id} for one in self._texts]

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moetool import tables as printed
+from moetool.base import tables as printed
 from moetool.bench.bench_result import BenchResult, Row, table
 from moetool.bench.found_figure import Found
 

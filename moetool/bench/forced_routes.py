@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from moetool import durable
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.unseen_requests import held_out
-from moetool.models.expert_form import Call
-from moetool.models.spec import MoeLayer
+from moetool.base import durable
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.models.experts.expert_form import Call
+from moetool.models.experts.moe_layers import MoeLayer
+from moetool.prediction.unseen_requests import held_out
 from moetool.trace.reader import MANIFEST, Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
-from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 PROMPT_SHARE = 1 / 3
 
@@ -206,7 +206,7 @@ class CutPredictor:
     """A predictor trained on a model's routes, for a model with only its first layers.
 
     Args:
-        predictor: a `moetool.learning.predictor.Predictor`.
+        predictor: a `moetool.training.predictor.Predictor`.
         spec: spec of the smaller model.
 
     Attributes:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
+from moetool.base.errors import MoetoolError, UsageError, first_line
+from moetool.base.tables import narrate, percent
 from moetool.bench.bench_result import BenchResult, Row, not_measured, recorded, table
 from moetool.bench.plain_generation import time_tokens
 from moetool.bench.serving_runs import phase_row, run_engine
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
-from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
-from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.caching.policy import MIN_SLOTS, build_policy, policy_class
 from moetool.models.loading import load_full, parse_device
-from moetool.runtime.copies import open_copies, stride_of
-from moetool.tables import narrate, percent
+from moetool.runtime.experts.copies import open_copies, stride_of
 
 POLICIES = ("on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe")
 _COPY_BYTES, _COPIES = 2**27, 8

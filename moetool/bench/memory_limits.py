@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from moetool.errors import CapacityError
+from moetool.base.errors import CapacityError
 
 _ROOT = Path("/sys/fs/cgroup")
 

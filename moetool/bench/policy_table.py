@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moetool.base.errors import UsageError
+from moetool.base.tables import TextTable, percent
 from moetool.bench.bench_result import BenchResult, Row, recorded
-from moetool.caching._policy import slots_within
-from moetool.caching._policy_changes import PolicyChoice
-from moetool.errors import UsageError
-from moetool.tables import TextTable, percent
+from moetool.caching.policy import slots_within
+from moetool.caching.policy_changes import PolicyChoice
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable, too_large
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay

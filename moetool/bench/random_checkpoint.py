@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moetool import durable
-from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.base import durable
+from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 
 MARKER = "random.json"
@@ -32,7 +32,7 @@ def cut_config(shape: str, layers: int | None) -> dict[str, Any]:
     """The config.json of a shape reduced to this number of MoE layers, with the dense ones before them.
 
     Args:
-        shape: argument of `moetool.models.location.locate_config`.
+        shape: argument of `moetool.models.files.location.locate_config`.
         layers: None: all.
 
     Raises:

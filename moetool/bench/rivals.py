@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from moetool.base.errors import MoetoolError, UsageError, first_line
+from moetool.base.tables import count, narrate
 from moetool.bench.bench_result import BenchResult, Row, median, not_measured, recorded, table
 from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
 from moetool.capture.remote import RemoteServer
-from moetool.errors import MoetoolError, UsageError, first_line
 from moetool.models.checkpoint import Checkpoint
-from moetool.tables import count, narrate
 
 ENGINES = ("moetool", "llama.cpp", "transformers")
 _START_S, _ANSWER_S = 240, 600
@@ -132,8 +132,8 @@ def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> 
     """Best memory read rate of this machine in bytes per second, by single-row products and by sums."""
     import torch
 
-    from moetool.models import row_products
-    from moetool.models.huge_pages import ask_for_huge_pages
+    from moetool.kernels.cpu import matmul
+    from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -143,8 +143,8 @@ def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> 
         weight.fill_(1)
         x, words = torch.ones(1, 2048, dtype=torch.bfloat16), weight.view(torch.int64)
         ways: list[Callable[[], object]] = [words.sum]
-        if row_products.takes(weight):
-            ways.append(lambda: row_products.products([x], [weight]))
+        if matmul.takes(weight):
+            ways.append(lambda: matmul.products([x], [weight]))
         best = float("inf")
         for way in ways * rounds:
             began = time.perf_counter()

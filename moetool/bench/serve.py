@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
+from moetool.base.config import parse_bytes
+from moetool.base.errors import CapacityError
+from moetool.base.machine import memory_bytes
+from moetool.base.tables import count
+from moetool.base.types import ModelSpec
 from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.bench.serving_results import RESIDENT, serving_row
 from moetool.bench.serving_runs import run_engine
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
-from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
-from moetool.config import parse_bytes
-from moetool.errors import CapacityError
-from moetool.machine import memory_bytes
-from moetool.models.expert_files import ExpertFiles
+from moetool.caching.policy import Policy, build_policy, parse_options, policy_class, slots_within
+from moetool.measuring.probes.disk import THREADS, DiskProbe
+from moetool.models.experts.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel
 from moetool.runtime.decoding import kv_cache_bytes
-from moetool.tables import count
-from moetool.tuning.probes.disk import THREADS, DiskProbe
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
-from moetool.types import ModelSpec
 
 READINGS = 4  # disk readings per round and number of threads; the first is warm-up
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import MoetoolError
 from moetool.bench.bench_result import Row
 from moetool.bench.forced_routes import ForcedRoutes
-from moetool.caching._policy import Policy
-from moetool.caching._residency import Counts, Residency
-from moetool.errors import MoetoolError
+from moetool.caching.policy import Policy
+from moetool.caching.residency import Counts, Residency
 from moetool.models.loading import LoadedModel
-from moetool.request import Output, SamplingParams
 from moetool.runtime.decoding import Batch
-from moetool.runtime.device_stores import fill_device, open_stores
-from moetool.runtime.engine import Engine
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.own_caches import open_batcher
+from moetool.runtime.experts.device_stores import fill_device, open_stores
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.loop.own_caches import open_batcher
+from moetool.runtime.request import Output, SamplingParams
 
 _SPARE_TOKENS = 64  # whole pages of the cache, and a reserve
 

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
+from moetool.base.config import Span, require_within
+from moetool.base.errors import UsageError
+from moetool.base.types import ModelSpec
 from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.bench.serving_runs import Workload
-from moetool.caching._layer_slots import SHARES, equal_slots, require_pool_form
-from moetool.caching._policy import Policy
-from moetool.config import Span, require_within
-from moetool.errors import UsageError
-from moetool.learning.predictor import load_predictor
+from moetool.caching.layer_slots import SHARES, equal_slots, require_pool_form
+from moetool.caching.policy import Policy
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_lazy, parse_device, parse_dtype, use_threads
 from moetool.prompts import gather as prompt_sets
 from moetool.runtime import automatic
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import digest_of_tokens
-from moetool.types import ModelSpec
+from moetool.training.predictor import load_predictor
 
 
 @dataclass(frozen=True, kw_only=True)

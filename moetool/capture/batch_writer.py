@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moetool import durable
+from moetool.base import durable
+from moetool.base.errors import MoetoolError, first_line
 from moetool.capture.resume import CaptureFolder
-from moetool.errors import MoetoolError, first_line
 from moetool.trace.rows import REQUESTS, TokenBatch, embedding_schema, to_array, to_record_batch
 
 

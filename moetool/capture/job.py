@@ -15,16 +15,16 @@ import torch
 import transformers
 
 from moetool import __version__
-from moetool.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError, UsageError
+from moetool.base.families import own_cache
+from moetool.base.tables import count, numbered
+from moetool.base.types import ModelSpec
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import use_threads
 from moetool.prompts.gather import Prompt, tokens_to_decode
-from moetool.runtime.own_caches import own_cache
-from moetool.runtime.partial_forward import decoder_layers
-from moetool.tables import count, numbered
+from moetool.runtime.experts.partial_forward import decoder_layers
 from moetool.trace.rows import embedding_schema, token_schema
 from moetool.trace.writer import token_columns
-from moetool.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool.errors import MoetoolError, UsageError, first_line
-from moetool.formats._import import Imported, import_trace
+from moetool.base.errors import MoetoolError, UsageError, first_line
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.shape import shape_of
 from moetool.prompts.gather import Prompt
+from moetool.trace.foreign.importing import Imported, import_trace
 
 ENGINES = ("vllm", "sglang")
 _FLAG = "--enable-return-routed-experts"
@@ -145,7 +146,8 @@ def capture_remote(
             files.append(Path(folder) / f"{task}.jsonl")
             files[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
         settings = {"model": str(checkpoint.path)}
-        return import_trace(files, f"{engine}_routed_experts", out, settings=settings, overwrite=overwrite)
+        name = f"{engine}_routed_experts"
+        return import_trace(files, name, out, settings=settings, find_model=shape_of, overwrite=overwrite)
 
 
 def _served(server: RemoteServer) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moetool import durable
+from moetool.base import durable
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.base.json_files import read_json
 from moetool.capture.job import CapturePlan, require_disk
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
-from moetool.json_files import read_json
 from moetool.trace.reader import MANIFEST
 from moetool.trace.rows import to_token_batch
 from moetool.trace.writer import TraceWriter

@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from moetool import durable
+from moetool.base import durable
+from moetool.base.errors import MoetoolError
 from moetool.capture.batch_writer import BatchWriter
 from moetool.capture.job import CaptureOptions, CapturePlan, Item, plan_capture, provenance, row_bytes
 from moetool.capture.resume import CaptureFolder, open_stage
-from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_full, parse_device, parse_dtype
 from moetool.prompts.gather import Prompt
-from moetool.request import SamplingParams
-from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
-from moetool.runtime.own_caches import OwnCaches, open_batcher
-from moetool.runtime.recording import GateRecorder
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
+from moetool.runtime.recording.recorder import GateRecorder
+from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import MANIFEST, Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter, speller

@@ -12,6 +12,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from moetool.base.child_process import end_with_parent
+from moetool.base.errors import MoetoolError
+from moetool.base.tables import complain
 from moetool.capture.resume import CaptureFolder
 from moetool.capture.run import (
     NEW_RUN,
@@ -24,10 +27,7 @@ from moetool.capture.run import (
     open_plan,
     run_batches,
 )
-from moetool.child_process import end_with_parent
-from moetool.errors import MoetoolError
 from moetool.prompts.gather import Prompt
-from moetool.tables import complain
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.config import parse_bytes, parse_seconds
+from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Overwrite, listed, require_policies
-from moetool.config import parse_bytes, parse_seconds
-from moetool.errors import UsageError
 
 
 def advise(

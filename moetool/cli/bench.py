@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.config import parse, parse_bytes, parse_settings
+from moetool.base.errors import UsageError, unknown_name
 from moetool.cli.flags import (
     Json,
     Model,
@@ -18,8 +20,6 @@ from moetool.cli.flags import (
     require_policies,
     settable,
 )
-from moetool.config import parse, parse_bytes, parse_settings
-from moetool.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from moetool.bench.bench_result import BenchResult
@@ -315,7 +315,7 @@ def paper(
     """Re-run the experiments of a paper, or of all, at this machine's scale and judge each claim."""
     from moetool.bench.paper.claims import names
     from moetool.bench.paper.paper_run import PaperOptions, run_papers
-    from moetool.placement._comparing import open_traces
+    from moetool.placement.comparison import open_traces
 
     if name is None:
         raise UsageError(f"no paper named, expected one of: {', '.join(names())}, all; run: moetool bench paper NAME")

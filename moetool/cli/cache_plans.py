@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.config import parse, parse_bytes, parse_seconds, parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli.flags import (
     Json,
     Model,
@@ -19,12 +21,11 @@ from moetool.cli.flags import (
     ServedHostMemory,
     TraceDir,
     listed,
+    open_predictor,
     open_trace,
     read_timeline,
     settable,
 )
-from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
-from moetool.errors import UsageError
 
 
 def plan_cache(
@@ -78,7 +79,7 @@ def plan_cache(
     policy, the other half tests it. Device and data type are those that `moetool serve` chooses on this machine.
     """
     from moetool.models.checkpoint import Checkpoint
-    from moetool.models.hub import with_revision
+    from moetool.models.files.hub import with_revision
     from moetool.report.cache_page import candidates_table, frontier_table
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
@@ -120,7 +121,8 @@ def plan_cache(
     memory = DeviceBudget(
         parse_bytes(device_memory), dense, kv, options.kv_tokens, options.dtype, slot_bytes(checkpoint, options)
     )
-    predicts = NO_PREDICTOR if predictor is None else PlanPredictor.load(predictor, source)
+    loaded = open_predictor(predictor)
+    predicts = NO_PREDICTOR if predictor is None or loaded is None else PlanPredictor.of(loaded, predictor, source)
     with tables.stages() as on_progress:
         search = CacheSearch(
             profile=costs,
@@ -163,7 +165,7 @@ def plan_maps(
     recipe: Recipe = None,
 ) -> None:
     """Build a FineMoE expert-map store and score it on held-out requests."""
-    from moetool.tuning.map_store import plan_maps as run
+    from moetool.training.map_store import plan_maps as run
 
     options = parse_settings(settings) | ({} if capacity is None else {"capacity": capacity})
     with tables.progress("storing maps"):
@@ -189,12 +191,12 @@ def plan_alpha(
     as_json: Json = False,
 ) -> None:
     """Choose SMoE's alpha, its allowed deviation from the router, by measured time and loss."""
+    from moetool.measuring.alpha import AlphaOptions, print_points
+    from moetool.measuring.alpha import plan_alpha as run
     from moetool.models.checkpoint import Checkpoint
     from moetool.prompts import gather as prompt_sets
     from moetool.runtime.assembly import ServeOptions
     from moetool.runtime.automatic import on_this_machine
-    from moetool.tuning.alpha import AlphaOptions, print_points
-    from moetool.tuning.alpha import plan_alpha as run
 
     durable.require_new_file(out, overwrite)
     values = parse_settings(settings)

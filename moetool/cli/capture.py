@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moetool import tables
+from moetool.base import tables
+from moetool.base.config import parse, parse_bytes, parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli.flags import Device, Json, Model, Out, Overwrite, Recipe, Revision, listed, settable
-from moetool.config import parse, parse_bytes, parse_settings
-from moetool.errors import UsageError
-from moetool.models.hub import with_revision
+from moetool.models.files.hub import with_revision
 
 if TYPE_CHECKING:
     from moetool.prompts.gather import Prompt

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moetool import garbage, tables
+from moetool.base import garbage, tables
+from moetool.base.config import parse
+from moetool.base.errors import UsageError, unknown_name
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.cluster_logs import folder_name, log_location, open_folder
 from moetool.cli.watch import Watch
-from moetool.config import parse
-from moetool.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from moetool.cluster.fork_server import ForkServer
@@ -35,8 +35,8 @@ def serve_cluster(command: ClusterCommand) -> None:
 
 def require_no_placement(plan: Path) -> None:
     """Raises: UsageError if a placement plan was given to serve on one machine."""
-    from moetool.errors import MismatchError
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.base.errors import MismatchError
+    from moetool.placement.plan import PlacementPlan
 
     try:
         PlacementPlan.load(plan)
@@ -78,7 +78,7 @@ def _serve_edge(
     from moetool.cluster.launch import Detached, Workers
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.loading import device_kind, served_dtype
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.plan import PlacementPlan
     from moetool.runtime.assembly import ServeOptions
     from moetool.serving.server import address_of, open_to_all
     from moetool.serving.server_options import ServerOptions

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from moetool import tables
+from moetool.base import tables
 
 if TYPE_CHECKING:
     from moetool.cluster.cluster_folder import ClusterFolder

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool import assets, tables
-from moetool.errors import UsageError
+from moetool.base import assets, tables
+from moetool.base.errors import UsageError
 
 QUESTIONS = (
     "User: What is the weather in London?\nAssistant:",
@@ -133,10 +133,10 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 
 
 def _train(out: Path, recipe: dict[str, Any]) -> None:
-    from moetool.config import parse_settings
-    from moetool.evaluation.evaluate import evaluate
-    from moetool.evaluation.match_tables import overview, print_matches
-    from moetool.learning.training import train
+    from moetool.base.config import parse_settings
+    from moetool.prediction.match_tables import overview, print_matches
+    from moetool.training.evaluate import evaluate
+    from moetool.training.training import train
 
     options = parse_settings(recipe["settings"])
     card = train(
@@ -152,28 +152,30 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
 
 
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:
-    from moetool.config import parse, parse_bytes, parse_settings
+    from moetool.base.config import parse, parse_bytes, parse_settings
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, fixed_bytes
     from moetool.trace.reader import Trace
+    from moetool.training.predictor import load_predictor
     from moetool.tuning.cache_planning import DeviceBudget, PlanPredictor, plan_cache
 
     options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
     dense, kv = fixed_bytes(Checkpoint.open("reference"), options)
     trace = Trace(out / "trace")
+    fused = load_predictor(out / "predictor")
     memory = DeviceBudget(parse_bytes(recipe["device_memory"]), dense, kv, options.kv_tokens, options.dtype)
-    plan = plan_cache(trace, memory, predictor=PlanPredictor.load(out / "predictor", trace))
+    plan = plan_cache(trace, memory, predictor=PlanPredictor.of(fused, out / "predictor", trace))
     plan.save(out / "plan.json")
     tables.print_paragraph(f"     {plan.slots} slots: {plan.reason}")
     return plan
 
 
 def _replay(out: Path) -> None:
-    from moetool.learning.predictor import load_predictor
-    from moetool.learning.unseen_requests import held_out
+    from moetool.prediction.unseen_requests import held_out
     from moetool.report import drawing
     from moetool.report.figures import memory_curves
     from moetool.trace.reader import Trace
+    from moetool.training.predictor import load_predictor
     from moetool.tuning.replay import ReplaySetup, replay
 
     trace = Trace(out / "trace")
@@ -211,7 +213,7 @@ def _serve(out: Path, plan: Any, recipe: dict[str, Any]) -> list[DemoAnswer]:
 
 
 def _serve_one(out: Path, policy: str, pool_bytes: int, plain: list[str], recipe: dict[str, Any]) -> DemoAnswer:
-    from moetool.config import parse, parse_settings
+    from moetool.base.config import parse, parse_settings
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 

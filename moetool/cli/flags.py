@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
-from moetool import assets, durable, logs, tables
-from moetool.bounded_read import read_toml
-from moetool.config import parse
-from moetool.errors import UsageError, unknown_name
+from moetool.base import assets, durable, logs, tables
+from moetool.base.bounded_read import read_toml
+from moetool.base.config import parse
+from moetool.base.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from moetool.learning.predictor import Predictor
     from moetool.trace.reader import Trace
+    from moetool.training.predictor import Predictor
 
 
 def open_trace(path: Path) -> "Trace":
@@ -35,10 +35,12 @@ def open_trace(path: Path) -> "Trace":
 
 
 def open_predictor(path: Path | None) -> "Predictor | None":
-    """Load the predictor of a flag, if given. Raises: as `moetool.learning.predictor.load_predictor`."""
-    from moetool.learning.predictor import load_predictor
+    """Load the predictor of a flag, if given. Raises: as `moetool.training.predictor.load_predictor`."""
+    if path is None:
+        return None
+    from moetool.training.predictor import load_predictor
 
-    return None if path is None else load_predictor(path)
+    return load_predictor(path)
 
 
 def describe_state(trace: "Trace") -> str:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from moetool import tables
+from moetool.base import tables
+from moetool.base.errors import UsageError, unknown_name
 from moetool.cli.flags import Json
-from moetool.errors import UsageError, unknown_name
 
 ORDER = (
     *("quickstart", "traces", "predictors", "policies", "placements", "clusters", "serving", "plugins"),

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Overwrite, Revision
-from moetool.errors import UsageError
-from moetool.models.hub import with_revision
+from moetool.models.files.hub import with_revision
 
 
 def profile(
@@ -50,7 +50,7 @@ def profile(
 ) -> None:
     """Measure a model's costs on this machine: experts, attention, disk loads, device link."""
     if listen is not None:
-        from moetool.tuning.probes.link import serve
+        from moetool.measuring.probes.link import serve
 
         with contextlib.suppress(KeyboardInterrupt):
             serve(listen, on_ready=lambda address: tables.narrate(f"moetool: listening on {address}; Ctrl-C stops"))
@@ -58,8 +58,8 @@ def profile(
     if model is None:
         raise UsageError("no model given: moetool profile MODEL --out profile.json")
     model = with_revision(model, revision)
-    from moetool.tuning.profile import ProfileOptions
-    from moetool.tuning.profile import profile as run
+    from moetool.measuring.profile import ProfileOptions
+    from moetool.measuring.profile import profile as run
 
     if out is not None:
         durable.require_new_file(out, overwrite)
@@ -98,7 +98,7 @@ def doctor(
     if cluster is not None:
         _doctor_cluster(cluster, as_json)
         return
-    from moetool.tuning.doctor import doctor as run
+    from moetool.measuring.doctor import doctor as run
 
     with tables.progress("measuring this machine"):
         findings = run()
@@ -128,7 +128,7 @@ def _doctor_cluster(address: str, as_json: bool) -> None:
 
 def models(as_json: Json = False) -> None:
     """List supported model families and weight formats, and what works with each."""
-    from moetool.models.families import FAMILIES, unlisted
+    from moetool.base.families import FAMILIES, unlisted
     from moetool.models.tested_formats import FORMATS, UNLISTED, format_table
 
     families = [*FAMILIES.values(), *map(unlisted, UNLISTED)]

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moetool import __version__, garbage, logs, plugins, tables
+from moetool import __version__
+from moetool.base import garbage, logs, plugins, tables
+from moetool.base.errors import CapacityError, MoetoolError
 from moetool.cli import (
     advise,
     bench,
@@ -34,7 +36,6 @@ from moetool.cli import (
     verify,
 )
 from moetool.cli.flags import Quiet, Verbose, listening, shorten_types
-from moetool.errors import CapacityError, MoetoolError
 
 # Refusals of the machine are not bugs of moetool: full disks and quotas, permissions, read-only file systems.
 _OUTSIDE = frozenset(

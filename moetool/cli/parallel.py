@@ -3,11 +3,11 @@
 import contextlib
 from typing import TYPE_CHECKING
 
-from moetool import garbage, tables
+from moetool.base import garbage, tables
+from moetool.base.config import parse
+from moetool.base.errors import UsageError
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.cluster_logs import folder_name, log_location, open_folder
-from moetool.config import parse
-from moetool.errors import UsageError
 
 if TYPE_CHECKING:
     from moetool.cluster.fork_server import ForkServer
@@ -37,7 +37,7 @@ def _serve(command: ClusterCommand, where: "Where", toward: str, fork_server: "F
     from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
     from moetool.costing.costs import CostProfile
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.plan import PlacementPlan
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
     from moetool.serving.status_line import status_line

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.config import parse, parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Overwrite, settable
-from moetool.config import parse, parse_settings
-from moetool.errors import UsageError
 
 if TYPE_CHECKING:
-    from moetool.placement._comparing import PlannerRow, Setting
-    from moetool.types import Cluster
+    from moetool.base.types import Cluster
+    from moetool.placement.comparison import PlannerRow, Setting
 
 _SETTINGS = ("seed", "starts", "sides", "routing", "value_bytes")
 _MORE = f"{', '.join(_SETTINGS)} (see 'moetool guide placements')"
@@ -51,8 +51,8 @@ def placement(
     as_json: Json = False,
 ) -> None:
     """Place experts on the GPUs of a cluster, from traces of its servers."""
-    from moetool.placement._cluster_file import load_cluster
-    from moetool.placement._comparing import open_traces, plan_placement
+    from moetool.placement.cluster_file import load_cluster
+    from moetool.placement.comparison import open_traces, plan_placement
 
     durable.require_new_file(out, overwrite)
     setting, options = _settings(settings)
@@ -83,8 +83,8 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Score a placement on traces: locality, latency, load balance, link traffic, gap to the bounds."""
-    from moetool.placement._comparing import open_traces, score_plan
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.comparison import open_traces, score_plan
+    from moetool.placement.plan import PlacementPlan
     from moetool.report.placement_page import summed_bytes
 
     chosen = PlacementPlan.load(plan)
@@ -114,10 +114,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare planners on held-out requests."""
-    from moetool.placement._cluster_file import load_cluster
-    from moetool.placement._comparing import comparable, open_traces, verdict
-    from moetool.placement._comparing import compare as run
-    from moetool.placement._planner import find
+    from moetool.placement.cluster_file import load_cluster
+    from moetool.placement.comparison import comparable, open_traces, verdict
+    from moetool.placement.comparison import compare as run
+    from moetool.placement.planner import find
     from moetool.trace.reader import Trace
 
     setting, options = _settings(settings)
@@ -169,10 +169,10 @@ def migrate(
     as_json: Json = False,
 ) -> None:
     """Order the expert moves between two placements and estimate whether they pay."""
-    from moetool.placement._comparing import open_traces
-    from moetool.placement._decide import plan_migration
-    from moetool.placement._demand import read_demand
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.comparison import open_traces
+    from moetool.placement.decide import plan_migration
+    from moetool.placement.demand import read_demand
+    from moetool.placement.plan import PlacementPlan
 
     durable.require_new_file(out, overwrite)
     for name, value in (("--horizon-tokens", horizon_tokens), ("--window-ms", window_ms), ("--call-ms", call_ms)):
@@ -222,30 +222,26 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Export a placement or cache plan to a production engine's format."""
-    from moetool import plugins
-    from moetool.cache_plan import CachePlan
-    from moetool.errors import unknown_name
-    from moetool.formats._import import formats_with
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.base import plugins
+    from moetool.caching.plan import CachePlan
+    from moetool.placement.plan import PlacementPlan
 
     durable.require_new_file(out, overwrite)
-    writer = plugins.load("format", format)
+    writer = plugins.load("export", format)
     if hasattr(writer, "write_cache_plan"):
         lines = writer.write_cache_plan(CachePlan.load(plan), out)
-    elif hasattr(writer, "write_plan"):
-        lines = writer.write_plan(PlacementPlan.load(plan), out, num_hidden_layers)
     else:
-        raise unknown_name("format of plans", format, formats_with("write_plan", "write_cache_plan"))
+        lines = writer.write_plan(PlacementPlan.load(plan), out, num_hidden_layers)
     for line in lines:
         tables.print_paragraph(line)
 
 
 def _settings(given: Sequence[str], default: Mapping[str, Any] | None = None) -> "tuple[Setting, dict[str, Any]]":
     """Split settings into those of scoring and those of planners."""
-    from moetool.errors import unknown_name
-    from moetool.placement._comparing import Setting
-    from moetool.placement._demand import STARTS
-    from moetool.placement._latency import ROUTINGS, SIDES
+    from moetool.base.errors import unknown_name
+    from moetool.placement.comparison import Setting
+    from moetool.placement.demand import STARTS
+    from moetool.placement.latency import ROUTINGS, SIDES
 
     values = {**(default or {}), **parse_settings(given)}
     setting = parse(Setting, {name: values.pop(name) for name in _SETTINGS if name in values}, "--set")

@@ -4,7 +4,9 @@ from typing import Annotated
 
 import typer
 
-from moetool import tables
+from moetool.base import tables
+from moetool.base.config import parse_bytes, parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli.flags import (
     Json,
     PredictorDir,
@@ -17,8 +19,6 @@ from moetool.cli.flags import (
     require_policies,
     settable,
 )
-from moetool.config import parse_bytes, parse_settings
-from moetool.errors import UsageError
 
 
 def replay(

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.config import parse, parse_settings
+from moetool.base.errors import MismatchError, UsageError
 from moetool.cli.flags import Overwrite, Recipe, listed, open_trace, require_policies, settable
-from moetool.config import parse, parse_settings
-from moetool.errors import MismatchError, UsageError
 
 
 def report(
@@ -127,7 +127,7 @@ def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | Non
 
 
 def _kind(path: Path) -> str:
-    from moetool.json_files import read_json
+    from moetool.base.json_files import read_json
 
     try:
         return str(read_json(path, advice="").get("kind", "something else"))
@@ -136,8 +136,8 @@ def _kind(path: Path) -> str:
 
 
 def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:
-    from moetool.placement._comparing import open_traces
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.comparison import open_traces
+    from moetool.placement.plan import PlacementPlan
     from moetool.report.placement_page import measure, page, to_json
 
     plan = PlacementPlan.load(path)
@@ -174,7 +174,7 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
 
 
 def _cache(path: Path, out: Path, as_json: bool) -> None:
-    from moetool.cache_plan import CachePlan
+    from moetool.caching.plan import CachePlan
     from moetool.report.cache_page import page
 
     plan = CachePlan.load(path)

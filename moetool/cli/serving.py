@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import garbage, tables
+from moetool.base import garbage, tables
+from moetool.base.config import parse, parse_bytes, parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.flags import ApiKey, Model, Recipe, Revision, ServedDevice, ServedHostMemory, settable
-from moetool.config import parse, parse_bytes, parse_settings
-from moetool.errors import UsageError
-from moetool.models.hub import is_downloaded, parse_hub_name, with_revision
+from moetool.models.files.hub import is_downloaded, parse_hub_name, with_revision
 
 
 def serve(
@@ -73,7 +73,7 @@ def serve(
     recipe: Recipe = None,
 ) -> None:
     """Serve a model larger than memory through an OpenAI-compatible API."""
-    from moetool.cache_plan import CachePlan
+    from moetool.caching.plan import CachePlan
 
     model = with_revision(model, revision)
     flags: dict[str, Any] = {"allowed_hosts": allowed_host, "cors_origins": cors_origin}
@@ -198,8 +198,8 @@ def _policy_options(values: dict[str, Any], policy: str | None, plan: Path | Non
     Raises:
         UsageError: an option of another policy than the served one.
     """
-    from moetool import plugins
-    from moetool.cache_plan import CachePlan
+    from moetool.base import plugins
+    from moetool.caching.plan import CachePlan
 
     given = {name for name, value in values.items() if isinstance(value, dict)} & {*plugins.names("policy"), policy}
     if not given:

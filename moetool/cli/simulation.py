@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.config import parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Overwrite, open_predictor, settable
-from moetool.config import parse_settings
-from moetool.errors import UsageError
 
 if TYPE_CHECKING:
+    from moetool.base.types import ModelSpec
     from moetool.simulation.simulation_results import Simulated
-    from moetool.types import ModelSpec
 
 
 def simulate(
@@ -67,8 +67,8 @@ def simulate(
 ) -> None:
     """Simulate a cluster event by event: latency, local compute share, utilization, traffic, migrations."""
     from moetool.costing.costs import CostProfile
-    from moetool.placement._cluster_file import load_cluster
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.cluster_file import load_cluster
+    from moetool.placement.plan import PlacementPlan
     from moetool.simulation.simulate import ModeInputs, open_sources, read_settings
     from moetool.simulation.sweep import parse_sweeps
     from moetool.simulation.sweep import sweep as run

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetool import tables
+from moetool.base import tables
+from moetool.base.config import parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Out, Overwrite, describe_state, open_trace, settable
-from moetool.config import parse_settings
-from moetool.errors import UsageError
 
 if TYPE_CHECKING:
+    from moetool.base.types import ModelSpec
     from moetool.trace.reader import Trace
 
 Dir = Annotated[Path, typer.Argument(metavar="DIR", help="Trace directory.")]
@@ -191,8 +192,13 @@ def import_files(
     as_json: Json = False,
 ) -> None:
     """Import routes or counts that another program recorded."""
-    from moetool.formats._column_table import parse_map
-    from moetool.formats._import import import_trace
+    from moetool.trace.foreign.column_table import parse_map
+    from moetool.trace.foreign.importing import import_trace
+
+    def find_model(name: str) -> "tuple[ModelSpec, int | None]":
+        from moetool.models.shape import shape_of
+
+        return shape_of(name)
 
     made = import_trace(
         files,
@@ -201,6 +207,7 @@ def import_files(
         tokens_as=tokens_as,
         settings=parse_settings(settings),
         mapping=parse_map(columns) or None,
+        find_model=find_model,
         overwrite=overwrite,
     )
     if made.guessed:
@@ -232,7 +239,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a trace or counts to another program's format."""
-    from moetool.formats._export import export_trace
+    from moetool.trace.foreign.exporting import export_trace
 
     made = export_trace(path, format, out, num_hidden_layers=num_hidden_layers, overwrite=overwrite)
     if as_json:

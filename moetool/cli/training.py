@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import tables
+from moetool.base import tables
+from moetool.base.config import parse, parse_settings
+from moetool.base.errors import UsageError
 from moetool.cli.flags import Json, Out, Overwrite, Recipe, TraceDir, listed, settable
-from moetool.config import parse, parse_settings
-from moetool.errors import UsageError
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
     recipe: Recipe = None,
 ) -> None:
     """Train an expert predictor, or build a quantized replica that predicts."""
-    from moetool import plugins
+    from moetool.base import plugins
 
     options = parse_settings(settings)
     plugins.allow("predictor", predictor)
@@ -56,8 +56,8 @@ def train(
                 model, listed(data), out, options, seed=seed, overwrite=overwrite, on_progress=on_progress
             )
     else:
-        from moetool.learning.fit_options import FitOptions
-        from moetool.learning.training import train as run
+        from moetool.training.fit_options import FitOptions
+        from moetool.training.training import train as run
 
         if trace is None or model is not None or data or set(rounding.values()) != {None}:
             raise UsageError(f"{predictor} is trained on a trace: moetool train {predictor} --trace DIR --out {out}")
@@ -97,8 +97,8 @@ def evaluate(
     from moetool.costing.costs import CostProfile
 
     costs = CostProfile.load(profile) if profile is not None else None
-    from moetool.evaluation.evaluate import evaluate as run
-    from moetool.evaluation.match_tables import print_evaluations
+    from moetool.prediction.match_tables import print_evaluations
+    from moetool.training.evaluate import evaluate as run
 
     with tables.stages() as on_progress:
         rows = run(predictors, trace, unseen_task, costs, parse_settings(settings), on_progress)

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from moetool import tables
-from moetool.assets import cache_folder
+from moetool.base import tables
+from moetool.base.assets import cache_folder
+from moetool.base.errors import unknown_name
 from moetool.cli.flags import Json
-from moetool.errors import unknown_name
 
 
 def cache(

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from moetool import tables
+from moetool.base import tables
+from moetool.base.config import parse_bytes
 from moetool.cli.flags import Device, Json, Model, Overwrite, Revision, listed
-from moetool.config import parse_bytes
 
 
 def verify(
@@ -44,11 +44,11 @@ def verify(
     Exit code 0 means that every answer is exact or a tie. In bfloat16 some answers differ by rounding alone, as between
     two of transformers' own implementations.
     """
-    from moetool.evaluation.verification import VerifyOptions
-    from moetool.evaluation.verification import verify as run
-    from moetool.evaluation.verification_report import COLUMNS, report_on, require_report_file
+    from moetool.measuring.verification import VerifyOptions
+    from moetool.measuring.verification import verify as run
+    from moetool.measuring.verification_report import COLUMNS, report_on, require_report_file
     from moetool.models.checkpoint import Checkpoint
-    from moetool.models.hub import with_revision
+    from moetool.models.files.hub import with_revision
 
     require_report_file(out, overwrite)
     options = VerifyOptions(

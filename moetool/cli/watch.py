@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moetool.config import parse
+from moetool.base.config import parse
 
 if TYPE_CHECKING:
     from moetool.cluster.edge.worker import WorkerSettings
-    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.placement.plan import PlacementPlan
 
 
 class Watch:

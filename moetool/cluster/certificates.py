@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.base.errors import MoetoolError, UsageError, first_line
 
 _YEARS = 10
 _SKEW = timedelta(days=2)  # clocks of hosts may differ

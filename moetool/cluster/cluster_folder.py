@@ -13,13 +13,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from moetool import __version__, assets, durable
+from moetool import __version__
+from moetool.base import assets, durable
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.json_files import read_json
 from moetool.cluster.certificates import Authority, Identity
 from moetool.cluster.control_messages import to_plain
 from moetool.cluster.worker_link import serves
 from moetool.cluster.worker_process import RECORD, ProcessRecord, end_process
-from moetool.errors import MismatchError, UsageError
-from moetool.json_files import read_json
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 _PEM = "-----BEGIN "

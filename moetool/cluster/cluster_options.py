@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moetool.config import Span, require_within
+from moetool.base.config import Span, require_within
 
 
 @dataclass(frozen=True, kw_only=True)

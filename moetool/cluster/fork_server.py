@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moetool.base.errors import MoetoolError, first_line
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, environment_of, serve_order
-from moetool.errors import MoetoolError, first_line
 
 _START_S = 120.0
 _GONE_S = 5.0

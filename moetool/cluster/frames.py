@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from moetool.base.errors import MoetoolError
 from moetool.cluster.certificates import number_of, role_of
-from moetool.errors import MoetoolError
 
 _Done = TypeVar("_Done")
 _FRAME = struct.Struct("!4sIHQ")  # magic, bytes of the head, number of parts, call

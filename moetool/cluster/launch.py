@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.cluster.certificates import Authority
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.fork_server import ForkServer
@@ -27,7 +28,6 @@ from moetool.cluster.worker_process import (
     new_mark,
     start_process,
 )
-from moetool.errors import CapacityError, MoetoolError, UsageError
 
 _LOG = logging.getLogger(__name__)
 

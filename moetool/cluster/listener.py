@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from moetool.base.errors import MoetoolError
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import FrameConnection, LinkError, Lost
-from moetool.errors import MoetoolError
 
 _LOG = logging.getLogger(__name__)
 

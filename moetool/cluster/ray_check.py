@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from moetool import __version__
-from moetool.errors import UsageError, first_line
-from moetool.json_files import JsonRecord
+from moetool.base.errors import UsageError, first_line
+from moetool.base.json_files import JsonRecord
 
 REACH_S = 2.0
 """Seconds to connect to the head."""

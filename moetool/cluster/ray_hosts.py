@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from moetool.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError, UsageError
 
 _NAME = "moetool:"
 _HEAD = "node:__internal_head__"

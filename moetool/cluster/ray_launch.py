@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moetool.base.errors import MoetoolError, UsageError, first_line
 from moetool.cluster.ray_check import ask_head, require_fitting, use_mode
 from moetool.cluster.ray_hosts import choose, head_of
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, start_process
-from moetool.errors import MoetoolError, UsageError, first_line
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moetool.errors import MoetoolError
+from moetool.base.errors import MoetoolError
+from moetool.base.types import ModelSpec
 from moetool.models.loading import DTYPES
-from moetool.types import ModelSpec
 
 _HEAD = struct.Struct("!IIIB")  # layer, width, experts, type
 _TYPES = tuple(DTYPES.values())

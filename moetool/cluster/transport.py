@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from moetool.base.errors import MoetoolError, first_line
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import Frame, FrameConnection, Late, LinkError, Lost, dial, pack
 from moetool.cluster.links import Links
 from moetool.cluster.listener import HANDSHAKE_S, Acceptor
-from moetool.errors import MoetoolError, first_line
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from moetool import errors
+from moetool.base import errors
+from moetool.base.errors import MoetoolError, first_line
 from moetool.cluster.certificates import Identity
 from moetool.cluster.control_messages import MOST_BYTES, receive_message, send_message
 from moetool.cluster.frames import FrameConnection, LinkError, dial
 from moetool.cluster.listener import HANDSHAKE_S
 from moetool.cluster.worker_process import ProcessRecord
-from moetool.errors import MoetoolError, first_line
 
 _LOG = logging.getLogger(__name__)
 

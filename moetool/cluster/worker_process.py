@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from moetool import durable, garbage, logs
+from moetool.base import durable, garbage, logs
+from moetool.base.errors import MoetoolError, UsageError, first_line
 from moetool.cluster.certificates import Identity, self_signed
 from moetool.cluster.control_messages import MOST_BYTES, receive_message, send_message
 from moetool.cluster.frames import FrameConnection
 from moetool.cluster.listener import Acceptor, listen
 from moetool.cluster.transport import own_address
-from moetool.errors import MoetoolError, UsageError, first_line
 
 _LOG = logging.getLogger(__name__)
 

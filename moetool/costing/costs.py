@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from moetool import validation as check
-from moetool.artefact import Artefact
-from moetool.errors import MismatchError
-from moetool.machine import Machine
-from moetool.types import ModelSpec
+from moetool.base import validation as check
+from moetool.base.artefact import Artefact
+from moetool.base.errors import MismatchError
+from moetool.base.machine import Machine
+from moetool.base.types import ModelSpec
 
 TIERS = ("disk", "pinned", "pageable")
 

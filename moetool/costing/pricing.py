@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moetool.caching._host_split import HostCosts
-from moetool.caching._policy import parse_options
-from moetool.config import Span, require_within
+from moetool.base.config import Span, require_within
+from moetool.base.errors import MismatchError
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.caching.host_split import HostCosts
+from moetool.caching.policy import parse_options
 from moetool.costing.costs import ComputeCosts, CostProfile
-from moetool.errors import MismatchError
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 _SEVERAL = 8  # host costs of an expert are fitted at 1 and at this many tokens
 
@@ -161,7 +161,7 @@ class Prices:
         return self._host_expert[self._tokens[key]]
 
     def host_costs(self) -> dict[str, float]:
-        """Return options of `moetool.caching._host_split.HostCosts`; empty if the host computes no experts."""
+        """Return options of `moetool.caching.host_split.HostCosts`; empty if the host computes no experts."""
         if self.host_is_device or self._host_expert is None:
             return {}
         one, many = self._host_expert[1], self._host_expert[_SEVERAL]

@@ -1,7 +1,7 @@
-"""Simulated clock of a replay: the time of a run of `moetool.caching._residency` on the machine of a `CostProfile`.
+"""Simulated clock of a replay: the time of a run of `moetool.caching.residency` on the machine of a `CostProfile`.
 
 One stream computes, and each memory tier moves experts on its own stream. Time is integer nanoseconds. Programs run as
-in `moetool.runtime.expert_store`: loads are asynchronous, and the compute stream waits for an expert just before
+in `moetool.runtime.experts.store`: loads are asynchronous, and the compute stream waits for an expert just before
 computing it. A running transfer is never interrupted. On-demand loads precede all prefetches that have not begun, and a
 transfer that the compute stream waits for precedes all others that have not begun. A prefetch that has not begun when
 its slot is reused is dropped.
@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from moetool.caching._residency import Step, StepKind
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.residency import Step, StepKind
 from moetool.costing.pricing import Prices
 from moetool.costing.timing import Spent, Timing, percentiles
-from moetool.types import ForwardInfo, GateEvent, Phase
 
 _COMPUTE, _LOAD, _PREFETCH, _HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH, StepKind.HOST
 _QUEUED = -1

@@ -13,34 +13,34 @@ from typing import Any, Self
 
 import torch
 
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
-from moetool.json_files import decode_json, read_bounded
-from moetool.machine import require_transformers
-from moetool.models import families
-from moetool.models.config_checks import check_config
-from moetool.models.content_hash import content_hashes
+from moetool.base import families
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.base.json_files import decode_json, read_bounded
+from moetool.base.types import ModelSpec
+from moetool.kernels.cpu.scaled_weight import unpacked_at_once
 from moetool.models.conversion import TensorSource, sources
-from moetool.models.expert_files import ExpertFiles, ExpertWeights, bytes_of_slots, slot_forms, stored_bytes
-from moetool.models.gguf_tokenizer import read_gguf_tokenizer
-from moetool.models.gguf_weights import read_gguf
-from moetool.models.hub import snapshot_name
+from moetool.models.experts.expert_files import ExpertFiles, ExpertWeights, bytes_of_slots, slot_forms, stored_bytes
+from moetool.models.experts.moe_layers import MoeLayer, moe_layers, offloaded, spec_of
+from moetool.models.experts.packed_slot import stays_packed
+from moetool.models.experts.scaled_slot import stays_scaled
+from moetool.models.families.config_checks import check_config
+from moetool.models.families.text_part import build_empty, stands_alone
+from moetool.models.files.content_hash import content_hashes
+from moetool.models.files.hub import snapshot_name
+from moetool.models.files.location import locate, locate_config
+from moetool.models.files.revision import config_revision, revision_of
+from moetool.models.files.tensor_index import FLOATS, TensorIndex, has_weights, read_index
+from moetool.models.gguf.tokenizer import read_gguf_tokenizer
+from moetool.models.gguf.weights import read_gguf
 from moetool.models.layer_checks import check_layers
-from moetool.models.location import locate, locate_config
+from moetool.models.libraries import require_transformers
 from moetool.models.packed_linear import estimate_packed_linears, find_packed_linears, form_of_linear
-from moetool.models.packed_slot import stays_packed
-from moetool.models.quantization_config import Quantization, quantization_of
-from moetool.models.revision import config_revision, revision_of
-from moetool.models.scaled_slot import stays_scaled
-from moetool.models.scaled_weight import unpacked_at_once
 from moetool.models.shards import Shards
-from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
 from moetool.models.stored_embedding import embedding_to_store, is_readable
-from moetool.models.tensor_index import FLOATS, TensorIndex, has_weights, read_index
-from moetool.models.text_part import build_empty, stands_alone
 from moetool.models.tied_weights import head_is_tied, untie_stored
-from moetool.models.weight_format import StoredWeight
 from moetool.models.weight_index import WeightIndex, index_weights
-from moetool.types import ModelSpec
+from moetool.models.weights.format import StoredWeight
+from moetool.models.weights.quantization_config import Quantization, quantization_of
 
 require_transformers()  # before imports that older versions lack
 
@@ -94,7 +94,7 @@ class Checkpoint:
         """Open the checkpoint of a model.
 
         Args:
-            model: argument of `moetool.models.location.locate`, or without weights of `locate_config`.
+            model: argument of `moetool.models.files.location.locate`, or without weights of `locate_config`.
 
         Effects: downloads a hub name to the hub's own cache, unless HF_HUB_OFFLINE is set.
         """
@@ -367,12 +367,12 @@ class Checkpoint:
 
     @cached_property
     def revision(self) -> str:
-        """Identity of the checkpoint (`moetool.models.revision`), or of its config alone."""
+        """Identity of the checkpoint (`moetool.models.files.revision`), or of its config alone."""
         return revision_of(self._content, self.index) if self.weights else config_revision(self._content)
 
     @cached_property
     def content(self) -> dict[str, str]:
-        """The sha256 of its config and of each weight file, by relative path (`moetool.models.content_hash`).
+        """The sha256 of its config and of each weight file, by relative path (`moetool.models.files.content_hash`).
 
         GGUF files are named `gguf 1`, `gguf 2` and so on, whatever their file names.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 
 
 @dataclass(frozen=True, slots=True)

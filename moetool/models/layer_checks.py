@@ -5,9 +5,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 from moetool.models.conversion import TensorSource
-from moetool.models.spec import MoeLayer
+from moetool.models.experts.moe_layers import MoeLayer
 
 _LOG = logging.getLogger(__name__)
 _split = re.compile(r"(.*?\.)(\d{1,6})\.(.+)").fullmatch

@@ -12,19 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from moetool.errors import CapacityError, MismatchError, UsageError, first_line
-from moetool.models import row_gates, row_norms, row_products
+from moetool.base.errors import CapacityError, MismatchError, UsageError, first_line
+from moetool.base.types import ForwardInfo, ModelSpec
+from moetool.kernels import norms
+from moetool.kernels.cpu import gates, matmul
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import TensorSource
-from moetool.models.expert_files import ExpertFiles
-from moetool.models.pack_quantized import PackQuantized
-from moetool.models.packed import PACKED
+from moetool.models.experts.expert_files import ExpertFiles
+from moetool.models.experts.moe_layers import MoeLayer, moe_layers, offloaded
+from moetool.models.files.tensor_index import FLOATS, read_index
 from moetool.models.packed_linear import PackedLinear
 from moetool.models.shards import Shards
-from moetool.models.spec import MoeLayer, moe_layers, offloaded
 from moetool.models.stored_embedding import StoredEmbedding
-from moetool.models.tensor_index import FLOATS, read_index
-from moetool.types import ForwardInfo, ModelSpec
+from moetool.models.weights.pack_quantized import PackQuantized
+from moetool.models.weights.packed import PACKED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("cpu", "cuda")
@@ -310,7 +311,7 @@ def load_lazy(
     """Load a model without its routed experts onto a device.
 
     The experts' parameters stay on the meta device; the runtime replaces them by an experts implementation (see
-    `moetool.runtime.expert_forward`).
+    `moetool.runtime.experts.forward`).
 
     Args:
         products: slots hold quantized experts in the form that computes fastest on this CPU (`ExpertFiles`). Only this
@@ -320,7 +321,7 @@ def load_lazy(
         whole_embedding: load the input embedding even if a CPU could read its rows from the file.
 
     Effects: keeps files open until `LoadedModel.close` or `Checkpoint.close`. On a CPU, linear layers with bfloat16
-        weights compute few rows by `moetool.models.row_products`, and a large input embedding stays in its file.
+        weights compute few rows by `moetool.kernels.cpu.matmul`, and a large input embedding stays in its file.
 
     Raises:
         MismatchError: weight files and config do not match.
@@ -338,9 +339,9 @@ def load_lazy(
         _fill(model, checkpoint, files.shards, dtype, device)
         files.shards.drop_buffer()  # as large as an output head
         if device.type == "cpu":
-            row_products.adopt(model, [layer.router for layer in layers])
-            row_gates.find_gate_kernel()  # no request waits for the compiler
-        row_norms.adopt(model)
+            matmul.adopt(model, [layer.router for layer in layers])
+            gates.find_gate_kernel()  # no request waits for the compiler
+        norms.adopt(model)
         if (checkpoint.path / "generation_config.json").is_file():
             try:
                 model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
+from moetool.kernels.cpu.int4 import KernelWeight
+from moetool.kernels.cpu.matmul import MIN_ELEMENTS, RowsOf, multiplies, scattered_products
+from moetool.kernels.cpu.scaled_weight import ScaledWeight
+from moetool.kernels.cpu.tiles import find_tiles
 from moetool.models.conversion import TensorSource
-from moetool.models.gptq import in_even_groups
-from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.packed_product import KernelWeight
-from moetool.models.packed_slot import PackedSlot, packed_bytes, packed_slot, takes_packed
-from moetool.models.quantization_config import Quantization
-from moetool.models.row_products import MIN_ELEMENTS, RowsOf, multiplies, scattered_products
-from moetool.models.scaled_slot import ScaledSlot, scaled_slot, takes_scaled
-from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.experts.packed_slot import PackedSlot, packed_bytes, packed_slot, takes_packed
+from moetool.models.experts.scaled_slot import ScaledSlot, scaled_slot, takes_scaled
+from moetool.models.experts.stored_expert import layout_of
+from moetool.models.files.tensor_index import Tensor
 from moetool.models.shards import Shards
-from moetool.models.stored_expert import layout_of
-from moetool.models.tensor_index import Tensor
 from moetool.models.tied_weights import head_is_tied
-from moetool.models.tile_products import find_tiles
-from moetool.models.weight_format import StoredWeight
+from moetool.models.weights.format import StoredWeight
+from moetool.models.weights.gptq import in_even_groups
+from moetool.models.weights.quantization_config import Quantization
 
 
 class PackedLinear(nn.Module):

@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn import functional
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.expert_form import Call
+from moetool.models.experts.expert_form import Call
+from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel, load_lazy
-from moetool.models.pack_quantized import PackCodec
-from moetool.models.packed import PackedWeight
-from moetool.models.spec import MoeLayer
-from moetool.models.stored_expert import Weight
+from moetool.models.weights.pack_quantized import PackCodec
+from moetool.models.weights.packed import PackedWeight
 
 _PACKED = "packed_weights"  # attribute of the module that holds them
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from moetool.models.expert_form import Call
-from moetool.models.families import Family
-from moetool.models.spec import MoeLayer
+from moetool.base.families import Family
+from moetool.models.experts.expert_form import Call
+from moetool.models.experts.moe_layers import MoeLayer
 
 Routes = Callable[[torch.Tensor, torch.Tensor], None]
 """Called with the experts [T, K] and their weights [T, K] of one forward of one layer."""

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from moetool.errors import UsageError
-from moetool.models import families
-from moetool.models.expert_form import Call
+from moetool.base import families
+from moetool.base.errors import UsageError
+from moetool.models.experts.expert_form import Call
+from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.families import router_rules
 from moetool.models.router_hooks import is_unrecorded, to_float16
-from moetool.models.spec import MoeLayer
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of the correction bias, which affects the choice of experts but not their weights."""
@@ -42,7 +43,7 @@ class SelectionScores:
         for logits_TE, rule, bias_E in zip(
             logits_TF.split(self._widths, dim=1), self._rules, self._biases, strict=True
         ):
-            scores_TE = rule.scores(logits_TE)
+            scores_TE = router_rules.scores(rule, logits_TE)
             parts.append(scores_TE if bias_E is None else scores_TE + bias_E.float())
         return to_float16(torch.cat(parts, dim=1))
 
@@ -62,7 +63,7 @@ Norms = Callable[[torch.Tensor], None]
 def watch_norms(layer: MoeLayer, on_norms: Norms) -> RemovableHandle:
     """Call `on_norms` whenever a layer computes its experts, with the norm of each one's output before its weight.
 
-    Experts in a pool (`moetool.runtime.expert_forward`) provide their outputs; experts in memory are computed a second
+    Experts in a pool (`moetool.runtime.experts.forward`) provide their outputs; experts in memory are computed a second
     time, one choice of each token at a time.
 
     Raises:

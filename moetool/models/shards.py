@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from moetool.errors import MismatchError
-from moetool.models.file_changes import FileChanges
-from moetool.models.tensor_index import FLOATS, OTHER_DTYPES, Tensor
-from moetool.models.weight_format import STORED_DTYPES, Dense, unpack
+from moetool.base.errors import MismatchError
+from moetool.models.files.file_changes import FileChanges
+from moetool.models.files.tensor_index import FLOATS, OTHER_DTYPES, Tensor
 from moetool.models.weight_index import WeightIndex
+from moetool.models.weights.format import STORED_DTYPES, Dense, unpack
 
 _BLOCK = 4096
 _KEPT_BYTES = 384 << 20  # largest buffer kept for later reads: fits any expert
@@ -27,8 +27,8 @@ class Shards:
     """A model's open safetensors files, with aligned reads.
 
     Writing to an open file would mix old and new weights. So each read checks the file after reading
-    (`moetool.models.file_changes`), and once a change is found all reads fail. Renaming another file over it is safe:
-    the old bytes stay until the file is closed. So are changes of its permissions, links and name.
+    (`moetool.models.files.file_changes`), and once a change is found all reads fail. Renaming another file over it is
+    safe: the old bytes stay until the file is closed. So are changes of its permissions, links and name.
 
     Args:
         weights: weights of the checkpoint.

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 from moetool.models.conversion import TensorSource
-from moetool.models.file_changes import FileChanges
-from moetool.models.ggml_blocks import GgmlCodec
-from moetool.models.tensor_index import FLOATS
+from moetool.models.files.file_changes import FileChanges
+from moetool.models.files.tensor_index import FLOATS
+from moetool.models.gguf.blocks import GgmlCodec
 from moetool.models.tied_weights import head_is_tied
-from moetool.models.weight_format import STORED_DTYPES, Dense, StoredWeight, unpack
 from moetool.models.weight_index import WeightIndex
+from moetool.models.weights.format import STORED_DTYPES, Dense, StoredWeight, unpack
 
 LEAST_BYTES = 64 << 20
 """Smallest embedding, in bytes, for which reading rows from disk is worth the delay."""

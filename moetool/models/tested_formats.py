@@ -1,7 +1,7 @@
 """Weight formats tested with each family, against the format's own library or writer."""
 
-from moetool.models.families import FAMILIES, INFERRED, WITHIN_OTHERS
-from moetool.models.gguf_architectures import ARCHITECTURES
+from moetool.base.families import FAMILIES, INFERRED, WITHIN_OTHERS
+from moetool.models.gguf.architectures import ARCHITECTURES
 
 FORMATS = ("dense", "fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4", "gguf")
 

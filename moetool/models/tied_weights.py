@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moetool.models.conversion import TensorSource
-from moetool.models.tensor_index import Tensor
+from moetool.models.files.tensor_index import Tensor
 from moetool.models.weight_index import WeightIndex
 
 _log = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from moetool.models.quantization_config import Quantization
-from moetool.models.tensor_index import FileStamp, TensorIndex
-from moetool.models.weight_format import StoredWeight, as_dense
+from moetool.models.files.tensor_index import FileStamp, TensorIndex
+from moetool.models.weights.format import StoredWeight, as_dense
+from moetool.models.weights.quantization_config import Quantization
 
 
 class WeightIndex(NamedTuple):

@@ -15,10 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moetool import assets
-from moetool.bounded_read import read_toml
-from moetool.config import parse
-from moetool.errors import MismatchError, UsageError, shortened
+from moetool.base import assets
+from moetool.base.bounded_read import read_toml
+from moetool.base.config import parse
+from moetool.base.errors import MismatchError, UsageError, shortened
 
 ANSWER = "answer"
 

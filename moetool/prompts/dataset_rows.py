@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
 from moetool.prompts import dataset_recipe
 from moetool.prompts.dataset_recipe import DatasetRecipe
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 
 DOCUMENT_END = "<|endoftext|>"
 _BOM = b"\xef\xbb\xbf"

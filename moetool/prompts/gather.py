@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from moetool import assets
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
+from moetool.base import assets
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
+from moetool.base.validation import outside_vocabulary
 from moetool.prompts import dataset_recipe
 from moetool.prompts.dataset_recipe import DatasetRecipe
 from moetool.prompts.dataset_rows import RowOptions, rows
 from moetool.prompts.files import READERS, plain, require_text
 from moetool.prompts.near_duplicates import SIMILARITY, NearDuplicates
-from moetool.request import outside_vocabulary
 
 ALL = "all"
 NEW_TOKENS = 32

@@ -21,7 +21,7 @@ import zlib
 
 import numpy as np
 
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 
 SIMILARITY = 0.8
 _BANDS, _ROWS = 20, 6

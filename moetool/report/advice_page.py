@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moetool import tables
-from moetool.caching._policy_changes import PolicyChoice
-from moetool.json_files import JsonRecord
+from moetool.base import tables
+from moetool.base.json_files import JsonRecord
+from moetool.base.tables import TextTable
+from moetool.caching.policy_changes import PolicyChoice
 from moetool.report.html_page import Section, render_page
-from moetool.tables import TextTable
 from moetool.tuning.advice import Advice, MemoryLine
 from moetool.tuning.advice_counts import HOT_SHARE
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from moetool.json_files import JsonRecord
+from moetool.base.json_files import JsonRecord
+from moetool.base.tables import TextTable, percent
 from moetool.report.html_page import Section
 from moetool.report.sample import SampledRoutes
-from moetool.tables import TextTable, percent
 from moetool.trace.reader import Trace
 
 _TOP = 5

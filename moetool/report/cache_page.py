@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from moetool import tables
-from moetool.cache_plan import CachePlan
+from moetool.base import tables
+from moetool.base.tables import TextTable
+from moetool.caching.plan import CachePlan
 from moetool.report.figures.frontier import frontier_plot
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_page import shape_of
-from moetool.tables import TextTable
 
 
 def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:

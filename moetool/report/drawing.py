@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool import durable
-from moetool.errors import UsageError
+from moetool.base import durable
+from moetool.base.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

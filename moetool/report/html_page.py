@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from moetool.base.tables import TextTable, unbroken
 from moetool.report.figures.plot import Plot
-from moetool.tables import TextTable, unbroken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Measures of routes: popularity, skew, coverage and entropy.
 
-Shapes, in addition to the letters of `moetool.types`: Q tasks, H the two halves of each task's requests
+Shapes, in addition to the letters of `moetool.base.types`: Q tasks, H the two halves of each task's requests
 (`SampledRoutes.half_T`).
 """
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.placement._demand import count_experts
 from moetool.report.sample import SampledRoutes, entropy
 from moetool.trace.diff import divergence
+from moetool.trace.expert_counts import count_experts
 from moetool.tuning.advice_counts import covered
 
 SHARES = tuple(i / 16 for i in range(17))

@@ -5,18 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from moetool import tables
-from moetool.errors import MismatchError
-from moetool.placement._comparing import PlannerRow, Workload, score_plan
-from moetool.placement._demand import read_demand
-from moetool.placement._latency import flows
-from moetool.placement._placement_plan import PlacementPlan
-from moetool.placement._scoring import FORWARD_TOKENS
+from moetool.base import tables
+from moetool.base.errors import MismatchError
+from moetool.base.tables import TextTable, significant
+from moetool.base.types import Cluster
+from moetool.placement.comparison import PlannerRow, Workload, score_plan
+from moetool.placement.demand import read_demand
+from moetool.placement.latency import flows
+from moetool.placement.plan import PlacementPlan
+from moetool.placement.scoring import FORWARD_TOKENS
 from moetool.report.figures.placement import Placed, plots
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_page import shape_of
-from moetool.tables import TextTable, significant
-from moetool.types import Cluster
 
 
 def measure(

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.config import Span, require_within
-from moetool.errors import UsageError
+from moetool.base.config import Span, require_within
+from moetool.base.errors import UsageError
+from moetool.base.types import ModelSpec, Phase
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
-from moetool.types import ModelSpec, Phase
 
 _SCORED_REQUESTS = 128  # most requests whose router probabilities are read
 
@@ -42,7 +42,7 @@ class ReportOptions:
 class SampledRoutes:
     """The routes of some requests, request by request, each in the order of its forwards.
 
-    Shapes: Q  tasks (in addition to the letters of `moetool.types`)
+    Shapes: Q  tasks (in addition to the letters of `moetool.base.types`)
 
     Attributes:
         requests: numbers in the trace, ascending.

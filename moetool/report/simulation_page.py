@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moetool import durable, tables
+from moetool.base import durable, tables
+from moetool.base.tables import TextTable
 from moetool.report import drawing
 from moetool.report.figures.simulation_runs import Run, plots
 from moetool.report.html_page import Section, render_page
 from moetool.simulation.simulation_results import Simulated, interval, percentile
-from moetool.tables import TextTable
 
 _EQ4 = "Prism's Eq. 4: seconds that fewer remote calls save over the horizon, against seconds of the moves."
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from moetool.caching._policy import MIN_SLOTS
-from moetool.config import parse_bytes
+from moetool.base.config import parse_bytes
+from moetool.caching.policy import MIN_SLOTS
 from moetool.report.measures import SHARES, Coverage, Popularity, Spread, coverage, popularity, spread
 from moetool.report.reuse import Reuse, read_reuse
 from moetool.report.sample import (

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moetool import tables
+from moetool.base import tables
+from moetool.base.tables import TextTable
+from moetool.base.types import ModelSpec
 from moetool.report.advice_page import section
 from moetool.report.atlas import Atlas, atlas_section
 from moetool.report.figures import plots
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_measures import TraceMeasures
-from moetool.tables import TextTable
 from moetool.tuning.advice import Advice
-from moetool.types import ModelSpec
 
 _FEW_USES = 20
 

@@ -1,6 +1,6 @@
 """Prediction of a layer's experts from those of the layer before.
 
-Shapes, in addition to the letters of `moetool.types`: M pairs of a layer and the next (M = L - 1).
+Shapes, in addition to the letters of `moetool.base.types`: M pairs of a layer and the next (M = L - 1).
 """
 
 from dataclasses import dataclass

@@ -10,31 +10,31 @@ from typing import Any
 
 import torch
 
-from moetool import durable
-from moetool.cache_plan import CachePlan, PrefetchLimits
-from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
-from moetool.caching._layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
-from moetool.caching._policy import MIN_SLOTS, Policy, build_policy, policy_class
-from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
-from moetool.caching._residency import Residency
-from moetool.config import POSITIVE, Span, require_within
-from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.base import durable
+from moetool.base.config import POSITIVE, Span, require_within
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.families import require_substitutable
+from moetool.caching.devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
+from moetool.caching.layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
+from moetool.caching.plan import CachePlan, PrefetchLimits
+from moetool.caching.policy import MIN_SLOTS, Policy, build_policy, policy_class
+from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.families import require_substitutable
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
-from moetool.runtime.batching import Batcher
-from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import kv_cache_bytes
-from moetool.runtime.device_stores import Stores, begin_with, fill_device, open_stores
-from moetool.runtime.engine import Engine
-from moetool.runtime.expected_use import read_order
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore, open_store
-from moetool.runtime.gate_log import ServeLog
-from moetool.runtime.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.experts.device_stores import Stores, begin_with, fill_device, open_stores
+from moetool.runtime.experts.expected_use import read_order
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore, open_store
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
 from moetool.runtime.memory_share import MemoryShare
-from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import Learned, restore_state, save_state
+from moetool.runtime.recording.gate_log import ServeLog
+from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
 from moetool.runtime.returned_memory import return_freed_memory
 from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK
 from moetool.runtime.warm_start import WarmStart, kept_routes
@@ -66,13 +66,13 @@ class ServeOptions:
 
     Attributes:
         device: `cpu` or `cuda`: the device of the model and of the expert slots.
-        devices: number of devices that share the experts (`moetool.caching._devices`). Slots and host memory are split
+        devices: number of devices that share the experts (`moetool.caching.devices`). Slots and host memory are split
             evenly. The first device also has the dense weights and the KV cache. `--device-memory` is the total over
             all. On the CPU each device is a separate pool.
         first_device: number of the first GPU (default: 0; with `--cluster local:N` a server takes the GPUs after those
             of the server before it).
         host_memory_bytes: host memory for experts, the tier between disk and device (0: only the transfer buffers; see
-            `moetool.runtime.expert_store.ExpertStore`). It is not part of the device memory.
+            `moetool.runtime.experts.store.ExpertStore`). It is not part of the device memory.
         dtype: data type of all weights except the experts, which keep the checkpoint's form.
         kv_tokens: tokens in the KV cache, over all requests; also the longest context of one request.
         expected_context: tokens of the longest expected conversation, for the division of memory between KV cache and
@@ -81,8 +81,8 @@ class ServeOptions:
             every expert.
         max_prompt_wait: approximate limit in seconds on how long decoding requests wait for another request's prompt
             chunk. Smaller chunks keep to it, and a long prompt then reads experts several times. If a forward's fixed
-            time is more than half of it, chunks are larger (`moetool.runtime.prompt_chunks`). A prompt that no request
-            waits for has full chunks (0: no limit).
+            time is more than half of it, chunks are larger (`moetool.runtime.loop.prompt_chunks`). A prompt that no
+            request waits for has full chunks (0: no limit).
         prefix_caching: keep the KV cache of earlier prompts and answers until its memory is needed, and forward only
             the part of a new prompt that differs from them.
         borrowed_slots: expert slots that a full prompt chunk borrows for its activations; shorter chunks borrow fewer,
@@ -102,10 +102,10 @@ class ServeOptions:
         io_threads: threads per device that read experts.
         threads: compute threads (0: automatic).
         products: whether slots hold quantized experts in the form that computes fastest on a CPU
-            (`moetool.models.expert_files.ExpertFiles`). In bfloat16, 4-bit integers, FP8, int8, MXFP4 and most ggml
-            blocks are multiplied packed, without rounding their weights to bfloat16 (`moetool.models.packed_product`,
-            `moetool.models.scaled_weight`); other formats are unpacked. If false, slots hold experts as stored and each
-            product unpacks them.
+            (`moetool.models.experts.expert_files.ExpertFiles`). In bfloat16, 4-bit integers, FP8, int8, MXFP4 and most
+            ggml blocks are multiplied packed, without rounding their weights to bfloat16 (`moetool.kernels.cpu.int4`,
+            `moetool.kernels.cpu.scaled_weight`); other formats are unpacked. If false, slots hold experts as stored and
+            each product unpacks them.
         policy: options of the cache policy.
         pool: `one` for all layers, `layer` (the same number of slots for each layer) or `mixed` (half of the slots per
             layer). None: the plan's pool, else `one`.
@@ -410,7 +410,7 @@ def predictor_bytes(policy: str, predictor: Path | None, plan: CachePlan | None)
 
 def _predictor(kind: type[Policy], path: Path | None, plan: CachePlan | None) -> Any:
     """Load the predictor; None if there is none, or if the policy does not use it."""
-    from moetool.learning.predictor import load_predictor
+    from moetool.training.predictor import load_predictor
 
     if not kind.uses():
         return None

@@ -8,22 +8,24 @@ from typing import Any
 
 import torch
 
-from moetool.caching._layer_slots import POOL_FORMS
-from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class
-from moetool.config import parse
-from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.learning.token_memory import compile_loops
-from moetool.machine import memory_bytes, resident_bytes
+from moetool.base.config import parse
+from moetool.base.errors import CapacityError, MoetoolError, UsageError
+from moetool.base.families import own_cache
+from moetool.base.machine import memory_bytes, resident_bytes
+from moetool.base.tables import count
+from moetool.base.types import ModelSpec
+from moetool.caching.layer_slots import POOL_FORMS
+from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class
+from moetool.kernels.cpu.tiles import find_tiles
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.experts.packed_slot import stays_packed
 from moetool.models.loading import device_kind, parse_device, parse_dtype, served_dtype
-from moetool.models.packed_slot import stays_packed
-from moetool.models.tile_products import find_tiles
+from moetool.prediction.token_memory import compile_loops
 from moetool.runtime.assembly import ServeOptions, slot_bytes
-from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
 from moetool.runtime.expected_reads import PUBLISHED, ExpectedSplit, MissCurve, best_split, miss_curve
+from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.memory_share import lendable
-from moetool.runtime.own_caches import own_cache
 from moetool.runtime.sizing import (
     GOOD_CONTEXT,
     LEAST_CHUNK,
@@ -34,8 +36,6 @@ from moetool.runtime.sizing import (
     with_rest,
 )
 from moetool.runtime.warm_start import kept_routes, policy_in_force
-from moetool.tables import count
-from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 AUTO = "auto"

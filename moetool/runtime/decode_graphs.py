@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moetool.models.spec import MoeLayer
+from moetool.models.experts.moe_layers import MoeLayer
 
 _LOG = logging.getLogger(__name__)
 MOST_PROGRAMS = 16
@@ -29,7 +29,7 @@ _MOST_REQUESTS = 32
 
 
 class StepExperts(Protocol):
-    """Computes the experts of a step (`moetool.runtime.expert_forward.ExpertRuntime`).
+    """Computes the experts of a step (`moetool.runtime.experts.forward.ExpertRuntime`).
 
     Attributes:
         defers_events: whether experts may be computed before the residency receives their event.

@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 
-from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.request import Finish, SamplingParams, TokenLogprob, outside_vocabulary
-from moetool.runtime.sampling import NOT_NUMBERS
-from moetool.types import ForwardInfo, Phase
+from moetool.base.errors import CapacityError, MoetoolError, UsageError
+from moetool.base.types import ForwardInfo, Phase
+from moetool.base.validation import outside_vocabulary
+from moetool.runtime.request import Finish, SamplingParams, TokenLogprob
+
+NOT_NUMBERS = (
+    "the model's scores are not finite (NaN or infinity): the checkpoint is damaged or the data type too narrow"
+)
+"""Error of a request whose next token cannot be sampled."""
 
 PAGE_TOKENS = 4
 """Fewest that transformers allows: a chat's next turn forwards again what its last page does not fill."""

@@ -13,10 +13,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from moetool.errors import CapacityError
+from moetool.base.errors import CapacityError
+from moetool.base.types import ModelSpec
 from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, Footprint, MemorySplit, divide
-from moetool.types import ModelSpec
 
 SHORTEST = 256
 TURN_PROMPT, TURN_ANSWER = 128, 256

@@ -11,16 +11,16 @@ import psutil
 import safetensors
 import safetensors.numpy
 
-from moetool.bounded_read import require_regular
-from moetool.errors import MismatchError, MoetoolError, first_line
-from moetool.types import ModelSpec
+from moetool.base.bounded_read import require_regular
+from moetool.base.errors import MismatchError, MoetoolError, first_line
+from moetool.base.types import ModelSpec
 
 _KIND = "moetool_policy_state"
 _RESIDENTS = "residents"
 
 
 class Learned(Protocol):
-    """A `moetool.caching._policy.Policy`, or `moetool.caching._devices.Learners`."""
+    """A `moetool.caching.policy.Policy`, or `moetool.caching.devices.Learners`."""
 
     spec: ModelSpec
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from moetool.errors import CapacityError
+from moetool.base.errors import CapacityError
+from moetool.base.tables import percent
 from moetool.runtime.decoding import PAGE_TOKENS
-from moetool.tables import percent
 
 GOOD_CONTEXT = 8192
 """Tokens of the longest expected conversation, limited by the model's context."""

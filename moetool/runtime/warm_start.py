@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from moetool.assets import cache_folder
-from moetool.caching._policy_changes import LearnedByAll, PolicyChanges, PolicyChoice
-from moetool.errors import MoetoolError
-from moetool.runtime.live_oracle import CANDIDATES
+from moetool.base.assets import cache_folder
+from moetool.base.errors import MoetoolError
+from moetool.base.types import ModelSpec
+from moetool.caching.policy_changes import LearnedByAll, PolicyChanges, PolicyChoice
 from moetool.runtime.policy_state import Learned, read_array, read_facts, restore_state, save_state
-from moetool.types import ModelSpec
+from moetool.runtime.recording.live_oracle import CANDIDATES
 
 _LOG = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30

@@ -14,8 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from moetool.errors import MoetoolError
-from moetool.request import EngineLike, Grammar, SamplingParams, TokenLogprob, outside_vocabulary
+from moetool.base.errors import MoetoolError
+from moetool.base.validation import outside_vocabulary
+from moetool.runtime.request import EngineLike, Grammar, SamplingParams, TokenLogprob
 from moetool.serving import http_errors as refusal
 from moetool.serving import openapi, routed_answers, token_routes
 from moetool.serving.access import Access, AccessRecord, RequireKey, record_of

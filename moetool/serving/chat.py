@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from moetool.errors import MoetoolError, UsageError
+from moetool.base.errors import MoetoolError, UsageError
 
 _TIMEOUT_S = 600.0
 _MAX_TOKENS = 128

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moetool.errors import MoetoolError
-from moetool.request import EngineLike, Finish, Output, SamplingParams, TokenLogprob, Unavailable
+from moetool.base.errors import MoetoolError
+from moetool.runtime.request import EngineLike, Finish, Output, SamplingParams, TokenLogprob, Unavailable
 from moetool.serving.access import AccessRecord
 from moetool.serving.clients import Client, Load
 from moetool.serving.detokenize import StopStrings, Vocabulary

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from moetool.request import EngineLike, Grammar
+from moetool.runtime.request import EngineLike, Grammar
 from moetool.serving.http_errors import Refusal
 from moetool.serving.request_schema import Tool
 

@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.request import Unavailable
+from moetool.base.errors import CapacityError, MoetoolError, UsageError
+from moetool.runtime.request import Unavailable
 
 MAX_SKIPPED_BYTES = 64 * 2**20
 """Bytes of an oversized body to read, so that its sender reads the answer."""

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moetool.request import EngineLike
+from moetool.runtime.request import EngineLike
 
 
 class _Entry(NamedTuple):

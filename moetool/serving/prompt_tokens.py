@@ -8,7 +8,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from moetool.request import EngineLike, TokenLogprob, outside_vocabulary
+from moetool.base.validation import outside_vocabulary
+from moetool.runtime.request import EngineLike, TokenLogprob
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import ScoredToken, TextPiece
 from moetool.serving.http_errors import Refusal

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moetool.request import TokenLogprob
+from moetool.runtime.request import TokenLogprob
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import ScoredToken, TextPiece
 from moetool.serving.json_stream import Feed

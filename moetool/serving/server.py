@@ -16,9 +16,9 @@ from typing import Any, TextIO
 
 import uvicorn
 
-from moetool import tables
-from moetool.errors import MoetoolError, UsageError
-from moetool.request import EngineLike
+from moetool.base import tables
+from moetool.base.errors import MoetoolError, UsageError
+from moetool.runtime.request import EngineLike
 from moetool.serving.access import AccessRecord
 from moetool.serving.api import create_app
 from moetool.serving.connections import ACCEPTED_AT_ONCE, Connections, HttpConnection, affordable_connections

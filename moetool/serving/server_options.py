@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from moetool.config import Span, require_within
-from moetool.errors import UsageError, unknown_name
+from moetool.base.config import Span, require_within
+from moetool.base.errors import UsageError, unknown_name
 from moetool.serving.tool_calls import FORMATS
 from moetool.serving.web_names import host_name, origin_name
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator, Mapping
 from threading import Event, Thread
 
-from moetool.request import EngineLike
-from moetool.tables import percent, shows_progress
+from moetool.base.tables import percent, shows_progress
+from moetool.runtime.request import EngineLike
 
 _EVERY_S = 0.5
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from moetool.request import EngineLike, outside_vocabulary
+from moetool.base.validation import outside_vocabulary
+from moetool.runtime.request import EngineLike
 from moetool.serving.http_errors import Refusal
 from moetool.serving.prompt_tokens import chat_text, encoded
 from moetool.serving.request_schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moetool.request import EngineLike, Grammar
+from moetool.runtime.request import EngineLike, Grammar
 from moetool.serving.grammars import Grammars, arguments_schema, calls_schema
 from moetool.serving.http_errors import Refusal
 from moetool.serving.json_stream import Feed

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moetool.config import parse_seconds
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool.base.config import parse_seconds
+from moetool.base.errors import MismatchError, UsageError, first_line
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE = ("timestamp", "input_length", "output_length")

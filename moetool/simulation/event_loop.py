@@ -22,10 +22,10 @@ from heapq import heappop, heappush, heappushpop
 from math import inf
 from typing import Any, Protocol
 
+from moetool.base.types import Cluster, ModelSpec
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import Computing, Network
 from moetool.simulation.workload import SimulatedRequest
-from moetool.types import Cluster, ModelSpec
 
 ARRIVE, ROUND, TICK, WINDOW, CALL, READY, SEND, WORK, BACK = range(9)
 ADMISSIONS = ("seats", "rounds")

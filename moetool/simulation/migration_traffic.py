@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from moetool.placement._placement_plan import Move
+from moetool.placement.plan import Move
 from moetool.simulation.event_loop import CALL
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moetool.placement import _planner as planner
-from moetool.placement._decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
-from moetool.placement._replacement_record import ReplacementRecord
+from moetool.placement import planner
+from moetool.placement.decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
+from moetool.placement.replacement_record import ReplacementRecord
 from moetool.simulation.event_loop import CALL, EventLoop
 from moetool.simulation.migration_traffic import Moving
 from moetool.simulation.replica_choice import Routing

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moetool.base.types import Cluster
 from moetool.simulation.simulated_costs import Network
-from moetool.types import Cluster
 
 Target = int | tuple[int, ...]
 """A GPU, or several, of which the least loaded is chosen when the token leaves."""

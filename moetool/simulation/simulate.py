@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool import config
+from moetool.base import config
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.costing.costs import CostProfile
-from moetool.errors import MismatchError, UsageError
-from moetool.placement import _planner as planner
-from moetool.placement._decide import InForce, ReplacementCosts, Replanner
-from moetool.placement._demand import Batch, Demand, count_experts, held_out, one_model, planned_share, read_demand
-from moetool.placement._modes import Predict, calibrated
-from moetool.placement._placement_plan import PlacementPlan
-from moetool.placement._planner import Problem
-from moetool.placement._recall import Recall
-from moetool.placement._scoring import remote_call_s
+from moetool.placement import planner
+from moetool.placement.decide import InForce, ReplacementCosts, Replanner
+from moetool.placement.demand import Batch, Demand, held_out, one_model, planned_share, read_demand
+from moetool.placement.modes import Predict, calibrated
+from moetool.placement.plan import PlacementPlan
+from moetool.placement.planner import Problem
+from moetool.placement.recall import Recall
+from moetool.placement.scoring import remote_call_s
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachines
 from moetool.simulation.placement_control import SimulatedReplacement, find_mode
@@ -34,10 +35,10 @@ from moetool.simulation.simulated_costs import (
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated, collect
 from moetool.simulation.workload import RequestSource, Route, SimulatedRequest, draw_requests, read_source
-from moetool.types import Cluster, Gpu, ModelSpec, Server
+from moetool.trace.expert_counts import count_experts
 
 if TYPE_CHECKING:
-    from moetool.learning.predictor import Predictor
+    from moetool.prediction.predictor import Predictor
     from moetool.trace.reader import Trace
 
 _LOG = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
         UsageError: a value has no `=`, a server is named twice, or there is no such folder.
         MismatchError: a trace is damaged, or holds only counts of experts.
     """
-    from moetool.placement._comparing import open_traces
+    from moetool.placement.comparison import open_traces
     from moetool.trace.reader import Trace
 
     traces = {}
@@ -115,7 +116,7 @@ def read_world(
     drawn = held_out(uses) if options.split < 1 else uses
     card = predictor.card if predictor is not None else None
     if card:
-        from moetool.learning import unseen_requests
+        from moetool.prediction import unseen_requests
     # Copies of a server share a trace: it is read once, and its demand is counted once per number of GPUs.
     known: dict[tuple[int, bool], RequestSource] = {}
     counted: dict[tuple[int, int], np.ndarray] = {}

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import Cluster, ModelSpec
 from moetool.costing.costs import CostProfile
-from moetool.errors import MismatchError, UsageError
-from moetool.placement._latency import Latency, linear_latency
+from moetool.placement.latency import Latency, linear_latency
 from moetool.simulation.workload import SimulatedRequest
-from moetool.types import Cluster, ModelSpec
 
 LINKS = ("pair", "server")
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from moetool.config import Span, require_within
-from moetool.errors import unknown_name
+from moetool.base.config import Span, require_within
+from moetool.base.errors import unknown_name
 from moetool.simulation.event_loop import ADMISSIONS
 from moetool.simulation.simulated_costs import LINKS
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.placement._replacement_record import ReplacementRecord
+from moetool.placement.replacement_record import ReplacementRecord
 from moetool.simulation.event_loop import EventLoop
 
 PERCENTILES = (50, 90, 95, 99)

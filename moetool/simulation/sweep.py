@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from moetool.config import parse_bytes
-from moetool.errors import UsageError, unknown_name
+from moetool.base.config import parse_bytes
+from moetool.base.errors import UsageError, unknown_name
+from moetool.base.types import Cluster, Server
 from moetool.simulation.simulate import World, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
-from moetool.types import Cluster, Server
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from moetool.errors import UsageError
-from moetool.placement._demand import count_experts
+from moetool.base.errors import UsageError
+from moetool.base.types import Cluster, ModelSpec, Phase
 from moetool.simulation.arrivals import Arrival
+from moetool.trace.expert_counts import count_experts
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, ModelSpec, Phase
 
 Step = tuple[tuple[int, int], ...]
 """One MoE layer of one forward: (expert, its tokens), by expert."""

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
+from moetool.base.types import ModelSpec
 from moetool.trace.rows import COLUMNS, TokenBatch
-from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.types import ModelSpec
+from moetool.base.types import ModelSpec
 
 CARD = "README.md"
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.errors import MismatchError
-from moetool.json_files import JsonRecord
+from moetool.base.errors import MismatchError
+from moetool.base.json_files import JsonRecord
+from moetool.base.types import ModelSpec
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
-from moetool.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from moetool import durable
-from moetool.errors import UsageError, unknown_name
+from moetool.base import durable
+from moetool.base.errors import UsageError, unknown_name
+from moetool.base.types import ModelSpec
 from moetool.trace.reader import MANIFEST, Trace
 from moetool.trace.rows import EXTRA, KEEP, SIGNALS, TokenBatch
 from moetool.trace.writer import TraceWriter
-from moetool.types import ModelSpec
 
 SPLIT_BY = ("task", "label", "request")
 SPLIT = "split.json"

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.trace.rows import TokenBatch
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 
 def to_events(

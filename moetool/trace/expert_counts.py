@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool import __version__, durable
-from moetool.bounded_read import require_regular
-from moetool.errors import MismatchError, UsageError, first_line
-from moetool.json_files import read_json
-from moetool.types import ModelSpec
+from moetool import __version__
+from moetool.base import durable
+from moetool.base.bounded_read import require_regular
+from moetool.base.errors import MismatchError, UsageError, first_line
+from moetool.base.json_files import read_json
+from moetool.base.types import ModelSpec
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
@@ -196,3 +197,14 @@ def _manifest(path: Path) -> dict[str, Any]:
         return read_json(path / MANIFEST, advice="import or capture again")
     except OSError as error:
         raise MismatchError(f"{path}/{MANIFEST} is damaged ({first_line(error)}); import or capture again") from None
+
+
+def count_experts(spec: ModelSpec, experts_TS: np.ndarray) -> np.ndarray:
+    """Return the tokens [L, E] that use each expert, from rows of a trace."""
+    tokens_LE = np.zeros((spec.num_layers, spec.num_experts))
+    start = 0
+    for layer, top_k in enumerate(spec.top_k_L):
+        chosen = experts_TS[:, start : start + top_k].ravel()
+        tokens_LE[layer] = np.bincount(chosen, minlength=spec.num_experts)
+        start += top_k
+    return tokens_LE

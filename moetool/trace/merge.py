@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from moetool import durable
-from moetool.errors import UsageError
-from moetool.tables import numbered
+from moetool.base import durable
+from moetool.base.errors import UsageError
+from moetool.base.tables import numbered
 from moetool.trace.edit import copy_requests, part_writer, request_numbers
 from moetool.trace.reader import MANIFEST, Trace
 

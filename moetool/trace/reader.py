@@ -28,10 +28,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moetool import config, durable
-from moetool import validation as check
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
-from moetool.json_files import decode_json, read_bounded
+from moetool.base import config, durable
+from moetool.base import validation as check
+from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.base.json_files import decode_json, read_bounded
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.trace.arrays import by_layer, long_table, require_layers
 from moetool.trace.events import to_events
 from moetool.trace.row_checks import RowChecks, check_whole
@@ -50,7 +51,6 @@ from moetool.trace.rows import (
     token_schema,
 )
 from moetool.trace.version import upgrade
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 MANIFEST = "manifest.json"
 BATCH_TOKENS = 8192

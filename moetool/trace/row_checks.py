@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
+from moetool.base.types import ModelSpec, Phase
 from moetool.trace.rows import COLUMNS, SIGNALS, TokenBatch
-from moetool.types import ModelSpec, Phase
 
 _INF_16 = 0x7C00  # float16 infinity as an integer: positive finite numbers are below it, NaN above
 _MINUS_INF_16 = 0xFC00

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from moetool.base.types import ModelSpec
 from moetool.trace.version import SCHEMA_VERSION
-from moetool.types import ModelSpec
 
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "resident")
 """Columns that a capture can keep for policies and predictors."""

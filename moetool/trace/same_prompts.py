@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.types import ModelSpec
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
-from moetool.types import ModelSpec
 
 _LENGTH = 24  # hexadecimal digits of a digest
 

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moetool import durable
-from moetool.errors import MoetoolError, first_line
+from moetool.base import durable
+from moetool.base.errors import MoetoolError, first_line
+from moetool.base.types import ModelSpec
 from moetool.trace.rows import COLUMNS, REQUESTS, TokenBatch, embedding_schema, token_schema
 from moetool.trace.writer import ROW_GROUP_TOKENS, file_facts, parquet_options, to_table, token_columns, write_manifest
-from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_S = 10.0

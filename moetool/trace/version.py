@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 
 MAJOR, MINOR = 1, 4
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"

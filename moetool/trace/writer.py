@@ -11,8 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moetool import __version__, durable
-from moetool.errors import MoetoolError, UsageError, first_line
+from moetool import __version__
+from moetool.base import durable
+from moetool.base.errors import MoetoolError, UsageError, first_line
+from moetool.base.types import ModelSpec
 from moetool.trace.dataset_card import CARD, card
 from moetool.trace.rows import (
     ALWAYS,
@@ -28,7 +30,6 @@ from moetool.trace.rows import (
     token_schema,
 )
 from moetool.trace.version import SCHEMA_VERSION
-from moetool.types import ModelSpec
 
 ROW_GROUP_TOKENS = 8192
 PART_TOKENS = 1 << 20

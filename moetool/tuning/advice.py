@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from moetool.caching._policy import MIN_SLOTS
-from moetool.caching._policy_changes import PolicyChoice
-from moetool.config import SHARE, Span, require_within
-from moetool.errors import UsageError
-from moetool.tables import numbered, percent
+from moetool.base.config import SHARE, Span, require_within
+from moetool.base.errors import UsageError
+from moetool.base.tables import numbered, percent
+from moetool.caching.policy import MIN_SLOTS
+from moetool.caching.policy_changes import PolicyChoice
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.reader import Trace
 from moetool.tuning.advice_counts import (

@@ -1,7 +1,7 @@
 """Pinning and placement by counts of experts, chosen on one half of the requests and scored on the other.
 
-Shapes, in addition to the letters of `moetool.types`: Q tasks, H the two halves of each task's requests: even places
-for choices, odd ones for scores.
+Shapes, in addition to the letters of `moetool.base.types`: Q tasks, H the two halves of each task's requests: even
+places for choices, odd ones for scores.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.placement import _planner as planner
-from moetool.placement._demand import count_experts, numbers, spread
-from moetool.placement._demand import loads as counted_loads
-from moetool.placement._latency import unit_latency
-from moetool.placement._planner import Problem
-from moetool.placement._scoring import PlacementScore, score
-from moetool.trace.expert_counts import ExpertCounts
-from moetool.types import Cluster, Gpu, ModelSpec, Server
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
+from moetool.placement import planner
+from moetool.placement.demand import loads as counted_loads
+from moetool.placement.demand import numbers, spread
+from moetool.placement.latency import unit_latency
+from moetool.placement.planner import Problem
+from moetool.placement.scoring import PlacementScore, score
+from moetool.trace.expert_counts import ExpertCounts, count_experts
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace

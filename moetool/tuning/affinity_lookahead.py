@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from moetool.caching._residency import Step, StepKind
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.caching.residency import Step, StepKind
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions
-from moetool.types import GateEvent, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

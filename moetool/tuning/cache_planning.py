@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from moetool.cache_plan import CachePlan, PredictorReference
-from moetool.caching._policy import MIN_SLOTS
+from moetool.base.errors import CapacityError, UsageError
+from moetool.base.tables import count, numbered, percent
+from moetool.base.types import ModelSpec
+from moetool.caching.plan import CachePlan, PredictorReference
+from moetool.caching.policy import MIN_SLOTS
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import TimelineOptions
-from moetool.errors import CapacityError, UsageError
-from moetool.placement._demand import count_experts
-from moetool.tables import count, numbered, percent
+from moetool.prediction.predictor import Predictor
+from moetool.trace.expert_counts import count_experts
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import trained_on
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
 from moetool.tuning.policy_tuning import PolicySetup, divide, tune, untuned_setup
 from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup, ignore_progress
-from moetool.types import ModelSpec
 
 _BOUND = "belady"
 _LOG = logging.getLogger(__name__)
@@ -80,23 +81,19 @@ class PlanPredictor:
     """The predictor that a plan may use, if any.
 
     Attributes:
-        predictor: a `moetool.learning.predictor.Predictor`.
         predictor_bytes: its device memory, charged to the policies that use it.
         reference: its reference in the plan.
         trained_on: requests of the trace in its training.
     """
 
-    predictor: Any = None
+    predictor: Predictor | None = None
     predictor_bytes: int = 0
     reference: PredictorReference | None = None
     trained_on: Collection[int] = ()
 
     @classmethod
-    def load(cls, folder: Path, trace: Trace) -> "PlanPredictor":
-        """Load the predictor of a folder. Raises: MismatchError where it is of another model than the trace."""
-        from moetool.learning.predictor import load_predictor
-
-        predictor = load_predictor(folder)
+    def of(cls, predictor: Predictor, folder: Path, trace: Trace) -> "PlanPredictor":
+        """Use the predictor of a folder. Raises: MismatchError where it is of another model than the trace."""
         trace.spec.require_same(predictor.spec, "the trace", "the predictor")
         return cls(
             predictor=predictor,

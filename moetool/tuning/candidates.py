@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from moetool import plugins
-from moetool.caching._devices import own_part, split_slots
-from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, require_slots, slots_within
+from moetool.base import plugins
+from moetool.base.errors import UsageError
+from moetool.base.types import ModelSpec
+from moetool.caching.devices import own_part, split_slots
+from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class, require_slots, slots_within
 from moetool.costing.pricing import Prices, with_host_costs
-from moetool.errors import UsageError
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
-from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moetool.caching._policy import MIN_SLOTS
-from moetool.errors import CapacityError
-from moetool.json_files import JsonRecord
+from moetool.base.errors import CapacityError
+from moetool.base.json_files import JsonRecord
+from moetool.base.types import ModelSpec
+from moetool.caching.policy import MIN_SLOTS
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.replay import ReplayRow
-from moetool.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

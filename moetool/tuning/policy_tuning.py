@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moetool.cache_plan import PrefetchLimits
-from moetool.caching._layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form
-from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, slots_within
+from moetool.caching.layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form
+from moetool.caching.plan import PrefetchLimits
+from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class, slots_within
 from moetool.tuning.candidates import Candidates, best, sees_far_enough
 from moetool.tuning.replay import ReplayRow
 

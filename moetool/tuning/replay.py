@@ -10,24 +10,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moetool import validation as check
-from moetool.cache_plan import PrefetchLimits
-from moetool.caching._decision_digest import DecisionDigest
-from moetool.caching._devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
-from moetool.caching._layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form, scaled_down
-from moetool.caching._policy import Policy, SharedPredictor, policy_class, slots_within
-from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
-from moetool.caching._residency import Counts, Residency, Step, StepKind
-from moetool.config import parse
+from moetool.base import validation as check
+from moetool.base.config import parse
+from moetool.base.errors import MismatchError, UsageError, unknown_name
+from moetool.base.families import require_substitutable
+from moetool.base.tables import numbered
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.caching.decision_digest import DecisionDigest
+from moetool.caching.devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
+from moetool.caching.layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form, scaled_down
+from moetool.caching.plan import PrefetchLimits
+from moetool.caching.policy import Policy, SharedPredictor, policy_class, slots_within
+from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
+from moetool.caching.residency import Counts, Residency, Step, StepKind
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.costing.timeline import MeteredPredictor, Timeline
 from moetool.costing.timing import Timing
-from moetool.errors import MismatchError, UsageError, unknown_name
-from moetool.models.families import require_substitutable
-from moetool.tables import numbered
 from moetool.trace.reader import Trace
-from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 SERVED = "served"
 """Name for the policies of the server that wrote the log, each from its forward on."""
@@ -137,7 +137,7 @@ class ReplaySetup:
     """Inputs of a replay, in addition to policies and budgets.
 
     Attributes:
-        predictor: a `moetool.learning.predictor.Predictor`, for policies that need one.
+        predictor: a `moetool.training.predictor.Predictor`, for policies that need one.
         trained_on: requests that the predictor was trained on (`moetool.trace.same_prompts`), which the rows count.
         sequential: one request after the other, or the recorded forwards (default: recorded for the log of a server).
         requests: requests to include (default: all).
@@ -145,19 +145,19 @@ class ReplaySetup:
             includes them, and a timeline does not permit them.
         options: values for the `Options` of policies, by policy name. A profile sets the costs of host and link for
             policies that use them.
-        pool: form of the pool (`moetool.caching._layer_slots.POOL_FORMS`). A policy that knows the future always has
+        pool: form of the pool (`moetool.caching.layer_slots.POOL_FORMS`). A policy that knows the future always has
             one pool.
         pool_unit: unit of the capacity of one pool for all layers: `slots` that each hold any expert, as in the server;
             `bytes`, where each expert has its own size; `auto`: bytes for imported traces, else slots.
-        layer_slots: guaranteed slots of each layer instead (`moetool.caching._residency.Residency`).
+        layer_slots: guaranteed slots of each layer instead (`moetool.caching.residency.Residency`).
         limits: limits of prefetching, for every policy.
         pinned: keys of pinned experts, one slot each of every budget; a policy gets the remaining slots. Not for a pool
             in bytes.
         profile: costs of the machine for the rows' `timing`; None without times.
         timeline: which of the profile's devices, data types and tiers.
-        devices: number of devices that share the model (`moetool.caching._devices`), with equal parts of the budget.
+        devices: number of devices that share the model (`moetool.caching.devices`), with equal parts of the budget.
         changes: recorded forwards, and the policy with its pool form from there on.
-        lent: recorded forwards, and the slots that are lent from there on (`moetool.caching._residency`).
+        lent: recorded forwards, and the slots that are lent from there on (`moetool.caching.residency`).
         on_progress: called with the activity, the replayed tokens and the total.
     """
 
@@ -522,7 +522,8 @@ def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> 
 
 
 def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
-    """Return a server's measurements (`moetool.runtime.gate_log`): forwards, with seconds of a load and of the host.
+    """Return a server's measurements (`moetool.runtime.recording.gate_log`): forwards, with seconds of a load and of
+    the host.
 
     Raises:
         MismatchError: the manifest is invalid.

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from moetool.capture.run import CaptureOptions, RunSetup, capture
-from moetool.evaluation.prediction_time import prompt_time, step_time
-from moetool.learning.predictor import load_predictor
-from moetool.learning.unseen_requests import held_out
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel
+from moetool.prediction.unseen_requests import held_out
 from moetool.prompts import gather as prompts
-from moetool.quantize.calibration import Calibration, from_prompts
-from moetool.quantize.replica import make_replica
-from moetool.quantize.replica_layers import ReplicaOptions
 from moetool.runtime.assembly import open_pooled
 from moetool.trace.reader import Trace
+from moetool.training.prediction_time import prompt_time, step_time
+from moetool.training.predictor import load_predictor
+from moetool.training.quantize.calibration import Calibration, from_prompts
+from moetool.training.quantize.replica import make_replica
+from moetool.training.quantize.replica_layers import ReplicaOptions
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool import durable
+from moetool.base import durable
+from moetool.base.tables import print_table
+from moetool.base.types import ModelSpec, Phase
 from moetool.capture.batch_writer import BatchWriter
 from moetool.capture.job import CaptureOptions, CapturePlan, plan_capture, row_bytes
 from moetool.capture.resume import open_stage
@@ -32,10 +34,8 @@ from moetool.capture.run import finish, forward_batches
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, parse_dtype
 from moetool.prompts.gather import Prompt, load
-from moetool.tables import print_table
 from moetool.trace.rows import TokenBatch, embedding_schema, token_schema
 from moetool.trace.writer import TraceWriter, token_columns
-from moetool.types import ModelSpec, Phase
 
 ROUNDS = 5
 KEPT = {"topk": ("topk",), "topk,logits": ("topk", "logits"), "topk,embeddings": ("topk", "embeddings")}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moetool.runtime.decode_attention import OneQuery, attend_one_query
+from moetool.kernels.cpu.attention import OneQuery, attend_one_query
 
 HEADS, KV_HEADS, WIDTH, LAYERS, ROUNDS = 32, 4, 128, 48, 5  # of Qwen3-30B-A3B
 

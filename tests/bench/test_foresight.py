@@ -18,21 +18,21 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.bench.policy_table import first_requests
-from moetool.caching import foresight
-from moetool.caching._layer_slots import equal_slots
-from moetool.caching._policy import Policy, build_policy
-from moetool.caching._residency import Counts, Residency
+from moetool.caching.layer_slots import equal_slots
+from moetool.caching.policies import foresight
+from moetool.caching.policy import Policy, build_policy
+from moetool.caching.residency import Counts, Residency
 from moetool.capture.run import CaptureOptions, capture
-from moetool.formats import topk_parquet
-from moetool.formats._import import import_trace
-from moetool.formats._model_facts import ModelFacts
-from moetool.learning.predictor import Predictor, build
-from moetool.learning.token_memory import DISCOUNT, RECALL, TokenMemory
-from moetool.learning.tokens import Tokens
+from moetool.prediction.token_memory import DISCOUNT, RECALL, TokenMemory
 from moetool.prompts import gather as prompt_sets
+from moetool.trace.foreign.importing import import_trace
+from moetool.trace.foreign.model_facts import ModelFacts
+from moetool.trace.formats import topk_parquet
 from moetool.trace.reader import Trace
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.training.predictor import Predictor, build
+from moetool.training.tokens import Tokens
 from tests.published_routes import DEEPSEEK, QWEN, needs_routes
 from tests.synthetic import make_forward
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moetool.base.tables import print_table
 from moetool.models.checkpoint import Checkpoint
-from moetool.tables import print_table
 
 SLOTS = (32, 96)
 

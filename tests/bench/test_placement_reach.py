@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.learning import predictor
-from moetool.learning.tokens import Tokens
-from moetool.placement import annealing, director, prism_exact
-from moetool.placement._demand import Demand, held_out, planned_share, read_batches, read_demand
-from moetool.placement._latency import layers_s, unit_latency
-from moetool.placement._local_search import Layer
-from moetool.placement._modes import Batch, calibrated, modes
-from moetool.placement._planner import Problem, place
-from moetool.placement._recall import Recall
-from moetool.placement._scoring import latency_bound, messages, score
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
+from moetool.placement.demand import Demand, held_out, planned_share, read_batches, read_demand
+from moetool.placement.latency import layers_s, unit_latency
+from moetool.placement.local_search import Layer
+from moetool.placement.modes import Batch, calibrated, modes
+from moetool.placement.planner import Problem, place
+from moetool.placement.planners import annealing, director, prism_exact
+from moetool.placement.recall import Recall
+from moetool.placement.scoring import latency_bound, messages, score
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Gpu, ModelSpec, Server
+from moetool.training import predictor
+from moetool.training.tokens import Tokens
 from tests.clusters import make_cluster
 from tests.published_routes import TASKS, by_task, needs_routes
 from tests.regression import regressed

@@ -22,22 +22,22 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import plugins
+from moetool.base import plugins
+from moetool.base.errors import MismatchError
 from moetool.capture.run import CaptureOptions, capture
 from moetool.costing.costs import CostProfile
-from moetool.errors import MismatchError
-from moetool.evaluation.evaluate import Evaluation, evaluate
-from moetool.evaluation.match_tables import print_evaluations
-from moetool.formats._import import import_trace
-from moetool.learning.fit_options import FitOptions
-from moetool.learning.predictor import load_predictor
-from moetool.learning.training import train
-from moetool.learning.unseen_requests import unseen_by_all
+from moetool.measuring.profile import ProfileOptions, profile
+from moetool.prediction.match_tables import print_evaluations
+from moetool.prediction.unseen_requests import unseen_by_all
 from moetool.prompts import gather as prompt_sets
 from moetool.simulation.simulation_results import interval
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
-from moetool.tuning.profile import ProfileOptions, profile
+from moetool.training.evaluate import Evaluation, evaluate
+from moetool.training.fit_options import FitOptions
+from moetool.training.predictor import load_predictor
+from moetool.training.training import train
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.published_routes import DEEPSEEK, QWEN
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import moetool
-from moetool import assets
+from moetool.base import assets
+from moetool.base.tables import print_table
 from moetool.prompts.gather import load
-from moetool.tables import print_table
 
 ROUNDS = 7
 LOADS = {"prefill-heavy": (8, 2, 12), "decode-heavy": (4, 64, 3)}

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from moetool import durable
+from moetool.base import durable
 from moetool.trace.reader import Trace
 from moetool.trace.row_checks import RowChecks
 from moetool.trace.rows import TokenBatch

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_products import products
+from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
+from moetool.kernels.cpu.matmul import products
 
 NUM_EXPERTS, OUTPUTS, INPUTS = 96, 1536, 2048  # gate and up of Qwen3-30B-A3B: 600 MB, more than any cache
 TOP_K, ROUNDS = 8, 30

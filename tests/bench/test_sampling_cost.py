@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from moetool.request import SamplingParams
-from moetool.runtime.sampling import Sampler, nucleus
+from moetool.runtime.loop.sampling import Sampler, nucleus
+from moetool.runtime.request import SamplingParams
 
 VOCABULARY = 151_936
 ROUNDS = 20

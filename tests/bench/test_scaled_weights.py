@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_kinds import FP8, GGML_KINDS, INT8, MXFP4, NVFP4, RowKind
-from moetool.models.row_products import multiplies, products
-from moetool.models.scaled_weight import ScaledWeight
+from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
+from moetool.kernels.cpu.kinds import FP8, GGML_KINDS, INT8, MXFP4, NVFP4, RowKind
+from moetool.kernels.cpu.matmul import multiplies, products
+from moetool.kernels.cpu.scaled_weight import ScaledWeight
 
 gguf = pytest.importorskip("gguf")
 from tests.gguf_models import random_blocks  # noqa: E402  # needs the package

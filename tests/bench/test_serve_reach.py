@@ -23,29 +23,29 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moetool.base.errors import CapacityError
+from moetool.base.machine import resident_bytes
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.bench.random_checkpoint import random_checkpoint
-from moetool.caching._layer_slots import equal_slots
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import CapacityError
-from moetool.formats import route_csv
-from moetool.formats._model_facts import ModelFacts
-from moetool.machine import resident_bytes
+from moetool.caching.layer_slots import equal_slots
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.location import locate_config
-from moetool.request import Output, SamplingParams
+from moetool.models.files.location import locate_config
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.automatic import ServeSetup, choose
-from moetool.runtime.batching import Batcher
-from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import Batch
-from moetool.runtime.engine import Engine
-from moetool.runtime.event_window import EventWindow, WindowForward
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.experts.event_window import EventWindow, WindowForward
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.loop.prompt_chunks import LEAST_WAITED_CHUNK
 from moetool.runtime.memory_share import MemoryShare, lendable
-from moetool.runtime.prompt_chunks import LEAST_WAITED_CHUNK
+from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MemorySplit, divide
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.trace.foreign.model_facts import ModelFacts
+from moetool.trace.formats import route_csv
 from tests import families
 from tests.bench.test_foresight import sequences
 from tests.published_routes import QWEN, needs_routes

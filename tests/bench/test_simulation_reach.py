@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from moetool.base.types import Cluster, Gpu, Server
 from moetool.simulation.simulate import read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.sweep import resize
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Gpu, Server
 from tests.published_routes import TASKS, by_task, needs_routes
 
 pytestmark = needs_routes

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from moetool.base.tables import print_table
 from moetool.models.checkpoint import Checkpoint
-from moetool.tables import print_table
 from tests import families
 from tests.engines import engine, generate
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from moetool.base.tables import print_table
+from moetool.measuring.profile import ProfileOptions, profile
 from moetool.prompts import gather as prompt_sets
-from moetool.request import Output, SamplingParams
-from moetool.tables import print_table
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.reader import Trace
-from moetool.tuning.profile import ProfileOptions, profile
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.bench.bench_result import draw, recorded, show
 from moetool.bench.live_cluster.bench_options import ALONE, PLACEMENTS, REDIRECTED, ClusterBenchOptions, parse_lines
 from moetool.bench.live_cluster.cluster_results import line_row, mean_s
-from moetool.errors import UsageError
 from tests.command_line import Run
 
 COMMAND = ("bench", "cluster", "reference")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.cache_plan import CachePlan
+from moetool.caching.plan import CachePlan
 from moetool.cli.examples import EXAMPLES
 from tests.command_line import Run
 from tests.profiles import compute, flat, make_profile
@@ -394,7 +394,7 @@ def test_devices_and_tiers_that_cannot_be_had(run: Run, tmp_path: Path, monkeypa
 
 
 def test_two_writers_of_one_output(run: Run, tmp_path: Path) -> None:
-    from moetool import durable
+    from moetool.base import durable
 
     capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
     with durable.staged_directory(tmp_path / "t"):

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from moetool import tables
+from moetool.base import tables
 from tests.command_line import Run
 
 COMMAND = ("guide",)

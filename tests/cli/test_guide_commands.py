@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:8000"
 NOT_RUN = {
     "README": {"python3 -m venv": "pip's environment", "pip install": "downloads torch"},
+    "quickstart": {"pip install": "pip's environment; tests/cli/test_core.py runs without torch"},
     "clusters": {
         "moetool serve MODEL": "several server processes or hosts; tests/cluster runs it",
         "umask 077": "test_rays_commands_are_those_of_ray runs it",
@@ -54,7 +55,7 @@ NOT_RUN = {
 @contextmanager
 def served(plan: Path | None) -> Iterator[str]:
     """The URL of a server of that plan, or of one with all experts in memory."""
-    from moetool.cache_plan import CachePlan
+    from moetool.caching.plan import CachePlan
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, build_engine
 

@@ -2,7 +2,7 @@
 
 import json
 
-from moetool.models.families import FAMILIES
+from moetool.base.families import FAMILIES
 from moetool.models.tested_formats import UNLISTED
 from tests.command_line import Run
 

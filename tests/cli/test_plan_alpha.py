@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moetool.cache_plan import CachePlan
+from moetool.caching.plan import CachePlan
 from tests.command_line import exit_code
 
 

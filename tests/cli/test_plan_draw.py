@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moetool.cache_plan import CachePlan
+from moetool.base.tables import unbroken
+from moetool.caching.plan import CachePlan
 from moetool.report.figures.frontier import draw_frontier
-from moetool.tables import unbroken
 from tests.command_line import exit_code
 
 

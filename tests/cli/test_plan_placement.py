@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.placement.director import Options
+from moetool.placement.planners.director import Options
 from tests.command_line import Run
 from tests.synthetic import make_spec, write_trace
 

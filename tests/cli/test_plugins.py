@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moetool import plugins
-from moetool.errors import UsageError
-from moetool.learning.predictor import load_predictor
+from moetool.base import plugins
+from moetool.base.errors import UsageError
+from moetool.training.predictor import load_predictor
 from tests.command_line import exit_code
 
 MINE = """

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from moetool.config import parse_settings
-from moetool.errors import UsageError
-from moetool.learning.predictor import build, save
+from moetool.base.config import parse_settings
+from moetool.base.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import predictor_bytes
 from moetool.runtime.automatic import choose
+from moetool.training.predictor import build, save
 from tests.command_line import Run
 from tests.synthetic_routes import make_spec, write_trace
 

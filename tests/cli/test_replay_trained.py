@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moetool.learning.training import train
 from moetool.trace import edit
 from moetool.trace.reader import Trace
+from moetool.training.training import train
 from tests.command_line import Run
 
 COMMAND = ("replay",)

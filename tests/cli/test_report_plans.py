@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moetool import tables
+from moetool.base import tables
 from tests.command_line import Run
 from tests.synthetic_routes import make_spec, write_trace
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.cli import main as cli
 from moetool.cli.watch import Watch
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge import server_settings
 from moetool.cluster.edge.scheduler import SchedulerOptions
 from moetool.cluster.launch import Where, parse_where
-from moetool.errors import UsageError
-from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement.plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions
 from tests.edge_process import write_plan
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.models.expert_files import ExpertFiles
+from moetool.models.experts.expert_files import ExpertFiles
 from tests.command_line import Run
 
 

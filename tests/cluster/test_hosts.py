@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.bench.live_cluster.namespaces import Hosts, remove_leftovers, require_namespaces
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import Channel, Listener
-from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
 from tests.edge_process import right_answers

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.cluster.certificates import Authority, self_signed
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.fork_server import ForkServer
 from moetool.cluster.launch import Detached, Where, Workers
 from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, lives, start_process
-from moetool.errors import MismatchError, MoetoolError, UsageError
 from tests.identities import identity
 from tests.launched import build
 from tests.servers import PATIENCE_S, eventually, has_ended

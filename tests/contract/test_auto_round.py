@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
-from moetool.models.quantization_config import quantization_of
+from moetool.models.weights.quantization_config import quantization_of
 from tests import families
 from tests.auto_round_writer import EXPORTS
 from tests.contract.test_quantized import written as written_as

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moetool.models import tensor_index
+from moetool.base.families import FAMILIES
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.families import FAMILIES
+from moetool.models.files import tensor_index
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from tests import families
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from moetool.base.errors import CapacityError
 from moetool.cluster.edge.protocol import WorkerStats
 from moetool.cluster.edge.replacement import as_array, places_of
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement
-from moetool.errors import CapacityError
-from moetool.placement._decide import (
+from moetool.placement.decide import (
     Decision,
     InForce,
     Observed,
@@ -19,11 +19,11 @@ from moetool.placement._decide import (
     Replanner,
     decide,
 )
-from moetool.placement._demand import Demand
-from moetool.placement._latency import unit_latency
-from moetool.placement._modes import follow
-from moetool.placement._replacement_record import ReplacementRecord
-from moetool.placement._scoring import remote_call_s
+from moetool.placement.demand import Demand
+from moetool.placement.latency import unit_latency
+from moetool.placement.modes import follow
+from moetool.placement.replacement_record import ReplacementRecord
+from moetool.placement.scoring import remote_call_s
 from moetool.simulation.event_loop import EventLoop, SimulatedMachines
 from moetool.simulation.placement_control import SimulatedReplacement
 from moetool.simulation.replica_choice import Routing

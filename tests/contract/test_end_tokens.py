@@ -9,9 +9,9 @@ import torch
 
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
-from moetool.request import SamplingParams
 from moetool.runtime.decoding import eos_ids
-from moetool.runtime.own_caches import open_batcher
+from moetool.runtime.loop.own_caches import open_batcher
+from moetool.runtime.request import SamplingParams
 from tests import families
 
 gguf = pytest.importorskip("gguf")

@@ -13,26 +13,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool import plugins
-from moetool.caching._policy import Policy, build_policy, parse_options, policy_class
-from moetool.caching._residency import Residency
-from moetool.errors import MismatchError, UsageError
+from moetool.base import plugins
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.families import FAMILIES, WITHIN_OTHERS, own_cache, resumes_cache
+from moetool.base.types import ForwardInfo, ModelSpec, Phase
+from moetool.caching.policy import Policy, build_policy, parse_options, policy_class
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import sources
-from moetool.models.expert_form import Call
-from moetool.models.families import FAMILIES, WITHIN_OTHERS
+from moetool.models.experts.expert_form import Call
+from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.families import router_rules
 from moetool.models.loading import LoadedModel, load_full, load_lazy
-from moetool.models.spec import MoeLayer
 from moetool.models.tested_formats import WITHIN_AND_RUN
-from moetool.request import Output, SamplingParams
 from moetool.runtime import decoding
 from moetool.runtime.decoding import Batch
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore, open_store
-from moetool.runtime.own_caches import open_batcher, own_cache, resumes_cache
-from moetool.runtime.recording import GateRecorder
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore, open_store
+from moetool.runtime.loop.own_caches import open_batcher
+from moetool.runtime.recording.recorder import GateRecorder
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.rows import TokenBatch
-from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
 from tests.engines import EventRecorder, RandomPolicy, WrongPrefetches, every_read_fails_once
 from tests.greedy import generated, prompts, served
@@ -150,7 +151,8 @@ def test_weights_follow_from_the_logits_by_the_declared_rule(case: Case) -> None
     family = FAMILIES[case.name]
     for layer in case.full.layers:
         experts, weights, logits = case.routes(layer)
-        made = family.rule(case.full.model.config, layer.router).weights(logits, experts)
+        rule = family.rule(case.full.model.config, layer.router)
+        made = router_rules.weigh(rule, router_rules.scores(rule, logits), experts)
         agree = torch.allclose(made, weights, rtol=1e-2, atol=1e-3)
         assert agree != bool(family.exception), layer.layer_id
 

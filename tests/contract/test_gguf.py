@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.errors import MismatchError, UsageError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.ggml_blocks import GgmlCodec
-from moetool.models.gguf_header import read_gguf_header
+from moetool.models.files.gguf_header import read_gguf_header
+from moetool.models.gguf.blocks import GgmlCodec
 from moetool.models.loading import load_full, load_lazy
 from tests import gguf_oracle
 from tests.gguf_models import ARCHITECTURES, written

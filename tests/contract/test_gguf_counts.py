@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from tests.greedy import prompts, served
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.models import llvm_vectors, scaled_weight
+from moetool.kernels.cpu import scaled_weight, vectors
+from moetool.kernels.cpu.compiled import find_kernel
+from moetool.kernels.cpu.kinds import GGML_KINDS, RowKind
+from moetool.kernels.cpu.matmul import MAX_SCALED_ROWS, products
+from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
-from moetool.models.row_kernels import find_kernel
-from moetool.models.row_kinds import GGML_KINDS, RowKind
-from moetool.models.row_products import MAX_SCALED_ROWS, products
-from moetool.models.scaled_weight import ScaledWeight, StackedWeight
 from tests.served_logits import require_near, served_logits
 
 gguf = pytest.importorskip("gguf")
@@ -62,7 +62,7 @@ def test_blocks_are_multiplied_as_the_numbers_of_the_gguf_package(kind: RowKind)
 @pytest.mark.parametrize("kind", [kind for kind in GGML_KINDS if kind.name.startswith("iq4")], ids=lambda k: k.name)
 def test_processors_without_a_look_up_read_the_same_numbers(kind: RowKind, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, numbers = _weight(kind)
-    monkeypatch.setattr(llvm_vectors, "has_avx512", lambda: False)
+    monkeypatch.setattr(vectors, "has_avx512", lambda: False)
     monkeypatch.setattr(scaled_weight, "find_kernel", find_kernel.__wrapped__)  # beside the compiled ones
     assert torch.equal(weight.to(torch.bfloat16), numbers.bfloat16())
 

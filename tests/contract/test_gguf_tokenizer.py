@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from tests import gguf_oracle
 

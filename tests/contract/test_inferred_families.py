@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import MoetoolError
+from moetool.base.errors import MoetoolError
+from moetool.base.families import INFERRED, known
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.families import INFERRED, known
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.tested_formats import BY_EXPERT, BY_EXPERT_FORMATS, INFERRED_AND_RUN, format_table
-from moetool.request import Output, SamplingParams
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore
-from moetool.runtime.own_caches import open_batcher
-from moetool.types import ForwardInfo, Phase
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.loop.own_caches import open_batcher
+from moetool.runtime.request import Output, SamplingParams
 from tests import families, gguf_oracle
 from tests.contract.test_quantized import FORMATS as QUANTIZED
 from tests.contract.test_quantized import PUBLISHED

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moetool.models import scaled_weight
+from moetool.kernels.cpu import scaled_weight
+from moetool.kernels.cpu.compiled import find_kernel
+from moetool.kernels.cpu.int4 import tile_rows
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.models.packed_linear import PackedLinear
-from moetool.models.packed_product import tile_rows
-from moetool.models.row_kernels import find_kernel
 from moetool.runtime.assembly import ServeOptions, build_engine
 from tests import families
 from tests.quantized import MXFP4, awq, compressed, compressed_config, fp8_block, gptq, mxfp4, quantize

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.kernels.packed_part import PackedPart, Values
+from moetool.kernels.slot_backends import triton_kernels
+from moetool.kernels.slot_products import SlotRows
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.experts.packed_parts import packed_parts
 from moetool.models.loading import load_lazy
-from moetool.models.packed_parts import PackedPart, Values, packed_parts
-from moetool.models.value_scaling import four_bits, scale_values
-from moetool.runtime.copies import stride_of
-from moetool.runtime.slot_backends import triton_kernels
-from moetool.runtime.slot_products import SlotRows
+from moetool.models.weights.value_scaling import four_bits, scale_values
+from moetool.runtime.experts.copies import stride_of
 from tests.contract.test_quantized import NAMES, written
 
 UNPACKED = {

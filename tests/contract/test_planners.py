@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moetool import plugins
-from moetool.errors import CapacityError
-from moetool.placement._planner import layer_slots, place
-from moetool.placement._scoring import score
-from moetool.types import Gpu
+from moetool.base import plugins
+from moetool.base.errors import CapacityError
+from moetool.base.types import Gpu
+from moetool.placement.planner import layer_slots, place
+from moetool.placement.scoring import score
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec
 

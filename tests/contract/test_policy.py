@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetool import plugins
-from moetool.caching._decision_digest import DecisionDigest
-from moetool.caching._devices import build_policies, open_pool, own_part
-from moetool.caching._layer_slots import equal_slots
-from moetool.caching._policy import MIN_SLOTS, Policy, build_policy, policy_class
-from moetool.caching._residency import Residency, Step, StepKind
-from moetool.errors import CapacityError
-from moetool.types import ModelSpec
+from moetool.base import plugins
+from moetool.base.errors import CapacityError
+from moetool.base.types import ModelSpec
+from moetool.caching.decision_digest import DecisionDigest
+from moetool.caching.devices import build_policies, open_pool, own_part
+from moetool.caching.layer_slots import equal_slots
+from moetool.caching.policy import MIN_SLOTS, Policy, build_policy, policy_class
+from moetool.caching.residency import Residency, Step, StepKind
 from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards, slots_of
 
 NAMES = plugins.names("policy")

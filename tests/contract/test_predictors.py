@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import durable, plugins
-from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.evaluation.evaluate import evaluate
-from moetool.learning import fitting
-from moetool.learning.fit_options import FitOptions
-from moetool.learning.predictor import WEIGHTS, Predictor, build, load_predictor, save
-from moetool.learning.tokens import Tokens, from_rows
-from moetool.learning.training import train
+from moetool.base import durable, plugins
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.trace.events import to_events
 from moetool.trace.reader import Trace
 from moetool.trace.rows import COLUMNS, KEEP, TokenBatch
 from moetool.trace.writer import TraceWriter
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.training import fitting
+from moetool.training.evaluate import evaluate
+from moetool.training.fit_options import FitOptions
+from moetool.training.predictor import WEIGHTS, Predictor, build, load_predictor, save
+from moetool.training.tokens import Tokens, from_rows
+from moetool.training.training import train
 from tests.synthetic_routes import AHEAD, make_embedding, make_rows, make_spec, write_trace
 
 ALL = plugins.names("predictor")

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetool.errors import MismatchError, UsageError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.experts.slot_unpacking import SlotUnpacking
 from moetool.models.loading import load_full, load_lazy
-from moetool.models.slot_unpacking import SlotUnpacking
-from moetool.runtime.copies import stride_of
+from moetool.runtime.experts.copies import stride_of
 from tests import families, quantized
 from tests.greedy import Greedy, forward_logits, generated, prompts, require_same_under_every_policy, served
 from tests.quantized import GROUP, compressed, compressed_config, where_whole

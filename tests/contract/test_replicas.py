@@ -11,26 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
+from moetool.measuring.probes.expert_compute import expert_curve
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.files.tensor_index import read_index
 from moetool.models.loading import load_full, load_lazy, load_unpacked
-from moetool.models.pack_quantized import PackQuantized
-from moetool.models.packed import PackedWeight, Scheme, quantization_config, round_weight, to_tensors
 from moetool.models.packed_memory import held_bytes, load_packed
 from moetool.models.shards import Shards
-from moetool.models.tensor_index import read_index
-from moetool.quantize.calibration import Calibration
-from moetool.quantize.folding import FAMILIES, folds_of
-from moetool.quantize.judging import judge
-from moetool.quantize.layer_forward import Layerwise
-from moetool.quantize.replica import make_replica
-from moetool.quantize.replica_layers import ReplicaOptions
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore
-from moetool.tuning.probes.expert_compute import expert_curve
-from moetool.types import ForwardInfo, Phase
+from moetool.models.weights.pack_quantized import PackQuantized
+from moetool.models.weights.packed import PackedWeight, Scheme, quantization_config, round_weight, to_tensors
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore
+from moetool.training.quantize.calibration import Calibration
+from moetool.training.quantize.folding import FAMILIES, folds_of
+from moetool.training.quantize.judging import judge
+from moetool.training.quantize.layer_forward import Layerwise
+from moetool.training.quantize.replica import make_replica
+from moetool.training.quantize.replica_layers import ReplicaOptions
 from tests import families
 
 OPTIONS = ReplicaOptions(group=16, grid=2, min_tokens=4)

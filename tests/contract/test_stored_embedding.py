@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 from moetool.models import stored_embedding
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.file_changes import WriteReports
+from moetool.models.files.file_changes import WriteReports
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.stored_embedding import StoredEmbedding
 from tests import families

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from moetool.base.families import FAMILIES
 from moetool.models import stored_embedding
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.families import FAMILIES
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.stored_embedding import StoredEmbedding
 from tests import families, quantized

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from moetool import learning, tables
-from moetool.caching._policy import build_policy
-from moetool.errors import CapacityError, MoetoolError
-from moetool.learning.token_memory import TokenMemory, compile_loops, memory_bytes
+from moetool import prediction
+from moetool.base import tables
+from moetool.base.errors import CapacityError, MoetoolError
+from moetool.caching.policy import build_policy
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_dtype
+from moetool.prediction.token_memory import TokenMemory, compile_loops, memory_bytes
 from moetool.runtime import automatic
 from moetool.runtime.assembly import ServeOptions
 from moetool.runtime.automatic import choose, footprint
-from moetool.runtime.copies import stride_of
+from moetool.runtime.experts.copies import stride_of
 from tests.server_process import served
 from tests.servers import get
 from tests.synthetic import make_spec
@@ -86,8 +87,8 @@ def test_where_numba_is_missing_lfru_serves(monkeypatch: pytest.MonkeyPatch, cap
     memory = 12_000_000
     assert choose(checkpoint, values, device_memory_bytes=memory).policy == "foresight"
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "moetool.learning.token_kernels", raising=False)
-    monkeypatch.delattr(learning, "token_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "moetool.prediction.token_kernels", raising=False)
+    monkeypatch.delattr(prediction, "token_kernels", raising=False)
     compile_loops.cache_clear()
     made = choose(checkpoint, values, device_memory_bytes=memory)
     assert made.policy == "lfru"

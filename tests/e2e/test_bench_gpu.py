@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.bench.bench_result import read_result, show
 from moetool.bench.gpu import GpuBenchOptions, bench_gpu
-from moetool.errors import UsageError
 from tests.command_line import exit_code
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import write_shape

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base.errors import CapacityError
 from moetool.bench import plain_generation
 from moetool.bench.bench_result import read_result, show
 from moetool.bench.memory_limits import limited_group
 from moetool.bench.rivals import ENGINES, RivalOptions, bench_rivals
-from moetool.errors import CapacityError
 from moetool.models.checkpoint import Checkpoint
 from tests.command_line import exit_code
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.types import GateEvent
 from moetool.bench import serve, serving_setup
 from moetool.bench.forced_routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint
@@ -17,19 +19,17 @@ from moetool.bench.serve import bench_serve
 from moetool.bench.serving_results import RESIDENT, tables
 from moetool.bench.serving_runs import Workload, run_engine
 from moetool.bench.serving_setup import ServingBenchOptions, Subject
-from moetool.caching import lru
-from moetool.caching._policy import build_policy
+from moetool.caching.policies import lru
+from moetool.caching.policy import build_policy
 from moetool.cli import main as cli
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.learning.training import train
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.router_hooks import watch
-from moetool.request import SamplingParams
-from moetool.runtime.own_caches import OwnCaches
+from moetool.runtime.loop.own_caches import OwnCaches
+from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import Trace
+from moetool.training.training import train
 from moetool.tuning.replay import ReplaySetup, replay
-from moetool.types import GateEvent
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import EXPERT_BYTES, write_shape
 
@@ -141,7 +141,7 @@ def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -
     assert {one.request for one in taken} <= set(card["requests"]["test"])
     assert part.requests["prompt_id"].to_pylist() == [str(one.request) for one in taken]
     assert part.requests["tokens"].to_pylist() == [17] * 3
-    from moetool.learning.predictor import load_predictor
+    from moetool.training.predictor import load_predictor
 
     predictor = CutPredictor(load_predictor(folder / "affinity"), part.spec)
     budgets = [made.facts["experts_bytes"] // 4, made.facts["experts_bytes"] * 3 // 4]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.base.errors import CapacityError, UsageError
 from moetool.capture.run import Captured, CaptureOptions, RunSetup
 from moetool.capture.run import capture as capture_with_options
-from moetool.errors import CapacityError, UsageError
 from moetool.prompts import gather as prompt_sets
 from moetool.prompts.gather import Prompt
 from moetool.trace.reader import Trace

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from moetool.base.errors import CapacityError
 from moetool.capture.run import CaptureOptions, capture
 from moetool.cli import main as cli
-from moetool.errors import CapacityError
 from moetool.prompts.gather import Prompt, tokens_to_decode
 from moetool.trace.reader import Trace
 

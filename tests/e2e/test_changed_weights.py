@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.file_changes import WriteReports
+from moetool.models.files.file_changes import WriteReports
 from moetool.models.shards import WeightsChanged
 from moetool.runtime.assembly import ServeOptions, build_engine
 from tests.servers import connect, eventually, get, post, serving

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 from moetool.serving import connections
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine

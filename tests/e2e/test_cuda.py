@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
+from moetool.base import families as known
+from moetool.base.families import own_cache
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.capture.run import CaptureOptions, RunSetup, capture
-from moetool.models import families as known
-from moetool.models import row_norms
+from moetool.kernels import norms
+from moetool.kernels.slot_backends import find_multiply, triton_kernels
+from moetool.kernels.slot_products import SlotRows, multiply
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy, parse_device
 from moetool.prompts import gather as prompt_sets
-from moetool.request import SamplingParams
-from moetool.runtime import paged_attention
 from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
-from moetool.runtime.batched_sampling import Draws, batched_gumbel_scores
-from moetool.runtime.copies import ALIGNMENT, open_copies
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore, open_store
-from moetool.runtime.own_caches import own_cache
-from moetool.runtime.sampling import Sampler
-from moetool.runtime.slot_backends import find_multiply, triton_kernels
-from moetool.runtime.slot_products import SlotRows, multiply
+from moetool.runtime.experts.copies import ALIGNMENT, open_copies
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore, open_store
+from moetool.runtime.kv import paged_attention
+from moetool.runtime.loop.batched_sampling import Draws, batched_gumbel_scores
+from moetool.runtime.loop.sampling import Sampler
+from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
-from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.contract.test_quantized import written
 from tests.engines import AllOnHost, RandomPolicy, SomeOnHost, engine, generate
@@ -290,7 +290,7 @@ def test_norms_are_those_of_transformers(shape: tuple[int, ...], dtype: torch.dt
     norm.weight.data.copy_(torch.randn(shape[-1], generator=draw))
     x = torch.randn(shape, generator=draw).mul_(3).to(cuda, dtype)
     expected = norm(x)
-    assert row_norms.adopt(torch.nn.Sequential(norm)) == 1
+    assert norms.adopt(torch.nn.Sequential(norm)) == 1
     found = norm(x)
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
     assert all(torch.equal(norm(row), one) for row, one in zip(x, found, strict=True))
@@ -426,7 +426,7 @@ def test_two_gpus_share_the_model(policy: str, baseline: Any, reference: Path, t
 
 
 def test_a_pool_that_the_gpu_does_not_have_is_refused(lazy: Any, cuda: torch.device) -> None:
-    from moetool.errors import CapacityError
+    from moetool.base.errors import CapacityError
 
     for _ in range(3):  # each gives back the host memory that it had registered
         with pytest.raises(CapacityError, match="does not have"):

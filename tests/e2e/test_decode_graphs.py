@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.errors import MoetoolError
+from moetool.base.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import SamplingParams
 from moetool.runtime import decode_graphs
+from moetool.runtime.request import SamplingParams
 from tests import families
 from tests.engines import engine
 from tests.graphs import StandInGraph, stand_in

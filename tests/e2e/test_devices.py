@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._devices import build_policies, open_pool
-from moetool.caching._policy import Policy
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.devices import build_policies, open_pool
+from moetool.caching.policy import Policy
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_devices
-from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine
-from moetool.runtime.device_stores import Stores, open_stores
-from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.experts.device_stores import Stores, open_stores
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.request import SamplingParams
 from moetool.tuning.replay import ReplaySetup, replay
-from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.engines import (
     AllOnHost,

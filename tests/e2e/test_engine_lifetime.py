@@ -13,14 +13,14 @@ import numpy as np
 import psutil
 import pytest
 
+from moetool.base.errors import CapacityError, MoetoolError
 from moetool.cluster.frames import LinkError
-from moetool.errors import CapacityError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import Output, SamplingParams
 from moetool.runtime import assembly
 from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
-from moetool.runtime.engine import Engine
-from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.request import Output, SamplingParams
 from tests.identities import identity
 from tests.servers import eventually
 
@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest
 def test_a_judgement_that_cannot_begin_leaves_nothing(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from moetool.quantize import judging
+    from moetool.training.quantize import judging
 
     real, calls = getattr(judging, at), []
 

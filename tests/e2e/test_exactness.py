@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moetool import plugins
-from moetool.caching._policy import policy_class
+from moetool.base import plugins
+from moetool.caching.policy import policy_class
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
 from tests.engines import Answered, RandomPolicy, engine, generate

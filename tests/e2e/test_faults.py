@@ -12,14 +12,14 @@ import pytest
 import safetensors.numpy
 import torch
 
-from moetool.errors import MismatchError, MoetoolError
+from moetool.base.errors import MismatchError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.files.tensor_index import read_index
 from moetool.models.shards import Shards
-from moetool.models.tensor_index import read_index
 from moetool.models.weight_index import index_weights
-from moetool.request import Output, SamplingParams
-from moetool.runtime import engine as engine_module
 from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.loop import engine as engine_module
+from moetool.runtime.request import Output, SamplingParams
 from moetool.serving.server_options import ServerOptions
 from moetool.trace.reader import Trace
 from tests.servers import connect, eventually, get, post, serving

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cache_plan import CachePlan
+from moetool.caching.plan import CachePlan
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.copies import stride_of
-from moetool.runtime.engine import Engine
-from moetool.runtime.expected_use import BY_LAYER, read_order
-from moetool.runtime.expert_source import ExpertSource
-from moetool.runtime.expert_store import ExpertStore
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.experts.expected_use import BY_LAYER, read_order
+from moetool.runtime.experts.source import ExpertSource
+from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.request import SamplingParams
 from tests.plans import choose_cache
 from tests.servers import eventually
 from tests.synthetic import make_spec, write_trace

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import Output, SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.copies import stride_of
-from moetool.runtime.engine import Engine
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.loop.engine import Engine
 from moetool.runtime.memory_share import MemoryShare
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import SERVED, replay
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moetool.models import families as known
+from moetool.base import families as known
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import Output, SamplingParams
+from moetool.models.families import router_rules
 from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.reader import Trace
 from tests import families
 
@@ -144,8 +145,9 @@ def _forward(model: Any, answer: Answer, routes_TLK: torch.Tensor | None) -> Pla
         given = routes_TLK[:, layer]
         rule = known.find(model.config.model_type).rule(model.config, router)
         changed = (own.sort().values != given.sort().values).any(dim=1)
-        gaps.extend(_gap(router, rule.scores(logits[t]), own[t], given[t]) for t in changed.nonzero()[:, 0].tolist())
-        told = rule.weights(logits, given).to(weights.dtype)
+        scores = router_rules.scores(rule, logits)
+        gaps.extend(_gap(router, scores[t], own[t], given[t]) for t in changed.nonzero()[:, 0].tolist())
+        told = router_rules.weigh(rule, scores, given).to(weights.dtype)
         return logits, torch.where(changed[:, None], told, weights), torch.where(changed[:, None], given, own)
 
     hooks = []

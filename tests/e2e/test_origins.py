@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
 from tests.servers import connect, serving

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.kernels.cpu.compiled import find_kernel
+from moetool.kernels.cpu.int4 import tile_rows
+from moetool.kernels.cpu.scaled_weight import ScaledWeight
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.packed_product import tile_rows
-from moetool.models.row_kernels import find_kernel
-from moetool.models.scaled_weight import ScaledWeight
 from tests import families
 from tests.quantized import Writer, awq, compressed, compressed_config, fp8_block, gptq, mxfp4_experts, quantize
 from tests.served_logits import require_near, served_logits

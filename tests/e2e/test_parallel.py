@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.base.errors import CapacityError, UsageError
 from moetool.cluster.parallel import members
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting, replacement_costs
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.process_group import Group
 from moetool.cluster.parallel.rank_head import RankHead
-from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement._decide import Decision, InForce, Observed, Replanner, decide
-from moetool.request import SamplingParams, Unavailable
+from moetool.placement.decide import Decision, InForce, Observed, Replanner, decide
+from moetool.runtime.request import SamplingParams, Unavailable
 from tests import engines
 from tests.ranks import Answers, ThreadRanks, held, joined_after, open_head, striped
 from tests.servers import eventually

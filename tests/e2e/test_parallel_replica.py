@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.base.types import ModelSpec
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.startup import open_predictors
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement._decide import Decision
-from moetool.quantize.calibration import Calibration
-from moetool.quantize.replica import make_replica
-from moetool.quantize.replica_layers import ReplicaOptions
-from moetool.types import ModelSpec
+from moetool.placement.decide import Decision
+from moetool.training.quantize.calibration import Calibration
+from moetool.training.quantize.replica import make_replica
+from moetool.training.quantize.replica_layers import ReplicaOptions
 from tests import families
 from tests.ranks import Answers, ThreadRanks, cluster_of, held, striped
 

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.held_experts import Holding
 from moetool.cluster.edge.meter import Meter
@@ -29,14 +31,12 @@ from moetool.cluster.links import Links
 from moetool.cluster.listener import listen
 from moetool.cluster.row_bytes import read_rows, rows_parts
 from moetool.cluster.transport import Listener
-from moetool.errors import CapacityError, MismatchError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.expert_form import ExpertForm
+from moetool.models.experts.expert_form import ExpertForm
 from moetool.models.loading import CPU, load_lazy
-from moetool.request import Output, SamplingParams
-from moetool.runtime.expert_forward import ROWS_TOGETHER
-from moetool.runtime.expert_store import open_store
-from moetool.types import ForwardInfo, Phase
+from moetool.runtime.experts.forward import ROWS_TOGETHER
+from moetool.runtime.experts.store import open_store
+from moetool.runtime.request import Output, SamplingParams
 from tests import families
 from tests.edge import PATIENT, Nodes, cluster
 from tests.engines import engine, every_read_fails_once, generate, openmp

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
-from moetool.runtime.device_stores import begin_with, fill_device
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import open_store
-from moetool.types import ForwardInfo, Phase
+from moetool.runtime.experts.device_stores import begin_with, fill_device
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import open_store
 from tests import families
 from tests.engines import AllOnHost, Answered, RandomPolicy, SomeOnHost, engine, every_read_fails_once, generate
 from tests.greedy import forward_logits
@@ -91,7 +91,7 @@ def test_products_by_the_table_alone_are_those_of_the_steps(
 def test_copies_from_host_memory_are_waited_for(
     experts: int | None, baseline: Answered, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
+    monkeypatch.setattr("moetool.runtime.experts.store.open_copies", lambda device: Eager())
     memory = None if experts is None else experts * 73_728
     for policy, slots in (("lru", 20), ("foresight", 50), ("on_demand", 4)):
         baseline.require_same(engine(reference, tokenizer, policy, slots, host_memory_bytes=memory, pooled=True))
@@ -156,7 +156,7 @@ def test_a_residency_that_could_not_hear_of_events_hears_of_the_end_of_their_for
 def test_a_device_with_room_for_all_is_filled_before_anything_is_asked_for(
     baseline: Answered, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
+    monkeypatch.setattr("moetool.runtime.experts.store.open_copies", lambda device: Eager())
     made = engine(reference, tokenizer, "lru", 256, pooled=True)
     fill_device(made.residency, made.store)
     eventually(lambda: made.metrics()["expert_reads"] == 256)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import Output, SamplingParams
-from moetool.runtime import growing_pages
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS
-from moetool.runtime.engine import Engine
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.kv import growing_pages
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import replay
 from tests.servers import client_of, get, post, serving

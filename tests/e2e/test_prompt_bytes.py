@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.runtime.automatic import choose, footprint
-from moetool.runtime.engine import Engine
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.request import SamplingParams
 from tests import families
 
 PROMPT = 2000

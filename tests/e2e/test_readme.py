@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool import assets
+from moetool.base import assets
 from moetool.cli import demo
 from tests.command_line import child_environment, exit_code
 from tests.documents import blocks, cluster_of, commands

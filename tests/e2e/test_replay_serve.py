@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._layer_slots import equal_slots
-from moetool.caching._policy_changes import PolicyChoice
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.predictor import build
-from moetool.learning.tokens import Tokens
+from moetool.base.errors import MismatchError, UsageError
+from moetool.caching.layer_slots import equal_slots
+from moetool.caching.policy_changes import PolicyChoice
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import SamplingParams
-from moetool.runtime import growing_pages
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.copies import stride_of
-from moetool.runtime.engine import Engine
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.kv import growing_pages
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import Trace
+from moetool.training.predictor import build
+from moetool.training.tokens import Tokens
 from moetool.tuning.replay import SERVED, ReplaySetup, replay
 from tests.engines import engine, require_replayed
 

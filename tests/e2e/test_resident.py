@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from moetool.base.errors import UsageError
 from moetool.capture.run import CaptureOptions, RunSetup, capture
-from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.experts.moe_layers import moe_layers
 from moetool.models.loading import load_full
-from moetool.models.spec import moe_layers
 from moetool.prompts.gather import Prompt
-from moetool.request import SamplingParams
-from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
-from moetool.runtime.paged_attention import Unwritten
-from moetool.runtime.partial_forward import decoder_layers
-from moetool.runtime.recording import GateRecorder
-from moetool.runtime.resident_gates import ResidentForward, resident_counts
+from moetool.runtime.experts.partial_forward import decoder_layers
+from moetool.runtime.kv.paged_attention import Unwritten
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.recording.recorder import GateRecorder
+from moetool.runtime.recording.resident_gates import ResidentForward, resident_counts
+from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import families

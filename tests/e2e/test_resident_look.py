@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.caching import smoe
-from moetool.caching._devices import open_pool
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import UsageError
-from moetool.learning.predictor import build
+from moetool.base.errors import UsageError
+from moetool.base.types import GateEvent
+from moetool.caching.devices import open_pool
+from moetool.caching.policies import smoe
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
-from moetool.request import SamplingParams
-from moetool.runtime.device_stores import open_stores
-from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.experts.device_stores import open_stores
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.request import SamplingParams
+from moetool.training.predictor import build
 from moetool.tuning.replay import ReplaySetup
-from moetool.types import GateEvent
 from tests import families
 from tests.engines import engine, generate, require_replayed
 

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.capture import run as capturing
 from moetool.capture.job import CaptureOptions, CapturePlan, Item, plan_capture
 from moetool.capture.resume import CaptureFolder, open_stage, stage_path
 from moetool.capture.run import Captured, finish, forward_batches, run_batches
 from moetool.capture.run import capture as capture_prompts
-from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_full
 from moetool.prompts.gather import Prompt
 from moetool.prompts.gather import load as load_prompts
-from moetool.runtime.recording import GateRecorder
+from moetool.runtime.recording.recorder import GateRecorder
 from moetool.trace.reader import Trace
 from tests import families
 from tests.faults import every_fault, fault_at

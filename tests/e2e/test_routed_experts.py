@@ -10,10 +10,11 @@ import pytest
 
 from moetool.capture.remote import RemoteServer, capture_remote
 from moetool.capture.run import CaptureOptions, capture
-from moetool.formats._import import import_trace
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.shape import shape_of
 from moetool.prompts.gather import Prompt
 from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from tests.servers import post, serving
 
@@ -70,7 +71,7 @@ def test_capture_from_our_own_server_is_capture(
 def test_answers_are_read_as_sglangs_too(url: str, captured: Trace, tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     file.write_text("\n".join(json.dumps(_ask(url, text)[1]) for text in TEXTS))
-    import_trace([file], "sglang_routed_experts", tmp_path / "t", settings={"model": "reference"})
+    import_trace([file], "sglang_routed_experts", tmp_path / "t", settings={"model": "reference"}, find_model=shape_of)
     for ours, expected in zip(_experts(Trace(tmp_path / "t")), _experts(captured), strict=True):
         assert (ours == expected).all()
 
@@ -80,7 +81,7 @@ def test_several_choices_and_stop_strings(url: str, captured: Trace, tmp_path: P
     assert code == 200 and len(answer["choices"]) == 4
     file = tmp_path / "many.json"
     file.write_text(json.dumps(answer))
-    import_trace([file], "vllm_routed_experts", tmp_path / "t", settings={"model": "reference"})
+    import_trace([file], "vllm_routed_experts", tmp_path / "t", settings={"model": "reference"}, find_model=shape_of)
     for i, ours in enumerate(_experts(Trace(tmp_path / "t"))):
         assert (ours == _experts(captured)[i // 2]).all()
     code, whole = _ask(url, TEXTS[2], return_token_ids=True)
@@ -88,7 +89,7 @@ def test_several_choices_and_stop_strings(url: str, captured: Trace, tmp_path: P
     code, cut = _ask(url, TEXTS[2], return_token_ids=True, stop=text[1:3])
     assert code == 200 and cut["choices"][0]["text"] == text[:1]
     file.write_text(json.dumps(cut))
-    import_trace([file], "vllm_routed_experts", tmp_path / "cut", settings={"model": "reference"})
+    import_trace([file], "vllm_routed_experts", tmp_path / "cut", settings={"model": "reference"}, find_model=shape_of)
     (ours,) = _experts(Trace(tmp_path / "cut"))
     assert len(ours) < len(_experts(captured)[2]) and (ours == _experts(captured)[2][: len(ours)]).all()
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import open_store
-from moetool.types import ForwardInfo, Phase
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import open_store
 from tests.engines import RandomPolicy
 
 EXPERTS, TOP_K, LAYERS = 8, 3, 2

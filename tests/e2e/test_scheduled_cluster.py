@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.types import Cluster
 from moetool.capture.job import CaptureOptions
 from moetool.capture.run import capture
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo, WorkerStats
 from moetool.cluster.edge.replacement import places_of
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement._comparing import plan_placement, score_plan
-from moetool.placement._placement_plan import Place, PlacementPlan
+from moetool.placement.comparison import plan_placement, score_plan
+from moetool.placement.plan import Place, PlacementPlan
 from moetool.prompts.gather import gather
-from moetool.request import Output, SamplingParams
+from moetool.runtime.request import Output, SamplingParams
 from moetool.trace.edit import split
 from moetool.trace.reader import Trace
-from moetool.types import Cluster
 from tests.clusters import make_cluster
 from tests.edge import Node, Nodes, cluster
 from tests.edge_workers import Table

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from moetool.cache_plan import PrefetchLimits
-from moetool.errors import MoetoolError
+from moetool.base.errors import MoetoolError
+from moetool.caching.plan import PrefetchLimits
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import Output, SamplingParams, Unavailable
 from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.request import Output, SamplingParams, Unavailable
 from moetool.trace.reader import Trace
 from tests.servers import client_of, eventually, get, serving
 

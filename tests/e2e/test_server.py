@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from moetool.errors import MoetoolError, UsageError
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.serving.server import bind, url_of
 
 PROCESS = """

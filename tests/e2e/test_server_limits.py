@@ -11,9 +11,9 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.cli.main import app
-from moetool.errors import MoetoolError, UsageError
-from moetool.request import SamplingParams, Sink, TokenLogprob
+from moetool.runtime.request import SamplingParams, Sink, TokenLogprob
 from moetool.serving.chat import Conversation, ServerRefused
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.status_line import Rates

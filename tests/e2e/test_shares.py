@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from moetool.models.checkpoint import Checkpoint
 from moetool.serving.clients import Client, Load, client_of
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
@@ -129,7 +130,6 @@ def test_a_preempted_answer_is_the_same(more: dict[str, Any]) -> None:
     ],
 )
 def test_a_preempted_answer_of_a_model_is_the_same(more: dict[str, Any]) -> None:
-    from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import ServeOptions, build_engine
 
     options = ServeOptions(kv_tokens=2048, max_requests=2, dtype="float32")

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching import lru
+from moetool.base.types import ForwardInfo, GateEvent
+from moetool.caching.policies import lru
 from moetool.capture.run import CaptureOptions, capture
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts.gather import Prompt
-from moetool.request import SamplingParams
+from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import Trace
-from moetool.types import ForwardInfo, GateEvent
 from tests.engines import engine
 from tests.traces import SPEC
 

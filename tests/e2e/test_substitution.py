@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._policy import build_policy
+from moetool.base.families import FAMILIES
+from moetool.caching.policy import build_policy
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.families import FAMILIES
-from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.request import SamplingParams
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine, generate, require_replayed
 

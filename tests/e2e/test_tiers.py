@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.caching._policy import build_policy
+from moetool.base.errors import CapacityError
+from moetool.caching.policy import build_policy
 from moetool.capture.run import CaptureOptions, RunSetup, capture
-from moetool.errors import CapacityError
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
 from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
@@ -76,7 +76,7 @@ def test_experts_computed_by_the_thread_beside_a_device(
     baseline: Answered, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way that a GPU takes, on a made-up one whose computing happens at once and whose copies do not."""
-    monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
+    monkeypatch.setattr("moetool.runtime.experts.store.open_copies", lambda device: Eager())
     for policy, slots in (
         (SomeOnHost(_spec(reference), 16, seed=5), 16),
         (RandomPolicy(_spec(reference), 6, seed=5), 6),

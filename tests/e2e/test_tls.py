@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from moetool.errors import MoetoolError, UsageError
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.serving.chat import Conversation
 from moetool.serving.server import tls_context
 from moetool.serving.server_options import ServerOptions

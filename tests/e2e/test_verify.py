@@ -11,25 +11,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.errors import UsageError
-from moetool.evaluation import library_weights
-from moetool.evaluation.layer_comparison import OUTSIDE
-from moetool.evaluation.plain_model import open_plain
-from moetool.evaluation.verification import Comparison, VerifyOptions, verify
-from moetool.evaluation.verification_report import report_on
-from moetool.models import checkpoint, ggml_blocks, gguf_weights, loading, tensor_index
+from moetool.base.errors import UsageError
+from moetool.kernels.cpu.compiled import find_kernel
+from moetool.measuring import library_weights
+from moetool.measuring.layer_comparison import OUTSIDE
+from moetool.measuring.plain_model import open_plain
+from moetool.measuring.verification import Comparison, VerifyOptions, verify
+from moetool.measuring.verification_report import report_on
+from moetool.models import checkpoint, loading
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.expert_files import ExpertFiles
-from moetool.models.gguf_architectures import Architecture, Metadata
-from moetool.models.gguf_header import GgufHeader, read_gguf_header
+from moetool.models.experts.expert_files import ExpertFiles
+from moetool.models.files import tensor_index
+from moetool.models.files.gguf_header import GgufHeader, read_gguf_header
+from moetool.models.gguf import blocks as ggml_blocks
+from moetool.models.gguf import weights as gguf_weights
+from moetool.models.gguf.architectures import Architecture, Metadata
 from moetool.models.loading import CPU
-from moetool.models.nvfp4 import Nvfp4Codec
-from moetool.models.pack_quantized import PackCodec
 from moetool.models.packed_linear import PackedLinear
-from moetool.models.row_kernels import find_kernel
-from moetool.models.scaled import ScaledCodec
 from moetool.models.shards import Shards
-from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.models.weights.nvfp4 import Nvfp4Codec
+from moetool.models.weights.pack_quantized import PackCodec
+from moetool.models.weights.scaled import ScaledCodec
+from moetool.runtime.experts.forward import ExpertRuntime
 from tests import families, gguf_models, quantized
 
 SMALL = VerifyOptions(policies=("lru",), prompts=3, tokens=3)
@@ -283,7 +286,7 @@ def test_a_text_part_is_not_called_loaded_by_transformers(tmp_path: Path) -> Non
 
 
 def test_a_broken_policy_is_named(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moetool.runtime.host_compute import HostCompute
+    from moetool.runtime.experts.host_compute import HostCompute
 
     real = HostCompute.start
 

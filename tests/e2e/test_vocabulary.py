@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moetool.base.errors import MismatchError
 from moetool.bench.serving_setup import ServingBenchOptions, prompts_of
-from moetool.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import ServeOptions, build_engine
 from tests.command_line import exit_code

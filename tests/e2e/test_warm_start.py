@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching._policy_changes import PolicyChoice
+from moetool.caching.policy_changes import PolicyChoice
 from moetool.cli.main import app
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import SamplingParams
 from moetool.runtime import warm_start
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.automatic import ServeSetup, choose
-from moetool.runtime.copies import stride_of
-from moetool.runtime.engine import Engine
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.loop.engine import Engine
+from moetool.runtime.request import SamplingParams
 from moetool.runtime.warm_start import kept_models
 
 ASKED = "User: What is 12 + 7?\nAssistant:"

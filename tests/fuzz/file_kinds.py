@@ -22,27 +22,27 @@ import pyarrow.parquet as pq
 import safetensors.numpy
 from hypothesis import strategies as st
 
-from moetool import assets
+from moetool.base import assets
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.bench import bench_result
 from moetool.bench.paper.claims import read_paper
-from moetool.cache_plan import CachePlan
-from moetool.caching._policy import build_policy
+from moetool.caching.plan import CachePlan
+from moetool.caching.policy import build_policy
 from moetool.cli.main import main
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.cluster.frames import FrameConnection, pack
 from moetool.costing.costs import CostProfile
-from moetool.errors import MoetoolError, UsageError
-from moetool.formats._import import import_trace
-from moetool.learning.predictor import CARD, WEIGHTS, build, load_predictor, save
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.tensor_index import read_index
-from moetool.placement._cluster_file import load_cluster
-from moetool.placement._placement_plan import MigrationPlan, PlacementPlan
+from moetool.models.files.tensor_index import read_index
+from moetool.placement.cluster_file import load_cluster
+from moetool.placement.plan import MigrationPlan, PlacementPlan
 from moetool.prompts import dataset_recipe
 from moetool.runtime.policy_state import restore_state, save_state
 from moetool.trace.expert_counts import Counted, open_workload, write_counts
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import SIGNALS
+from moetool.training.predictor import CARD, WEIGHTS, build, load_predictor, save
 from moetool.tuning.replay import replay
 from tests import artefacts, corruption, edge_workers, foreign, traces
 from tests.clusters import make_cluster

@@ -22,8 +22,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
-from moetool import durable
-from moetool.errors import MoetoolError
+from moetool.base import durable
+from moetool.base.errors import MoetoolError
 from tests.fuzz.file_kinds import TARGETS, Files, Target
 
 CORPUS = Path(__file__).parent / "corpus" / "artefacts"

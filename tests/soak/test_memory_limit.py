@@ -13,7 +13,7 @@ import pytest
 
 from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.location import locate_config
+from moetool.models.files.location import locate_config
 from tests import servers
 from tests.memory_group import MemoryGroup
 from tests.server_process import served

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetool.caching._residency import StepKind
-from moetool.errors import UsageError
-from moetool.formats._export import export_trace
-from moetool.formats._import import import_trace
+from moetool.base.errors import UsageError
+from moetool.caching.residency import StepKind
 from moetool.report.advice_page import answers, memory_table, page
 from moetool.trace.expert_counts import ExpertCounts, open_workload
+from moetool.trace.foreign.exporting import export_trace
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.tuning.advice import POOLS, AdviceOptions, advise, sample
 from moetool.tuning.advice_counts import covered, halve

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching._policy import Policy, build_policy
-from moetool.caching._residency import Residency, StepKind
-from moetool.errors import UsageError
-from moetool.learning.predictor import build
-from moetool.learning.tokens import read
+from moetool.base.errors import UsageError
+from moetool.base.types import ModelSpec
+from moetool.caching.policy import Policy, build_policy
+from moetool.caching.residency import Residency, StepKind
 from moetool.trace.reader import Trace
+from moetool.training.predictor import build
+from moetool.training.tokens import read
 from moetool.tuning.replay import ReplaySetup, replay
-from moetool.types import ModelSpec
 from tests import synthetic_routes
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec
 

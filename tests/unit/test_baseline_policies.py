@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching._policy import Policy, build_policy
-from moetool.caching._residency import Residency, Step, StepKind
-from moetool.errors import UsageError
-from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.caching.policy import Policy, build_policy
+from moetool.caching.residency import Residency, Step, StepKind
 from tests.synthetic import make_forward, make_spec, random_stream
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH

@@ -7,14 +7,15 @@ import psutil
 import pytest
 import torch
 
-from moetool.errors import CapacityError, UsageError
-from moetool.request import Output, SamplingParams
-from moetool.runtime import batching, growing_pages
-from moetool.runtime.batching import Batcher
+from moetool.base.errors import CapacityError, UsageError
+from moetool.base.types import Phase
 from moetool.runtime.decoding import Batch, kv_cache_bytes
-from moetool.runtime.prompt_chunks import PromptChunks
-from moetool.runtime.recording import GateRecorder
-from moetool.types import Phase
+from moetool.runtime.kv import growing_pages
+from moetool.runtime.loop import batching
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.prompt_chunks import PromptChunks
+from moetool.runtime.recording.recorder import GateRecorder
+from moetool.runtime.request import Output, SamplingParams
 from tests.engines import run_all, tokens_of
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]

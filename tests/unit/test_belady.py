@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetool.caching._policy import Policy, build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import UsageError
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.caching.policy import Policy, build_policy
+from moetool.caching.residency import Residency
 from tests.synthetic import make_spec, random_stream, run_forwards
 
 Events = list[list[int]]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from moetool.base.errors import CapacityError, UsageError
 from moetool.bench import random_checkpoint as checkpoint
 from moetool.bench.random_checkpoint import MARKER, random_checkpoint
-from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from tests.tiny_shape import EXPERT_BYTES, write_shape

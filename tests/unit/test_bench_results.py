@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base.errors import MismatchError, UsageError
 from moetool.bench.bench_result import (
     BENCHES,
     BenchResult,
@@ -21,9 +22,8 @@ from moetool.bench.bench_result import (
 from moetool.bench.policy_table import PolicyTableOptions
 from moetool.bench.serving_results import serving_row
 from moetool.bench.serving_runs import phase_row, run_row
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import MismatchError, UsageError
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from tests.artefacts import BENCH_RESULTS
 from tests.command_line import exit_code
 from tests.synthetic_routes import make_spec

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moetool import assets
+from moetool.base import assets
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.capture.remote import RemoteServer, capture_remote
-from moetool.errors import MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts.gather import Prompt
 from moetool.trace.reader import Trace

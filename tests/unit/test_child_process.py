@@ -13,7 +13,7 @@ from tests.servers import eventually
 SCRIPT = """
 import multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from moetool.child_process import end_with_parent
+from moetool.base.child_process import end_with_parent
 
 def work(path):
     with open(path, "w") as file:

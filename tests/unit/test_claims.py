@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool import plugins
+from moetool.base import plugins
+from moetool.base.errors import UsageError
 from moetool.bench.bench_result import Row, read_result
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.assumed_machine import AssumedMachine
@@ -19,10 +20,9 @@ from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import Check, Verdict, derive, interval, judge
 from moetool.bench.paper.workbench import Workbench, code_files, parsed, requests_of
 from moetool.costing.pricing import Prices
-from moetool.errors import UsageError
-from moetool.learning.predictor import build
-from moetool.learning.tokens import Tokens
 from moetool.trace.reader import Trace
+from moetool.training.predictor import build
+from moetool.training.tokens import Tokens
 from tests.synthetic_routes import make_spec, write_trace
 
 PRINTED = {
@@ -385,7 +385,13 @@ def test_kept_results_depend_on_all_code_that_makes_them() -> None:
     """The key covers every module that capture, training and replicas import, directly or not."""
     root = Path(__file__).parents[2]
     files = set(code_files())
-    made_by = ("capture/run", "learning/training", "quantize/replica", "quantize/calibration", "trace/edit")
+    made_by = (
+        "capture/run",
+        "training/training",
+        "training/quantize/replica",
+        "training/quantize/calibration",
+        "trace/edit",
+    )
     todo = [root / "moetool" / f"{name}.py" for name in (*made_by, "prompts/gather")]
     todo += [root / "predictors" / f"{name}.py" for name in plugins.names("predictor")]
     reached: set[Path] = set()

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.errors import MismatchError
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
-from moetool.errors import MismatchError
-from moetool.placement._replacement_record import ReplacementRecord
+from moetool.placement.replacement_record import ReplacementRecord
 from tests.clusters import make_cluster
 from tests.traces import SPEC
 

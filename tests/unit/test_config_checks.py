@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from tests.tiny_shape import CONFIG, write_shape
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moetool import assets
-from moetool.errors import MismatchError
+from moetool.base import assets
+from moetool.base.errors import MismatchError
+from moetool.base.families import FAMILIES
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.families import FAMILIES
 from moetool.models.tested_formats import UNLISTED
 from tests import families
 from tests.command_line import exit_code

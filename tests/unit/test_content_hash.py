@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base.errors import MismatchError
 from moetool.cluster.edge.worker import Worker, WorkerSettings
-from moetool.errors import MismatchError
-from moetool.models import content_hash
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.content_hash import content_hashes, differing_file
+from moetool.models.files import content_hash
+from moetool.models.files.content_hash import content_hashes, differing_file
 from tests.identities import NOBODY
 
 FILE = "model.safetensors"

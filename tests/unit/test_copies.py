@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError, UsageError
 from moetool.models.loading import parse_device
-from moetool.runtime.copies import ALIGNMENT, CpuCopies, CudaCopies, open_copies, slot_views, stride_of
+from moetool.runtime.experts.copies import ALIGNMENT, CpuCopies, CudaCopies, open_copies, slot_views, stride_of
 
 GPU = torch.device("cuda", 0)
 
@@ -76,7 +76,7 @@ class _Cuda:
             "cudart": Cudart,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        monkeypatch.setattr("moetool.runtime.copies.clear_error", lambda device: cuda.log.append(("clear",)))
+        monkeypatch.setattr("moetool.runtime.experts.copies.clear_error", lambda device: cuda.log.append(("clear",)))
 
     def run(self) -> None:
         for event in self.events:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from moetool.caching import smoe
-from moetool.caching._host_split import HostCosts
-from moetool.caching._policy import build_policy
-from moetool.runtime.cost_meter import CostMeter
+from moetool.caching.host_split import HostCosts
+from moetool.caching.policies import smoe
+from moetool.caching.policy import build_policy
+from moetool.runtime.experts.cost_meter import CostMeter
 from tests.synthetic import make_spec
 
 

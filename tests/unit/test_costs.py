@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.machine import Machine
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
-from moetool.errors import MismatchError, UsageError
-from moetool.machine import Machine
 from tests.synthetic import make_spec
 
 MACHINE = Machine(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import moetool.cluster.edge.dashboard as dashboard
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 from tests.edge_workers import odds
 from tests.unit.test_scheduler import SPEC, World, planned
 

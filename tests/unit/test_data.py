@@ -2,7 +2,7 @@
 
 import re
 
-from moetool import assets, durable
+from moetool.base import assets, durable
 
 
 def test_every_file_of_data_is_in_the_readme_with_its_sha256() -> None:

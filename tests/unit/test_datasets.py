@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.prompts import dataset_recipe
 from moetool.prompts import gather as prompts
 from moetool.prompts.gather import DataOptions, Gathered, Prompt

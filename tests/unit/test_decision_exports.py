@@ -8,19 +8,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moetool import plugins
+from moetool.base import plugins
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.types import Cluster, Gpu, Server
 from moetool.cli.main import app
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.formats._export import export_trace
-from moetool.formats._import import import_trace
-from moetool.placement._comparing import Setting, plan_placement
-from moetool.placement._demand import read_demand
-from moetool.placement._engine_slots import filled
-from moetool.placement._latency import unit_latency
-from moetool.placement._planner import Problem, place
+from moetool.placement.comparison import Setting, plan_placement
+from moetool.placement.demand import read_demand
+from moetool.placement.engine_slots import filled
+from moetool.placement.latency import unit_latency
+from moetool.placement.planner import Problem, place
+from moetool.trace.foreign.exporting import export_trace
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
-from moetool.types import Cluster, Gpu, Server
 from tests import synthetic_routes
 
 
@@ -90,7 +90,7 @@ def test_a_plan_for_an_engine_can_be_exported(trace: Trace, tmp_path: Path, plan
     unequal = cluster(4 * 6 * size, 4 * 7 * size + 3, 4 * 6 * size + size)  # 6 slots of each layer on the smallest
     plan, _ = plan_placement({"s0": trace}, unequal, planner, {}, setting=Setting(engine=engine))
     assert {len(set(experts)) for gpus in plan.experts_LG for experts in gpus} == {6}
-    plugins.load("format", engine).write_plan(plan, tmp_path / "out", None)
+    plugins.load("export", engine).write_plan(plan, tmp_path / "out", None)
 
 
 def test_what_an_engine_cannot_take_is_refused_while_planning(trace: Trace) -> None:

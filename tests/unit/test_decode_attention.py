@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moetool.runtime.decode_attention import OneQuery, attend_one_query, find_attention_kernel
-from moetool.runtime.paged_attention import SequenceEnds, paged_attention
+from moetool.kernels.cpu.attention import OneQuery, attend_one_query, find_attention_kernel
+from moetool.runtime.kv.paged_attention import SequenceEnds, paged_attention
 
 SLOTS = 300
 

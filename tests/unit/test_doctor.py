@@ -9,11 +9,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moetool import machine as machine_module
-from moetool.errors import UsageError
-from moetool.machine import OLDEST_TRANSFORMERS, cgroup_memory, memory_bytes, read_machine, require_transformers
-from moetool.tuning import doctor as module
-from moetool.tuning.doctor import doctor
+from moetool.base.errors import UsageError
+from moetool.base.machine import cgroup_memory, memory_bytes
+from moetool.measuring import doctor as module
+from moetool.measuring.doctor import doctor
+from moetool.models import libraries
+from moetool.models.libraries import OLDEST_TRANSFORMERS, read_machine, require_transformers
 
 NAMES = [
     "processor",
@@ -67,11 +68,11 @@ def test_library_versions_outside_the_tested_range_are_named(monkeypatch: pytest
 
 def test_an_old_transformers_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("5.20.2", "4.57.6"):
-        monkeypatch.setattr(machine_module.importlib.metadata, "version", lambda name, found=version: found)
+        monkeypatch.setattr(libraries.importlib.metadata, "version", lambda name, found=version: found)
         with pytest.raises(UsageError, match=rf"^transformers {version} is too old: expected 5\.21 or newer; pip"):
             require_transformers()
     for version in ("5.21.0", "5.23.0.dev0", "6.0"):
-        monkeypatch.setattr(machine_module.importlib.metadata, "version", lambda name, found=version: found)
+        monkeypatch.setattr(libraries.importlib.metadata, "version", lambda name, found=version: found)
         require_transformers()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moetool import durable
-from moetool.errors import UsageError
+from moetool.base import durable
+from moetool.base.errors import UsageError
 
 OPERATIONS = ("open", "fsync", "mkdir", "rename", "replace")
 """System calls of durable, besides writing a file's bytes and removing files."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge import edge_head as edge
 from moetool.cluster.edge.edge_head import EdgeHead
@@ -20,9 +21,8 @@ from moetool.cluster.edge.server_settings import Endpoints, held_by, worker_sett
 from moetool.cluster.edge.worker import WorkerSettings, message_bytes
 from moetool.cluster.transport import own_address
 from moetool.cluster.worker_link import WorkerDied
-from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement.plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions
 from moetool.serving.server_options import ServerOptions
 from tests.clusters import make_cluster, make_plan

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool import durable
-from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.evaluation.evaluate import evaluate
-from moetool.evaluation.tally import MatchTally
-from moetool.learning.fit_options import FitOptions
-from moetool.learning.predictor import Predictor, load_predictor
-from moetool.learning.tokens import Tokens, stream
-from moetool.learning.training import split_requests, train
-from moetool.learning.unseen_requests import held_out
+from moetool.base import durable
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.prediction.unseen_requests import held_out
 from moetool.trace.merge import merge
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import digest_of_tokens, prompt_digests
 from moetool.trace.writer import TraceWriter
+from moetool.training.evaluate import evaluate
+from moetool.training.fit_options import FitOptions
+from moetool.training.predictor import Predictor, load_predictor
+from moetool.training.tally import MatchTally
+from moetool.training.tokens import Tokens, stream
+from moetool.training.training import split_requests, train
 from tests.profiles import compute, line, make_profile
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from moetool.evaluation.evaluate import Evaluation, evaluate
-from moetool.evaluation.match_tables import by_task, overview, print_evaluations, tables_of
-from moetool.learning.training import train
+from moetool.prediction.match_tables import by_task, overview, print_evaluations, tables_of
+from moetool.training.evaluate import Evaluation, evaluate
+from moetool.training.training import train
 from tests.synthetic_routes import make_spec, write_trace
 
 

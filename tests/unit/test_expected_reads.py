@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moetool.caching._layer_slots import equal_slots
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
+from moetool.caching.layer_slots import equal_slots
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.automatic import choose
 from moetool.runtime.expected_reads import (

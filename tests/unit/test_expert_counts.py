@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.errors import MismatchError, UsageError
-from moetool.formats import ktransformers
-from moetool.formats._export import export_trace
-from moetool.formats._import import import_trace
-from moetool.placement._comparing import open_traces, plan_placement, score_plan
-from moetool.placement._demand import read_demand
+from moetool.base.errors import MismatchError, UsageError
+from moetool.placement.comparison import open_traces, plan_placement, score_plan
+from moetool.placement.demand import read_demand
+from moetool.placement.exports import ktransformers
 from moetool.trace.expert_counts import Counted, ExpertCounts, open_workload
+from moetool.trace.foreign.exporting import export_trace
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from tests import synthetic_routes
 from tests.clusters import make_cluster

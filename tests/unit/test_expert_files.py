@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.errors import MismatchError, UsageError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.expert_files import ExpertFiles
+from moetool.models.experts.expert_files import ExpertFiles
 from moetool.models.loading import load_lazy
 
 

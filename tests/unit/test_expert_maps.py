@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from moetool.errors import UsageError
-from moetool.learning.expert_maps import MapSearch, MapStore, capacity_of, distribution, select, threshold, top_mass
+from moetool.base.errors import UsageError
+from moetool.prediction.expert_maps import MapSearch, MapStore, capacity_of, distribution, select, threshold, top_mass
 
 
 def _search(store: MapStore, map_LE: np.ndarray, embedding_D: np.ndarray | None = None) -> MapSearch:

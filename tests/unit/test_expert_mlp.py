@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from moetool.errors import UsageError
-from moetool.learning.predictor import build
-from moetool.learning.tokens import Tokens
+from moetool.base.errors import UsageError
+from moetool.training.predictor import build
+from moetool.training.tokens import Tokens
 from tests.synthetic_routes import make_routes, make_spec
 
 SMALL = {"hidden": [16, 8]}

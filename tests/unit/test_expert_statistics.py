@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from moetool.learning.predictor import build
-from moetool.learning.tokens import Tokens
+from moetool.training.predictor import build
+from moetool.training.tokens import Tokens
 from predictors.affinity import affinity
 from predictors.popularity import popularity
 from tests.synthetic_routes import make_spec

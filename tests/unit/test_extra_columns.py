@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moetool
-from moetool import assets
+from moetool.base import assets
+from moetool.base.errors import UsageError
 from moetool.capture.run import CaptureOptions, RunSetup, capture
-from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.spec import moe_layers
+from moetool.models.experts.moe_layers import moe_layers
 from moetool.prompts import gather
 from moetool.report.atlas import atlas_section, draw_atlas
 from moetool.report.sample import ReportOptions, read_routes

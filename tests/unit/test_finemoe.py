@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.caching.finemoe import Options, Policy
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.expert_maps import MapSearch, MapStore
-from moetool.learning.predictor import load_predictor
-from moetool.learning.training import train
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.policies.finemoe import Options, Policy
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
+from moetool.prediction.expert_maps import MapSearch, MapStore
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
-from moetool.tuning.map_store import plan_maps
+from moetool.training.map_store import plan_maps
+from moetool.training.predictor import load_predictor
+from moetool.training.training import train
 from moetool.tuning.replay import ReplaySetup, replay
-from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import synthetic, synthetic_routes
 from tests.synthetic import run_forwards
 

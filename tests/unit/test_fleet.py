@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from moetool.cache_plan import PrefetchLimits
-from moetool.caching import lru
-from moetool.caching._decision_digest import DecisionDigest
-from moetool.caching._devices import Fleet, Learners, build_policies, open_pool, own_part, split_bytes, split_slots
-from moetool.caching._policy import Policy, build_policy
-from moetool.caching._residency import Residency, Step, StepKind
-from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.decision_digest import DecisionDigest
+from moetool.caching.devices import Fleet, Learners, build_policies, open_pool, own_part, split_bytes, split_slots
+from moetool.caching.plan import PrefetchLimits
+from moetool.caching.policies import lru
+from moetool.caching.policy import Policy, build_policy
+from moetool.caching.residency import Residency, Step, StepKind
 from moetool.runtime.policy_state import restore_state, save_state
 from moetool.tuning.replay import ReplaySetup, decisions, replay
-from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.engines import RandomPolicy
 from tests.profiles import make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, random_stream, run_forwards, slots_of, write_trace

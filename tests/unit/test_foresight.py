@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Counts, Residency
-from moetool.caching.foresight import Policy
-from moetool.errors import UsageError
-from moetool.learning import token_kernels, token_memory
-from moetool.learning.predictor import Predictor, build
-from moetool.learning.token_memory import TokenMemory, WindowBatch, compile_loops
-from moetool.learning.tokens import Tokens
-from moetool.types import ForwardInfo, GateEvent, Phase
+from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.policies.foresight import Policy
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Counts, Residency
+from moetool.prediction import token_kernels, token_memory
+from moetool.prediction.token_memory import TokenMemory, WindowBatch, compile_loops
+from moetool.training.predictor import Predictor, build
+from moetool.training.tokens import Tokens
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec, run_forwards
 
 SPEC = make_spec(layers=4, experts=16, top_k=2)

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.cli.main import app
-from moetool.errors import MoetoolError, UsageError
-from moetool.formats._column_table import parse_map
-from moetool.formats._import import formats_with, import_trace
 from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.foreign.column_table import parse_map
+from moetool.trace.foreign.importing import formats_with, import_trace
 from moetool.trace.reader import Trace
 from tests import foreign
 from tests.foreign import EXPERTS, IDS, LAYERS, PROMPT, ROUTES, TOKENS

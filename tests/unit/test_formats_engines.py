@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.formats._import import import_trace
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.models.shape import shape_of
 from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay
@@ -44,7 +45,7 @@ def require_requests(path: Path, names: str = "ab") -> None:
 def refused(message: str, file: Path | list[Path], format: str, settings: dict[str, Any] = HEADLESS) -> None:
     out = (file if isinstance(file, Path) else file[0]).parent / "refused"
     with pytest.raises(MoetoolError, match=message) as refusal:
-        import_trace([file] if isinstance(file, Path) else file, format, out, settings=settings)
+        import_trace([file] if isinstance(file, Path) else file, format, out, settings=settings, find_model=shape_of)
     assert "\n" not in str(refusal.value)
     assert not out.exists()
 

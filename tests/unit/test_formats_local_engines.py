@@ -9,10 +9,10 @@ import gguf
 import numpy as np
 import pytest
 
-from moetool.errors import MoetoolError
-from moetool.formats._export import export_trace
-from moetool.formats._import import Imported, import_trace
+from moetool.base.errors import MoetoolError
 from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.foreign.exporting import export_trace
+from moetool.trace.foreign.importing import Imported, import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests.synthetic import make_spec, random_experts

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.errors import MismatchError, MoetoolError
-from moetool.formats._import import import_trace
+from moetool.base.errors import MismatchError, MoetoolError
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import foreign

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from moetool.cache_plan import CachePlan, PrefetchLimits
-from moetool.caching._residency import StepKind
-from moetool.config import parse_seconds
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.tables import count
+from moetool.base.config import parse_seconds
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.tables import count
+from moetool.caching.plan import CachePlan, PrefetchLimits
+from moetool.caching.residency import StepKind
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, best, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, least_budget

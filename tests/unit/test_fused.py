@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.errors import UsageError
-from moetool.evaluation.evaluate import evaluate
-from moetool.learning.path_signals import GIVEN, SIGNALS
-from moetool.learning.path_trust import ALONE, DISTANCES, HitRecord, Offset
-from moetool.learning.predictor import Predictor, build, save
-from moetool.learning.tokens import Tokens, from_rows
-from moetool.learning.training import options_for
+from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.prediction.path_signals import GIVEN, SIGNALS
+from moetool.prediction.path_trust import ALONE, DISTANCES, HitRecord, Offset
 from moetool.trace.events import to_events
 from moetool.trace.reader import KEEP, Trace
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.training.evaluate import evaluate
+from moetool.training.predictor import Predictor, build, save
+from moetool.training.tokens import Tokens, from_rows
+from moetool.training.training import options_for
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 
 OWN, MEMORY, PATH, LAST, STATES = (SIGNALS.index(name) for name in ("own", "memory", "path", "last", "states"))

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from moetool import garbage
+from moetool.base import garbage
 
 
 class _Ring:

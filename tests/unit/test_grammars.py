@@ -9,7 +9,7 @@ _COMPILE = """
 import json, sys
 from types import SimpleNamespace
 from transformers import AutoTokenizer
-from moetool import assets
+from moetool.base import assets
 from moetool.serving.grammars import Grammars
 from moetool.serving.http_errors import Refusal
 

@@ -13,15 +13,14 @@ import pytest
 import typer
 
 import moetool
+from moetool import plugins
+from moetool.base.plugins import allow, load
 from moetool.cli.main import app
 
 ROOT = Path(moetool.__file__).parent
 TESTS = Path(__file__).parents[1]
 MOST_PARAMETERS = 8
 PLUGIN_CLASSES = {"Options", "Policy", "Predictor"}
-PLUGIN_FOLDERS = ("caching", "placement", "formats", "experiments")
-MIRRORS = ("cli", "report")
-"""Packages whose modules may be named for what they present."""
 DICTATED = {"paged_attention", "few_rows", "few_packed_rows", "many_rows"}
 """Functions whose parameters are those that a library calls them with, and kernels, which take numbers alone."""
 FOREIGN = {
@@ -62,15 +61,45 @@ def test_importing_moetool_imports_nothing_else() -> None:
     assert ran.stdout.split() == [moetool.__version__]
 
 
-def test_the_map_lists_every_package_and_module_of_the_ground_floor() -> None:
+def test_the_map_lists_every_package() -> None:
     assert moetool.__doc__ is not None
     houses = moetool.__doc__.partition("The glossary")[0]
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    listed = set(re.findall(r"^    (\w+)  ", houses, re.MULTILINE)) - {""}
+    listed = set(re.findall(r"^    (\w+)  ", houses, re.MULTILINE))
     assert packages == listed - {"predictors"}
-    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
-    ground_floor = houses[houses.index("    types ") : houses.index("the ground floor:")]
-    assert set(ground_floor.split()) == modules
+
+
+@pytest.mark.parametrize("name", plugins.__all__)
+def test_names_for_plugins_are_there(name: str) -> None:
+    assert isinstance(getattr(plugins, name), type) and name in dir(plugins)
+
+
+def test_plugins_of_the_last_release_find_their_contracts(tmp_path: Path) -> None:
+    (tmp_path / "newest.py").write_text(_FORMER_POLICY)
+    allow("policy", str(tmp_path / "newest.py"))
+    module = load("policy", str(tmp_path / "newest.py"))
+    assert issubclass(module.Policy, plugins.Policy) and module.Failed is plugins.UsageError
+    assert plugins.Policy.__module__ == "moetool.caching.policy"
+
+
+_FORMER_POLICY = """
+import moetool.learning.predictor
+from moetool.caching import _policy as policy
+from moetool.errors import UsageError as Failed
+from moetool.learning.tokens import Tokens
+from moetool.placement._planner import Problem
+
+class Options: pass
+class Policy(policy.Policy): pass
+"""
+
+
+def test_the_light_install_has_the_versions_of_the_whole_one() -> None:
+    whole, core = (
+        {line for line in (ROOT.parent / name).read_text().splitlines() if "==" in line}
+        for name in ("constraints.txt", "constraints-core.txt")
+    )
+    assert core and core < whole
 
 
 def test_functions_have_at_most_eight_parameters() -> None:
@@ -98,20 +127,10 @@ def _commands(app: typer.Typer) -> Iterator[tuple[str, str]]:
         yield from _commands(group.typer_instance)
 
 
-def test_module_names_occur_once() -> None:
+def test_public_class_names_occur_once_in_a_package() -> None:
     names = Counter(
-        path.stem
-        for path, _ in _trees(ROOT)
-        if path.stem not in ("__init__", "__main__") and path.parts[1] not in MIRRORS
-        if path.parent.name not in PLUGIN_FOLDERS or path.stem.startswith("_")
-    )
-    assert [name for name, count in names.items() if count > 1] == []
-
-
-def test_public_class_names_occur_once() -> None:
-    names = Counter(
-        node.name
-        for _, tree in _trees(ROOT, ROOT.parent / "predictors")
+        (path.parts[:2], node.name)
+        for path, tree in _trees(ROOT, ROOT.parent / "predictors")
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in PLUGIN_CLASSES
     )

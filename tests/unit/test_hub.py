@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
-from moetool.models import hub as downloads
-from moetool.models import hub_transfers
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.hub import HubName, is_downloaded, parse_hub_name, with_revision
-from moetool.models.hub_transfers import Blob, Transfers
-from moetool.models.location import locate, locate_config
+from moetool.models.files import hub as downloads
+from moetool.models.files import hub_transfers
+from moetool.models.files.hub import HubName, is_downloaded, parse_hub_name, with_revision
+from moetool.models.files.hub_transfers import Blob, Transfers
+from moetool.models.files.location import locate, locate_config
 from tests import gguf_oracle
 from tests.command_line import exit_code
 from tests.hub import COMMIT, Hub, running

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency, StepKind
-from moetool.errors import UsageError
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency, StepKind
 from tests.synthetic import make_spec
 
 

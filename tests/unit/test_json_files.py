@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moetool import json_files
-from moetool.errors import MismatchError
-from moetool.json_files import parse_object, read_json
+from moetool.base import json_files
+from moetool.base.errors import MismatchError
+from moetool.base.json_files import parse_object, read_json
 
 _values = st.recursive(
     st.one_of(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from tests import families
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moetool.caching._layer_slots import equal_slots, scaled_down
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import CapacityError
+from moetool.base.errors import CapacityError
+from moetool.caching.layer_slots import equal_slots, scaled_down
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.plans import choose_cache
 from tests.synthetic import make_spec, random_stream, write_trace

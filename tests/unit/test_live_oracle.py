@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.caching._policy import build_policy
-from moetool.caching._policy_changes import PolicyChanges, PolicyChoice
-from moetool.caching._residency import Counts, Residency
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.caching.policy import build_policy
+from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
+from moetool.caching.residency import Counts, Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.request import SamplingParams
 from moetool.runtime.assembly import ServeOptions, build_engine
-from moetool.runtime.event_window import EventWindow
-from moetool.runtime.live_oracle import LiveOracle, OraclePolicies, format_comparison
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.runtime.experts.event_window import EventWindow
+from moetool.runtime.recording.live_oracle import LiveOracle, OraclePolicies, format_comparison
+from moetool.runtime.request import SamplingParams
 from tests.synthetic import make_forward, make_spec, random_stream, run_forwards
 
 SLOTS = 9
@@ -105,7 +105,7 @@ def test_it_compares_on_a_thread_and_logs_it(caplog: pytest.LogCaptureFixture) -
     window = EventWindow()
     _served(spec, "lfu", window)
     oracle = _oracle(spec, window, "lfu", every_s=0.01)
-    with caplog.at_level(logging.INFO, logger="moetool.runtime.live_oracle"):
+    with caplog.at_level(logging.INFO, logger="moetool.runtime.recording.live_oracle"):
         oracle.start()
         deadline = time.monotonic() + 20
         while oracle.latest is None and time.monotonic() < deadline:

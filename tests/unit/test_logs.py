@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moetool import logs, tables
-from moetool.errors import UsageError
+from moetool.base import logs, tables
+from moetool.base.errors import UsageError
 from tests.command_line import exit_code
 
 LINE = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR) moetool[.\w]*\[\d+\] .+")
@@ -106,7 +106,7 @@ def test_wrong_flags(
 
 
 def test_a_process_logs_as_the_one_that_started_it(tmp_path: Path) -> None:
-    code = "import moetool, logging; logging.getLogger('moetool.runtime.engine').debug('here')"
+    code = "import moetool, logging; logging.getLogger('moetool.runtime.loop.engine').debug('here')"
     for levels, shown in (("runtime=debug", True), ("debug,runtime=info", False), ("what?", False)):
         ran = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, logs.VARIABLE: levels}, capture_output=True, text=True

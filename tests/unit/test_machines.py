@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from moetool.base.errors import CapacityError, UsageError
 from moetool.cluster.ray_hosts import choose, head_of
 from moetool.cluster.transport import own_address
-from moetool.errors import CapacityError, UsageError
 
 
 def node(address: str, *resources: str, alive: bool = True) -> dict[str, Any]:

@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
+from moetool.base.types import ForwardInfo, Phase
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.assembly import ServeOptions
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import open_store
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.returned_memory import UntouchedZeros, release_pages, return_freed_memory
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
-from moetool.types import ForwardInfo, Phase
 
 
 def test_longer_chunks_borrow_more_and_never_less_than_their_activations() -> None:

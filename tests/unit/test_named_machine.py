@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from moetool import assets
+from moetool.base import assets
+from moetool.base.errors import UsageError
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import names, read_paper
 from moetool.bench.paper.named_machine import (
@@ -15,7 +16,6 @@ from moetool.bench.paper.named_machine import (
     recipe_names,
     simulated_costs,
 )
-from moetool.errors import UsageError
 
 
 def test_every_file_is_a_machine_or_a_model_and_names_its_sources() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 from moetool.prompts.near_duplicates import NearDuplicates
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.errors import CapacityError, UsageError
-from moetool.evaluation.plain_model import Forward, PlainModel
-from moetool.request import Output, SamplingParams
-from moetool.runtime.batching import Batcher
+from moetool.base.errors import CapacityError, UsageError
+from moetool.base.types import Phase
+from moetool.measuring.plain_model import Forward, PlainModel
 from moetool.runtime.decoding import Batch
-from moetool.runtime.joint_forwards import JointForwards
-from moetool.runtime.own_caches import OwnCaches, open_batcher
-from moetool.types import Phase
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.joint_forwards import JointForwards
+from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
+from moetool.runtime.request import Output, SamplingParams
 from tests.engines import run_all, tokens_of
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]

@@ -5,8 +5,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor, pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from moetool.models.pack_quantized import PackQuantized
-from moetool.models.packed import Block, PackedWeight, Scheme, pack, round_weight, to_tensors, unpack
+from moetool.models.weights.pack_quantized import PackQuantized
+from moetool.models.weights.packed import Block, PackedWeight, Scheme, pack, round_weight, to_tensors, unpack
 
 SCHEMES = [Scheme(bits=bits, group=16, symmetric=symmetric) for bits in (2, 4, 8) for symmetric in (True, False)]
 

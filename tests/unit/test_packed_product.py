@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moetool.models import packed_product
-from moetool.models.packed import Block, PackedWeight, Rounded, Scheme, pack, round_weight
-from moetool.models.packed_product import (
+from moetool.kernels.cpu import int4
+from moetool.kernels.cpu.int4 import (
     FEW_ROWS,
     KernelBlock,
     KernelWeight,
@@ -16,6 +15,7 @@ from moetool.models.packed_product import (
     restore,
     tile_rows,
 )
+from moetool.models.weights.packed import Block, PackedWeight, Rounded, Scheme, pack, round_weight
 
 DRAW = torch.Generator().manual_seed(5)
 needs_kernel = pytest.mark.skipif(not tile_rows(), reason="torch has no such kernel for this processor")
@@ -39,7 +39,7 @@ def _in_order(rounded: Rounded) -> KernelWeight:
 @pytest.mark.parametrize("tile", [64, 32])
 @pytest.mark.parametrize("chunk_bytes", [1, 2**19])
 def test_the_order_by_hand(tile: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_product, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(int4, "CHUNK_BYTES", chunk_bytes)
     values_OI = torch.randint(-8, 8, (2 * tile, 16), dtype=torch.int8, generator=DRAW)
     words = pack(values_OI, 4)
     arranged = torch.empty_like(words)

@@ -10,13 +10,13 @@ from compressed_tensors.compressors.pack_quantized import PackedQuantizationComp
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
-from moetool.errors import MismatchError, UsageError
-from moetool.models.pack_quantized import PackQuantized
-from moetool.models.packed import Scheme, quantization_config, round_weight, to_tensors
-from moetool.models.quantization_config import Quantization, Targets, quantization_of
+from moetool.base.errors import MismatchError, UsageError
+from moetool.models.files.tensor_index import read_index
 from moetool.models.shards import Shards
-from moetool.models.tensor_index import read_index
 from moetool.models.weight_index import index_weights
+from moetool.models.weights.pack_quantized import PackQuantized
+from moetool.models.weights.packed import Scheme, quantization_config, round_weight, to_tensors
+from moetool.models.weights.quantization_config import Quantization, Targets, quantization_of
 
 PATH = Path("model")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.bench.found_figure import Found, average, draw
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Claim, Sizes
@@ -29,7 +30,6 @@ from moetool.bench.paper.experiments import predictor_accuracy as predictors
 from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.verdict import CannotTestError, Check
 from moetool.bench.paper.workbench import Workbench
-from moetool.errors import UsageError
 from moetool.prompts.gather import Prompt
 from moetool.trace.reader import Trace
 from tests.synthetic_routes import make_spec, write_trace

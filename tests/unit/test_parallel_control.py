@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.types import Cluster
 from moetool.cluster.parallel.batch_placement import (
     BatchCosts,
     BatchReplacement,
@@ -17,10 +19,8 @@ from moetool.cluster.parallel.batch_placement import (
 from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.startup import ParallelOptions, open_predictors, read_settings, uniform, with_buffer
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.placement._decide import Decision
-from moetool.placement._latency import layers_s
-from moetool.types import Cluster
+from moetool.placement.decide import Decision
+from moetool.placement.latency import layers_s
 from tests.clusters import make_cluster
 from tests.synthetic import make_spec
 

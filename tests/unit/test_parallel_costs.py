@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import Link
 from moetool.cluster.parallel.batch_placement import BatchCosts, measured_latency
 from moetool.cluster.parallel.batch_records import BatchRecord, slope
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.costing.costs import CostProfile, Curve
-from moetool.errors import MismatchError, UsageError
-from moetool.types import Link
 from tests.clusters import make_cluster
 from tests.profiles import make_profile
 from tests.synthetic import make_spec

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel import channel, members
 from moetool.cluster.parallel.batch_loop import BatchLoop
@@ -18,8 +19,7 @@ from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.parallel.requests import RankRequest, Requests
-from moetool.errors import CapacityError, MismatchError, MoetoolError
-from moetool.request import Output, SamplingParams, Unavailable
+from moetool.runtime.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
 from tests.servers import eventually
 from tests.synthetic import make_spec

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.base.errors import MoetoolError
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel import expert_buffers
 from moetool.cluster.parallel.channel import connect
@@ -16,7 +17,6 @@ from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.rank_mesh import Arrivals
 from moetool.cluster.parallel.staged_migration import MigrationStage
-from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from tests.identities import identity
 from tests.servers import eventually

@@ -9,14 +9,14 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.rank_options import RankOptions
 from moetool.cluster.parallel.replica_routing import destinations, holders_of, placed_of, without
 from moetool.cluster.parallel.staged_migration import MigrationStage, plan_stages
-from moetool.errors import MoetoolError, UsageError
-from moetool.placement._latency import flows
+from moetool.placement.latency import flows
 from tests.clusters import make_cluster
 from tests.identities import identity
 

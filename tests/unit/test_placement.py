@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.machine import Machine
+from moetool.base.types import Cluster
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.machine import Machine
-from moetool.placement import eplb, prism
-from moetool.placement._demand import Demand, per_server, spread
-from moetool.placement._latency import (
+from moetool.placement.demand import Demand, per_server, spread
+from moetool.placement.latency import (
     Latency,
     along,
     expert_flow,
@@ -22,12 +22,12 @@ from moetool.placement._latency import (
     profiled_latency,
     unit_latency,
 )
-from moetool.placement._local_search import Descent, Layer
-from moetool.placement._planner import apportion, place
-from moetool.placement._relaxation import relax
-from moetool.placement._rounding import round_layer
-from moetool.placement._scoring import balancedness, messages, score
-from moetool.types import Cluster
+from moetool.placement.local_search import Descent, Layer
+from moetool.placement.planner import apportion, place
+from moetool.placement.planners import eplb, prism
+from moetool.placement.relaxation import relax
+from moetool.placement.rounding import round_layer
+from moetool.placement.scoring import balancedness, messages, score
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec
 
@@ -438,7 +438,7 @@ def test_bounds_without_an_optimum_in_time_are_left_out(monkeypatch: pytest.Monk
     problem = make_problem(make_spec(2, 32), make_cluster([[20] * 2] * 2))
     placed = place("uniform", problem)
     whole = score(problem, placed)
-    monkeypatch.setattr("moetool.placement._scoring.BOUND_S", 1e-9)
+    monkeypatch.setattr("moetool.placement.scoring.BOUND_S", 1e-9)
     late = score(problem, placed)
     assert whole.remote_bound is not None and late.remote_bound is None
     assert late.latency_bound == late.work_bound <= whole.latency_bound

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from moetool.costing.costs import Curve
-from moetool.placement import _programme
-from moetool.placement._latency import Latency, along, flows, hull, knots, unit_latency
-from moetool.placement._local_search import Layer
-from moetool.placement._planner import Problem, place
-from moetool.placement._relaxation import hottest, relax
-from moetool.placement._scoring import latency_bound, score, work_bound
+from moetool.placement import linear_programme
+from moetool.placement.latency import Latency, along, flows, hull, knots, unit_latency
+from moetool.placement.local_search import Layer
+from moetool.placement.planner import Problem, place
+from moetool.placement.relaxation import hottest, relax
+from moetool.placement.scoring import latency_bound, score, work_bound
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec
 
@@ -71,7 +71,7 @@ def test_the_primal_simplex_stands_in_for_the_dual_one(monkeypatch: pytest.Monke
     problem = _problem(rng.integers(0, 9, (4, 12)).astype(float).tolist(), 4, Curve(x=(0.0, 1.0), y=(0.0, 1.0)))
     layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.full(4, 4), latency=problem.latency)
     dual = relax(layer)
-    monkeypatch.setattr(_programme, "STRATEGIES", _programme.STRATEGIES[1:])
+    monkeypatch.setattr(linear_programme, "STRATEGIES", linear_programme.STRATEGIES[1:])
     primal = relax(layer)
     assert dual is not None and primal is not None and primal.bound == pytest.approx(dual.bound)
     assert relax(layer, 0.9 * dual.bound) is None

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.errors import UsageError
-from moetool.learning import predictor
-from moetool.learning.tokens import Tokens
-from moetool.placement._demand import Demand, count_experts, planned_share, read_batches
-from moetool.placement._latency import unit_latency
-from moetool.placement._modes import Batch, calibrated, modes
-from moetool.placement._planner import Problem
+from moetool.base.errors import UsageError
+from moetool.placement.demand import Demand, planned_share, read_batches
+from moetool.placement.latency import unit_latency
+from moetool.placement.modes import Batch, calibrated, modes
+from moetool.placement.planner import Problem
+from moetool.trace.expert_counts import count_experts
+from moetool.training import predictor
+from moetool.training.tokens import Tokens
 from tests.clusters import make_cluster, make_problem
 from tests.regression import regressed
 from tests.synthetic import make_spec, write_trace

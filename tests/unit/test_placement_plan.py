@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.formats import ktransformers, sglang, tensorrt_llm, vllm_ascend
-from moetool.placement._cluster_file import load_cluster
-from moetool.placement._comparing import Setting, compare, open_traces, plan_placement, score_plan, verdict
-from moetool.placement._decide import plan_migration
-from moetool.placement._demand import planned_share, read_demand
-from moetool.placement._migration import order_moves, windows
-from moetool.placement._placement_plan import MigrationPlan, Move, PlacementPlan, experts_of
-from moetool.placement._planner import place
-from moetool.placement._scoring import remote_call_s
-from moetool.placement.director import Options
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.types import Cluster, Link
+from moetool.placement.cluster_file import load_cluster
+from moetool.placement.comparison import Setting, compare, open_traces, plan_placement, score_plan, verdict
+from moetool.placement.decide import plan_migration
+from moetool.placement.demand import planned_share, read_demand
+from moetool.placement.exports import ktransformers, sglang, tensorrt_llm, vllm_ascend
+from moetool.placement.migration import order_moves, windows
+from moetool.placement.plan import MigrationPlan, Move, PlacementPlan, experts_of
+from moetool.placement.planner import place
+from moetool.placement.planners.director import Options
+from moetool.placement.scoring import remote_call_s
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Link
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec, write_trace
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moetool.cache_plan import CachePlan, PredictorReference
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.tables import count
+from moetool.caching.plan import CachePlan, PredictorReference
 from moetool.costing.pricing import TimelineOptions
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.tables import count
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable
 from predictors import next_use

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetool.caching._policy import SharedPredictor, build_policy, slots_within
-from moetool.caching._residency import Residency, Step, StepKind
-from moetool.caching.duoserve import likeliest
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.types import GateEvent, Phase
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.types import GateEvent, Phase
+from moetool.caching.policies.duoserve import likeliest
+from moetool.caching.policy import SharedPredictor, build_policy, slots_within
+from moetool.caching.residency import Residency, Step, StepKind
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec, random_stream, run_forwards
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from moetool import plugins
-from moetool.caching._policy import Policy, build_policy, policy_class
-from moetool.caching._residency import Residency
-from moetool.errors import MismatchError, MoetoolError
+from moetool.base import plugins
+from moetool.base.errors import MismatchError, MoetoolError
+from moetool.base.types import ModelSpec
+from moetool.caching.policy import Policy, build_policy, policy_class
+from moetool.caching.residency import Residency
 from moetool.runtime.policy_state import restore_state, save_state
-from moetool.types import ModelSpec
 from tests.synthetic import make_spec, random_stream, run_forwards
 
 LEARNING = ("finemoe", "lfu", "moe_infinity")

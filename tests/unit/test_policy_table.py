@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.bench.policy_table import BY_LAYER, PolicyTableOptions, bench_policies
-from moetool.errors import UsageError
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.command_line import exit_code

@@ -15,11 +15,11 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from moetool.caching._policy import build_policy
-from moetool.durable import sha256_file
-from moetool.errors import MismatchError, MoetoolError
-from moetool.learning.predictor import CARD, WEIGHTS, Predictor, build, load_predictor, save
+from moetool.base.durable import sha256_file
+from moetool.base.errors import MismatchError, MoetoolError
+from moetool.caching.policy import build_policy
 from moetool.runtime.policy_state import restore_state, save_state
+from moetool.training.predictor import CARD, WEIGHTS, Predictor, build, load_predictor, save
 from tests.synthetic import make_spec
 
 SPEC = make_spec()

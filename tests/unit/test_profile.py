@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.costing.costs import CostProfile, Curve
-from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.measuring.probes import disk, layer, link
+from moetool.measuring.probes.prediction import prediction_curve
+from moetool.measuring.probes.repeat import Timings, repeat
+from moetool.measuring.profile import ProfileOptions, profile
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.location import shape_names
+from moetool.models.files.location import shape_names
 from moetool.models.packed_linear import PackedLinear
-from moetool.tuning.probes import disk, layer, link
-from moetool.tuning.probes.prediction import prediction_curve
-from moetool.tuning.probes.repeat import Timings, repeat
-from moetool.tuning.profile import ProfileOptions, profile
 from tests import families, quantized
 
 TINY = {
@@ -121,7 +121,7 @@ def test_linear_layers_are_timed_as_the_server_keeps_them(tmp_path: Path, monkey
 
 
 def test_a_config_alone_gives_the_same_curves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moetool.tuning.profile.MIN_SCRATCH_BYTES", 10**6)
+    monkeypatch.setattr("moetool.measuring.profile.MIN_SCRATCH_BYTES", 10**6)
     made = profile(
         str(tiny / "config.json"), ProfileOptions(config_only=True, dtype="float32", seconds=0, scratch=tmp_path)
     )
@@ -180,7 +180,7 @@ def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.Monk
 
 def test_everything_is_measured_once_and_then_whatever_had_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("moetool.tuning.probes.repeat.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("moetool.measuring.probes.repeat.time.perf_counter", lambda: clock[0])
     log: list[str] = []
 
     def step(name: str, seconds: float) -> Any:

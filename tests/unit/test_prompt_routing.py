@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moetool import durable
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.predictor import build
-from moetool.learning.tokens import Tokens, read
+from moetool.base import durable
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import GateEvent
 from moetool.trace.events import to_events
 from moetool.trace.reader import Trace
 from moetool.trace.writer import TraceWriter
-from moetool.types import GateEvent
+from moetool.training.predictor import build
+from moetool.training.tokens import Tokens, read
 from tests.synthetic_routes import make_rows, make_spec
 
 SPEC = make_spec()

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import assets
-from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.base import assets
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.prompts import gather as prompts
 from tests import prompt_puzzles as puzzles
 

@@ -8,7 +8,7 @@ import csv
 
 import pytest
 
-from moetool.formats._import import import_trace
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.published_routes import QWEN, needs_routes

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moetool.base.errors import UsageError
 from moetool.cluster.ray_check import (
     HeadAnswer,
     JoinedMachine,
@@ -15,7 +16,6 @@ from moetool.cluster.ray_check import (
     require_fitting,
     token_source,
 )
-from moetool.errors import UsageError
 
 HERE = JoinedMachine(address="127.0.0.1")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from moetool.formats._export import export_trace
-from moetool.formats._import import import_trace
 from moetool.trace.edit import head
+from moetool.trace.foreign.exporting import export_trace
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from moetool.placement._demand import Batch, Demand, count_experts
-from moetool.placement._recall import Recall
-from moetool.types import ModelSpec
+from moetool.base.types import ModelSpec
+from moetool.placement.demand import Batch, Demand
+from moetool.placement.recall import Recall
+from moetool.trace.expert_counts import count_experts
 from tests.clusters import make_cluster
 from tests.regression import regressed
 from tests.synthetic import make_spec

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import moetool
-from moetool import assets
-from moetool.errors import MismatchError, UsageError
+from moetool.base import assets
+from moetool.base.errors import MismatchError, UsageError
 from moetool.trace.reader import Trace
 
 FOLDER = assets.path("data", "reference-moe")

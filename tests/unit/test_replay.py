@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from moetool.caching._decision_digest import DecisionDigest
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency, StepKind
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.caching.decision_digest import DecisionDigest
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency, StepKind
 from moetool.costing.pricing import TimelineOptions
-from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
 from tests.profiles import compute, flat, make_profile
@@ -84,7 +84,9 @@ def test_requests_end_with_their_last_forward(tmp_path: Path, monkeypatch: pytes
     trace = write_trace(tmp_path / "t", make_spec(), num_requests=3, batch_size=2, composition="log")
     seen: list[tuple[str, int]] = []
     for name in ("begin_request", "end_request"):
-        monkeypatch.setattr(f"moetool.caching.lru.Policy.{name}", lambda self, r, name=name: seen.append((name[:3], r)))
+        monkeypatch.setattr(
+            f"moetool.caching.policies.lru.Policy.{name}", lambda self, r, name=name: seen.append((name[:3], r))
+        )
     replay(trace, ["lru"], [6000])
     assert seen == [("beg", 0), ("beg", 1), ("end", 0), ("end", 1), ("beg", 2), ("end", 2)]
 
@@ -110,7 +112,7 @@ def test_what_cannot_be_replayed_is_refused(trace: Trace, monkeypatch: pytest.Mo
         replay(trace, ["beladi"], [6000])
     with pytest.raises(UsageError, match="needs a predictor"):
         replay(trace, ["duoserve"], [6000])
-    monkeypatch.setattr("moetool.caching.lru.Policy.needs", frozenset({"experts", "logits"}))
+    monkeypatch.setattr("moetool.caching.policies.lru.Policy.needs", frozenset({"experts", "logits"}))
     with pytest.raises(MismatchError, match="policy lru needs logits"):
         replay(trace, ["lru"], [6000])
 

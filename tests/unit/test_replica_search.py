@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.predictor import Predictor, load_predictor
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
-from moetool.models.packed import Scheme, round_weight
 from moetool.models.router_hooks import watch
+from moetool.models.weights.packed import Scheme, round_weight
 from moetool.prompts.gather import Prompt
-from moetool.quantize.activations import round_tokens
-from moetool.quantize.calibration import Calibration, from_prompts
-from moetool.quantize.folding import Fold
-from moetool.quantize.replica import make_replica
-from moetool.quantize.replica_layers import ReplicaOptions
-from moetool.quantize.scale_search import Inputs, SearchOptions, round_clipped, scale_of, search
-from moetool.types import ForwardInfo, GateEvent, Phase
+from moetool.training.predictor import Predictor, load_predictor
+from moetool.training.quantize.activations import round_tokens
+from moetool.training.quantize.calibration import Calibration, from_prompts
+from moetool.training.quantize.folding import Fold
+from moetool.training.quantize.replica import make_replica
+from moetool.training.quantize.replica_layers import ReplicaOptions
+from moetool.training.quantize.scale_search import Inputs, SearchOptions, round_clipped, scale_of, search
 from tests import families
 
 SCHEME = Scheme(group=16)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetool import durable
-from moetool.formats._import import import_trace
+from moetool.base import durable
+from moetool.base.types import ModelSpec, Phase
 from moetool.report.measures import coverage, divergence, gini, popularity, spread
 from moetool.report.reuse import read_reuse, stack_distances
 from moetool.report.sample import (
@@ -21,11 +21,11 @@ from moetool.report.sample import (
     read_routes,
 )
 from moetool.report.transitions import affinity, lift
+from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.tuning.replay import replay
-from moetool.types import ModelSpec, Phase
 from tests.published_routes import DEEPSEEK, needs_routes
 from tests.synthetic import make_spec
 

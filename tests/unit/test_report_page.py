@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetool.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError, UsageError
 from moetool.report.atlas import draw_atlas
 from moetool.report.sample import ReportOptions
 from moetool.report.trace_measures import TraceMeasures, measure

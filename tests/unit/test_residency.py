@@ -5,11 +5,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from moetool.cache_plan import PrefetchLimits
-from moetool.caching._policy import Policy, build_policy
-from moetool.caching._residency import Residency, Step, StepKind
-from moetool.errors import CapacityError, UsageError
-from moetool.types import ForwardInfo, GateEvent, Phase
+from moetool.base.errors import CapacityError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.plan import PrefetchLimits
+from moetool.caching.policy import Policy, build_policy
+from moetool.caching.residency import Residency, Step, StepKind
 from tests.synthetic import make_forward, make_spec, random_stream
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH

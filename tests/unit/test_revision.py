@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moetool.errors import MismatchError
+from moetool.base.errors import MismatchError
+from moetool.base.types import REVISION_KIND, ModelSpec
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.revision import SAMPLE_BYTES, revision_of
-from moetool.models.tensor_index import read_index
-from moetool.types import REVISION_KIND, ModelSpec
+from moetool.models.files.revision import SAMPLE_BYTES, revision_of
+from moetool.models.files.tensor_index import read_index
 from tests.synthetic_routes import make_spec
 
 DRAW = torch.Generator().manual_seed(5)

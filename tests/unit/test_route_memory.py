@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moetool.learning.route_memory import (
+from moetool.prediction.route_memory import (
     EVERYONE,
     FADE,
     LAST,

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import durable
-from moetool.errors import MismatchError, UsageError
+from moetool.base import durable
+from moetool.base.errors import MismatchError, UsageError
 from moetool.trace.expert_counts import FILE, Counted, ExpertCounts, write_counts
 from moetool.trace.reader import Trace
 from moetool.trace.rows import SIGNALS, TokenBatch

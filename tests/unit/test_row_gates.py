@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-from moetool.models.row_gates import find_gate_kernel, gate_of
+from moetool.kernels.cpu.gates import find_gate_kernel, gate_of
 
 
 def _module(activation: str = "silu") -> Qwen3MoeExperts:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moetool.models.row_norms import adopt
+from moetool.kernels.norms import adopt
 
 
 def _norm(family: str, name: str, width: int) -> nn.Module:

@@ -7,11 +7,11 @@ import numba
 import pytest
 import torch
 
-from moetool.models import row_products
-from moetool.models.huge_pages import ask_for_huge_pages
-from moetool.models.row_inputs import ordered_rows
-from moetool.models.row_kinds import GGML_KINDS
-from moetool.models.row_products import (
+from moetool.kernels.cpu import matmul
+from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
+from moetool.kernels.cpu.inputs import ordered_rows
+from moetool.kernels.cpu.kinds import GGML_KINDS
+from moetool.kernels.cpu.matmul import (
     MAX_ROWS,
     RowLinear,
     RowsOf,
@@ -83,7 +83,7 @@ def test_rows_are_taken_from_and_written_to_the_places_that_jobs_name() -> None:
 
 def test_a_kernel_leaves_nothing_to_compile_for_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = replace(next(kind for kind in GGML_KINDS if kind.name == "q4_k"))  # one that nothing is compiled for yet
-    assert row_products.find_kernel(kind) is not None
+    assert matmul.find_kernel(kind) is not None
     monkeypatch.setattr(numba, "cfunc", None)
     assert ordered_rows(_rows(1, kind.numbers), kind).shape[:2] == (1, 1)
 
@@ -98,7 +98,7 @@ def test_weights_keep_their_values_in_huge_pages() -> None:
 def test_what_the_kernel_does_not_take_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     (weight,) = _weights(1)
     assert takes(weight)
-    monkeypatch.setattr(row_products, "find_tiles", lambda *kind: None)
+    monkeypatch.setattr(matmul, "find_tiles", lambda *kind: None)
     assert not multiplies(_rows(MAX_ROWS + 1), weight)
     assert not multiplies(_rows(MAX_ROWS + 1, dtype=torch.float32), weight)
     assert not multiplies(_rows(0), weight)
@@ -111,7 +111,7 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(monkeypatch: pytest.Monk
 
 
 def test_linear_layers_are_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_products, "find_tiles", lambda *kind: None)
+    monkeypatch.setattr(matmul, "find_tiles", lambda *kind: None)
     model = torch.nn.Sequential(
         torch.nn.Linear(576, 512, dtype=torch.bfloat16),
         torch.nn.Linear(512, 64, bias=False, dtype=torch.bfloat16),  # small
@@ -132,12 +132,12 @@ def test_linear_layers_are_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_numba_torch_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(row_products, "find_kernel", row_products.find_kernel.__wrapped__)
+    monkeypatch.setattr(matmul, "find_kernel", matmul.find_kernel.__wrapped__)
     assert not takes(_weights(1)[0])
 
 
 def test_a_router_multiplies_few_rows_by_the_kernel_and_more_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_products, "find_tiles", lambda *kind: None)
+    monkeypatch.setattr(matmul, "find_tiles", lambda *kind: None)
 
     class Router(torch.nn.Module):
         def __init__(self) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moetool.errors import MismatchError, UsageError
-from moetool.models.safetensors_header import DTYPE_BITS, HeaderEntry, read_header
-from moetool.models.tensor_index import read_index
+from moetool.base.errors import MismatchError, UsageError
+from moetool.models.files.safetensors_header import DTYPE_BITS, HeaderEntry, read_header
+from moetool.models.files.tensor_index import read_index
 
 _Header = dict[str, Any]
 

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from moetool.request import Output, SamplingParams
-from moetool.runtime import sampling
-from moetool.runtime.batched_sampling import Draws, batched_gumbel_scores, gumbel_noise
-from moetool.runtime.sampling import Sampler, gumbel_scores, likeliest, nucleus
+from moetool.runtime.loop import sampling
+from moetool.runtime.loop.batched_sampling import Draws, batched_gumbel_scores, gumbel_noise
+from moetool.runtime.loop.sampling import Sampler, gumbel_scores, likeliest, nucleus
+from moetool.runtime.request import Output, SamplingParams
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["one by one", "together"])

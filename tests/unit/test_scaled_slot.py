@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from moetool.models.expert_files import slot_forms
-from moetool.models.expert_form import ExpertForm, Part
-from moetool.models.row_kernels import find_kernel
-from moetool.models.scaled import Scaled
-from moetool.models.scaled_slot import ScaledSlot, stays_scaled
-from moetool.models.stored_expert import DenseSlot, layout_of
-from moetool.models.weight_format import StoredWeight, unpack
+from moetool.kernels.cpu.compiled import find_kernel
+from moetool.models.experts.expert_files import slot_forms
+from moetool.models.experts.expert_form import ExpertForm, Part
+from moetool.models.experts.scaled_slot import ScaledSlot, stays_scaled
+from moetool.models.experts.stored_expert import DenseSlot, layout_of
+from moetool.models.weights.format import StoredWeight, unpack
+from moetool.models.weights.scaled import Scaled
 from tests.unit.test_weight_formats import scheme_config, stored
 
 pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")

@@ -6,17 +6,17 @@ from functools import cache
 import pytest
 import torch
 
-from moetool.models import llvm_vectors, scaled_weight
-from moetool.models.fp8_block import Fp8BlockCodec
-from moetool.models.mxfp4 import Mxfp4Codec
-from moetool.models.nvfp4 import Nvfp4Codec
-from moetool.models.row_kernels import find_kernel
-from moetool.models.row_kinds import FP8, INT8, MXFP4, NVFP4, NVFP4_DIVIDED, RowKind
-from moetool.models.row_products import MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
-from moetool.models.scaled import ScaledCodec
-from moetool.models.scaled_weight import ScaledWeight, multiplies
-from moetool.models.value_scaling import four_bits
-from moetool.models.weight_format import Codec
+from moetool.kernels.cpu import scaled_weight, vectors
+from moetool.kernels.cpu.compiled import find_kernel
+from moetool.kernels.cpu.kinds import FP8, INT8, MXFP4, NVFP4, NVFP4_DIVIDED, RowKind
+from moetool.kernels.cpu.matmul import MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
+from moetool.kernels.cpu.scaled_weight import ScaledWeight, multiplies
+from moetool.models.weights.format import Codec
+from moetool.models.weights.fp8_block import Fp8BlockCodec
+from moetool.models.weights.mxfp4 import Mxfp4Codec
+from moetool.models.weights.nvfp4 import Nvfp4Codec
+from moetool.models.weights.scaled import ScaledCodec
+from moetool.models.weights.value_scaling import four_bits
 
 pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
 
@@ -122,7 +122,7 @@ def test_processors_without_a_look_up_make_the_same_bits(monkeypatch: pytest.Mon
     weight = _made("mxfp4")[0]
     x = torch.randn(3, weight.columns, generator=torch.Generator().manual_seed(2)).bfloat16()
     made = products([x], [weight])[0], weight.to(torch.bfloat16)
-    monkeypatch.setattr(llvm_vectors, "has_avx512", lambda: False)
+    monkeypatch.setattr(vectors, "has_avx512", lambda: False)
     monkeypatch.setattr(scaled_weight, "find_kernel", cache(find_kernel.__wrapped__))  # beside the compiled ones
     again = products([x], [weight])[0], weight.to(torch.bfloat16)
     assert all(map(torch.equal, made, again))

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.edge.protocol import MovedRound
 from moetool.cluster.edge.replacement import (
     as_array,
@@ -21,13 +23,11 @@ from moetool.cluster.edge.replacement import (
     trial_copies,
 )
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
-from moetool.errors import MismatchError, UsageError
-from moetool.placement import _planner as planner
-from moetool.placement._demand import Demand
-from moetool.placement._latency import unit_latency
-from moetool.placement._placement_plan import Move, Place
-from moetool.placement._planner import Problem
-from moetool.types import Cluster, ModelSpec
+from moetool.placement import planner
+from moetool.placement.demand import Demand
+from moetool.placement.latency import unit_latency
+from moetool.placement.plan import Move, Place
+from moetool.placement.planner import Problem
 from tests.clusters import make_cluster
 from tests.edge_workers import odds, open_cluster
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from moetool.errors import MismatchError, MoetoolError
+from moetool.base.errors import MismatchError, MoetoolError
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP, TokenBatch
 from moetool.trace.segments import SegmentLimits, SegmentWriter
@@ -220,7 +220,7 @@ import pytest
 from tests import faults
 from tests.unit import test_segments as t
 from moetool.trace.segments import SegmentLimits
-from moetool.errors import MoetoolError
+from moetool.base.errors import MoetoolError
 
 os.fsync = lambda descriptor: None  # counted, and not waited for
 number = 0

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.predictor import Predictor, build
-from moetool.learning.tokens import Tokens, from_rows
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import GateEvent, ModelSpec
 from moetool.trace.events import to_events
 from moetool.trace.rows import TokenBatch
-from moetool.types import GateEvent, ModelSpec
+from moetool.training.predictor import Predictor, build
+from moetool.training.tokens import Tokens, from_rows
 from tests.synthetic_routes import AHEAD, make_rows, make_spec
 
 SPEC = make_spec()

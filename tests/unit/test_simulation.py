@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.errors import MismatchError, UsageError
-from moetool.placement._demand import Demand
-from moetool.placement._latency import unit_latency
-from moetool.placement._migration import order_moves
-from moetool.placement._planner import Problem
-from moetool.placement._scoring import score
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import Cluster, Gpu, Link, ModelSpec, Server
+from moetool.placement.demand import Demand
+from moetool.placement.latency import unit_latency
+from moetool.placement.migration import order_moves
+from moetool.placement.planner import Problem
+from moetool.placement.scoring import score
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachines
 from moetool.simulation.migration_traffic import Moving
@@ -22,7 +23,6 @@ from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import Computing, make_network
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import SimulatedRequest, lay_out
-from moetool.types import Cluster, Gpu, Link, ModelSpec, Server
 from tests.clusters import make_cluster
 from tests.synthetic import make_spec
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.errors import MismatchError, UsageError
-from moetool.learning.predictor import build
-from moetool.placement import _planner
-from moetool.placement._demand import Batch, Demand
-from moetool.placement._placement_plan import bare_plan
-from moetool.placement._planner import quick_options
-from moetool.placement._recall import Recall
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import Cluster
+from moetool.placement import planner
+from moetool.placement.demand import Batch, Demand
+from moetool.placement.plan import bare_plan
+from moetool.placement.planner import quick_options
+from moetool.placement.recall import Recall
 from moetool.simulation.event_loop import EventLoop
 from moetool.simulation.placement_control import MODES
 from moetool.simulation.simulate import ModeInputs, World, read_settings, read_world, simulate
@@ -22,7 +22,7 @@ from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.sweep import parse_sweeps, resize, sweep
 from moetool.simulation.workload import RequestSource
 from moetool.trace.reader import Trace
-from moetool.types import Cluster
+from moetool.training.predictor import build
 from tests.clusters import make_cluster
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -264,7 +264,7 @@ def test_copies_of_servers_add_rounds_and_nothing_else(
     plans: list[str] = []
     histories: list[int] = []
     predicted: list[int] = []
-    place = _planner.place
+    place = planner.place
 
     class Told(Recall):
         def __init__(self, history: Sequence[Batch]) -> None:
@@ -275,7 +275,7 @@ def test_copies_of_servers_add_rounds_and_nothing_else(
             predicted.append(len(batch[1]))
             return super().__call__(batch)
 
-    monkeypatch.setattr(_planner, "place", lambda name, *more: plans.append(name) or place(name, *more))
+    monkeypatch.setattr(planner, "place", lambda name, *more: plans.append(name) or place(name, *more))
     monkeypatch.setattr("moetool.simulation.simulate.Recall", Told)
     options = replace(OPTIONS, lookahead="predicted", migrate="free")
     for gpus in (3, 48):

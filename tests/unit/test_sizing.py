@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moetool.errors import CapacityError
+from moetool.base.errors import CapacityError
 from moetool.runtime.decoding import PAGE_TOKENS
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
 from moetool.runtime.memory_share import lendable

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.runtime import slot_products
-from moetool.runtime.slot_backends import triton_kernels
-from moetool.runtime.slot_products import SlotRows
+from moetool.kernels import slot_products
+from moetool.kernels.slot_backends import triton_kernels
+from moetool.kernels.slot_products import SlotRows
 
 EXPERTS, OUTPUTS, INPUTS = 12, 80, 96
 

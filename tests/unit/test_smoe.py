@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetool.caching import smoe
-from moetool.caching._host_split import HostCosts, two_pointers
-from moetool.caching._policy import build_policy
-from moetool.caching._residency import Residency, StepKind
-from moetool.errors import MismatchError, UsageError
-from moetool.models.families import require_substitutable
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.families import require_substitutable
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.caching.host_split import HostCosts, two_pointers
+from moetool.caching.policies import smoe
+from moetool.caching.policy import build_policy
+from moetool.caching.residency import Residency, StepKind
 from moetool.tuning.replay import ReplaySetup, replay
-from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from tests import traces
 from tests.synthetic import make_spec, random_stream, run_forwards
 

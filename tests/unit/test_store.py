@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.errors import CapacityError, MoetoolError
-from moetool.runtime.expert_store import ExpertStore
-from moetool.types import ModelSpec
+from moetool.base.errors import CapacityError, MoetoolError
+from moetool.base.types import ModelSpec
+from moetool.runtime.experts.store import ExpertStore
 from tests.servers import eventually
 from tests.streams import Streams
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moetool import tables
+from moetool.base import tables
 
 COLUMNS = [
     "planner",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from moetool import assets
+from moetool.base import assets
 from moetool.serving.detokenize import REPLACEMENT, StopStrings, Vocabulary
 
 

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-from moetool.models import row_products
-from moetool.models.row_kinds import GGML_KINDS, RowKind
-from moetool.models.row_products import MAX_ROWS, MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
-from moetool.models.scaled_weight import ScaledWeight
-from moetool.models.tile_products import cpu_has_tiles, find_tiles
+from moetool.kernels.cpu import matmul
+from moetool.kernels.cpu.kinds import GGML_KINDS, RowKind
+from moetool.kernels.cpu.matmul import MAX_ROWS, MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
+from moetool.kernels.cpu.scaled_weight import ScaledWeight
+from moetool.kernels.cpu.tiles import cpu_has_tiles, find_tiles
 from tests.unit.test_scaled_weight import CASES, example_weight
 
 pytestmark = pytest.mark.skipif(not cpu_has_tiles(), reason="this CPU has no AMX")
@@ -74,7 +74,7 @@ def test_a_stored_weight_gives_the_bits_of_the_unpacked_one(name: str) -> None:
     x = _rows(MAX_SCALED_ROWS + 30, inputs=weight.columns)
     assert max_rows(weight, x.dtype) == sys.maxsize and max_rows(weight, torch.float32) == MAX_SCALED_ROWS
     dense = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, -weight.columns % 64))
-    dense = torch.cat([dense] * (-(-row_products.MIN_ELEMENTS // dense.numel())))
+    dense = torch.cat([dense] * (-(-products.MIN_ELEMENTS // dense.numel())))
     unpacked = products([torch.nn.functional.pad(x, (0, -weight.columns % 64))], [dense])[0]
     assert torch.equal(products([x], [weight])[0], unpacked[:, : weight.shape[0]])
 
@@ -112,14 +112,14 @@ def test_a_row_is_the_same_among_many() -> None:
 
 def test_layers_and_routers_multiply_many_rows_by_tiles() -> None:
     layer = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.bfloat16)
-    assert row_products.adopt(torch.nn.Sequential(layer)) == 1
+    assert matmul.adopt(torch.nn.Sequential(layer)) == 1
     x = _rows(300)
     with torch.inference_mode():
         assert torch.equal(layer(x[None])[0], products([x], [layer.weight])[0])
 
 
 def test_without_tiles_the_kernel_for_few_rows_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_products, "find_tiles", lambda kind: None)
+    monkeypatch.setattr(matmul, "find_tiles", lambda kind: None)
     weight = example_weight("mxfp4")
     assert isinstance(weight, ScaledWeight) and max_rows(weight, torch.bfloat16) == MAX_SCALED_ROWS
     assert max_rows(_weight(), torch.bfloat16) == MAX_ROWS

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetool import plugins
-from moetool.caching._policy import build_policy, policy_class
-from moetool.caching._residency import Residency, Step, StepKind
+from moetool.base import plugins
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.policy import build_policy, policy_class
+from moetool.caching.residency import Residency, Step, StepKind
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import Prices, TimelineOptions
 from moetool.costing.timeline import MeteredPredictor, Timeline
 from moetool.costing.timing import Timing
-from moetool.errors import MismatchError, UsageError
-from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.profiles import compute, flat, line, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, random_stream
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import durable
-from moetool.errors import MismatchError
-from moetool.learning import tokens
-from moetool.learning.tokens import FIELDS, Picker, Tokens, num_tokens, read, stream
+from moetool.base import durable
+from moetool.base.errors import MismatchError
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
 from moetool.trace.writer import TraceWriter
+from moetool.training import tokens
+from moetool.training.tokens import FIELDS, Picker, Tokens, num_tokens, read, stream
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
+from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.trace import reader as trace_module
 from moetool.trace import writer as trace_writer
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
 from moetool.trace.rows import SIGNALS, TokenBatch
-from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import traces
 from tests.traces import SPEC
 

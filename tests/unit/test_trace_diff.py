@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from moetool.base.errors import MismatchError
 from moetool.cli.main import app
-from moetool.errors import MismatchError
 from moetool.trace.diff import diff, divergence
 from moetool.trace.reader import Trace
 from tests import synthetic_routes, traces

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetool.errors import MismatchError, UsageError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.trace.edit import head, split
 from moetool.trace.merge import merge
 from moetool.trace.reader import Trace

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from moetool import plugins
-from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.formats._export import export_trace
-from moetool.formats._import import formats_with, import_trace
+from moetool.base import plugins
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.foreign.exporting import export_trace
+from moetool.trace.foreign.importing import formats_with, import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import foreign, synthetic_routes, traces
@@ -95,7 +95,7 @@ def test_what_ran_together_is_kept_where_the_format_has_it(trace: Trace, tmp_pat
 
 
 def _together(path: Path, like: Trace, lengths: list[tuple[int, int]]) -> Trace:
-    from moetool import durable
+    from moetool.base import durable
     from moetool.trace.writer import TraceWriter
 
     with durable.staged_directory(path) as folder:

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import durable
-from moetool.errors import MismatchError, UsageError
-from moetool.formats._import import formats_with, import_trace
+from moetool.base import durable
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import Phase
+from moetool.trace.foreign.importing import formats_with, import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay
-from moetool.types import Phase
 from tests.synthetic import make_spec, random_experts
 
 LAYERS, EXPERTS, TOP_K, PROMPT, TOKENS = 3, 8, 2, 4, 7

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moetool import durable
-from moetool.errors import MismatchError
+from moetool.base import durable
+from moetool.base.errors import MismatchError
 from moetool.trace.reader import Trace
 from moetool.trace.version import MINOR, SCHEMA_VERSION, upgrade
 from tests import traces

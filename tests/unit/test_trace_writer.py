@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import durable
-from moetool.errors import MoetoolError, UsageError
+from moetool.base import durable
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.trace import writer as trace_writer
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
@@ -193,7 +193,7 @@ def test_abort_after_finish_changes_nothing(folder: Path) -> None:
 WRITE_HALF = """
 import signal, sys, time
 from pathlib import Path
-from moetool import durable
+from moetool.base import durable
 from moetool.trace import reader as trace
 from moetool.trace import writer as trace_writer
 from tests import traces

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import durable
-from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.learning.fit_options import FitOptions
-from moetool.learning.predictor import CARD, WEIGHTS, load_predictor
-from moetool.learning.training import split_requests, train
+from moetool.base import durable
+from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
+from moetool.training.fit_options import FitOptions
+from moetool.training.predictor import CARD, WEIGHTS, load_predictor
+from moetool.training.training import split_requests, train
 from predictors.popularity import popularity
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -244,9 +244,9 @@ def test_a_failed_write_leaves_the_old_predictor_or_none(
 _FIT = """
 import signal, sys
 from pathlib import Path
-from moetool.learning import fitting
-from moetool.learning.training import train
-from moetool.learning.fit_options import FitOptions
+from moetool.training import fitting
+from moetool.training.training import train
+from moetool.training.fit_options import FitOptions
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 keep = fitting.BestEpoch.on_train_epoch_end
@@ -274,7 +274,7 @@ def test_a_killed_fit_leaves_the_old_predictor(tmp_path: Path, name: str) -> Non
 
 
 def test_the_learning_rate_rises_and_falls_whatever_the_number_of_steps() -> None:
-    from moetool.learning.fitting import share_of_rate
+    from moetool.training.fitting import share_of_rate
 
     for epochs in range(1, 60):
         rates = [share_of_rate(step, 7, 7 * epochs) for step in range(7 * epochs)]
@@ -288,7 +288,7 @@ def test_the_learning_rate_rises_and_falls_whatever_the_number_of_steps() -> Non
 
 
 def test_the_fit_slows_where_the_validation_loss_has_stopped_falling() -> None:
-    from moetool.learning.fitting import BestEpoch
+    from moetool.training.fitting import BestEpoch
 
     best, module = BestEpoch(4), SimpleNamespace(predictor=torch.nn.Linear(1, 1), slower=1.0)
     slowed = []

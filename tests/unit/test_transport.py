@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from moetool.base.errors import MoetoolError
 from moetool.cluster.certificates import Authority, Identity
 from moetool.cluster.frames import HELLO, Frame, FrameConnection, Late, LinkError, pack
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import Acceptor, listen
 from moetool.cluster.transport import CallRefused, Channel, Listener
-from moetool.errors import MoetoolError
 from tests.identities import authority, identity
 from tests.servers import eventually
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from moetool import artefact, json_files
-from moetool.cache_plan import CachePlan
+from moetool.base import artefact, json_files
+from moetool.base.errors import CapacityError, MismatchError, MoetoolError, UsageError
+from moetool.caching.plan import CachePlan
 from moetool.costing.costs import CostProfile
-from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
-from moetool.placement._cluster_file import load_cluster
-from moetool.placement._placement_plan import MigrationPlan, PlacementPlan
+from moetool.placement.cluster_file import load_cluster
+from moetool.placement.plan import MigrationPlan, PlacementPlan
 from tests.artefacts import CACHE_PLAN, MIGRATION_PLAN, PLACEMENT_PLAN, PROFILE, Json
 
 LOADERS: dict[str, tuple[Callable[[Path], object], Callable[[], Json], str]] = {

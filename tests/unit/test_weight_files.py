@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moetool.errors import MoetoolError, UsageError
+from moetool.base.errors import MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.files.location import locate
 from moetool.models.loading import load_full, load_lazy
-from moetool.models.location import locate
 from tests import families
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"

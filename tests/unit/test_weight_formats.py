@@ -9,11 +9,11 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file
 
-from moetool.errors import MismatchError, UsageError
-from moetool.models.quantization_config import quantization_of
+from moetool.base.errors import MismatchError, UsageError
 from moetool.models.shards import Tensor
-from moetool.models.value_scaling import eight_bits, four_bits
-from moetool.models.weight_format import STORED_DTYPES, StoredWeight, unpack
+from moetool.models.weights.format import STORED_DTYPES, StoredWeight, unpack
+from moetool.models.weights.quantization_config import quantization_of
+from moetool.models.weights.value_scaling import eight_bits, four_bits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gptq_awq.safetensors"
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}

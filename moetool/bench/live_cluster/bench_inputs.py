@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
+from moetool.base.errors import UsageError
+from moetool.base.tables import numbered
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, ClusterBenchOptions
 from moetool.costing.costs import CostProfile
-from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, DTYPES, served_dtype
-from moetool.placement._comparing import plan_placement
-from moetool.placement._demand import loads
-from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement.comparison import plan_placement
+from moetool.placement.demand import loads
+from moetool.placement.plan import PlacementPlan
 from moetool.prompts.gather import Prompt, gather
-from moetool.tables import numbered
 from moetool.trace.edit import split
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 _PARTS = ("planned", "served")
 
@@ -65,7 +65,7 @@ class BenchInputs:
 
     def plans(self, cluster: Cluster, lines: Sequence[str], seed: int) -> dict[str, PlacementPlan]:
         """The placement of each line with a planner."""
-        from moetool.placement._comparing import Setting
+        from moetool.placement.comparison import Setting
 
         names = [name for name in lines if name not in (ALONE, REDIRECTED)]
         return {name: plan_placement(self.planned, cluster, name, {}, setting=Setting(seed=seed))[0] for name in names}
@@ -99,8 +99,8 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
     """
     from moetool.capture.job import CaptureOptions
     from moetool.capture.run import capture
-    from moetool.tuning.profile import ProfileOptions
-    from moetool.tuning.profile import profile as measure
+    from moetool.measuring.profile import ProfileOptions
+    from moetool.measuring.profile import profile as measure
 
     if len(tasks) != len(options.memory) or len(set(tasks)) != len(tasks):
         raise UsageError(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moetool.config import POSITIVE, Span, require_within
-from moetool.errors import UsageError, unknown_name
-from moetool.placement import _planner as planner
+from moetool.base.config import POSITIVE, Span, require_within
+from moetool.base.errors import UsageError, unknown_name
+from moetool.placement import planner
 
 PLACEMENTS = ("uniform", "redundant", "smartmoe", "eplb", "prism", "prism_exact")
 """Prism's baselines, Prism, and the optimum of its objective."""

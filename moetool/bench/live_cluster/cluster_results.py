@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from moetool import tables as printed
+from moetool.base import tables as printed
 from moetool.bench.bench_result import BenchResult, Row, median, table
 from moetool.bench.found_figure import Curve, Found
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED

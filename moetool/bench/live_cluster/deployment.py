@@ -5,8 +5,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from moetool.base.errors import MoetoolError
 from moetool.bench.live_cluster.sites import Site
-from moetool.caching._policy import MIN_SLOTS
+from moetool.caching.policy import MIN_SLOTS
 from moetool.cluster.certificates import Authority
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.edge_head import EdgeHead, Processes
@@ -15,11 +16,10 @@ from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.cluster.edge.server_settings import held_by, worker_settings
 from moetool.cluster.edge.worker import Worker
 from moetool.cluster.transport import own_address
-from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement.plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.copies import stride_of
+from moetool.runtime.experts.copies import stride_of
 from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.base.errors import MoetoolError
 from moetool.capture.remote import RemoteServer
-from moetool.errors import MoetoolError
 
 _GIVE_UP_S = 300.0
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from moetool.errors import MoetoolError, UsageError
+from moetool.base.errors import MoetoolError, UsageError
 
 _NET = "10.77.0"
 _HEAD = 254

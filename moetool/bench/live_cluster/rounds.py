@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.types import Cluster
 from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.bench.live_cluster.bench_inputs import BenchInputs, prepare
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
@@ -18,10 +19,9 @@ from moetool.bench.live_cluster.load_generator import Answered, Coming, draw, dr
 from moetool.bench.live_cluster.sites import open_site
 from moetool.cluster.edge.scheduler import SchedulerOptions
 from moetool.models.loading import DTYPES
-from moetool.placement._demand import read_demand
-from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement.demand import read_demand
+from moetool.placement.plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions
-from moetool.types import Cluster
 
 _POLLS = 5  # reports of each server between two decisions
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from moetool.base.errors import MoetoolError
+from moetool.base.types import Cluster
 from moetool.cluster.edge.edge_head import Processes
 from moetool.cluster.edge.server_settings import Endpoints
-from moetool.errors import MoetoolError
-from moetool.types import Cluster
 
 if TYPE_CHECKING:
     from moetool.bench.live_cluster.namespaces import Hosts

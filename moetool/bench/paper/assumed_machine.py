@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from moetool.config import POSITIVE, Span, require_within
+from moetool.base.config import POSITIVE, Span, require_within
+from moetool.base.types import ModelSpec
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
 from moetool.costing.pricing import TimelineOptions
-from moetool.machine import read_machine
-from moetool.types import ModelSpec
+from moetool.models.libraries import read_machine
 
 _FAR = 4096  # last point of the lines, in tokens; they extend linearly
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moetool import assets, config, plugins
+from moetool.base import assets, config, plugins
+from moetool.base.bounded_read import TOML_BYTES, parse_toml, read_bytes
+from moetool.base.config import Span, require_within
+from moetool.base.errors import UsageError, unknown_name
 from moetool.bench.paper.named_machine import MachineChoice, recipe_names
 from moetool.bench.paper.verdict import Check
-from moetool.bounded_read import TOML_BYTES, parse_toml, read_bytes
-from moetool.config import Span, require_within
-from moetool.errors import UsageError, unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

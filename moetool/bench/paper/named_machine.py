@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moetool import assets, config
+from moetool.base import assets, config
+from moetool.base.bounded_read import parse_toml
+from moetool.base.config import POSITIVE, SHARE, Span, require_within
+from moetool.base.errors import UsageError, unknown_name
+from moetool.base.types import ModelSpec
 from moetool.bench.paper.assumed_machine import AssumedMachine
-from moetool.bounded_read import parse_toml
-from moetool.config import POSITIVE, SHARE, Span, require_within
-from moetool.errors import UsageError, unknown_name
 from moetool.simulation.simulated_costs import AssumedCosts
-from moetool.types import ModelSpec
 
 _MATRICES = 3  # of an expert: gate, up and down
 

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moetool import config, plugins
+from moetool.base import config, plugins
+from moetool.base.child_process import end_with_parent
+from moetool.base.config import POSITIVE, require_within
+from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.tables import progress
 from moetool.bench.bench_result import BenchResult, Row, recorded
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.claims import Claim, Paper, choose, names, read_paper
 from moetool.bench.paper.verdict import CannotTestError, Verdict, judge
 from moetool.bench.paper.workbench import Workbench
-from moetool.child_process import end_with_parent
-from moetool.config import POSITIVE, require_within
-from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.tables import progress
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
 """Errors that make a claim untestable: model, trace or machine lack a requirement of its experiment."""

@@ -7,8 +7,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
+from moetool.base.errors import MoetoolError, UsageError, unknown_name
 from moetool.bench.found_figure import Found
-from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.simulation.simulation_results import interval
 
 Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]

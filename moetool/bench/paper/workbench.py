@@ -15,19 +15,19 @@ import numpy as np
 
 import moetool
 import predictors
-from moetool import durable, plugins
+from moetool.base import durable, plugins
+from moetool.base.errors import UsageError
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.capture.run import CaptureOptions, capture
-from moetool.errors import UsageError
-from moetool.learning.fit_options import FitOptions
-from moetool.learning.predictor import Predictor, load_predictor
-from moetool.learning.training import train
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
 from moetool.trace.edit import head
 from moetool.trace.reader import MANIFEST, Trace
+from moetool.training.fit_options import FitOptions
+from moetool.training.predictor import Predictor, load_predictor
+from moetool.training.training import train
 from moetool.tuning.replay import ReplaySetup, replay
 
 MODEL = "reference"
@@ -38,19 +38,8 @@ _AT_ONCE = 8  # prompts captured per batch where batches do not matter; takes ha
 HISTORY = 0.7
 """Share of the requests that precede the measured ones: FineMoE's 7:3."""
 _MADE_BY = (
-    "caching",
-    "capture",
-    "costing",
-    "evaluation",
-    "formats",
-    "learning",
-    "models",
-    "placement",
-    "prompts",
-    "quantize",
-    "runtime",
-    "trace",
-    "tuning",
+    *("base", "caching", "capture", "costing", "kernels", "measuring", "models", "placement", "prediction", "prompts"),
+    *("runtime", "trace", "training", "tuning"),
 )
 """Packages whose code makes traces, predictors and replicas; a change of one makes all of these again."""
 _BENCH = ("workbench.py", "experiments/replica_agreement.py")

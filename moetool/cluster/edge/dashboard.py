@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from moetool.errors import UsageError
+from moetool.base.errors import UsageError
 from moetool.serving.origins import OriginRules
 from moetool.serving.web_names import host_name
 

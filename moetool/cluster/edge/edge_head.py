@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from moetool.base.errors import CapacityError, MoetoolError, first_line
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.placement_table import PlacementTable
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, MovedRound, WorkerInfo, WorkerStats
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.worker_link import WorkerDied
-from moetool.errors import CapacityError, MoetoolError, first_line
-from moetool.placement._placement_plan import Place
+from moetool.placement.plan import Place
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from moetool.caching._devices import Pool
-from moetool.errors import CapacityError, MoetoolError
-from moetool.runtime.device_stores import Stores
-from moetool.runtime.expert_store import ExpertStore
-from moetool.types import ModelSpec
+from moetool.base.errors import CapacityError, MoetoolError
+from moetool.base.types import ModelSpec
+from moetool.caching.devices import Pool
+from moetool.runtime.experts.device_stores import Stores
+from moetool.runtime.experts.store import ExpertStore
 
 
 class Holding:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.config import parse
+from moetool.base.validation import require_plain
 from moetool.cluster.edge.protocol import WorkerStats
-from moetool.config import parse
-from moetool.placement._replacement_record import ReplacementRecord
-from moetool.validation import require_plain
+from moetool.placement.replacement_record import ReplacementRecord
 
 _WINDOWS = 240
 _LATENCIES = 512

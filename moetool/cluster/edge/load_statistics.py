@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import MismatchError
+from moetool.base.types import Cluster, Link, ModelSpec
+from moetool.base.validation import require, require_number
 from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
-from moetool.errors import MismatchError
-from moetool.types import Cluster, Link, ModelSpec
-from moetool.validation import require, require_number
 
 _FOLDS = 4
 _TRACE = 1e-6

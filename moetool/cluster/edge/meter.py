@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.types import ModelSpec
 from moetool.cluster.edge.protocol import WorkerStats
 from moetool.cluster.links import Links
-from moetool.types import ModelSpec
 
 
 class Meter:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moetool.caching._devices import Pool
+from moetool.base.errors import MismatchError, MoetoolError, first_line
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.devices import Pool
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.held_experts import Holding
 from moetool.cluster.edge.meter import Meter
@@ -20,13 +22,11 @@ from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.row_bytes import ExpertRows, read_rows, rows_parts
 from moetool.cluster.transport import Answer, CallRefused
-from moetool.errors import MismatchError, MoetoolError, first_line
+from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.loading import LoadedModel
-from moetool.models.spec import MoeLayer
-from moetool.runtime.device_stores import Stores
-from moetool.runtime.expert_forward import ROWS_TOGETHER, ExpertRuntime, bring
-from moetool.runtime.expert_store import ExpertStore
-from moetool.types import ForwardInfo, GateEvent, Phase
+from moetool.runtime.experts.device_stores import Stores
+from moetool.runtime.experts.forward import ROWS_TOGETHER, ExpertRuntime, bring
+from moetool.runtime.experts.store import ExpertStore
 
 _LOG = logging.getLogger(__name__)
 

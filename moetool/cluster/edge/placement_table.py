@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from moetool.base.errors import MoetoolError
 from moetool.cluster.edge.protocol import Holders, HoldersChange, WorkerInfo
-from moetool.errors import MoetoolError
-from moetool.placement._placement_plan import Place
+from moetool.placement.plan import Place
 
 
 class PlacementTable:

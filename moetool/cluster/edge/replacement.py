@@ -7,13 +7,13 @@ from itertools import combinations
 
 import numpy as np
 
+from moetool.base.errors import CapacityError
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.cluster.edge.load_statistics import Statistics
-from moetool.errors import CapacityError
-from moetool.placement._decide import InForce, Observed, ReplacementCosts
-from moetool.placement._latency import unit_latency
-from moetool.placement._migration import order_moves
-from moetool.placement._placement_plan import Move, Place
-from moetool.types import Cluster, Gpu, ModelSpec, Server
+from moetool.placement.decide import InForce, Observed, ReplacementCosts
+from moetool.placement.latency import unit_latency
+from moetool.placement.migration import order_moves
+from moetool.placement.plan import Move, Place
 
 _ROUND = 64
 """Limit of copies per round; servers receive the new placement between rounds."""

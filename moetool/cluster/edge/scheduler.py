@@ -10,7 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moetool import config, durable
+from moetool.base import config, durable
+from moetool.base.config import POSITIVE, SHARE, Span, require_within
+from moetool.base.errors import CapacityError, first_line, unknown_name
+from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import ArrivedExpert, MovedRound, WorkerInfo, WorkerStats
@@ -25,14 +28,11 @@ from moetool.cluster.edge.replacement import (
 )
 from moetool.cluster.edge.scheduler_state import SchedulerState, reading
 from moetool.cluster.worker_link import WorkerDied
-from moetool.config import POSITIVE, SHARE, Span, require_within
-from moetool.errors import CapacityError, first_line, unknown_name
-from moetool.placement import _planner as planner
-from moetool.placement._decide import Decision, Replanner, decide
-from moetool.placement._placement_plan import Move, Place
-from moetool.placement._replacement_record import ReplacementRecord
-from moetool.placement._scoring import remote_calls
-from moetool.types import Cluster, ModelSpec
+from moetool.placement import planner
+from moetool.placement.decide import Decision, Replanner, decide
+from moetool.placement.plan import Move, Place
+from moetool.placement.replacement_record import ReplacementRecord
+from moetool.placement.scoring import remote_calls
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool import durable
-from moetool.errors import MismatchError, MoetoolError, first_line
-from moetool.json_files import read_json
-from moetool.placement._placement_plan import Place
-from moetool.types import Cluster, ModelSpec
-from moetool.validation import require, require_number, require_whole
+from moetool.base import durable
+from moetool.base.errors import MismatchError, MoetoolError, first_line
+from moetool.base.json_files import read_json
+from moetool.base.types import Cluster, ModelSpec
+from moetool.base.validation import require, require_number, require_whole
+from moetool.placement.plan import Place
 
 _KIND, _SCHEMA_VERSION = "scheduler_state", 3
 _ADVICE = "remove it or give another file"

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moetool.base.errors import CapacityError, UsageError
 from moetool.cluster.certificates import Identity
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.worker import WorkerSettings
-from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement.plan import PlacementPlan
 from moetool.runtime.assembly import ServeOptions, fixed_bytes
 from moetool.serving.server_options import ServerOptions
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moetool.caching._devices import Pool
-from moetool.caching._policy import MIN_SLOTS
+from moetool.base.errors import MismatchError, MoetoolError
+from moetool.base.types import ModelSpec
+from moetool.caching.devices import Pool
+from moetool.caching.policy import MIN_SLOTS
 from moetool.cluster.certificates import Identity
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
@@ -18,18 +20,16 @@ from moetool.cluster.edge.protocol import WorkerInfo, WorkerStats
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import Listener, own_address
-from moetool.errors import MismatchError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.content_hash import differing_file
+from moetool.models.files.content_hash import differing_file
 from moetool.models.loading import LoadedModel
-from moetool.request import EngineLike, Output, SamplingParams, Sink, TokenLogprob
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.copies import stride_of
-from moetool.runtime.device_stores import Stores
-from moetool.runtime.expert_store import ExpertStore
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.experts.device_stores import Stores
+from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.request import EngineLike, Output, SamplingParams, Sink, TokenLogprob
 from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
-from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import MismatchError, MoetoolError, first_line
+from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.parallel.batch_placement import BatchReplacement, Waiting
 from moetool.cluster.parallel.batch_records import BatchRecord, record_of
 from moetool.cluster.parallel.channel import RankChannel
@@ -17,10 +19,8 @@ from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_options import HeadOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.parallel.requests import RankRequest, Requests
-from moetool.errors import MismatchError, MoetoolError, first_line
-from moetool.models.content_hash import differing_file
-from moetool.request import State, Unavailable
-from moetool.types import Cluster, ModelSpec
+from moetool.models.files.content_hash import differing_file
+from moetool.runtime.request import State, Unavailable
 
 _LOG = logging.getLogger(__name__)
 _KEPT = 100

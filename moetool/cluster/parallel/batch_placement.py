@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import UsageError, unknown_name
+from moetool.base.types import Cluster, ModelSpec
 from moetool.costing.costs import Curve
-from moetool.errors import UsageError, unknown_name
-from moetool.placement import _planner as planner
-from moetool.placement._decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
-from moetool.placement._latency import Latency, along, linear_latency
-from moetool.types import Cluster, ModelSpec
+from moetool.placement import planner
+from moetool.placement.decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
+from moetool.placement.latency import Latency, along, linear_latency
 
 PLACEMENTS = tuple(mode for mode, sees in SEES.items() if sees != "prediction")
 PredictRouting = Callable[[Sequence[int], int], np.ndarray]
@@ -116,7 +116,7 @@ class BatchReplacement:
 
     Deviations:
         - The paper's placement follows every prediction; here only if the predicted gain exceeds the cost
-          (`moetool.placement._decide.decide`).
+          (`moetool.placement.decide.decide`).
         - `reactive` sees the last batch after its end, so the next batch waits for its migrations.
         - Gain and cost treat a batch as one event per layer, like the paper's T_comp and T_comm. The loads of single
           forwards may differ from the batch's.

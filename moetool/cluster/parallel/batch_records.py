@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.types import Cluster
+from moetool.base.types import Cluster
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 import threading
 import time
 
+from moetool.base.errors import MoetoolError
 from moetool.cluster.links import Bucket
-from moetool.errors import MoetoolError
 
 MIGRATIONS = ("overlap", "pipelined", "stop")
 """Migration modes (DIRECTOR, Figure 6): in compute phases only; whenever experts are available; while nothing runs."""

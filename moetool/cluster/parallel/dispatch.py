@@ -8,18 +8,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from moetool.caching._devices import Pool
+from moetool.base.errors import MoetoolError, first_line
+from moetool.base.types import ForwardInfo, GateEvent
+from moetool.caching.devices import Pool
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.process_group import Group, GroupBroken
 from moetool.cluster.parallel.replica_routing import destinations
-from moetool.errors import MoetoolError, first_line
+from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel
-from moetool.models.spec import MoeLayer
-from moetool.models.stored_expert import Weight
-from moetool.runtime.expert_forward import ROWS_TOGETHER, ExpertRuntime
-from moetool.runtime.expert_store import ExpertStore
-from moetool.types import ForwardInfo, GateEvent
+from moetool.runtime.experts.forward import ROWS_TOGETHER, ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore
 
 _FORGET = 0.5
 """Weight of the last phase in the prediction of the next one of its kind."""

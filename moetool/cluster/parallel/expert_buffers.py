@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from moetool.models.expert_files import ExpertFiles
-from moetool.models.stored_expert import Weight
-from moetool.runtime.copies import CpuCopies, open_copies
+from moetool.models.experts.expert_files import ExpertFiles
+from moetool.models.experts.stored_expert import Weight
+from moetool.runtime.experts.copies import CpuCopies, open_copies
 
 
 class ExpertBuffers:

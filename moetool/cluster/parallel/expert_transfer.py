@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from moetool.base.errors import MoetoolError, first_line
+from moetool.base.types import ModelSpec
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.staged_migration import MigrationStage
-from moetool.errors import MoetoolError, first_line
-from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 

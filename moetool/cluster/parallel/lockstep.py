@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from moetool.base.errors import first_line
+from moetool.base.types import ModelSpec
 from moetool.cluster.parallel.compute_windows import Windows
 from moetool.cluster.parallel.dispatch import ParallelRuntime
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.process_group import GroupBroken
 from moetool.cluster.parallel.staged_migration import MigrationStage
-from moetool.errors import first_line
-from moetool.request import Output, SamplingParams
-from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import token_logprobs
-from moetool.runtime.own_caches import OwnCaches
-from moetool.types import ModelSpec
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.own_caches import OwnCaches
+from moetool.runtime.request import Output, SamplingParams
 
 FOREVER = float("inf")
 """Seconds of a compute phase without a fixed end: it lasts until the next all-to-all."""

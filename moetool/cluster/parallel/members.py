@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
+from moetool.base.errors import CapacityError, first_line
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import RankChannel
-from moetool.errors import CapacityError, first_line
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import first_line
+from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.parallel.batch_placement import BatchReplacement, Waiting
 from moetool.cluster.parallel.batch_records import BatchRecord
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.replica_routing import holders_of, without
 from moetool.cluster.parallel.staged_migration import plan_stages
-from moetool.errors import first_line
-from moetool.placement._decide import Decision
-from moetool.types import Cluster, ModelSpec
+from moetool.placement.decide import Decision
 
 _LOG = logging.getLogger(__name__)
 

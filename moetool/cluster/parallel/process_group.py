@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moetool.base.errors import MoetoolError, first_line
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.rank_mesh import Mesh, Parts
-from moetool.errors import MoetoolError, first_line
 
 _COUNT = np.dtype("<i4")
 """Counts of rows, as they travel."""

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moetool.caching._policy import MIN_SLOTS, build_policy
-from moetool.caching._residency import Residency
+from moetool.base.errors import MoetoolError, first_line
+from moetool.caching.policy import MIN_SLOTS, build_policy
+from moetool.caching.residency import Residency
 from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import connect
@@ -28,12 +29,11 @@ from moetool.cluster.parallel.rank_options import RankOptions
 from moetool.cluster.parallel.replica_routing import placed_of
 from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.cluster.transport import own_address
-from moetool.errors import MoetoolError, first_line
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
 from moetool.runtime.decoding import Batch
-from moetool.runtime.expert_store import open_store
-from moetool.runtime.own_caches import open_batcher
+from moetool.runtime.experts.store import open_store
+from moetool.runtime.loop.own_caches import open_batcher
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.parallel.batch_placement import BatchCosts
 from moetool.cluster.parallel.batch_records import BatchRecord
 from moetool.costing.costs import CostProfile, Curve
-from moetool.placement._latency import profiled_latency
-from moetool.types import Cluster, ModelSpec
+from moetool.placement.latency import profiled_latency
 
 _NEWEST = 0.5
 """Weight of the newest batch in a measured cost."""

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.errors import CapacityError, MoetoolError, UsageError
+from moetool.base.types import Cluster, ModelSpec
+from moetool.base.validation import outside_vocabulary
 from moetool.cluster.certificates import Authority
 from moetool.cluster.listener import Acceptor
 from moetool.cluster.parallel.batch_loop import BatchLoop
@@ -22,10 +25,8 @@ from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.requests import RankRequest
-from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.placement._decide import Decision
-from moetool.request import SamplingParams, Sink, State, TokenLogprob, Unavailable, outside_vocabulary
-from moetool.types import Cluster, ModelSpec
+from moetool.placement.decide import Decision
+from moetool.runtime.request import SamplingParams, Sink, State, TokenLogprob, Unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

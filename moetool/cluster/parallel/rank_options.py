@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moetool.base.config import Span, require_within
+from moetool.base.errors import unknown_name
 from moetool.cluster.parallel.compute_windows import MIGRATIONS
 from moetool.cluster.parallel.request_ranks import Seating
-from moetool.config import Span, require_within
-from moetool.errors import unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ def destinations(placed_GLE: np.ndarray, server_G: Sequence[int]) -> np.ndarray:
     The order of choice: the token's own GPU, a GPU of the same server, any GPU. Source and expert fix the choice among
     several. So all rows of one source and one expert form one product, as exact results need, without communication.
     Over all sources and experts, replicas get nearly the even shares that planners assume
-    (`moetool.placement._latency.flows`).
+    (`moetool.placement.latency.flows`).
 
     Args:
         placed_GLE: which GPU holds which expert, bool.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.errors import unknown_name
-from moetool.placement._demand import STARTS
+from moetool.base.errors import unknown_name
+from moetool.placement.demand import STARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moetool.base.errors import MoetoolError
 from moetool.cluster.parallel.request_ranks import Seating
-from moetool.errors import MoetoolError
-from moetool.request import Output, SamplingParams, Sink, TokenLogprob
+from moetool.runtime.request import Output, SamplingParams, Sink, TokenLogprob
 
 _RETRIES = 3
 

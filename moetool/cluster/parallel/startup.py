@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from moetool import config
+from moetool.base import config
+from moetool.base.config import Span
+from moetool.base.errors import UsageError, unknown_name
+from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.parallel.batch_placement import PLACEMENTS, BatchReplacement, RoutingPredictor
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_costs import Costs
@@ -15,18 +18,15 @@ from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.transport import own_address
-from moetool.config import Span
 from moetool.costing.costs import CostProfile
-from moetool.errors import UsageError, unknown_name
-from moetool.learning.predictor import load_predictor
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import device_kind, parse_dtype, served_dtype
-from moetool.placement import _planner as planner
-from moetool.placement._demand import STARTS, Demand
-from moetool.placement._latency import unit_latency
-from moetool.placement._placement_plan import PlacementPlan
-from moetool.placement._planner import Problem
-from moetool.types import Cluster, ModelSpec
+from moetool.placement import planner
+from moetool.placement.demand import STARTS, Demand
+from moetool.placement.latency import unit_latency
+from moetool.placement.plan import PlacementPlan
+from moetool.placement.planner import Problem
+from moetool.training.predictor import load_predictor
 
 _MEASURED_TOKENS = 32
 """Prompt tokens for measuring a predictor's cost."""

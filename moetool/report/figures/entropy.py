@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.placement._demand import count_experts
 from moetool.report.drawing import GREY, heat, layer_ticks, line, scale_top
 from moetool.report.figures.plot import Plot, drawn_tasks, layer_axis, map_height, relative, some_tasks
 from moetool.report.sample import entropy
 from moetool.report.trace_measures import TraceMeasures
+from moetool.trace.expert_counts import count_experts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

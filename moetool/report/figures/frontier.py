@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moetool import durable
-from moetool.cache_plan import CachePlan
+from moetool.base import durable
+from moetool.caching.plan import CachePlan
 from moetool.report.drawing import GREY, line, save
 from moetool.report.figures.plot import Plot
 

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moetool.base.tables import percent
 from moetool.report.drawing import GREY, line
 from moetool.report.figures.plot import Plot, layer_axis
 from moetool.report.trace_measures import BOUND, TraceMeasures, curve_slots
-from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moetool.base.tables import percent
 from moetool.report.drawing import GREY, STYLES, heat, layer_ticks, line, scale_top
 from moetool.report.figures.plot import Plot, drawn_tasks, layer_axis, map_height, maps, relative, some_tasks
 from moetool.report.measures import SHARES
 from moetool.report.trace_measures import TraceMeasures
-from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.placement._comparing import PlannerRow
-from moetool.placement._demand import per_server
-from moetool.placement._placement_plan import PlacementPlan
+from moetool.base.tables import percent
+from moetool.placement.comparison import PlannerRow
+from moetool.placement.demand import per_server
+from moetool.placement.plan import PlacementPlan
 from moetool.report.drawing import STYLES, heat, layer_ticks, scale_top
 from moetool.report.figures.plot import Plot, map_height, maps, relative
-from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

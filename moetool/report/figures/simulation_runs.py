@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moetool.base.tables import percent
 from moetool.report.drawing import GREY, STYLES, line, logarithmic
 from moetool.report.figures.plot import Plot, maps
 from moetool.simulation.simulation_results import Simulated, interval
-from moetool.tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,16 +5,16 @@ from typing import Literal
 
 import numpy as np
 
+from moetool.base.types import ModelSpec
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
-from moetool.placement._demand import count_experts
 from moetool.report.measures import gini
 from moetool.report.sample import ReportOptions, read_routes
 from moetool.trace.diff import divergence
+from moetool.trace.expert_counts import count_experts
 from moetool.trace.reader import Trace
-from moetool.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

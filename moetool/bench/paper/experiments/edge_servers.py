@@ -7,18 +7,18 @@ from functools import partial
 from itertools import product
 from typing import Any, Literal
 
-from moetool import config
+from moetool.base import config
+from moetool.base.errors import UsageError
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.bench.found_figure import Curve, Found
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
-from moetool.errors import UsageError
 from moetool.simulation.simulate import sized
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.simulation.sweep import sweep as run_grid
-from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 LINKS = True
 

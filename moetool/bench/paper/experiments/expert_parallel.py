@@ -7,20 +7,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moetool import config
+from moetool.base import config
+from moetool.base.errors import UsageError
+from moetool.base.types import Cluster, Gpu, Server
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.named_machine import MachineChoice, NamedMachine, NamedModel, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
-from moetool.errors import UsageError
-from moetool.placement._planner import quick_options
+from moetool.placement.planner import quick_options
 from moetool.simulation.placement_control import find_mode
 from moetool.simulation.simulate import ModeInputs, World, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Gpu, Server
 
 _WHAT = {
     "latency": "mean latency per request",

@@ -4,16 +4,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moetool.base.tables import percent
+from moetool.base.types import ForwardInfo, GateEvent
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.policies import PolicyLine, look_through, measure
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
-from moetool.caching._residency import Step, StepKind
-from moetool.tables import percent
+from moetool.caching.residency import Step, StepKind
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions
-from moetool.types import ForwardInfo, GateEvent
 
 LINKS = True
 

@@ -8,7 +8,7 @@ from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.trace.reader import Trace
-from moetool.tuning.map_store import Likeness, MapReport, plan_maps
+from moetool.training.map_store import Likeness, MapReport, plan_maps
 
 KINDS = ("semantic", "trajectory")
 _WHAT = {
@@ -39,7 +39,7 @@ class Options:
 def run(bench: Workbench, options: Options) -> Found:
     """Make a store of each capacity per seed; a seed has its own prompts and held-out split.
 
-    Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.tuning.map_store.plan_maps`).
+    Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.training.map_store.plan_maps`).
     """
     samples = Samples(bench)
     swept = len(options.capacities) > 1

@@ -7,8 +7,8 @@ from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.policies import PolicyLine
 from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.workbench import Workbench
-from moetool.caching._policy import parse_options, policy_class
-from moetool.learning.predictor import build
+from moetool.caching.policy import parse_options, policy_class
+from moetool.training.predictor import build
 
 WHOLE = "all experts"
 

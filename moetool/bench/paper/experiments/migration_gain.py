@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from moetool import config
+from moetool.base import config
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.edge_servers import EdgeOptions, edge_cluster, over_time, simulated
 from moetool.bench.paper.named_machine import changed, simulated_costs

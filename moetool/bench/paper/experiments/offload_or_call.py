@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moetool import config
+from moetool.base import config
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.experiments.edge_servers import EdgeOptions, edge_cluster
 from moetool.bench.paper.named_machine import changed, simulated_costs
@@ -16,7 +16,7 @@ from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench, requests_of
-from moetool.placement._demand import held_out, planned_share
+from moetool.placement.demand import held_out, planned_share
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.simulate import read_world, simulate, sized
 from moetool.simulation.simulation_options import SimulationOptions

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.types import Cluster, Gpu, Server
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
-from moetool.placement._demand import Demand, held_out, planned_share, read_batches
-from moetool.placement._latency import Latency, linear_latency, unit_latency
-from moetool.placement._modes import Batch, modes
+from moetool.placement.demand import Demand, held_out, planned_share, read_batches
+from moetool.placement.latency import Latency, linear_latency, unit_latency
+from moetool.placement.modes import Batch, modes
 from moetool.trace.reader import Trace
-from moetool.types import Cluster, Gpu, Server
 
 LINKS = True
 
@@ -48,7 +48,7 @@ class Options:
 
 
 def run(bench: Workbench, options: Options) -> Found:
-    """T_comp + T_comm of every mode (`moetool.placement._modes`) and planner, with another trace per seed.
+    """T_comp + T_comm of every mode (`moetool.placement.modes`) and planner, with another trace per seed.
 
     Source: DIRECTOR § III and § VIII-D. Computing a token costs 1, as does sending one over a link at its usual rate.
     """

@@ -12,7 +12,7 @@ from moetool.bench.paper.named_machine import changed
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError, require
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
-from moetool.caching._residency import Counts
+from moetool.caching.residency import Counts
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplayRow
 

@@ -13,11 +13,11 @@ from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
-from moetool.evaluation.evaluate import Evaluation, evaluate
-from moetool.evaluation.tally import MatchScore
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
 from moetool.trace.reader import Trace
+from moetool.training.evaluate import Evaluation, evaluate
+from moetool.training.tally import MatchScore
 
 _TIMED_TOKENS = 24
 
@@ -27,7 +27,7 @@ class PredictorLine:
     """A predictor of the comparison.
 
     Attributes:
-        fit: options of `moetool.learning.training.train`, besides the sizes' epochs.
+        fit: options of `moetool.training.training.train`, besides the sizes' epochs.
         data: prompt sets of this line (default: the experiment's).
     """
 

@@ -8,11 +8,11 @@ from typing import Literal
 import numpy as np
 import torch
 
+from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.workbench import Workbench
-from moetool.learning.predictor import Predictor, build
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.training.predictor import Predictor, build
 
 _STEPS = 20  # timed tokens of a round; one before them warms up
 

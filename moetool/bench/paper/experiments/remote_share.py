@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from moetool import config
+from moetool.base import config
+from moetool.base.tables import percent
+from moetool.base.types import Cluster, Gpu, ModelSpec, Server
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.workbench import ALL, Workbench
-from moetool.placement._placement_plan import PlacementPlan, bare_plan
+from moetool.placement.plan import PlacementPlan, bare_plan
 from moetool.simulation.simulate import ModeInputs, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
-from moetool.tables import percent
-from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 LINKS = True
 _ARRIVALS = "every:60s"  # so far apart that no request waits for another

@@ -8,9 +8,9 @@ from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
-from moetool.quantize.calibration import Calibration, from_prompts
-from moetool.quantize.replica import make_replica
-from moetool.quantize.replica_layers import ReplicaOptions
+from moetool.training.quantize.calibration import Calibration, from_prompts
+from moetool.training.quantize.replica import make_replica
+from moetool.training.quantize.replica_layers import ReplicaOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        bits, group, grid: options of the replica (`moetool.quantize.replica_layers.ReplicaOptions`).
+        bits, group, grid: options of the replica (`moetool.training.quantize.replica_layers.ReplicaOptions`).
         tokens: most calibration tokens.
         measure: `match` of its experts with the model's, `size` as a share of the model's bytes.
     """

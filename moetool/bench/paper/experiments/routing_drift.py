@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.base.types import ModelSpec
 from moetool.bench.found_figure import Found
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
-from moetool.placement._demand import count_experts
+from moetool.trace.expert_counts import count_experts
 from moetool.trace.reader import Trace
-from moetool.types import ModelSpec
 
 _DEPTH, _SHOWN = 0.75, 3  # of the figure: a layer, as a share of all, and its most used experts
 BATCHES, CHANCE = "batch to batch", "by chance"

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from functools import partial
 
+from moetool.base.tables import percent
 from moetool.bench.found_figure import Curve, Found
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
+from moetool.measuring.alpha import AlphaOptions, plan_alpha
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
 from moetool.runtime.assembly import ServeOptions, fixed_bytes
-from moetool.tables import percent
-from moetool.tuning.alpha import AlphaOptions, plan_alpha
 
 _ALPHAS = (0.35, 0.6)  # besides 0
 _MEMORY = 0.375  # share of the experts in memory

@@ -1,0 +1,148 @@
+"""Parsing of plain values (recipes, plans, command line) into frozen dataclasses."""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moetool.base.errors import UsageError, shortened, unknown_name
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Create a dataclass from plain values, converting and checking each by its field's type.
+
+    Args:
+        where: owner of the values, for messages ("policy lru").
+
+    Raises:
+        UsageError: an unknown field or an invalid value, named by its path.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{where} is {shortened(repr(values))}, expected options by name, such as {where}.name=value")
+    try:
+        return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = shortened(".".join(map(str, first["loc"])))
+        if first["type"] == "unexpected_keyword_argument":
+            raise unknown_name("option", path, getattr(kind, "__dataclass_fields__", ()), where) from None
+        raise UsageError(f"{where}: {path}: {shortened(first['msg'], 300)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The allowed range of a number, from `low` to `high`; `above` and `below` exclude the ends."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        fits = self.low < value if self.above else self.low <= value
+        return bool(fits and (value < self.high if self.below else value <= self.high))
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"{self.low:g}"
+        if self.high == math.inf:
+            return low if self.above else f"at least {low}"
+        return f"{low} to {'below ' if self.below else ''}{self.high:g}"
+
+
+POSITIVE = Span(0, above=True, below=True)
+"""A finite number above 0."""
+SHARE = Span(0, 1, above=True)
+"""A share above 0 and at most 1."""
+DROPPED = Span(0, 1, below=True)
+"""A share of at least 0 and below 1."""
+
+
+def require_within(options: object, where: str = "", /, **spans: Span) -> None:
+    """Check options by name; None passes, and a tuple is checked value by value.
+
+    Args:
+        where: owner of the options, before their names ("policy lru: ").
+
+    Raises:
+        UsageError: an option is not within its span.
+    """
+    for name, span in spans.items():
+        value = getattr(options, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None and one not in span:
+                raise UsageError(f"{where}{name} is {value}, expected {span}")
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)},
+}
+
+
+def parse_bytes(text: str, whole: int | None = None) -> int:
+    """Parse bytes from `64MB`, `20GiB`, `1500000`, or, with `whole`, a share of it such as `25%`.
+
+    Raises:
+        UsageError: the text is none of these, less than one byte, or a share above 100%.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
+    if match and math.isfinite(number := float(match[1])):
+        amount = 0
+        if match[2] == "%" and whole is not None:
+            if number > 100:
+                raise UsageError(f"{text!r} is more than the whole; a share is above 0% and at most 100%")
+            amount = int(number / 100 * whole)
+        elif match[2] in _UNITS:
+            amount = int(number * _UNITS[match[2]])
+        if amount > 0:
+            return amount
+    shares = ", or a share like 25%" if whole is not None else ""
+    raise UsageError(
+        f"{text!r} is not an amount of memory; write bytes, or a number with a unit like 64MB or 20GiB{shares}"
+    )
+
+
+def parse_seconds(text: str) -> float:
+    """Parse seconds from `80ms`, `0.08s` or `250us`. Raises: UsageError for other texts, or 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise UsageError(f"{text!r} is not a duration; write a number with a unit, like 80ms or 0.08s")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Parse `a=1`, `b.c=text`, `d=[text,2]` into a dictionary; values are TOML if possible, else text or lists of it.
+
+    Raises:
+        UsageError: a setting has no `=`, or two of them contradict each other.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        *parents, leaf = path.strip().split(".")
+        if not equals or not leaf:
+            raise UsageError(f"--set {setting!r} is not a setting; write name=value")
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise UsageError(f"--set {setting!r} contradicts an earlier --set {parent}=…")
+        place[leaf] = _parsed(text)
+    return values
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        found = re.fullmatch(r"\s*\[([\w./%, -]+?),?\s*\]\s*", text)  # not an address such as [::1]
+        words = [word.strip() for word in found[1].split(",")] if found else [""]
+        return [_parsed(word) for word in words] if all(words) else text

@@ -1,0 +1,559 @@
+"""Terminal output: tables on stdout, narration and progress on stderr."""
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moetool.base import logs
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LINE_S = 10.0
+START_S = 2.0
+_spoken = threading.Event()
+
+
+@contextlib.contextmanager
+def start_line() -> Iterator[None]:
+    """Say that the command is starting if nothing is printed for two seconds on a terminal, or ten without one."""
+    _spoken.clear()
+
+    def wait() -> None:
+        if not _spoken.wait(START_S if sys.stderr.isatty() else LINE_S):
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                narrate("moetool: starting")
+
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        yield
+    finally:
+        _spoken.set()
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on stdout."""
+    _spoken.set()
+    print(json.dumps(value, indent=1))
+
+
+def print_markdown(text: str) -> None:
+    """Print Markdown: formatted and paged on a terminal, raw elsewhere."""
+    _spoken.set()
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    with console.pager(styles=True):
+        console.print(Markdown(text), width=min(console.width, 120))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table for terminal and pages.
+
+    Attributes:
+        title: heading of the table.
+        columns: headings of the columns.
+        rows: cells, one per heading.
+        num_text, num_keys: as in `print_table`.
+        notes: lines below the table.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_text: int = 1
+    num_keys: int = 1
+    notes: tuple[str, ...] = ()
+
+    def print(self) -> None:
+        """Print the table on stdout."""
+        print_table(self.title, self.columns, self.rows, self.num_text, self.num_keys)
+        for note in self.notes:
+            print_paragraph(note)
+
+
+def table_of(title: str, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], **more: Any) -> TextTable:
+    """Return a table with a line for each row.
+
+    Args:
+        columns: by heading, a function that gives a row's cell.
+        more: other fields of the table.
+    """
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    return TextTable(title=title, columns=tuple(columns), rows=cells, **more)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1, num_keys: int = 1
+) -> None:
+    """Print a table on stdout; the first `num_text` columns are text, the others numbers.
+
+    On a narrow terminal it is split into parts, each with the text columns, or the first `num_keys` columns if more, at
+    its left. Numbers and names in the first column are never broken.
+    """
+    _spoken.set()
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    num_keys = max(num_text, num_keys)
+    keys, parts = _widths(columns, rows, num_text, num_keys, console.width)
+    for part, widths in enumerate(parts):
+        heading = title if part == 0 else f"(part {part + 1} of {len(parts)})"
+        table = Table(title=Text(printable(heading)), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+        for i, width in (keys | widths).items():
+            table.add_column(columns[i], justify="left" if i < num_text else "right", overflow="fold", width=width)
+        for row in rows:
+            table.add_row(*(Text(printable(row[i])) for i in keys | widths))
+        console.print(table)
+
+
+_GAP = 3
+"""Width of a table's column separator; the edge has one more."""
+
+
+def _widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int, num_keys: int, width: int
+) -> tuple[dict[int, int | None], list[dict[int, int | None]]]:
+    """Return the columns of every part of a table, and the others by part, each with its width; None is flexible."""
+    cells = [[column, *(row[i] for row in rows)] for i, column in enumerate(columns)]
+    full = [max(len(line) for cell in column for line in cell.split("\n")) for column in cells]
+    least = [max(map(len, [*_UNIT.sub(r"\1_", heading).split(), *numbers]), default=0) for heading, *numbers in cells]
+    keys: dict[int, int | None] = {i: None if i < num_text else least[i] for i in range(num_keys)}
+    left = sum((full if i < num_text else least)[i] + _GAP for i in keys)
+    if num_text and full[0] <= width // 3:
+        keys[0] = full[0]
+    room = width - 1 - min(left, width // 2)  # longer texts wrap
+    parts: list[dict[int, int]] = [{}]
+    for i in range(num_keys, len(columns)):
+        if parts[-1] and sum(parts[-1].values()) + _GAP * (len(parts[-1]) + 1) + least[i] > room:
+            parts.append({})
+        parts[-1][i] = least[i]
+    numbers = max(sum(part.values()) + _GAP * len(part) for part in parts)
+    keys |= _text_widths(keys, cells, full, width - 1 - numbers)
+    for part in parts:  # headings wrap only if necessary
+        for _ in range(room - sum(part.values()) - _GAP * len(part)):
+            tightest = max(part, key=lambda i: full[i] - part[i], default=None)
+            if tightest is None or part[tightest] >= full[tightest]:
+                break
+            part[tightest] += 1
+    return keys, [dict(part) for part in parts]
+
+
+def _text_widths(
+    keys: dict[int, int | None], cells: Sequence[Sequence[str]], full: Sequence[int], width: int
+) -> dict[int, int]:
+    """Return widths for flexible text columns that must wrap, so that words stay whole; none if they do not fit."""
+    flexible = [i for i, fixed in keys.items() if fixed is None]
+    room = width - sum(fixed for fixed in keys.values() if fixed is not None) - _GAP * len(keys)
+    words = {i: max((len(word) for cell in cells[i] for word in cell.split()), default=0) for i in flexible}
+    if sum(full[i] for i in flexible) <= room or sum(words.values()) > room:
+        return {}
+    for _ in range(room - sum(words.values())):
+        tightest = max(flexible, key=lambda i: full[i] / words[i])
+        words[tightest] += 1
+    return words
+
+
+def significant(number: float, digits: int = 4) -> str:
+    """Format a number with significant digits and without an exponent if large: `142,844`, `0.4143`."""
+    return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"
+
+
+def percent(share: float, form: str = ".1f") -> str:
+    """Format a share as percent, `12.5 %`; `form` is the number's format."""
+    return f"{100 * share:{form}} %"
+
+
+def numbered(number: int, noun: str) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    """Return foreign text with terminal control characters made visible, except those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print name, value and meaning, one line each; on a terminal the meaning wraps in its column, or below.
+
+    The column of values is left out if all are empty.
+    """
+    _spoken.set()
+    names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    left = names + 2 + (values + 2 if values else 0)
+    for name, value, meaning in rows:
+        line = f"{name:<{names}}  {value:<{values}}  {meaning}" if values else f"{name:<{names}}  {meaning}"
+        if not width or len(line) <= width:
+            print(line)
+        elif width - left >= _NARROWEST:
+            parts = textwrap.wrap(meaning, width - left, break_on_hyphens=False)
+            print(line[:left] + f"\n{' ' * left}".join(parts))
+        else:
+            indent = " " * (names + 2)
+            print(f"{name:<{names}}  {value}")
+            room = max(width, _NARROWEST)
+            print(textwrap.fill(meaning, room, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def print_paragraph(text: str) -> None:
+    """Print an indented sentence, wrapped on a terminal."""
+    _spoken.set()
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    indent = " " * (len(text) - len(text.lstrip()))
+    width = shutil.get_terminal_size().columns
+    text = unbroken(text)
+    filled = textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    print(filled.replace("\xa0", " "))
+
+
+def unbroken(text: str) -> str:
+    """Return a text with no-break spaces between numbers and units."""
+    return _UNIT.sub("\\1\xa0", text)
+
+
+_UNIT = re.compile(r"(\d) (?=(?:%|[kMGT]?B(?:/s)?|[mu]?s|nats|bits)(?![\w/]))")
+"""The space between a number and its unit, which does not wrap."""
+_NARROWEST = 40
+"""Least readable width of a sentence."""
+
+
+def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the named prompt sets from `moetool.prompts.gather.describe`."""
+    public = [row for row in rows if row["hub"] is not None]
+    print(f"{len(public)} public sets on the Hugging Face hub (--data-dir: a local copy)")
+    print_lines([(row["name"], row["hub"], _about_prompts(row)) for row in public])
+    names = ", ".join(row["name"] for row in rows if row["hub"] is None)
+    print_paragraph(f"embedded sets: {names}; 'all' means all of these")
+
+
+def _about_prompts(row: Mapping[str, Any]) -> str:
+    """Describe tasks, split, access, answer length and licence of a public prompt set."""
+    output = row["output"]
+    new = f"{output} new tokens" if isinstance(output, int) else "new tokens as in its answers" if output else ""
+    tasks = ", ".join(row["tasks"]) or row["config"]
+    parts = (row["split"], tasks, "gated" if row["gated"] else "", new, f"licence: {row['licence']}")
+    return "; ".join(part for part in parts if part)
+
+
+def print_replica(out: Any, card: Any) -> None:
+    """Print a replica's size, accuracy, and experts with too few tokens."""
+    how, judged, weights = card["quantization"], card["judged"], card["weights"]
+    print_paragraph(
+        f"{out}: {how['bits']} bits in groups of {how['group']}, {count(weights['bytes'], 'B')} instead of "
+        f"{count(weights['of_bytes'], 'B')}, made on {card['tokens']['train']:,} tokens in {card['seconds']:,.1f} s; "
+        f"loaded again by {card['reloaded_by']}"
+    )
+    print_paragraph(
+        f"on {judged['tokens']:,} tokens of other prompts: KL divergence {judged['kl']:.5f}, same next token "
+        f"{judged['top1']:.3f}, experts matched {judged['match']:.4f}"
+    )
+    for layer, experts in card["few_tokens"].items():
+        named = ", ".join(map(str, experts))
+        print_paragraph(
+            f"  layer {layer}: fewer than {how['min_tokens']} tokens for experts {named}; their columns kept as is"
+        )
+
+
+def print_maps(made: Any) -> None:
+    """Print a `MapReport`: the maps, and the correlation of similarity and hit rate."""
+    print_paragraph(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")
+    rows = []
+    for name, likeness in (("embeddings", made.meaning), ("gates", made.path)):
+        if likeness is None:
+            continue
+        pearson = "-" if likeness.pearson is None else f"{likeness.pearson:.3f}"
+        rise = ", ".join(f"{least:.2f}: {hit_rate:.2f}" for least, _, hit_rate, _ in likeness.bins)
+        rows.append([name, pearson, f"{likeness.best:.3f}", f"{likeness.best_hit_rate:.3f}", rise])
+    print_table(
+        f"similarity to {made.iterations:,} held-out iterations, and hit rate of the map's K most likely experts",
+        ["similarity of", "Pearson", "of the best map", "its hit rate", "hit rate from a similarity of"],
+        rows,
+    )
+    print_paragraph(
+        f"distance {made.distance}: the threshold δ selects {made.selected:.2f} experts per layer "
+        f"({percent(made.selected_share)}; K = {made.top_k}), more than K in {percent(made.widened_share)} of the "
+        f"layers. {percent(made.hit_rate)} of the needed experts are selected."
+    )
+
+
+def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), whole_bytes: int = 0) -> TextTable:
+    """Compare policies (`moetool.tuning.replay.ReplayRow`), with times where there is a timeline.
+
+    Marked are the `chosen` rows, and those whose predictor was trained on the replayed requests.
+
+    With `whole_bytes`, the size of all experts, budgets are also shares. Host compute is not a load but reads weights,
+    which have their own column if there are any.
+    """
+    timed = any(row.timing is not None for row in rows)
+    hosted = any(row.host_bytes_per_decode_token for row in rows)
+    columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB/decode token"]
+    columns += ["MB on host/token"] if hosted else []
+    columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
+    table = []
+    for row in rows:
+        size = count(row.budget_bytes, "B")
+        cells = [
+            row.policy + " (auto)" * (row in chosen) + f" (trained on {row.trained_on})" * (row.trained_on > 0),
+            f"{size} ({percent(row.budget_bytes / whole_bytes, '.4g')})" if whole_bytes else size,
+            f"{row.slots:,}",
+            f"{row.counts.hit_rate:.3f}",
+            f"{row.decode.hit_rate:.3f}" if row.decode.needed else "-",
+            count(row.counts.loads),
+            count(row.loaded_bytes, "B"),
+            f"{row.bytes_per_decode_token / 1e6:,.3f}" if row.decode_tokens else "-",
+            *([f"{row.host_bytes_per_decode_token / 1e6:,.3f}"] if hosted else []),
+        ]
+        if timed:
+            timing = row.timing.to_json()
+            bounds = [timing["tpot_overlap_bound_s"], timing["tpot_serial_bound_s"]]
+            cells += [
+                *("-" if s is None else milliseconds(s) for s in (timing["ttft_p50_s"], timing["tpot_mean_s"])),
+                "-" if None in bounds else " to ".join(map(milliseconds, bounds)),
+                percent(timing["stall_share"]),
+                count(row.timing.total.late),
+            ]
+        table.append(cells)
+    notes = ["in decode: hit rate of new tokens; loads, loaded: on demand and ahead"]
+    if timed:
+        notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
+    if any(row.trained_on for row in rows):
+        notes.append("trained on: requests here that the predictor was trained on; on new ones it hits less")
+    return TextTable(title=title, columns=columns, rows=table, num_keys=3, notes=tuple(notes))
+
+
+def print_profile(profile: Any) -> None:
+    """Print the curves of a `moetool.costing.costs.CostProfile`, and the resulting time of one token."""
+    spec, machine = profile.spec, profile.machine
+    origin = "its config" if profile.config_only else "its files"
+    threads = profile.compute[0].threads
+    print_paragraph(
+        f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
+        f"compute on {numbered(threads, 'thread')}"
+    )
+    slots = ", ".join(f"{count(c.slot_bytes, 'B')} in a slot ({c.device} {c.dtype})" for c in profile.compute)
+    print_paragraph(f"an expert takes {count(spec.slot_bytes, 'B')} stored, {slots}")
+    by_tokens, by_context, by_bytes = [], [], []
+    for costs in profile.compute:
+        where = f"{costs.device} {costs.dtype}"
+        parts = ("expert", "gate", "shared", "dense", "head", "prompt_attention")
+        by_tokens += [(f"{part.replace('_', ' ')}, {where}", getattr(costs, part)) for part in parts]
+        by_context.append((f"attention, {where}", costs.attention))
+    if profile.predictor is not None:
+        by_tokens.append(("prediction", profile.predictor))
+    for costs in profile.loads:
+        cached = "" if costs.direct else " (through the page cache)"
+        by_bytes.append((f"{costs.tier}, {costs.threads} at a time{cached}", costs.seconds))
+    if profile.link is not None:
+        by_bytes.append((f"link to {profile.peer}", profile.link))
+    _print_curves("milliseconds by tokens", by_tokens, (1, 8, 64, 512))
+    _print_curves("milliseconds of one token by context", by_context, (16, 128, 512, 2048))
+    sizes = sorted({spec.slot_bytes // share for share in (16, 4, 1)})
+    _print_curves("milliseconds by bytes", by_bytes, sizes, "B")
+    for device in dict.fromkeys(costs.device for costs in profile.compute):
+        best, step_s = profile.on(device), profile.decode_s(512, device)
+        loads = min(profile.loads, key=lambda costs: costs.seconds(spec.slot_bytes))
+        added = profile.load_all_s(loads.tier, loads.threads)
+        rate = spec.slot_bytes / loads.seconds(spec.slot_bytes)
+        print_paragraph(
+            f"one token on {device} in {best.dtype} at context 512 takes {milliseconds(step_s)} ms "
+            f"with every expert in memory; loading its {sum(spec.top_k_L)} experts from {loads.tier}, {loads.threads} "
+            f"at a time ({count(rate, 'B')}/s), takes {milliseconds(added)} ms more"
+        )
+
+
+def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequence[int], unit: str = "") -> None:
+    """Print curves at some amounts, with the fit's error and the timings' noise; `*` marks extrapolation."""
+    rows = [
+        [
+            name,
+            *(f"{milliseconds(curve(amount))}{'*' if amount > curve.x[-1] else ''}" for amount in amounts),
+            percent(curve.residual),
+            percent(curve.noise, ".0f") if curve.samples > 1 else "-",
+            str(curve.samples),
+        ]
+        for name, curve in curves
+        if curve is not None
+    ]
+    headings = [count(amount, unit) for amount in amounts]
+    print_table(f"{title} (*: extrapolated)", ["", *headings, "fit", "noise", "timings"], rows)
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds as milliseconds."""
+    return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def narrate(line: str) -> None:
+    """Print one line on stderr, wrapped on a terminal, unless only errors are shown."""
+    _spoken.set()
+    if logs.narrates():
+        print(_wrapped(line), file=sys.stderr, flush=True)
+
+
+def complain(line: str) -> None:
+    """Print one error line on stderr, wrapped on a terminal."""
+    _spoken.set()
+    sys.stderr.write(f"{_wrapped(line)}\n")  # in one call: `print` can be interrupted before the end of the line
+    sys.stderr.flush()
+
+
+def _wrapped(line: str) -> str:
+    if not sys.stderr.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    lines = textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines) or line
+
+
+def shows_progress() -> bool:
+    """Whether stderr is a terminal and more than errors are shown."""
+    return sys.stderr.isatty() and logs.narrates()
+
+
+def count(number: float, unit: str = "") -> str:
+    """Format a number: `12.3 MB` for bytes (unit `B`), `12,345` otherwise."""
+    if unit != "B":
+        return f"{number:,.0f}{unit}"
+    for prefix in ("", "k", "M", "G"):
+        if abs(number) < 1000:
+            return f"{number:,.0f} B" if not prefix else f"{number:,.1f} {prefix}B"
+        number /= 1000
+    return f"{number:,.1f} TB"
+
+
+@contextlib.contextmanager
+def steps(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show `progress` for work that reports its own number of steps."""
+    with contextlib.ExitStack() as stack:
+        shown: list[Callable[[int], None]] = []
+
+        def report(done: int, total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(progress(title, total)))
+            shown[0](done)
+
+        yield report
+
+
+@contextlib.contextmanager
+def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show progress without a terminal: a line on stderr every ten seconds.
+
+    Gives:
+        A function to call with the activity, the amount done and the total.
+    """
+    _spoken.set()
+    over, now = threading.Event(), time.monotonic
+    state: tuple[str, int, int | None, float] = title, 0, None, now()
+
+    def report(what: str, done: int, total: int | None) -> None:
+        nonlocal state
+        state = what, done, total, state[3] if what == state[0] else now()
+
+    def say() -> None:
+        while not over.wait(LINE_S):
+            what, done, total, began_s = state
+            passed_s = now() - began_s
+            amount = f"{count(done)}{f' of {count(total)}' if total else ''}, " if done else ""
+            left = f", {(total - done) * passed_s / done:,.0f} s left" if total and 0 < done <= total else ""
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                narrate(f"moetool: {what}: {amount}{passed_s:,.0f} s{left}")
+
+    teller = threading.Thread(target=say, daemon=True)
+    teller.start()
+    try:
+        yield report
+    finally:
+        over.set()
+        teller.join()
+
+
+def _bars() -> "Progress":
+    """Return transient bars on stderr, each with amount, rate and time left in one line."""
+    _spoken.set()
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Amount(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(_amount(task.completed, task.total, task.speed, task.time_remaining, task.elapsed))
+
+    console = Console(stderr=True)
+    bar = BarColumn(bar_width=40 if console.width >= 100 else 16)
+    title = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    return Progress(title, bar, Amount(table_column=Column(no_wrap=True)), console=console, transient=True)
+
+
+def _amount(done: float, total: float | None, speed: float | None, left_s: float | None, passed_s: float | None) -> str:
+    """Format `814 of 7,409, 7,923/s, 1 s left`; elapsed seconds where the total is unknown."""
+    if not total:
+        return f"{passed_s or 0:,.0f} s"
+    parts = [f"{count(done)} of {count(total)}", *([f"{significant(speed, 2)}/s"] if speed else [])]
+    return ", ".join([*parts, *([] if left_s is None else [f"{left_s:,.0f} s left"])])
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show progress with rate and time left on stderr: a bar on a terminal, else a line every ten seconds.
+
+    Gives:
+        A function to call with the amount done.
+    """
+    if not shows_progress():
+        with _lines(title) as say:
+            yield lambda done: say(title, done, total)
+        return
+    with _bars() as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Show progress of work in several stages, with rate and time left; see `progress`.
+
+    Gives:
+        A function to call with the activity ("training on tokens"), the amount done and the total.
+    """
+    if not shows_progress():
+        with _lines("preparing") as say:
+            yield say
+        return
+    with _bars() as bar:
+        task: Any = None
+        name, latest = "", 0
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal task, name, latest
+            if task is None or what != name or done < latest:  # a new stage, or the same one again
+                if task is not None:
+                    bar.remove_task(task)
+                task = bar.add_task(what, total=total)
+            name, latest = what, done
+            bar.update(task, completed=done, total=total)
+
+        yield report

@@ -1,0 +1,1 @@
+"""Cache policies, one per file with the policy's name."""

@@ -1,0 +1,91 @@
+"""LFU: evicts the least frequently used expert."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from typing import Any
+
+import numpy as np
+
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.caching import policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of LFU.
+
+    Attributes:
+        forget: whether an eviction resets an expert's count.
+    """
+
+    forget: bool = False
+
+
+class Policy(policy.Policy):
+    """Evicts the expert with the fewest uses (ties: least recently used); loads on demand.
+
+    A use is an event that needs the expert, with any number of tokens.
+    """
+
+    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        self._uses: dict[int, tuple[int, int]] = {}  # key -> (uses, time of the last one)
+        self._resident: set[int] = set()
+        # Entries may be stale. Uses only grow, so a stale entry is too near the top and is corrected when it gets
+        # there; a use needs no heap operation.
+        self._heap: list[tuple[int, int, int]] = []  # (uses, time, key), at least one entry per resident
+        self._time = 0
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        for key in hits:
+            self._use(key)
+        for key in misses:
+            self._use(key)
+        return misses
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self._resident.add(key)
+        heappush(self._heap, (*self._uses.get(key, (0, 0)), key))
+
+    def removed(self, key: int) -> None:
+        self._resident.discard(key)
+        if self.options.forget:
+            self._uses.pop(key, None)
+
+    def evict(self, locked: Collection[int]) -> int:
+        heap, held = self._heap, []
+        while True:
+            uses, time, key = heap[0]
+            if key not in self._resident:
+                heappop(heap)
+            elif (uses, time) != (now := self._uses.get(key, (0, 0))):
+                heapreplace(heap, (*now, key))
+            elif key in locked:
+                held.append(heappop(heap))
+            else:
+                heappop(heap)
+                for entry in held:
+                    heappush(heap, entry)
+                return key
+
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
+        return min(candidates, key=lambda key: self._uses.get(key, (0, 0)))
+
+    def _use(self, key: int) -> None:
+        self._time += 1
+        self._uses[key] = (self._uses.get(key, (0, 0))[0] + 1, self._time)
+
+    def expected_use(self) -> Mapping[int, float]:
+        return {key: float(uses) for key, (uses, _) in self._uses.items()}
+
+    def state(self) -> dict[str, np.ndarray]:
+        rows = [(key, *use) for key, use in sorted(self._uses.items())]
+        return {"uses_N3": np.array(rows, np.int64).reshape(-1, 3)}  # key, uses, time of the last one
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        rows = state["uses_N3"]
+        if rows.ndim != 2 or rows.shape[1] != 3:
+            raise ValueError(f"uses_N3 has shape {rows.shape}")
+        self._uses = {key: (uses, time) for key, uses, time in rows.tolist()}
+        self._time = int(rows[:, 2].max(initial=0))

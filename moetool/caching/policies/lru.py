@@ -1,0 +1,45 @@
+"""LRU: evicts the least recently used expert."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.caching import policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """No options."""
+
+
+class Policy(policy.Policy):
+    """Evicts the least recently used expert; loads on demand.
+
+    With one pool for all layers and at most (L-1)*K slots, the hit rate at batch 1 is 0: the other layers use that many
+    experts before a layer comes again.
+    """
+
+    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        self._order: OrderedDict[int, int] = OrderedDict()  # residents, least recently used first, by time of use
+        self._time = 0
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        for key in hits:
+            self._order.move_to_end(key)
+            self._order[key] = self._time = self._time + 1
+        return misses
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self._order[key] = self._time = self._time + 1
+
+    def removed(self, key: int) -> None:
+        del self._order[key]
+
+    def evict(self, locked: Collection[int]) -> int:
+        return next(key for key in self._order if key not in locked)
+
+    def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
+        return min(candidates, key=self._order.__getitem__)

@@ -1,0 +1,494 @@
+"""Expert residency: which expert occupies which slot, decided alike in `serve` and `replay`.
+
+`Residency` turns each gate event into a *program*: an ordered list of steps over slots (compute this expert, load that
+one into the freed slot, prefetch a third). The order is the schedule: an executor that starts loads without waiting,
+and waits only before computing, overlaps everything that can overlap. No clock and no arrival of bytes enters, so a
+replayed trace and a live model take the same decisions.
+
+Pinned experts keep their slots, and the policy never sees them.
+
+Where devices share a model (`moetool.caching.devices`), each has its own `Residency` for its experts.
+
+A slot holds any expert of the model, unless each layer has its own slots (`layer_slots`). A pool in bytes, for replay
+only, holds as many experts as their sizes allow; slots are then only numbers.
+
+A `moetool.caching.policy.Policy` decides what to prefetch, in which order to load misses, and what to evict.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+from moetool.base.errors import CapacityError
+from moetool.base.types import ForwardInfo, GateEvent
+from moetool.caching.layer_slots import scaled_down
+from moetool.caching.plan import PrefetchLimits
+from moetool.caching.policy import MIN_SLOTS, Policy
+
+
+class StepKind(IntEnum):
+    """Kind of a step of the program."""
+
+    COMPUTE = 0
+    LOAD = 1
+    PREFETCH = 2
+    HOST = 3
+
+
+class Step(NamedTuple):
+    """One step: `key` is computed in, loaded or prefetched into `slot`, and replaces `evicted` (-1: a free slot).
+
+    `HOST` computes `key` in host memory, without a slot (-1) and without a load. Such steps come first, so that an
+    executor can overlap them with the others.
+
+    In a pool in bytes one load may evict several experts; `evicted` is then the last of them.
+    """
+
+    kind: StepKind
+    key: int
+    slot: int
+    evicted: int = -1
+
+
+_LOAD, _COMPUTE = StepKind.LOAD, StepKind.COMPUTE  # an attribute of an enum takes 0.1 us
+_step: Callable[[tuple[StepKind, int, int, int]], Step] = partial(tuple.__new__, Step)  # a third of Step()'s time
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of experts per event (an expert that ten tokens of an event use counts once).
+
+    Attributes:
+        kept: needed, and resident without a prefetch since its last use.
+        prefetched: needed, and resident because it was loaded ahead (the store decides whether the bytes were in time).
+        missed: needed and not resident; loaded on demand.
+        hosted: needed and not resident; computed on the host.
+        prefetch_loads: loads of experts that the current event did not need: prefetches, and the rest of whole layers.
+        wasted: experts loaded ahead and evicted unused.
+    """
+
+    kept: int = 0
+    prefetched: int = 0
+    missed: int = 0
+    prefetch_loads: int = 0
+    wasted: int = 0
+    hosted: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Return the number of experts that events needed."""
+        return self.kept + self.prefetched + self.missed + self.hosted
+
+    @property
+    def loads(self) -> int:
+        """Return the number of loads, on demand or ahead."""
+        return self.missed + self.prefetch_loads
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of needed experts that were resident when their event began (0 for no events)."""
+        return (self.kept + self.prefetched) / self.needed if self.needed else 0.0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts and the numbers derived from them."""
+        return {**asdict(self), "loads": self.loads, "hit_rate": self.hit_rate}
+
+
+class Residency:
+    """The slots, the resident experts, and the program of each event.
+
+    Args:
+        policy: makes the decisions; its `num_slots` is the size of the pool without the pinned experts.
+        pinned: keys of experts that get a slot each when the first forward begins, and keep it.
+        limits: limits of prefetching.
+        sink: called with every step, its forward and its layer (-1 before the first), for logs and comparisons.
+        capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
+        layer_slots: slots guaranteed to each layer. A layer may use more as long as no other layer claims its own; then
+            layers beyond their guarantee evict. Empty: one pool for all layers. If they add up to the pool, each layer
+            has its own pool once all are full.
+        share: (g, n): device g of n. It computes and loads only the experts whose key is g modulo n. The policy sees
+            the whole event, since its predictions may need the whole route; its requests for other devices' experts are
+            ignored. Hits and misses are this device's.
+
+    Attributes:
+        places: all slot numbers are below this.
+
+    Raises:
+        CapacityError: the pool is smaller than the smallest legal one.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        sink: Callable[[int, int, Step], None] | None = None,
+        *,
+        capacity_bytes: int | None = None,
+        pinned: Collection[int] = (),
+        limits: PrefetchLimits | None = None,
+        share: tuple[int, int] = (0, 1),
+        layer_slots: Sequence[int] = (),
+    ) -> None:
+        if policy.num_slots < MIN_SLOTS:
+            raise CapacityError(
+                f"a pool of {policy.num_slots} expert slots is too small: the smallest legal one has {MIN_SLOTS} "
+                f"({MIN_SLOTS * policy.spec.slot_bytes:,} bytes for this model); raise --device-memory"
+            )
+        self.policy = policy
+        self.num_slots = policy.num_slots + len(pinned)
+        self._device, self._devices = share
+        assert len(self._own(pinned)) == len(pinned), "pinned experts belong to another device"
+        self.slot_of: dict[int, int] = {}
+        self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
+        self.limits = limits or PrefetchLimits()
+        self._left_bytes: int | None = None  # for further prefetches of this forward
+        self._fates: deque[bool] = deque(maxlen=self.limits.window)  # whether each of the last prefetches was used
+        self._pause = 0  # forwards without prefetches
+        self._begun = False
+        self.prefill = Counts()
+        self.decode = Counts()
+        # Both kinds of pool share this code: an expert takes its layer's size, which is 1 in a pool of slots.
+        spec = policy.spec
+        self._stride = spec.num_experts
+        if layer_slots:
+            assert capacity_bytes is None and share == (0, 1) and len(layer_slots) == spec.num_layers
+            assert min(layer_slots) >= 1 and sum(layer_slots) <= policy.num_slots
+        self._guaranteed = self._layer_slots = tuple(layer_slots)  # with all slots, and without lent ones
+        self._lent: list[int] = []
+        self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without pinned experts
+        self._beyond: set[int] = set()  # layers with more residents than their guarantee
+        if capacity_bytes is None:
+            self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
+            places = policy.num_slots
+        else:
+            assert not pinned, "a pool in bytes has no slots to pin to"
+            assert capacity_bytes >= policy.num_slots * spec.slot_bytes
+            self._capacity, self._size_L = capacity_bytes, spec.expert_bytes_L
+            places = spec.total_experts
+        self._room = self._capacity
+        self.places = places + len(pinned)
+        self._free = list(range(places - 1, -1, -1))
+        self._unused: set[int] = set()  # prefetched and not used since
+        self._counts = self.decode
+        self.sink = sink
+        self._requests: dict[int, None] = {}
+
+    @property
+    def residents(self) -> list[int]:
+        """Return the keys of the experts in slots, except pinned ones, the longest resident first."""
+        return [key for key in self.slot_of if key not in self._pinned]
+
+    @property
+    def counts(self) -> Counts:
+        """Return the counts of prefill and decode together."""
+        return self.prefill + self.decode
+
+    def begin_forward(self, info: ForwardInfo) -> list[Step]:
+        """Announce a forward and its requests; return prefetches before its first MoE layer."""
+        self._counts = self.prefill if info.prefill else self.decode
+        for request in dict.fromkeys(info.request_T):
+            if request not in self._requests:
+                self._requests[request] = None
+                self.policy.begin_request(request)
+        steps: list[Step] = []
+        if self._pinned and not self._begun:
+            self._begun = True
+            self.slot_of |= self._pinned
+            self._counts.prefetch_loads += len(self._pinned)
+            steps += [Step(StepKind.PREFETCH, key, slot) for key, slot in self._pinned.items()]
+        self._renew_limits()
+        self._load_ahead(StepKind.PREFETCH, deque(self._own(self.policy.begin_forward(info))), set(), set(), steps)
+        return self._emit(info.forward_id, -1, steps)
+
+    def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
+        """Return the experts that replace the router's choice (`Policy.route`); None keeps it."""
+        return None if self.policy.lossless else self.policy.route(event, self.slot_of.__contains__)
+
+    def event(
+        self, event: GateEvent, look: Callable[[GateEvent, Sequence[Step]], GateEvent] | None = None
+    ) -> list[Step]:
+        """Return the program of one gate event.
+
+        Every needed expert is computed exactly once, while it is in its slot. Nothing that the event still needs is
+        evicted before it is computed. An event larger than the pool passes through it in waves.
+
+        Args:
+            look: completes the event for `Policy.after_first_expert`. It is called with the program up to the first
+                computed expert. The loads in it may already start: they evict nothing that the event needs.
+
+        Raises:
+            ValueError: the policy omitted a miss or evicted an expert that is still needed. This stops a bug of a
+                policy before wrong weights are used.
+        """
+        base = event.layer * self._stride
+        size = self._size_L[event.layer]
+        slot_of, policy, counts = self.slot_of, self.policy, self._counts
+        hits: list[int] = []
+        misses: list[int] = []
+        needed: Collection[int] = [base + expert for expert in event.needed]
+        for key in needed if self._devices == 1 else self._own(needed):
+            (hits if key in slot_of else misses).append(key)
+        ahead = self._unused.intersection(hits)
+        counts.kept += len(hits) - len(ahead)
+        if ahead:
+            self._unused -= ahead
+            self._fates.extend([True] * len(ahead))
+            counts.prefetched += len(ahead)
+
+        steps: list[Step] = []
+        if policy.computes_on_host and misses:
+            hosted = set(policy.on_host(event, list(misses)))
+            if not hosted <= set(misses):
+                raise ValueError(f"{type(policy).__module__} answered {sorted(hosted)} for the misses {misses}")
+            steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
+            misses = [key for key in misses if key not in hosted]
+            counts.hosted += len(hosted)
+        counts.missed += len(misses)
+        to_compute = deque(hits)
+        if self._pinned:
+            hits = [key for key in hits if key not in self._pinned]
+        answered = self._own(policy.gate(event, hits, list(misses)))
+        to_load, beside = deque(answered), deque[int]()
+        if answered != misses:
+            if len(to_load) != len(misses):
+                missing = set(misses)
+                beside = deque(key for key in to_load if key not in missing)
+                to_load = deque(key for key in to_load if key in missing)
+            if sorted(to_load) != misses:
+                raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
+        locked = set(hits)
+        prefetches: deque[int] | None = None
+        wanted: set[int] = set()
+        while to_load or to_compute:
+            among: list[int] | None = None
+            among_others = False
+            while to_load and not (policy.in_order and to_compute):
+                if self._layer_slots and self._room < size and (among is None or among_others):
+                    among, among_others = self._candidates(locked, event.layer), bool(self._beyond)
+                if not among if among is not None else (len(locked) + 1) * size > self._capacity:
+                    break  # full of experts that are still to be computed
+                key = to_load.popleft()
+                evicted = -1
+                while self._room < size:
+                    evicted = policy.evict(locked) if among is None else policy.evict_among(among, slot_of.keys())
+                    self._give_up(evicted, locked)
+                    if among is not None:
+                        among.remove(evicted)  # the other candidates stay: the loaded expert is locked
+                slot = self._place(key, size, prefetched=False)
+                steps.append(_step((_LOAD, key, slot, evicted)))
+                locked.add(key)
+                to_compute.append(key)
+            if beside and not to_load:
+                self._load_ahead(StepKind.LOAD, beside, locked, wanted, steps)
+            key = to_compute.popleft()
+            steps.append(_step((_COMPUTE, key, slot_of[key], -1)))
+            locked.discard(key)
+            if prefetches is None:
+                prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
+            if prefetches and not to_load and not (beside and to_compute):
+                self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
+        if prefetches is None:  # every expert is on the host or on another device
+            prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
+            self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
+        for key in policy.after_last_expert(event):
+            self._give_up(key, ())
+        return self._emit(event.forward.forward_id, event.layer, steps)
+
+    def slot(self, key: int) -> int | None:
+        """Return the slot of a resident expert; None if it is not resident."""
+        return self.slot_of.get(key)
+
+    def bring(self, key: int) -> Step | None:
+        """Put an expert into a free slot outside of any event; return the load to start.
+
+        None if it is resident or pinned, or if no slot is free: an event then loads it when needed. Counts, sink and
+        replays ignore it.
+        """
+        size = self._size_L[key // self._stride]
+        if key in self.slot_of or key in self._pinned or self._room < size or not self._own([key]):
+            return None
+        return Step(StepKind.LOAD, key, self._place(key, size, prefetched=False))
+
+    def forget(self, key: int) -> None:
+        """Evict an expert outside of any event, if it is resident. It must not be pinned."""
+        assert key not in self._pinned, "a pinned expert keeps its slot"
+        if key in self.slot_of:
+            self._give_up(key, ())
+
+    def change(self, policy: Policy, layer_slots: Sequence[int] = ()) -> None:
+        """Replace the policy between two forwards; residents and counts stay.
+
+        The new policy learns of a running request at its next forward.
+        """
+        assert policy.num_slots == self.policy.num_slots and len(layer_slots) in (0, policy.spec.num_layers)
+        scaled = scaled_down(policy.spec, layer_slots, self._capacity) if layer_slots else ()  # may refuse
+        self.policy, self._guaranteed, self._layer_slots = policy, tuple(layer_slots), scaled
+        self._requests.clear()
+        self._fates.clear()
+        self._pause = 0
+        self._resident_L = [{} for _ in layer_slots]
+        for key in self.residents:
+            if layer_slots:
+                self._resident_L[key // self._stride][key] = None
+            policy.admit(key, key in self._unused)
+        self._find_beyond()
+
+    def _find_beyond(self) -> None:
+        self._beyond = {layer for layer, slots in enumerate(self._layer_slots) if len(self._resident_L[layer]) > slots}
+
+    @property
+    def lent(self) -> int:
+        """Return the lent slots (`lend`)."""
+        return len(self._lent)
+
+    def lend(self, count: int) -> list[int]:
+        """Lend slots from the next forward on, but keep the smallest legal pool.
+
+        Called between two forwards, for one pool in slots without pinned experts. The policy chooses the evicted
+        experts. Slots that are no longer lent come back empty. The sink is not called.
+
+        Args:
+            count: number of lent slots in all.
+
+        Returns:
+            The newly lent slots, whose memory is free.
+        """
+        assert not self._pinned and self._devices == 1 and set(self._size_L) == {1}
+        change = max(0, min(count, self.num_slots - max(MIN_SLOTS, len(self._guaranteed)))) - self.lent
+        self._capacity -= change
+        self._room -= change
+        if self._guaranteed:
+            self._layer_slots = scaled_down(self.policy.spec, self._guaranteed, self._capacity)
+            self._find_beyond()
+        while self._room < 0:
+            among = [key for layer in sorted(self._beyond) for key in self._resident_L[layer]]
+            policy, residents = self.policy, self.slot_of.keys()
+            self._give_up(policy.evict_among(among, residents) if self._guaranteed else policy.evict(()), ())
+        for _ in range(-change):
+            self._free.append(self._lent.pop())
+        newly = [self._free.pop() for _ in range(change)]
+        self._lent += newly
+        return newly
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        """Note the end of a forward."""
+        self.policy.end_forward(info)
+
+    def end_request(self, request: int) -> None:
+        """Note the end of a request. Unknown ones are ignored: a request can end before its first forward."""
+        if request in self._requests:
+            del self._requests[request]
+            self.policy.end_request(request)
+
+    def _own(self, keys: Collection[int]) -> Collection[int]:
+        """Return the keys that belong to this device."""
+        return keys if self._devices == 1 else [key for key in keys if key % self._devices == self._device]
+
+    def _load_ahead(
+        self, kind: StepKind, keys: deque[int], locked: set[int], wanted: set[int], steps: list[Step]
+    ) -> None:
+        """Prefetch as many of `keys` as slots permit; `locked` and `wanted` experts stay."""
+        while keys:
+            key = keys[0]
+            if key in self.slot_of:
+                keys.popleft()
+                if key not in self._pinned:
+                    wanted.add(key)
+                continue
+            if kind is StepKind.PREFETCH and not self._may_prefetch(key):
+                keys.popleft()
+                continue
+            size = self._size_L[key // self._stride]
+            kept = locked | wanted
+            evicted: int | None = -1
+            if self._layer_slots and self._room < size:
+                candidates = self._candidates(kept, key // self._stride)
+                if not candidates:
+                    return  # until another expert of the event is computed
+                evicted = self.policy.evict_among_for_prefetch(key, candidates, self.slot_of.keys())
+                if evicted is not None:
+                    self._give_up(evicted, kept)
+            while self._room < size and evicted is not None:
+                if len(kept) >= len(self.slot_of) - len(self._pinned):
+                    return  # until another expert of the event is computed
+                # In a pool in bytes, the first eviction for a prefetch justifies further ones.
+                evicted = self.policy.evict_for_prefetch(key, kept) if evicted == -1 else self.policy.evict(kept)
+                if evicted is not None:
+                    self._give_up(evicted, kept)
+            keys.popleft()
+            if evicted is None:
+                continue
+            if kind is StepKind.PREFETCH and self._left_bytes is not None:
+                self._left_bytes -= self.policy.spec.expert_bytes_L[key // self._stride]
+            wanted.add(key)
+            slot = self._place(key, size, prefetched=True)
+            steps.append(Step(kind, key, slot, evicted))
+            self._unused.add(key)
+            self._counts.prefetch_loads += 1
+
+    def _candidates(self, locked: Collection[int], layer: int) -> list[int]:
+        """Return residents that `layer` may evict: of layers beyond their guarantee, and its own if it is full."""
+        own = self._resident_L[layer]
+        full = len(own) >= self._layer_slots[layer]
+        if not self._beyond:
+            return [key for key in own if key not in locked] if full else []
+        others = sorted(self._beyond | {layer}) if full else sorted(self._beyond)
+        return [key for other in others for key in self._resident_L[other] if key not in locked]
+
+    def _renew_limits(self) -> None:
+        """Renew the byte limit at a forward, and pause or resume prefetching by the use of the last prefetches."""
+        limits = self.limits
+        self._left_bytes = limits.forward_bytes
+        if self._pause:
+            self._pause -= 1
+        elif len(self._fates) == limits.window and sum(self._fates) < limits.min_recall * limits.window:
+            self._pause = limits.pause_forwards
+            self._fates.clear()
+
+    def _may_prefetch(self, key: int) -> bool:
+        size = self.policy.spec.expert_bytes_L[key // self._stride]
+        return not self._pause and (self._left_bytes is None or size <= self._left_bytes)
+
+    def _place(self, key: int, size: int, prefetched: bool) -> int:
+        self._room -= size
+        slot = self._free.pop()  # the slot of the last evicted expert, if any
+        self.slot_of[key] = slot
+        if self._layer_slots:
+            layer = key // self._stride
+            residents = self._resident_L[layer]
+            residents[key] = None
+            if len(residents) > self._layer_slots[layer]:
+                self._beyond.add(layer)
+        self.policy.admit(key, prefetched)
+        return slot
+
+    def _give_up(self, key: int, locked: Collection[int]) -> None:
+        if key in locked:
+            raise ValueError(f"{type(self.policy).__module__} evicted expert {key}, which is still needed")
+        self._free.append(self.slot_of.pop(key))
+        if self._layer_slots:
+            layer = key // self._stride
+            residents = self._resident_L[layer]
+            del residents[key]
+            if len(residents) <= self._layer_slots[layer]:
+                self._beyond.discard(layer)
+        self._room += self._size_L[key // self._stride]
+        if key in self._unused:
+            self._unused.discard(key)
+            self._fates.append(False)
+            self._counts.wasted += 1
+        self.policy.removed(key)
+
+    def _emit(self, forward: int, layer: int, steps: list[Step]) -> list[Step]:
+        if self.sink is not None:
+            for step in steps:
+                self.sink(forward, layer, step)
+        return steps

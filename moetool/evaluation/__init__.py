@@ -1,1 +1,0 @@
-"""Scores of predictors (match, time and size), and verification of served models."""

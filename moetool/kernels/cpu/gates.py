@@ -1,0 +1,60 @@
+"""SiLU-gated products of experts in bfloat16 on a CPU, in one pass."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moetool.kernels.cpu.activations import BinaryRow, BinaryRowCall, BinaryRows, compile_rows, compiled
+from moetool.kernels.cpu.vectors import LANES
+
+
+def gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of an experts' module from the first product [T, 2 * I] to the second one's input [T, I].
+
+    A gate with SiLU is computed by the kernel where it can be; the result is that of transformers but for the last bit
+    of an exponential in float32. Each number's result is bit-identical in any batch.
+    """
+    gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
+    return functools.partial(_gated, gate) if _has_silu(module) else gate
+
+
+def _gated(gate: Callable[[torch.Tensor], torch.Tensor], both: torch.Tensor) -> torch.Tensor:
+    width = both.shape[-1] // 2
+    usable = both.dtype == torch.bfloat16 and both.device.type == "cpu" and both.is_contiguous() and not width % LANES
+    if not usable or (kernel := find_gate_kernel()) is None:
+        return gate(both)
+    output = both.new_empty(*both.shape[:-1], width)
+    first, step = both.data_ptr(), 4 * width
+    addresses = (first, step, first + 2 * width, step, output.data_ptr(), 2 * width)
+    kernel(BinaryRows(*addresses, output.numel() // width, width // LANES), 0.0)
+    return output
+
+
+def _has_silu(module: Any) -> bool:
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    gate = getattr(module._apply_gate, "__func__", None)
+    return gate is _default_apply_gate and isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation)
+
+
+@functools.cache
+def find_gate_kernel() -> BinaryRowCall | None:
+    """Return the compiled kernel; None if numba is missing or does not compile it for this CPU."""
+    return compiled("gates", lambda: compile_rows(_gate))
+
+
+def _gate(row: BinaryRow) -> None:
+    """SiLU of `first`, rounded as transformers rounds it, times `second`."""
+    from numba.core import cgutils
+
+    v, builder = row.vectors, row.vectors.builder
+    one, zero = v.all(v.float32, 1.0), v.all(v.float32, 0.0)
+    with cgutils.for_range(builder, row.count) as loop:
+        x = row.read(row.first, loop.index)
+        is_negative = builder.fcmp_ordered("<", x, zero)
+        power = v.exponential(builder.select(is_negative, x, builder.fneg(x)))
+        silu = builder.fdiv(builder.fmul(x, builder.select(is_negative, power, one)), builder.fadd(one, power))
+        row.write(builder.fmul(v.widened(v.bfloat16(silu)), row.read(row.second, loop.index)), loop.index)

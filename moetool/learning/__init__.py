@@ -1,1 +1,0 @@
-"""Predictors: their contract, features and training."""

@@ -1,0 +1,1 @@
+"""The routed experts of a checkpoint: MoE layers, forms, files, and their forms in slots."""

@@ -1,0 +1,63 @@
+"""Build a checkpoint's language model, which may be part of a multimodal model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.base.errors import UsageError, first_line, shortened
+
+
+def stands_alone(config: Any) -> bool:
+    """Whether transformers has a language model class for this text config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
+    """Build the language model of a config on the meta device.
+
+    If transformers builds the text part only inside a larger model, the result is that model without its other parts.
+
+    Args:
+        whole: the checkpoint's full config.
+        path: path of the checkpoint, for errors.
+
+    Raises:
+        UsageError: transformers has no language model for this config, or the config lacks a value.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text = whole.get_text_config()
+    alone = stands_alone(text)
+    if not alone and type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UsageError(
+            f"{path} is of the model type {whole.model_type!r}, whose text part ({text.model_type}) transformers "
+            "builds only with other parts, not as a language model; 'moetool models' lists supported families"
+        )
+    kind, config = (AutoModelForCausalLM, text) if alone else (AutoModelForImageTextToText, whole)
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    except Exception as error:  # a missing value fails where the model first needs it
+        raise UsageError(
+            f"transformers cannot build a {text.model_type} model from {path / 'config.json'}: "
+            f"{shortened(first_line(error), 200)}; a value there is missing or wrong"
+        ) from error
+    if not alone:
+        _cut_out_other_parts(model)
+    return model
+
+
+def _cut_out_other_parts(model: Any) -> None:
+    base, decoder = model.base_model, model.get_decoder()
+    if any(child is decoder for child in base.children()):
+        for name, child in base.named_children():
+            if child is not decoder:
+                base._modules[name] = None
+        left = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in model.all_tied_weights_keys.keys() - left:
+            del model.all_tied_weights_keys[name]

@@ -1,0 +1,1 @@
+"""Files of a checkpoint: hub, safetensors, GGUF, and where each tensor lies."""

@@ -1,0 +1,1 @@
+"""Stored forms of weights, one per file, and experts in them."""

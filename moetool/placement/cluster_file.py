@@ -1,0 +1,75 @@
+"""A cluster from its TOML file, checked field by field.
+
+    link_bytes_s = "62.5MB"             # between servers (default for pairs without [[links]])
+
+    [[servers]]
+    name = "clinic"
+    [[servers.gpus]]
+    memory_bytes = "16GiB"
+    reserved_bytes = "3GB"
+    count = 2                           # number of equal GPUs (default: 1)
+
+    [[links]]
+    between = ["clinic", "lab"]
+    bytes_s = "12.5MB"
+    latency_s = 0.002
+
+Other fields are those of `moetool.base.types.Cluster`; amounts of bytes are numbers or strings such as "16GiB".
+"""
+
+from pathlib import Path
+from typing import Any
+
+from moetool.base.bounded_read import read_toml
+from moetool.base.config import parse, parse_bytes
+from moetool.base.errors import MismatchError, UsageError, first_line
+from moetool.base.types import Cluster
+from moetool.base.validation import MAX_GPUS
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read and check a cluster file.
+
+    Raises:
+        UsageError: there is no such file, it is not valid TOML, or a field is unknown or invalid.
+    """
+    try:
+        values = read_toml(path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the cluster file {path}: {error.strerror}; write it like recipes/reference/cluster.toml"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid TOML ({first_line(error)}); correct it") from None
+    for server in values.get("servers", ()) if isinstance(values.get("servers"), list) else ():
+        if isinstance(server, dict) and isinstance(server.get("gpus"), list):
+            server["gpus"] = [alike for gpu in server["gpus"] for alike in _repeat(gpu, path)]
+    cluster = parse(Cluster, _amounts(values, path), str(path))
+    try:
+        cluster.validate()
+    except MismatchError as error:
+        raise UsageError(f"{path}: {error}; correct it like recipes/reference/cluster.toml") from None
+    return cluster
+
+
+def _repeat(gpu: Any, path: Path) -> list[Any]:
+    if not isinstance(gpu, dict) or "count" not in gpu:
+        return [gpu]
+    one = {key: value for key, value in gpu.items() if key != "count"}
+    if not isinstance(gpu["count"], int) or isinstance(gpu["count"], bool) or not 1 <= gpu["count"] <= MAX_GPUS:
+        raise UsageError(f"{path}: servers.gpus.count: found {gpu['count']!r}, expected 1 to {MAX_GPUS:,}")
+    return [one] * gpu["count"]
+
+
+def _amounts(value: Any, path: Path, key: str = "") -> Any:
+    """Return the values with amounts of bytes converted to numbers."""
+    if isinstance(value, dict):
+        return {name: _amounts(item, path, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_amounts(item, path, key) for item in value]
+    if isinstance(value, str) and key.endswith(("_bytes", "bytes_s")):
+        try:
+            return parse_bytes(value)
+        except UsageError as error:
+            raise UsageError(f"{path}: {key}: {error}") from None
+    return value

@@ -1,0 +1,1 @@
+"""Placement planners, one per file with the planner's name."""

@@ -1,0 +1,1 @@
+"""Predictions from routes alone, over arrays: memories of tokens, expert maps, activation matrices, scores."""

@@ -1,0 +1,402 @@
+"""Compiled loops of `moetool.prediction.token_memory`. Shapes are explained there.
+
+numba compiles them when they are first called and keeps the result on disk. Loops add floating-point numbers in the
+written order, so results are bit-identical on all processors.
+
+Each array argument makes a call slower. Loops that run at every event therefore get the arrays of a memory by address,
+in one `table` of int64: first sizes, then addresses. All arrays are C-contiguous.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LAYERS, EXPERTS, TOKENS, COLUMNS, NEIGHBOURS, WEIGHTS, HORIZON, COUNT, RUNS = range(9)
+"""Sizes in the table: L, experts of a layer, N, P, M, entries of `weight_D` and of `worth_D`, stored tokens, runs."""
+SHARED_WLN, NOW_WN, LEAST_W, FOUND_W, ITEM_WM, NEAR_WM, USES_AB, BEFORE_N, START_N = range(9, 18)
+SOON_NA, WORTH_D, PATH_NP, PAST_A, USE_A, WEIGHT_D, UNUSED_E, KEY_E = range(18, 26)
+"""Addresses in the table. `LEAST_W` holds the fewest experts shared by a similar token of each window (0: unknown)."""
+TABLE_SIZE = 26
+
+_BLOCK = 32  # stored tokens that are skipped together if none of them is similar
+
+_ONE, _NONE = np.float32(1), np.float32(0)  # a Python integer would promote to float64
+
+
+@intrinsic
+def _pointer(typing, address):  # type: ignore[no-untyped-def]
+    """Return an integer as a pointer for `carray`."""
+
+    def convert(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), convert
+
+
+def _compiled(loop: Any) -> Any:
+    try:
+        return numba.njit(cache=True, error_model="numpy")(loop)
+    except RuntimeError:  # no folder for the cache: compiled in each process
+        return numba.njit(error_model="numpy")(loop)
+
+
+@_compiled
+def settle(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyped-def]
+    """Record, for `last` and the tokens before it, how soon the token after `last` used `keys`."""
+    for key in keys:
+        if key >= 0:
+            item = last
+            for worth in worth_D:
+                if item < 0 or soon_NA[item, key]:
+                    break
+                soon_NA[item, key] = worth
+                item = before_N[item]
+
+
+@_compiled
+def find_runs(before_N, count, start_N):  # type: ignore[no-untyped-def]
+    """Put the first token of each run into `start_N`, then `count`; return the number of runs.
+
+    In a run either all tokens have a token before them, at the same distance, or none has. Loops over a run need no
+    index per token, and processors do many of its tokens at once.
+    """
+    runs = 0
+    for item in range(count):
+        before, last = before_N[item], before_N[item - 1]
+        if item == 0 or (before != last + 1 if last >= 0 else before >= 0):
+            start_N[runs] = item
+            runs += 1
+    start_N[runs] = count
+    return runs
+
+
+@_compiled
+def begin(before_N, old_N, now_N, count):  # type: ignore[no-untyped-def]
+    """Begin a token: compare the window of the previous token with those before each stored token."""
+    for item in range(count):
+        before = before_N[item]
+        now_N[item] = old_N[before] if before >= 0 else 0
+
+
+@_compiled
+def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyped-def]
+    """Replace a layer of the window by the chosen `keys`, and `settle` them for the token `last` (-1: none).
+
+    Args:
+        stored: uses_AB, before_N, the runs' start_N, soon_NA and worth_D of the memory.
+    """
+    uses_AB, before_N, start_N, soon_NA, worth_D = stored
+    for run in range(len(start_N) - 1):
+        start, before = start_N[run], before_N[start_N[run]]
+        if before >= 0:
+            run_N = now_N[start : start_N[run + 1]]
+            before_S = shared_N[before : before + len(run_N)]
+            for item in range(len(run_N)):
+                run_N[item] -= before_S[item]
+    shared_N[:count] = 0
+    for key in keys:
+        if key >= 0:
+            uses_B = uses_AB[key]
+            for bit in range(8):
+                shared_B = shared_N[bit * len(uses_B) : (bit + 1) * len(uses_B)]
+                for index in range(len(shared_B)):
+                    shared_B[index] += (uses_B[index] >> bit) & 1
+    for item in range(count):
+        now_N[item] += shared_N[item]
+    settle(keys, last, before_N, soon_NA, worth_D)
+
+
+@_compiled
+def store(path_P, item, last, path_NP, uses_AB, soon_NA, before_N, after_N):  # type: ignore[no-untyped-def]
+    """Overwrite the token `item` by one that follows `last` (-1: none)."""
+    bit, index = divmod(item, uses_AB.shape[1])
+    for key in path_NP[item]:
+        if key >= 0:
+            uses_AB[key, index] &= ~np.uint8(1 << bit)
+    if before_N[item] >= 0:
+        after_N[before_N[item]] = -1
+    if after_N[item] >= 0:
+        before_N[after_N[item]] = -1
+    path_NP[item] = path_P
+    for key in path_P:
+        if key >= 0:
+            uses_AB[key, index] |= np.uint8(1 << bit)
+    soon_NA[item] = 0
+    before_N[item], after_N[item] = last, -1
+    if last >= 0:
+        after_N[last] = item
+
+
+@_compiled
+def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no-untyped-def]
+    """Find the most similar stored tokens, at most M; of equally similar ones those of higher index.
+
+    Args:
+        bound: lower bound on the experts shared by each of them.
+
+    Returns:
+        Their number, and the fewest experts that one shares if there are M, else 0.
+    """
+    best, number, item_N = 0, 0, np.empty(count, np.int32)  # the tokens at or above the bound
+    for start in range(0, count, _BLOCK):
+        now_I = now_N[start : min(count, start + _BLOCK)]
+        top = now_I[0]
+        for index in range(len(now_I)):
+            if now_I[index] > top:
+                top = now_I[index]
+        if top >= bound:
+            best = max(best, top)
+            for index in range(len(now_I)):  # without branches
+                item_N[number] = start + index
+                number += now_I[index] >= bound
+    item_N = item_N[:number]
+    least = max(best - len(weight_D) + 1, bound, 0)
+    number_D = np.zeros(best - least + 1, np.int32)
+    for item in item_N:
+        if now_N[item] >= least:
+            number_D[best - now_N[item]] += 1
+    cut, room = 0, len(item_M)
+    while cut < len(number_D) and number_D[cut] <= room:
+        room -= number_D[cut]
+        cut += 1
+    full = cut < len(number_D)
+    last = best - cut if full and room > 0 else best - cut + 1  # fewest shared experts of those chosen
+    found = 0
+    for item in item_N[::-1]:
+        if now_N[item] < last:
+            continue
+        less = best - now_N[item]
+        if less == cut:
+            if room == 0:
+                continue
+            room -= 1
+        item_M[found], weight_M[found] = item, weight_D[less]
+        found += 1
+    return found, best - cut if full else 0
+
+
+@_compiled
+def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
+    """Raise `value_A[start:stop]` to the weighted mean of the similar tokens' `soon_NA` and past use, where higher."""
+    item_M, weight_M = similar
+    found = len(item_M)
+    sum_A = np.zeros(stop - start, np.float32)
+    total = prior
+    for number in range(found):
+        total += weight_M[number]
+    byte = np.float32(255)
+    number, whole = 0, found - found % 4
+    while number < whole:  # four rows per pass; each element adds them in order
+        one, two, three, four = weight_M[number : number + 4] / byte
+        one_A, two_A = soon_NA[item_M[number], start:stop], soon_NA[item_M[number + 1], start:stop]
+        three_A, four_A = soon_NA[item_M[number + 2], start:stop], soon_NA[item_M[number + 3], start:stop]
+        for index in range(len(sum_A)):
+            more = sum_A[index] + one * one_A[index]
+            more = more + two * two_A[index]
+            more = more + three * three_A[index]
+            sum_A[index] = more + four * four_A[index]
+        number += 4
+    for rest in range(whole, found):
+        weight = weight_M[rest] / byte
+        soon_A = soon_NA[item_M[rest], start:stop]
+        for index in range(len(sum_A)):
+            sum_A[index] += weight * soon_A[index]
+    for index in range(len(sum_A)):
+        value = (sum_A[index] + prior * use_A[start + index]) / total
+        value_A[start + index] = max(value_A[start + index], value)
+
+
+@_compiled
+def blend(weight, prior, use_E, unused_E):  # type: ignore[no-untyped-def]
+    """Shrink `unused_E` toward 1 - past use, which weighs `prior` beside `weight` of the similar tokens."""
+    share = prior / (weight + prior)
+    for expert in range(len(unused_E)):
+        unused_E[expert] += share * (_ONE - use_E[expert] - unused_E[expert])
+
+
+@_compiled
+def leave_unused(similar, path_NP, columns, base, unused_E):  # type: ignore[no-untyped-def]
+    """Multiply `unused_E` by the share of the similar tokens that do not use each expert of a layer.
+
+    Args:
+        columns, base: columns (first, end) of the layer in the paths, and its first key.
+
+    Returns:
+        Sum of the weights.
+    """
+    item_M, weight_M = similar
+    found = len(item_M)
+    first, end = columns
+    chance_E = np.zeros(len(unused_E), np.float32)
+    total = np.float32(0)
+    if found == 0:
+        return total
+    for number in range(found):
+        weight = weight_M[number]
+        total += weight
+        for key in path_NP[item_M[number], first:end]:
+            if key >= 0:
+                chance_E[key - base] += weight
+    for expert in range(len(unused_E)):
+        unused_E[expert] *= max(_ONE - chance_E[expert] / total, _NONE)
+    return total
+
+
+@_compiled
+def likely(unused_E, resident_A, base, limit, key_E):  # type: ignore[no-untyped-def]
+    """Sort a layer's missing experts below `limit` into `key_E`, the most likely first; return their number."""
+    found = 0
+    for expert in range(len(unused_E)):
+        if unused_E[expert] < limit and not resident_A[base + expert]:
+            index = found
+            while index > 0 and unused_E[key_E[index - 1] - base] > unused_E[expert]:
+                key_E[index] = key_E[index - 1]
+                index -= 1
+            key_E[index] = base + expert
+            found += 1
+    return found
+
+
+@_compiled
+def note_use(used_E, start, keep, scale, use_A, mean_A):  # type: ignore[no-untyped-def]
+    """Update past use of the layer whose keys begin at `start`: decay it, add `used_E`, and scale it."""
+    for expert in range(len(used_E)):
+        use = use_A[start + expert] * keep
+        if used_E[expert]:
+            use += 1 - keep
+        use_A[start + expert] = use
+        mean_A[start + expert] = use_A[start + expert] * scale
+
+
+@_compiled
+def similar_tokens(table, window):  # type: ignore[no-untyped-def]
+    """Return the most similar tokens of a window and their weights."""
+    found = carray(_pointer(table[FOUND_W]), (window + 1,), np.int64)[window]
+    shape = (window + 1, table[NEIGHBOURS])
+    item_M = carray(_pointer(table[ITEM_WM]), shape, np.int32)[window, :found]
+    weight_M = carray(_pointer(table[NEAR_WM]), shape, np.float32)[window, :found]
+    return item_M, weight_M
+
+
+@_compiled
+def observe(table, row_R3, path_TP, layer, columns, fade):  # type: ignore[no-untyped-def]
+    """Record a layer's choices and find the most similar tokens of each request.
+
+    Args:
+        row_R3: see `WindowBatch`.
+        path_TP: paths of the tokens. The `columns` (first, end) hold the experts chosen in this layer; they are
+            replaced by their keys.
+        fade: decay of past use, and its scale.
+    """
+    num_layers, stride, num_tokens, count = table[LAYERS], table[EXPERTS], table[TOKENS], table[COUNT]
+    num, (keep, scale), (first, end) = num_layers * stride, fade, columns
+    base = layer * stride
+    used_E = np.zeros(stride, np.bool_)
+    for token in range(len(path_TP)):
+        for column in range(first, end):
+            used_E[path_TP[token, column]] = True
+            path_TP[token, column] += np.int32(base)
+    past_A = carray(_pointer(table[PAST_A]), (num,), np.float32)
+    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
+    note_use(used_E, base, keep, scale, past_A, use_A)
+    before_N = carray(_pointer(table[BEFORE_N]), (num_tokens,), np.int32)
+    start_N = carray(_pointer(table[START_N]), (table[RUNS] + 1,), np.int32)
+    uses_AB = carray(_pointer(table[USES_AB]), (num, (num_tokens + 7) // 8), np.uint8)
+    soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
+    worth_D = carray(_pointer(table[WORTH_D]), (table[HORIZON],), np.uint8)
+    stored = uses_AB, before_N, start_N, soon_NA, worth_D
+    weight_D = carray(_pointer(table[WEIGHT_D]), (table[WEIGHTS],), np.float32)
+    for number in range(len(row_R3)):
+        window, tail, last = row_R3[number, 0], row_R3[number, 1], row_R3[number, 2]
+        most = (window + 1, table[NEIGHBOURS])
+        shared_LN = carray(_pointer(table[SHARED_WLN]), (window + 1, num_layers, num_tokens), np.uint8)[window]
+        now_N = carray(_pointer(table[NOW_WN]), (window + 1, num_tokens), np.int16)[window]
+        item_M = carray(_pointer(table[ITEM_WM]), most, np.int32)[window]
+        near_M = carray(_pointer(table[NEAR_WM]), most, np.float32)[window]
+        least_W = carray(_pointer(table[LEAST_W]), (window + 1,), np.int64)
+        found_W = carray(_pointer(table[FOUND_W]), (window + 1,), np.int64)
+        follow(path_TP[tail, first:end], shared_LN[layer], now_N, count, last, stored)
+        bound = least_W[window] - (end - first)  # a layer changes no similarity by more
+        found_W[window], least_W[window] = nearest(now_N, count, bound, weight_D, item_M, near_M)
+
+
+@_compiled
+def value(table, row_R3, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
+    """Set `value_A[start:stop]` to the highest value that a request gives; past use weighs `prior`."""
+    num, num_tokens = table[LAYERS] * table[EXPERTS], table[TOKENS]
+    soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
+    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
+    value_A[start:stop] = 0
+    for number in range(len(row_R3)):
+        weigh(similar_tokens(table, row_R3[number, 0]), soon_NA, use_A, prior, start, stop, value_A)
+
+
+@_compiled
+def merge(window_R, value_WA, value_A):  # type: ignore[no-untyped-def]
+    """Set `value_A` to the highest of the last values of these windows."""
+    value_A[:] = value_WA[window_R[0]]
+    for window in window_R[1:]:
+        row_A = value_WA[window]
+        for key in range(len(value_A)):
+            value_A[key] = max(value_A[key], row_A[key])
+
+
+@_compiled
+def expect(table, row_R3, prior, columns, base, limit, resident_A):  # type: ignore[no-untyped-def]
+    """Set `unused_E` of a layer, and `key_E` to its missing experts below `limit`; return their number.
+
+    Args:
+        columns, base: as for `leave_unused`.
+    """
+    stride, num = table[EXPERTS], table[LAYERS] * table[EXPERTS]
+    unused_E = carray(_pointer(table[UNUSED_E]), (stride,), np.float32)
+    path_NP = carray(_pointer(table[PATH_NP]), (table[TOKENS], table[COLUMNS]), np.int32)
+    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
+    unused_E[:] = 1
+    weight = np.float32(0)
+    for number in range(len(row_R3)):
+        weight += leave_unused(similar_tokens(table, row_R3[number, 0]), path_NP, columns, base, unused_E)
+    blend(weight / np.float32(len(row_R3)), prior, use_A[base : base + stride], unused_E)
+    return likely(unused_E, resident_A, base, limit, carray(_pointer(table[KEY_E]), (stride,), np.int64))
+
+
+@_compiled
+def least_valued(value_A, near_L, stride, resident_A, key_M):  # type: ignore[no-untyped-def]
+    """Put at most M residents of lowest value times nearness into `key_M`, the lowest last; return their number."""
+    worth_E = np.empty(stride, np.float32)
+    order_E = worth_E.view(np.int32)  # bits of numbers >= 0 have their order and compare faster
+    worth_M = np.empty(len(key_M), np.int32)
+    never_1 = np.full(1, np.inf, np.float32)
+    never = never_1.view(np.int32)[0]
+    found = 0
+    for layer in range(len(near_L)):
+        near, base = near_L[layer], layer * stride
+        for expert in range(stride):
+            worth = value_A[base + expert] * near
+            worth_E[expert] = worth if resident_A[base + expert] else never_1[0]
+        bound = worth_M[0] if found == len(key_M) else never
+        least = never
+        for expert in range(stride):
+            least = min(least, order_E[expert])
+        if least >= bound:
+            continue
+        for expert in range(stride):
+            worth = order_E[expert]
+            if worth >= bound:
+                continue
+            if found < len(key_M):
+                for other in range(found, 0, -1):
+                    key_M[other], worth_M[other] = key_M[other - 1], worth_M[other - 1]
+                found += 1
+            index = 0
+            while index + 1 < found and worth < worth_M[index + 1]:
+                key_M[index], worth_M[index] = key_M[index + 1], worth_M[index + 1]
+                index += 1
+            key_M[index], worth_M[index] = base + expert, worth
+            if found == len(key_M):
+                bound = worth_M[0]
+    return found

@@ -1,0 +1,1 @@
+"""The KV cache: pages, prefixes, and caches of single requests."""

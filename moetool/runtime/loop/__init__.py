@@ -1,0 +1,1 @@
+"""The loop: requests, batches, forwards and sampling."""

@@ -1,0 +1,563 @@
+"""The engine: one thread that forwards batches and takes requests and cancellations between forwards.
+
+submit -> queue -> forward (experts from the pool) -> tokens to each request's sink
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import psutil
+
+from moetool.base.errors import MoetoolError
+from moetool.base.types import ForwardInfo
+from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
+from moetool.caching.residency import Counts, Residency
+from moetool.models.loading import LoadedModel
+from moetool.models.shards import WeightsChanged
+from moetool.runtime.decoding import Batch, token_logprobs
+from moetool.runtime.experts.forward import ExpertRuntime
+from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.loop.batching import Batcher
+from moetool.runtime.loop.own_caches import OwnCaches
+from moetool.runtime.memory_share import MemoryShare
+from moetool.runtime.recording.gate_log import ServeLog
+from moetool.runtime.recording.live_oracle import LiveOracle
+from moetool.runtime.recording.request_routes import RequestRoutes
+from moetool.runtime.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
+from moetool.runtime.returned_memory import trim_heap
+from moetool.trace.segments import SegmentStatus
+
+_LOG = logging.getLogger(__name__)
+SAVE_SECONDS = 300.0
+_FEW = 8
+"""Most requests in the queue, whatever the batch size."""
+
+
+class Engine:
+    """Serves a model with a cache policy.
+
+    `submit`, `cancel`, `prompt_logprobs` and `metrics` may be called from any thread.
+
+    Args:
+        loaded: a model from `load_lazy`.
+        runtime: computes the model's experts; its residency assigns expert slots.
+        batcher: forwards the requests of the same model.
+        model_name: the model's name for clients.
+        log: records the gate stream and the decisions.
+        save: saves the policy's learned state; called every few minutes and at close.
+        lent: whether the caller closes the model, which may serve further engines.
+
+    Attributes:
+        host_order: order in which experts are read into host memory ahead of use, for display; empty: they are not.
+
+    Effects: owns the model and the runtime. `start` starts the thread, `close` ends it, frees the runtime's threads and
+        closes the model's files.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Any,
+        runtime: ExpertRuntime,
+        batcher: Batcher | OwnCaches,
+        *,
+        model_name: str,
+        log: ServeLog | None = None,
+        save: Callable[[], None] | None = None,
+        lent: bool = False,
+    ) -> None:
+        self._loaded = loaded
+        self._lent = lent
+        self._files = None if loaded.files is None else loaded.files.shards
+        self._reason = ""
+        self.host_order = ""
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.spec = loaded.spec
+        self.max_context = batcher.max_context
+        self.max_requests = batcher.max_requests
+        self.max_unbegun = max(min(_FEW, self.max_requests), self.max_requests // 2)
+        self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
+        self.state: State = "starting"
+        self.runtime = runtime
+        self.store = runtime.store
+        self.residency = runtime.residency
+        if log is not None:
+            self.residency.sink = log.on_step
+            runtime.on_costs = log.on_costs
+        self._oracle: LiveOracle | None = None
+        self._changes: PolicyChanges | None = None
+        self._share: MemoryShare | None = None
+        self._coming: list[PolicyChoice] = []  # in force from the next forward on
+        self._changed: list[dict[str, Any]] = []
+        self._save = save
+        self._saved = time.monotonic()
+        self.batcher = batcher
+        batcher.on_forward = self._on_forward
+        batcher.stalled_s = lambda: self.store.stats.stall_seconds
+        if isinstance(batcher, Batcher):
+            batcher.record_steps(loaded.layers, runtime)
+        self._log = log
+        if log is not None:
+            log.attach(loaded, runtime.watch_looks)
+        self._routes = RequestRoutes(loaded)
+        self._sinks: dict[int, Sink] = {}
+        self._scores: set[Future[list[TokenLogprob | None]]] = set()
+        self._next_request = 0
+        self._in_forward: tuple[int, ...] = ()
+        self._at_begin: tuple[ForwardInfo, Counts, float] | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._forwards = self._failures = self._prompt_tokens = self._reused_tokens = self._new_tokens = 0
+        self._forward_seconds = 0.0
+        self._forward_began: float | None = None
+        self._stored_dense_bytes = loaded.checkpoint.stored_dense_bytes
+        self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
+
+    def change_policy(self, choice: PolicyChoice) -> bool:
+        """Switch to another policy before the next forward, from any thread; returns whether it will be done."""
+        with self._wake:
+            if self._changes is None or self.state != "ready":
+                return False
+            self._commands.append(lambda: self._coming.append(choice))
+            self._wake.notify()
+        return True
+
+    def compare_with(self, oracle: LiveOracle, changes: PolicyChanges | None = None) -> None:
+        """Compare the policy with others while serving; the oracle starts and closes with the engine.
+
+        Args:
+            changes: switches policies (`change_policy`); None: the policy never changes.
+        """
+        self._oracle, self._changes = oracle, changes
+
+    def share_memory(self, share: MemoryShare) -> None:
+        """Let long prompt chunks borrow expert slots from the next forward on; for a single CPU device."""
+        assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
+        self._share = share
+
+    # -- from any thread ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; the engine is ready when this returns."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.state = "ready"
+        _LOG.info(
+            "engine of %s ready: %d of %d experts fit; bytes: dense %d, KV cache %d, expert slots %d, host tier %d",
+            *(self.model_name, self.store.num_slots, self.spec.total_experts, self._dense_bytes),
+            *(self.batcher.kv_bytes, self.store.pool_bytes, self.store.host_pool_bytes),
+        )
+        self._thread.start()
+        if self._oracle is not None:
+            self._oracle.start()
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse a request that can never be served.
+
+        Raises:
+            UsageError: the prompt is empty or has ids outside the vocabulary.
+            CapacityError: prompt and answer do not fit into the context.
+        """
+        self.batcher.check(prompt, params)
+        if params.return_routes:
+            self._routes.check()
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        """Queue a request; its tokens go to `sink`, on the engine's thread.
+
+        Returns:
+            The request's number, for `cancel`.
+
+        Raises:
+            UsageError, CapacityError: see `check`.
+            Unavailable: the engine is starting, draining or has failed.
+        """
+        self._require_ready()
+        self.check(prompt, params)
+        with self._wake:
+            self._require_ready()
+            request = self._take_number()
+            self._sinks[request] = sink
+            if params.max_tokens == 0:
+                self._commands.append(lambda: self._deliver(Output(request, None, finish="length")))
+            else:
+                self._commands.append(lambda: self._add(request, prompt, params))
+            self._wake.notify()
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Stop a request; its sink receives a last message `cancelled` unless the request has ended."""
+        with self._wake:
+            self._commands.append(lambda: self._cancel(request))
+            self._wake.notify()
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        """Log-probabilities of a prompt's tokens, None for the first; blocks until its forward has run.
+
+        Raises: see `submit`.
+        """
+        self._require_ready()
+        self.batcher.check(prompt, SamplingParams(max_tokens=0))
+        answer: Future[list[TokenLogprob | None]] = Future()
+        with self._wake:
+            self._require_ready()
+            self._scores.add(answer)
+            answer.add_done_callback(self._scores.discard)
+            request = self._take_number()
+            self._commands.append(lambda: self._score(request, prompt, top, answer))
+            self._wake.notify()
+        return answer.result()
+
+    def close(self) -> None:
+        """Cancel remaining requests, end the thread, save the policy's state and the log.
+
+        Raises:
+            MoetoolError: state or log could not be written.
+        """
+        with self._wake:
+            if self.state != "failed":
+                self.state = "draining"
+            for request in list(self._sinks):
+                self._commands.append(partial(self._cancel, request))
+            self._commands.append(self._stop)
+            self._wake.notify()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        if self._oracle is not None:
+            self._oracle.close()
+        self.runtime.close()
+        self.batcher.close()
+        _LOG.info(
+            "engine of %s closed after %d forwards in %.3f s: %d tokens generated, %d failures, %s",
+            *(self.model_name, self._forwards, self._forward_seconds, self._new_tokens, self._failures),
+            self.store.stats,
+        )
+        if not self._lent:
+            self._loaded.close()
+        lost: list[str] = []
+        for keep in (self._save, None if self._log is None else self._log.close):
+            try:
+                if keep is not None:
+                    keep()
+            except MoetoolError as error:
+                lost.append(str(error))
+        if lost:
+            raise MoetoolError("; ".join(lost))
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges by name, for /metrics and reports."""
+        counts, stats = self.residency.counts, self.store.stats
+        return {
+            "hits_kept": counts.kept,
+            "hits_prefetched": max(0, counts.prefetched - stats.late),
+            "hits_late": stats.late,
+            "misses": counts.missed,
+            "hosted": counts.hosted,
+            "prefetch_wasted": counts.wasted,
+            "expert_reads": stats.reads,
+            "bytes_read": stats.bytes_read,
+            "prefetch_bytes_read": stats.prefetch_bytes,
+            "host_hits": stats.host_hits,
+            "host_bytes": stats.host_bytes,
+            "reads_retried": stats.retried,
+            "stall_seconds": stats.stall_seconds,
+            "host_stall_seconds": stats.host_stall_seconds,
+            "forward_seconds": self._forward_seconds,
+            "forward_running_seconds": 0.0 if (began := self._forward_began) is None else time.perf_counter() - began,
+            "queue_running": self.batcher.running,
+            "queue_waiting": max(0, len(self._sinks) - self.batcher.running),
+            "tokens_prompt": self._prompt_tokens,
+            "tokens_reused": self._reused_tokens,
+            "tokens_generated": self._new_tokens,
+            "kv_pages_evicted": self.batcher.evicted_pages,
+            "forwards": self._forwards,
+            "failures": self._failures,
+            "slots": self.store.num_slots,
+            "slots_bytes": self.store.pool_bytes,
+            "host_pool_bytes": self.store.host_pool_bytes,
+            "kv_bytes": self.batcher.kv_bytes,
+            **({} if self._log is None else _gate_log_metrics(self._log.status())),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Hit rate by layer, bytes by tier, bytes of an expert, stall, prefetch recall, and memory by use.
+
+        `prefetch_recall` is the share of needed experts not kept in cache that were prefetched, in time or late. Rates
+        are null before the first event. `oracle` compares the last forwards (`LiveOracle`), and `policy_changes` lists
+        each new policy with its first forward. `host_experts_read` is the order in which host memory is filled.
+        """
+        counts, read = self.residency.counts, self.store.stats
+        lent = self.residency.lent if isinstance(self.residency, Residency) else 0
+        lent_bytes = lent * self.store.pool_bytes // self.store.num_slots
+        fetched = counts.prefetched + counts.missed + counts.hosted
+        uses, misses = self.runtime.uses_L, self.runtime.misses_L
+        return {
+            "hit_rate": _share(counts.kept + counts.prefetched, counts.needed),
+            "hit_rate_by_layer": [_share(use - miss, use) for use, miss in zip(uses, misses, strict=True)],
+            "oracle": None if self._oracle is None else self._oracle.latest,
+            "policy_changes": list(self._changed),
+            "prefetch_recall": _share(counts.prefetched, fetched),
+            "prefetches_wasted": counts.wasted,
+            "bytes_by_tier": {"disk": read.bytes_read, "host": read.host_bytes},
+            "stall_seconds": read.stall_seconds,
+            "forward_seconds": self._forward_seconds,
+            "forwards": self._forwards,
+            "failures": self._failures,
+            "tokens": {
+                "prompt": self._prompt_tokens,
+                "reused": self._reused_tokens,
+                "generated": self._new_tokens,
+            },
+            "host_experts_read": self.host_order or None,
+            "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
+            "dense_bytes": {"stored": self._stored_dense_bytes, "memory": self._dense_bytes},
+            "memory_bytes": {
+                "dense": self._dense_bytes,
+                "kv_cache": self.batcher.kv_bytes - self.batcher.held_kv_bytes,
+                "expert_slots": self.store.pool_bytes - lent_bytes,
+                "lent_by_expert_slots": lent_bytes,
+                "host_experts": self.store.host_pool_bytes,
+                "process": psutil.Process().memory_info().rss,
+            },
+            "gate_log": None if self._log is None else {"path": str(self._log.path), **asdict(self._log.status())},
+        }
+
+    # -- on the engine's thread --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Carry out queued commands and run one forward if any request is pending."""
+        while self._commands:
+            self._commands.popleft()()
+        if self.batcher.idle:
+            return
+        self._forward_began = began = time.perf_counter()
+        outputs = self.batcher.step()
+        self._forward_began = None
+        self._forward_seconds += time.perf_counter() - began
+        failed = any(output.finish == "error" for output in outputs)
+        self._failures += failed
+        self._after_forward(failed, ended={output.request for output in outputs if output.finish is not None})
+        for output in outputs:
+            self._new_tokens += output.token is not None
+            self._reused_tokens += output.reused
+            self._deliver(output)
+        self._require_unchanged()
+        if self._save is not None and time.monotonic() - self._saved > SAVE_SECONDS:
+            self._saved = time.monotonic()
+            try:
+                self._save()
+            except MoetoolError as error:  # a full disk must not end the server; `close` reports it
+                _LOG.warning("policy state not saved: %s", error)
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """Why the engine failed, or what is wrong although it still serves; names no path."""
+        if self.state == "failed":
+            return (self._reason or "the server's log says why it failed",)
+        if self._log is None or not (error := self._log.status().error):
+            return ()
+        return (f"the gate log cannot be written: {error}",)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return not self.num_pending and self.batcher.idle
+
+    @property
+    def num_pending(self) -> int:
+        """Number of requests, cancellations and scores in the engine's inbox."""
+        return len(self._commands)
+
+    def _run(self) -> None:
+        reason = "the engine was closed"
+        try:
+            while True:
+                with self._wake:
+                    while self.idle and self.state in ("ready", "draining"):
+                        self._wake.wait()
+                self.step()
+        except _Stop:
+            pass
+        except WeightsChanged as error:
+            reason = f"{error}; start the server again, and replace weights by renaming new files over them"
+            self._reason = reason
+            _LOG.error("serving stops: %s", reason)
+        except BaseException as error:
+            reason = f"the engine failed: {error}"
+            _LOG.error("%s", reason)
+            raise
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Tell all waiting clients that no answer will come."""
+        with self._wake:
+            if self.state != "draining":
+                self.state = "failed"
+            self._commands.clear()
+            waiting, scores = list(self._sinks), list(self._scores)
+        for request in waiting:
+            with contextlib.suppress(Exception):  # one broken sink must not leave the others waiting
+                self._deliver(Output(request, None, finish="error", error=reason))
+        for answer in scores:
+            answer.set_exception(MoetoolError(reason))
+
+    def _require_ready(self) -> None:
+        if self.state != "ready":
+            if self.state == "failed":
+                raise Unavailable(f"the engine failed: {self.problems[0]}")
+            raise Unavailable(f"the server is {self.state}; try again later")
+
+    def _take_number(self) -> int:
+        number = self._next_request
+        self._next_request += 1
+        return number
+
+    def _on_forward(self, batch: Batch) -> None:
+        self._in_forward = tuple(dict.fromkeys(batch.info.request_T))
+        if _LOG.isEnabledFor(logging.DEBUG):
+            self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
+        self._change_policy(batch.info.forward_id)
+        self._lend(batch.info)
+        if self._log is not None:
+            self._log.begin_forward(batch)
+        self._routes.begin_forward(batch)
+        self.runtime.begin_forward(batch.info)
+
+    def _change_policy(self, forward: int) -> None:
+        """Apply policy changes before this forward."""
+        coming, self._coming = self._coming, []
+        for choice in coming:
+            assert self._changes is not None
+            try:
+                self._changes.change(choice)
+            except (MoetoolError, ValueError) as error:  # e.g. a state that does not fit the policy's options
+                _LOG.warning("%s does not take over: %s", choice.name, error)
+                continue
+            self._changed.append({"forward": forward, "policy": choice.name})
+            if self._log is not None:
+                self._log.on_change(forward, choice)
+
+    def _lend(self, info: ForwardInfo) -> None:
+        """Lend expert slots to the next forward and to the KV cache, or take them back."""
+        if self._share is None:
+            return
+        assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
+        before, wanted = self.residency.lent, self._share.borrowed(len(info.request_T))
+        wanted += self._share.borrowed_by_cache(self.batcher.borrowed_kv_tokens)
+        if wanted == before:
+            return
+        if wanted < before:
+            trim_heap()  # return the longer forward's activations before slots grow into their memory
+        self.store.release(self.residency.lend(wanted))
+        if self._log is not None and self.residency.lent != before:
+            self._log.on_lent(info.forward_id, self.residency.lent)
+
+    def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
+        if request in self._sinks:  # not cancelled before it began
+            self._prompt_tokens += len(prompt)
+            if self._log is not None:
+                self._log.add_request(request, len(prompt))
+            if params.return_routes:
+                self._routes.follow(request)
+            self.batcher.add(request, prompt, params, params.drawn)
+            _LOG.debug("request %d: %d prompt tokens, at most %d new", request, len(prompt), params.max_tokens)
+
+    def _cancel(self, request: int) -> None:
+        if request in self._sinks:
+            self.batcher.cancel(request)
+            self._end_request(request)
+            self._deliver(Output(request, None, finish="cancelled"))
+
+    def _score(self, request: int, prompt: list[int], top: int, answer: "Future[Any]") -> None:
+        if self._log is not None:
+            self._log.add_request(request, len(prompt))
+        try:
+            answer.set_result(token_logprobs(self.batcher.score(request, prompt), prompt, top))
+        except Exception as error:
+            self._failures += 1
+            answer.set_exception(MoetoolError(str(error)))
+        self._after_forward(failed=answer.exception() is not None, ended={request})
+        self._require_unchanged()
+
+    def _after_forward(self, failed: bool, ended: set[int]) -> None:
+        """Account for the forward that ran or failed."""
+        try:
+            self.runtime.end_forward()
+        except BaseException:  # none of its tokens is delivered
+            self._close_books(True, ended)
+            raise
+        self._close_books(failed, ended)
+
+    def _close_books(self, failed: bool, ended: set[int]) -> None:
+        if self._at_begin is not None:
+            self._log_forward(*self._at_begin, failed)
+            self._at_begin = None
+        if self._in_forward:
+            self._forwards += 1
+            if self._log is not None:
+                self._log.end_forward(failed)
+            # A forward that raised ends all its requests; otherwise sampling may still fail for one of them.
+            self._routes.end_forward(failed and ended.issuperset(self._in_forward))
+        for request in self._in_forward:
+            if request in ended:
+                self._end_request(request)
+        self._in_forward = ()
+
+    def _end_request(self, request: int) -> None:
+        self.residency.end_request(request)
+        if self._log is not None:
+            self._log.end_request(request)
+
+    def _require_unchanged(self) -> None:
+        """Raises: WeightsChanged: a read found that weights in memory and on disk no longer match."""
+        if self._files is not None and self._files.changed:
+            raise WeightsChanged(self._files.changed)
+
+    def _log_forward(self, info: ForwardInfo, before: Counts, stalled_s: float, failed: bool) -> None:
+        now = self.residency.counts
+        _LOG.debug(
+            "forward %d%s: %d requests, %d tokens, %s; experts: %d kept, %d prefetched, %d missed, %d on the host; "
+            "stall %.6f s",
+            *(info.forward_id, " FAILED" if failed else "", len(self._in_forward), len(info.request_T)),
+            *("prefill" if info.prefill else "decode", now.kept - before.kept, now.prefetched - before.prefetched),
+            *(now.missed - before.missed, now.hosted - before.hosted, self.store.stats.stall_seconds - stalled_s),
+        )
+
+    def _deliver(self, output: Output) -> None:
+        if output.request in self._routes:
+            output = self._routes.attach(output)
+        sink = self._sinks.get(output.request)
+        if output.finish is not None:
+            self._sinks.pop(output.request, None)
+        if sink is not None:
+            sink(output)
+
+    def _stop(self) -> None:
+        raise _Stop
+
+
+def _gate_log_metrics(status: SegmentStatus) -> dict[str, float]:
+    return {
+        "gate_log_rows_written": status.written,
+        "gate_log_rows_lost": status.lost,
+        "gate_log_rows_waiting": status.waiting,
+        "gate_log_failing": float(bool(status.error)),
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+class _Stop(Exception):
+    """Ends the engine's thread from inside its commands."""

@@ -1,0 +1,1 @@
+"""What a running model routes: gate logs, signals, recent events."""

@@ -1,0 +1,239 @@
+"""Facts about a model from the user and from foreign files, combined.
+
+Shape letter of files that have a row for every layer of the model: H hidden layers, with and without experts.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import ModelSpec
+
+MOST_EXPERTS = 1 << 16
+"""Limit of experts per layer: a trace stores an expert's number in 16 bits."""
+
+SAY_LAYERS = "--set model=PATH, first_k_dense=N or moe_layers=1..26"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaidFacts:
+    """Facts about a model, given by the user.
+
+    Attributes:
+        name: display name of the model.
+        num_hidden_layers: number of layers with and without experts.
+        first_k_dense: number of first layers without experts; all later layers have experts.
+        num_experts: number of experts in each MoE layer.
+        top_k: experts per token and layer.
+        expert_bytes: bytes of one expert.
+        hidden_size: width of the residual stream.
+    """
+
+    name: str | None = None
+    num_hidden_layers: int | None = None
+    first_k_dense: int | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    expert_bytes: int | None = None
+    hidden_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts(SaidFacts):
+    """Facts about a model that the files lack, given by the user.
+
+    Attributes:
+        spec: spec of a local model or trace; it must agree with the files and replaces theirs.
+        moe_layers: the layers with experts, if not all layers after `first_k_dense`.
+    """
+
+    spec: ModelSpec | None = None
+    moe_layers: tuple[int, ...] | None = None
+
+    def layers_of(self, path: object, num_hidden_layers: int) -> tuple[int, ...]:
+        """Return the layers with experts of a file that has a row for every layer (default: all).
+
+        Raises:
+            MismatchError: the file's layers differ from the given ones.
+        """
+        if self.spec is not None:
+            layers = self.spec.layer_ids_L
+        elif self.moe_layers is not None:
+            layers = self.moe_layers
+        else:
+            layers = tuple(range(self.first_k_dense or 0, num_hidden_layers))
+        expected = self.num_hidden_layers or max(max(layers, default=0) + 1, num_hidden_layers)
+        if not layers or num_hidden_layers != expected or layers[-1] >= num_hidden_layers:
+            raise MismatchError(
+                f"{path} has {num_hidden_layers} layers, expected {expected}, of which layers {_span(layers)} have "
+                f"experts; name the right model with {SAY_LAYERS}"
+            )
+        return layers
+
+    def said(self, path: object, what: str) -> int:
+        """Return a given fact that the file lacks (`what`: an attribute's name).
+
+        Raises:
+            UsageError: it is not given.
+        """
+        if (value := self.known(what)) is not None:
+            return value
+        raise UsageError(f"{path} lacks {what} of its model; add --set model=PATH or --set {what}=NUMBER")
+
+    def known(self, what: str) -> int | None:
+        """Return a fact if it is given (`what`: an attribute's name)."""
+        if (value := getattr(self, what)) is not None:
+            return int(value)
+        if self.spec is not None and what in ("num_experts", "top_k", "expert_bytes"):
+            return int(max(getattr(self.spec, f"{what}_L")))
+        if self.spec is not None and what == "num_hidden_layers":
+            return max(self.spec.layer_ids_L) + 1
+        return None
+
+    def spec_of(
+        self,
+        path: object,
+        *,
+        name: str = "unnamed model",
+        layers: Sequence[int],
+        num_experts: int | None = None,
+        top_k_L: Sequence[int] | None = None,
+        has_logits: bool = False,
+    ) -> ModelSpec:
+        """Return the model's spec from the facts of a file and the given ones.
+
+        Raises:
+            UsageError: a fact is neither in the file nor given.
+            MismatchError: the file and the given facts differ.
+        """
+        num_layers = len(layers)
+        given = {"num_experts": num_experts, "top_k": top_k_L, "expert_bytes": None}
+        missing = [what for what, value in given.items() if value is None and self.known(what) is None]
+        if len(missing) > 1:
+            numbers = " ".join(f"--set {what}=NUMBER" for what in missing)
+            raise UsageError(f"{path} lacks {' and '.join(missing)} of its model; add --set model=PATH or {numbers}")
+        if num_experts is None and self.spec is not None and self.spec.num_layers == num_layers:
+            num_experts_L = self.spec.num_experts_L
+        else:
+            num_experts_L = (num_experts or self.said(path, "num_experts"),) * num_layers
+        top_k_L = tuple(top_k_L or [self.said(path, "top_k")] * num_layers)
+        expert_bytes = self.said(path, "expert_bytes")
+        facts = {"layers": list(layers), "num_experts": num_experts_L, "top_k": top_k_L, "bytes": expert_bytes}
+        found = spec_from_routes(
+            self.name or name,
+            facts,
+            layer_ids_L=tuple(layers),
+            num_experts_L=num_experts_L,
+            top_k_L=top_k_L,
+            has_logits_L=(has_logits,) * num_layers,
+            hidden_size=self.hidden_size or 0,
+            expert_bytes_L=(expert_bytes,) * num_layers,
+        )
+        return self.adopt(path, found)
+
+    def adopt(self, path: object, found: ModelSpec) -> ModelSpec:
+        """Return the given model's spec instead of the file's, if there is one.
+
+        Raises:
+            MismatchError: the file and the given facts differ.
+        """
+        num_layers = found.num_layers
+        said = self.spec
+        if found.num_experts > MOST_EXPERTS:
+            raise MismatchError(
+                f"{path} has {found.num_experts:,} experts per layer, expected {MOST_EXPERTS:,} at most"
+            )
+        expected: dict[str, Any] = {
+            "layer_ids_L": said.layer_ids_L if said else self.moe_layers,
+            "num_experts_L": said.num_experts_L if said else self.num_experts and (self.num_experts,) * num_layers,
+            "top_k_L": said.top_k_L if said else self.top_k and (self.top_k,) * num_layers,
+        }
+        for name, value in expected.items():
+            if value and tuple(value) != getattr(found, name):
+                raise MismatchError(
+                    f"{path} has {name.removesuffix('_L')} {_span(getattr(found, name))}, expected {_span(value)} of "
+                    f"{said.name if said else 'the given facts'}; name the model that it was recorded from"
+                )
+        return said or found
+
+
+def _span(values: Sequence[int]) -> str:
+    """Format numbers compactly: a run as first..last, equal ones as one."""
+    values = list(values)
+    if len(values) > 1 and len(set(values)) == 1:
+        return f"{values[0]} in each of {len(values)} layers"
+    if len(values) > 2 and values == list(range(values[0], values[0] + len(values))):
+        return f"{values[0]}..{values[-1]}"
+    return ", ".join(map(str, values)) or "none"
+
+
+def without_dense(path: object, experts_THK: np.ndarray, layers: Sequence[int], empty: int = 0) -> np.ndarray:
+    """Return experts_TS of the layers that have experts.
+
+    Args:
+        empty: the engine's value for the other layers.
+
+    Raises:
+        MismatchError: another layer has experts.
+    """
+    for layer in sorted(set(range(experts_THK.shape[1])) - set(layers)):
+        if (experts_THK[:, layer] != empty).any():
+            raise MismatchError(
+                f"{path}: layer {layer} has experts, expected none; name the layers that do with {SAY_LAYERS}"
+            )
+    return experts_THK[:, list(layers)].reshape(len(experts_THK), -1)
+
+
+def with_dense(spec: ModelSpec, experts_TS: np.ndarray, num_hidden_layers: int, empty: int = 0) -> np.ndarray:
+    """Return experts_THK int32 of a trace's rows, `empty` in layers without experts."""
+    num_tokens = len(experts_TS)
+    experts_THK = np.full((num_tokens, num_hidden_layers, spec.top_k_L[0]), empty, np.int32)
+    experts_THK[:, list(spec.layer_ids_L)] = experts_TS.reshape(num_tokens, spec.num_layers, -1)
+    return experts_THK
+
+
+def hidden_layers(spec: ModelSpec, asked: int | None) -> int:
+    """Return the number of the model's layers (default: up to the last with experts).
+
+    Raises:
+        UsageError: `asked` is too small.
+    """
+    least = max(spec.layer_ids_L) + 1
+    if asked is not None and asked < least:
+        raise UsageError(f"num_hidden_layers is {asked}, but the model has layer {least - 1}; give its number")
+    return asked or least
+
+
+def require_even(spec: ModelSpec, format: str) -> None:
+    """Raise MismatchError if layers differ in their number of experts or in top-k."""
+    for name in ("num_experts_L", "top_k_L"):
+        if len(set(getattr(spec, name))) > 1:
+            raise MismatchError(
+                f"{format} has one {name.removesuffix('_L')} for all layers, but {spec.name} has "
+                f"{_span(getattr(spec, name))}; export to policylang or moe_cache_lab"
+            )
+
+
+def spec_from_routes(name: str, header: dict[str, Any], *, layer_ids_L: tuple[int, ...], **known: Any) -> ModelSpec:
+    """Return the spec of a model known by its routes only.
+
+    Args:
+        header: facts in the file. The revision is equal for equal names and headers, and never equals a checkpoint's
+            (`moetool.models.files.revision`), since the weights are unknown.
+        known: further fields of the spec.
+    """
+    revision = hashlib.sha256(json.dumps(["routes", name, header], sort_keys=True).encode()).hexdigest()
+    unknown = {
+        "has_logits_L": (False,) * len(layer_ids_L),
+        "num_shared_experts": 0,
+        "num_groups": 1,
+        "hidden_size": 0,
+        "score_function": "softmax",
+        "renormalize": False,
+    }
+    return ModelSpec(name=name, revision=revision, layer_ids_L=layer_ids_L, **{**unknown, **known})

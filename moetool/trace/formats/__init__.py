@@ -1,0 +1,1 @@
+"""Traces and counts of other programs, one format per file with its name."""

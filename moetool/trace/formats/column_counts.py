@@ -1,0 +1,65 @@
+"""Any table of counts: a row for each layer and expert with a number of tokens.
+
+Columns are identified by name or `--map` (`moetool.trace.foreign.column_table`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moetool.base.errors import MismatchError, UsageError
+from moetool.trace.expert_counts import Counted
+from moetool.trace.foreign import column_table
+from moetool.trace.foreign.file_sample import FileSample
+from moetool.trace.foreign.model_facts import ModelFacts
+
+GENERIC = True
+TAKES_MAP = True
+
+
+def recognize(sample: FileSample) -> str | None:
+    """Recognize columns for the layer, the expert and a count."""
+    names = column_table.match(column_table.column_names(sample), {})
+    if not {"layer", "expert", "count"} <= names.keys():
+        return None
+    return f"a table that counts: {', '.join(f'{field} ({name})' for field, name in names.items())}"
+
+
+def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, str] | None = None) -> Counted:
+    """Return the counts of each file as a pass; an expert without a row has 0.
+
+    Raises:
+        MismatchError: a file is damaged, or has an expert of a layer twice.
+        UsageError: a column is unknown, or the number of experts, top-k or the bytes of an expert are not given.
+    """
+    found, notes = [], []
+    for path in paths:
+        mapped = column_table.read(path, mapping or {})
+        if "count" not in mapped.names:
+            raise UsageError(f"{path} has no column known to be the count; name it with --map count=COLUMN")
+        rows_R3 = np.stack(
+            [
+                column_table.whole_numbers(path, mapped.names[field], mapped.table[mapped.names[field]])
+                for field in ("layer", "expert", "count")
+            ],
+            axis=1,
+        )
+        if len(np.unique(rows_R3[:, :2], axis=0)) < len(rows_R3):
+            raise MismatchError(
+                f"{path} has an expert of a layer twice, expected one row for each; is it a table of tokens?"
+            )
+        found.append(rows_R3)
+        notes.append(f"{path.name}: columns were read as {mapped.used}")
+    rows = np.concatenate(found)
+    layers = np.unique(rows[:, 0])
+    num_experts = facts.known("num_experts") or int(rows[:, 1].max()) + 1
+    if facts.known("num_experts") is None:
+        notes.append(f"{num_experts} experts per layer, from the highest number in the files")
+    if rows[:, 1].max() >= num_experts:
+        raise MismatchError(f"{paths[0]} counts expert {rows[:, 1].max()}, expected 0 to {num_experts - 1}")
+    spec = facts.spec_of(paths[0], layers=layers.tolist(), num_experts=num_experts)
+    counts_WLE = np.zeros((len(paths), len(layers), num_experts), np.int64)
+    for w, rows_R3 in enumerate(found):
+        counts_WLE[w, np.searchsorted(layers, rows_R3[:, 0]), rows_R3[:, 1]] = rows_R3[:, 2]
+    return Counted(spec=spec, counts_WLE=counts_WLE, notes=notes)

@@ -1,0 +1,1 @@
+"""Predictors as torch modules: their contract, training and evaluation, and replicas of few bits."""
