@@ -1,7 +1,7 @@
 """Quantized checkpoints, each with a twin of the dequantized weights.
 
 Formats of compressed-tensors are written and unpacked by its own compressors. GPTQ, AWQ, FP8 and MXFP4 are laid out
-here as published; the golden tensors of tests/unit/test_weight_formats.py check both.
+here as published; the golden tensors of tests/unit/models/weights/test_format.py check both.
 """
 
 import json

@@ -111,7 +111,7 @@ class _FormerNames(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         package, _, name = fullname.rpartition(".")
-        kind = _FORMER_FOLDERS.get(package)
+        kind = _FORMER_FOLDERS.get(package) if fullname not in FOLDERS.values() else None
         now = f"{FOLDERS[kind]}.{name}" if kind is not None and name in names(kind) else _FORMER.get(fullname)
         return None if now is None else ModuleSpec(fullname, self, origin=now)
 

@@ -103,7 +103,7 @@ def test_they_hold_and_multiply_the_weights_of_the_format(
             errors = [float((product - expected[:rows]).norm()) for product in (made, theirs)]
             if (
                 name != "nvfp4"
-            ):  # its library rounds to bfloat16, its kernel does not (tests/unit/test_scaled_weight.py)
+            ):  # its library rounds to bfloat16, its kernel does not (tests/unit/kernels/cpu/test_scaled_weight.py)
                 assert errors[0] <= errors[1] * (1.5 if name in ("int4", "gptq", "awq") else 1.01)
         assert torch.equal(module(x[3:4])[0], module(x[:5])[3])
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ import typer
 
 import moetool
 from moetool import plugins
+from moetool.base import plugins as plugins_by_name
 from moetool.base.plugins import allow, load
 from moetool.cli.main import app
 
 ROOT = Path(moetool.__file__).parent
 TESTS = Path(__file__).parents[1]
+UNIT = TESTS / "unit"
 MOST_PARAMETERS = 8
 PLUGIN_CLASSES = {"Options", "Policy", "Predictor"}
 DICTATED = {"paged_attention", "few_rows", "few_packed_rows", "many_rows"}
@@ -135,6 +138,46 @@ def test_public_class_names_occur_once_in_a_package() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in PLUGIN_CLASSES
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_unit_tests_stand_where_their_modules_stand() -> None:
+    """`tests/unit/PACKAGE/test_MODULE[_aspect].py`, or `test_PACKAGE[_aspect].py` for several modules of a package."""
+    assert [str(file) for file in UNIT.rglob("test_*.py") if file.parent != UNIT and not _module_of(file)] == []
+
+
+def test_the_list_of_modules_without_a_test_is_true() -> None:
+    """No test imports them or has their name. Plugins, which contract tests load by name, and commands are left out."""
+    imported = {name for _, tree in _trees(TESTS) for node in ast.walk(tree) for name in _imports(node)}
+    named = {_module_of(file) for file in UNIT.rglob("test_*.py")}
+    left_out = (*plugins_by_name.FOLDERS.values(), "moetool.cli", "moetool.__main__")
+    found = [
+        module
+        for path, _ in _trees(ROOT, ROOT.parent / "predictors")
+        if path.stem != "__init__" and (module := ".".join(path.with_suffix("").parts)) not in imported | named
+        if not module.startswith(left_out)
+    ]
+    assert found == (UNIT / "modules_without_a_test.txt").read_text(encoding="utf-8").split()
+
+
+def _module_of(file: Path) -> str:
+    """The module that a unit test is named for, or its package; empty if there is none."""
+    folder = file.parent.relative_to(UNIT)
+    package = folder if folder.parts[:1] == ("predictors",) else Path("moetool", folder)
+    name, whole = file.stem.removeprefix("test_"), ROOT.parent / package
+    modules = [*(path.stem for path in whole.glob("*.py")), whole.name]
+    found = max((m for m in modules if name == m or name.startswith(f"{m}_")), key=len, default="")
+    return ".".join((*package.parts, found)) if found else ""
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    """Names of modules that a node imports or names in a text."""
+    if isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("moetool."):
+        yield from accumulate(node.value.split("."), "{}.{}".format)
 
 
 def test_tests_reach_into_no_underscore_attributes() -> None:

@@ -5,7 +5,7 @@ tile apart in each byte. Weights are reordered once, in place, when they are rea
 
 It multiplies values by scales and sums in float32, so that no weight is rounded to bfloat16, unlike an unpacked weight.
 Instead scales, and zero points times scales, are rounded to bfloat16. Both ways have bfloat16's error
-(`tests/unit/test_packed_product.py`).
+(`tests/unit/kernels/cpu/test_int4.py`).
 """
 
 import functools

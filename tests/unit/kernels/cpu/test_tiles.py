@@ -10,7 +10,7 @@ from moetool.kernels.cpu.kinds import GGML_KINDS, RowKind
 from moetool.kernels.cpu.matmul import MAX_ROWS, MAX_SCALED_ROWS, RowsOf, max_rows, products, scattered_products
 from moetool.kernels.cpu.scaled_weight import ScaledWeight
 from moetool.kernels.cpu.tiles import cpu_has_tiles, find_tiles
-from tests.unit.test_scaled_weight import CASES, example_weight
+from tests.unit.kernels.cpu.test_scaled_weight import CASES, example_weight
 
 pytestmark = pytest.mark.skipif(not cpu_has_tiles(), reason="this CPU has no AMX")
 

@@ -190,7 +190,7 @@ def test_commands_refuse_before_they_read_weights(
 
 
 def test_a_gguf_file_is_named_itself(tmp_path: Path) -> None:
-    content = bytearray((Path(__file__).parents[1] / "golden" / "gguf" / "qwen3moe.gguf").read_bytes())
+    content = bytearray((Path(__file__).parents[3] / "golden" / "gguf" / "qwen3moe.gguf").read_bytes())
     key = b"qwen3moe.attention.head_count_kv"
     at = content.find(key) + len(key) + 4  # after the number of its type
     assert content[at - 4 : at] == (4).to_bytes(4, "little")

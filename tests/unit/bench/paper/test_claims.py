@@ -383,7 +383,7 @@ def _imported(file: Path, root: Path) -> set[Path]:
 
 def test_kept_results_depend_on_all_code_that_makes_them() -> None:
     """The key covers every module that capture, training and replicas import, directly or not."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[4]
     files = set(code_files())
     made_by = (
         "capture/run",

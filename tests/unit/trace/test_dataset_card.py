@@ -33,7 +33,7 @@ def test_every_column_of_the_schema_has_a_meaning() -> None:
 
 
 def test_the_schema_page_lists_every_column() -> None:
-    page = (Path(__file__).parents[2] / "moetool" / "guide" / "traces.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "moetool" / "guide" / "traces.md").read_text(encoding="utf-8")
     for name, (kind, meaning) in MEANINGS.items():
         bare = kind.replace("{", "").replace("}", "")
         assert f"| `{name}` | {bare} | {meaning.replace('{ahead}', 'A')} |" in page

@@ -25,7 +25,7 @@ from tests.traces import SPEC
 
 LENGTHS = [(20, 10), (5, 8), (30, 3)]
 FORWARDS = traces.together(LENGTHS)
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from moetool.models.weights.format import STORED_DTYPES, StoredWeight, unpack
 from moetool.models.weights.quantization_config import quantization_of
 from moetool.models.weights.value_scaling import eight_bits, four_bits
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "gptq_awq.safetensors"
+GOLDEN = Path(__file__).parents[3] / "golden" / "gptq_awq.safetensors"
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 

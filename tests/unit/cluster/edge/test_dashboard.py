@@ -13,7 +13,7 @@ import pytest
 import moetool.cluster.edge.dashboard as dashboard
 from moetool.base.errors import UsageError
 from tests.edge_workers import odds
-from tests.unit.test_scheduler import SPEC, World, planned
+from tests.unit.cluster.edge.test_scheduler import SPEC, World, planned
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path, f
 def test_at_every_operation_a_fault_costs_nothing_and_a_kill_leaves_a_prefix(tmp_path: Path) -> None:
     """Each of the writer's operations on the disk fails once, or (every other one) is where the process ends."""
     command = [sys.executable, "-c", _RUN, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=300)
     assert done.returncode == 0, done.stderr
     lengths: dict[int, set[int]] = {0: set(), 1: set()}
     for folder in tmp_path.iterdir():

@@ -77,7 +77,7 @@ def test_an_old_transformers_is_refused_in_one_line(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_lower_bound_is_one_that_the_tested_versions_keep() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines = [line for line in (root / "constraints.txt").read_text().splitlines() if "==" in line]
     tested = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}

@@ -10,7 +10,7 @@ from moetool.models.experts.scaled_slot import ScaledSlot, stays_scaled
 from moetool.models.experts.stored_expert import DenseSlot, layout_of
 from moetool.models.weights.format import StoredWeight, unpack
 from moetool.models.weights.scaled import Scaled
-from tests.unit.test_weight_formats import scheme_config, stored
+from tests.unit.models.weights.test_format import scheme_config, stored
 
 pytestmark = pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here")
 

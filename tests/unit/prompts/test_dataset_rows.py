@@ -16,7 +16,7 @@ from moetool.prompts import gather as prompts
 from moetool.prompts.gather import DataOptions, Gathered, Prompt
 from tests.public_rows import PARAGRAPH, SAMPLES, Sample
 
-SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared")) / "data"
+SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[3].parent / "shared")) / "data"
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:

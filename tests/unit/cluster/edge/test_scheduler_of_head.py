@@ -11,7 +11,7 @@ from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.cluster.edge.worker import WorkerSettings
 from tests.edge_workers import DrawnWorker, odds
 from tests.identities import NOBODY
-from tests.unit.test_scheduler import CLUSTER, SLOTS, SPEC, planned
+from tests.unit.cluster.edge.test_scheduler import CLUSTER, SLOTS, SPEC, planned
 
 ODDS_NLE = odds(SPEC, 3)
 

@@ -126,7 +126,7 @@ def test_one_gguf_file_is_asked_for_by_name(hub: Hub) -> None:
         locate(f"{NAME}/m-Q5.gguf")
 
 
-GGUF = Path(__file__).parents[1] / "golden" / "gguf" / "qwen3moe.gguf"
+GGUF = Path(__file__).parents[3] / "golden" / "gguf" / "qwen3moe.gguf"
 _FIRST = 2048  # bytes of a header that are asked for at first; this one has some thousands
 
 
