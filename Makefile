@@ -1,5 +1,7 @@
 # make demo   from nothing to the whole pipeline on the embedded model
 # make test   lint, types and tests
+# make freeze   before a change: record hashes of logits, texts and decisions of every family and format in $(FROZEN)
+# make frozen   after it: compare with them; fails if any has changed
 # make cluster  three servers: what they answer, and what happens when one dies
 # make fuzz   ten minutes of made-up requests and files (MOETOOL_FUZZ_MINUTES=1 for less; MOETOOL_FUZZ_SEED=N again)
 # make audit  known advisories of the pinned packages; by hand before a release, needs the network
@@ -11,12 +13,13 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda
 GPU_FLAGS ?=
+FROZEN ?= build/frozen.json
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint cluster bench gpu fuzz audit soak clean
+.PHONY: demo test lint freeze frozen cluster bench gpu fuzz audit soak clean
 
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -37,6 +40,12 @@ lint: $(VENV)/.installed
 # Two at a time, one thread each: two threads that fight over two cores are slower than one.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+freeze: $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python -m tests.frozen make $(FROZEN)
+
+frozen: $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python -m tests.frozen compare $(FROZEN)
 
 cluster: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m ray
