@@ -11,7 +11,7 @@ from moetool.caching.devices import build_policies, open_pool, split_slots
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.placed_experts import PlacedRuntime
+from moetool.cluster.edge.placed_experts import PlacedExperts
 from moetool.cluster.edge.protocol import Holders
 from moetool.cluster.frames import Frame
 from moetool.cluster.links import Links
@@ -57,7 +57,7 @@ class Node:
 
         shares = [slots] if devices == 1 else split_slots(loaded.spec, slots, devices)
         residency = open_pool(build_policies("lru", loaded.spec, {}, shares))
-        self.runtime = PlacedRuntime(
+        self.experts = PlacedExperts(
             loaded,
             residency,
             open_stores(loaded, residency),
@@ -68,7 +68,7 @@ class Node:
             options=options,
         )
         batcher = Batcher(loaded.model, max_requests=8, kv_tokens=1024)
-        self.engine = Engine(loaded, tokenizer, self.runtime, batcher, model_name="reference")
+        self.engine = Engine(loaded, tokenizer, self.experts.runtime, batcher, model_name="reference")
         self.engine.state = "ready"
         self.listener = Listener(listen("127.0.0.1"), identity(f"server-{self.server}"), self._handle, links=self.links)
 
@@ -84,7 +84,7 @@ class Node:
     def _handle(self, message: Frame) -> Frame:
         if self.on_call is not None:
             self.on_call(message)
-        return self.runtime.handle(message)
+        return self.experts.handle(message)
 
 
 class Nodes:
@@ -101,19 +101,19 @@ class Nodes:
     def arrange(self, held: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Set the experts of each server, and publish them."""
         for node, experts in zip(self.nodes, held, strict=True):
-            for at in set(node.runtime.held) - set(experts):
-                node.runtime.drop(*at)
-            for at in sorted(set(experts) - set(node.runtime.held)):
-                node.runtime.adopt(*at, source=-1)
+            for at in set(node.experts.held) - set(experts):
+                node.experts.drop(*at)
+            for at in sorted(set(experts) - set(node.experts.held)):
+                node.experts.adopt(*at, source=-1)
         self.publish()
 
     def publish(self, gone: Sequence[int] = ()) -> Holders:
         """Tell all servers which experts each server holds."""
         self.version += 1
-        spec = self.nodes[0].runtime.spec
+        spec = self.nodes[0].experts.spec
         servers_LE = [[[] for _ in range(num)] for num in spec.num_experts_L]  # type: list[list[list[int]]]
         for node in self.nodes:
-            for layer, expert in node.runtime.held if node.server not in gone else ():
+            for layer, expert in node.experts.held if node.server not in gone else ():
                 servers_LE[layer][expert].append(node.server)
         holders = Holders(
             version=self.version,
@@ -121,7 +121,7 @@ class Nodes:
             peers=tuple(None if node.server in gone else node.listener.address for node in self.nodes),
         )
         for node in self.nodes:
-            node.runtime.set_holders(holders)
+            node.experts.set_holders(holders)
         return holders
 
 

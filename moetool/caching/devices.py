@@ -40,7 +40,10 @@ class Fleet:
 
     Attributes:
         places: number of slots on all devices; all slot numbers are below this.
+        lent: 0, as slots are lent on one device only.
     """
+
+    lent = 0
 
     def __init__(self, residencies: Sequence[Residency], sink: Sink | None = None) -> None:
         self.residencies = tuple(residencies)
@@ -87,8 +90,9 @@ class Fleet:
         count = len(self.residencies)
         return self.policy.route(event, lambda key: key in self.residencies[key % count].slot_of)
 
-    def event(self, event: GateEvent, look: None = None) -> list[Step]:
-        """Return the program of an event (`Residency.event`). `look` is not supported on several devices."""
+    def event(self, event: GateEvent, look: object = None) -> list[Step]:
+        """Return the program of an event (`Residency.event`). `look` must be None on several devices."""
+        assert look is None, "an event is completed on one device"
         programs = [residency.event(event) for residency in self.residencies]
         return self._emit(event.forward.forward_id, event.layer, programs)
 

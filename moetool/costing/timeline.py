@@ -11,15 +11,15 @@ a predictor's `scores` cost time; a policy's own search or network, and look-ahe
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moetool.base.types import ForwardInfo, GateEvent, Phase
-from moetool.caching.residency import Step, StepKind
+from moetool.caching.program import run
+from moetool.caching.residency import Step
 from moetool.costing.pricing import Prices
 from moetool.costing.timing import Spent, Timing, percentiles
 
-_COMPUTE, _LOAD, _PREFETCH, _HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH, StepKind.HOST
 _QUEUED = -1
 
 
@@ -122,7 +122,7 @@ class _Tally:
 
 
 class Timeline:
-    """Executes the programs of one run in simulated time.
+    """Executes the programs of one run in simulated time, as a `moetool.caching.program.Machine`.
 
     A request's time to first token runs from the start of the first forward with its prompt tokens to the end of the
     last one. Arrival times are not modelled. The time per output token is that of a forward without prompt tokens.
@@ -134,6 +134,8 @@ class Timeline:
             stream waits for each before the first expert of the event that uses it.
         tier_of: tier of an expert by key (default: that of the prices' options).
     """
+
+    in_waves = False
 
     def __init__(
         self,
@@ -149,6 +151,11 @@ class Timeline:
         self._prediction_lag = prediction_lag
         self._predicted_at = 0  # when the prediction stream is free
         self._answers: deque[int] = deque()  # times of the forward's predictions, oldest first
+        # The event that runs: the end of its prediction, prices, compute time, and end of host computation.
+        self._event: GateEvent
+        self._answer = 0
+        self._expert_ns: Mapping[int, int] = {}
+        self._computed = self._hosted = 0
         self._tier_of = tier_of
         self._stride = prices.spec.num_experts
         self._streams: dict[str, _Stream] = {}
@@ -164,65 +171,69 @@ class Timeline:
         self._decodes: list[int] = []
         self._requests: dict[int, list[int]] = {}  # nanoseconds of a request's forwards, with prompt tokens and without
 
-    def begin_forward(self, info: ForwardInfo, steps: Iterable[Step]) -> None:
+    def begin_forward(self, info: ForwardInfo, steps: Sequence[Step]) -> None:
         """Begin a forward with these prefetches."""
         self._tally = self._tallies[Phase.PREFILL if info.prefill else Phase.DECODE]
         self._began = self.now
         self._answers.clear()
         if self._prediction_lag is None:
             self._predict(info)
-        for kind, key, slot, _ in steps:
-            self._load(key, slot, kind is _PREFETCH)
+        run(steps, self)
 
     def event(self, event: GateEvent, steps: Sequence[Step]) -> None:
         """Run one MoE layer's program, from the layers since the previous MoE layer to its shared experts."""
-        tally, jobs = self._tally, self._jobs
-        forward = self._prices.forward(event.forward)
+        tally, forward = self._tally, self._prices.forward(event.forward)
         self.now += forward.before_L[event.layer]
         for job in self._ahead:
             if not job.dropped:
                 self._wait(job)
         self._ahead.clear()
-        answer = self._predict(event.forward)
-        expert_ns = self._prices.experts(event)
-        beside: list[int] = []  # slots loaded on demand without need: the rest of a whole layer
-        computed = hosted = 0
-        on_host = [key for kind, key, _, _ in steps if kind is _HOST] if self._prices.host_is_device else []
-        for kind, key, slot, _ in steps:
-            if kind is _COMPUTE:
-                answer = self._wait_for(answer)
-                while on_host:  # after the event's loads have started
-                    ns = self._prices.host_expert_ns(event, on_host.pop())
-                    computed += ns
-                    self.now += ns
-                while beside:
-                    self._wait(jobs[beside.pop()])
-                job = jobs[slot]
-                assert job.key == key, "computed with another expert's weights"
-                if job.done == _QUEUED or job.done > self.now:
-                    self._wait(job)
-                ns = expert_ns[key]
-                computed += ns
-                self.now += ns
-            elif kind is _HOST:
-                if not self._prices.host_is_device:
-                    ns = self._prices.host_expert_ns(event, key)
-                    hosted = max(hosted, self.now) + ns
-                    tally.host += ns
-            else:
-                self._load(key, slot, kind is _PREFETCH)
-                if kind is _LOAD and key not in expert_ns:
-                    beside.append(slot)
-        self._wait_for(answer)
-        for key in on_host:
-            ns = self._prices.host_expert_ns(event, key)
-            computed += ns
-            self.now += ns
-        if hosted > self.now:
-            tally.host_wait += hosted - self.now
-            self.now = hosted
+        self._answer = self._predict(event.forward)
+        self._event, self._expert_ns = event, self._prices.experts(event)
+        self._computed = self._hosted = 0
+        run(steps, self)
+        self._answer = self._wait_for(self._answer)
+        if self._hosted > self.now:
+            tally.host_wait += self._hosted - self.now
+            self.now = self._hosted
         self.now += forward.after
-        tally.compute += forward.before_L[event.layer] + computed + forward.after
+        tally.compute += forward.before_L[event.layer] + self._computed + forward.after
+
+    def load(self, steps: Sequence[Step], idle: bool) -> None:
+        """See `moetool.caching.program.Machine`, also for the methods below."""
+        for _, key, slot, _ in steps:
+            self._load(key, slot, False)
+
+    def prefetch(self, step: Step) -> None:
+        self._load(step.key, step.slot, True)
+
+    def wait(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            self._wait(self._jobs[step.slot])
+
+    def compute_on_host(self, steps: Sequence[Step]) -> None:
+        if self._prices.host_is_device:
+            self._answer = self._wait_for(self._answer)
+        for step in steps:
+            ns = self._prices.host_expert_ns(self._event, step.key)
+            if self._prices.host_is_device:
+                self._computed += ns
+                self.now += ns
+            else:
+                self._hosted = max(self._hosted, self.now) + ns
+                self._tally.host += ns
+
+    def compute(self, wave: Sequence[Step]) -> None:
+        if self._answer:
+            self._answer = self._wait_for(self._answer)
+        for _, key, slot, _ in wave:
+            job = self._jobs[slot]
+            assert job.key == key, "computed with another expert's weights"
+            if job.done == _QUEUED or job.done > self.now:
+                self._wait(job)
+            ns = self._expert_ns[key]
+            self._computed += ns
+            self.now += ns
 
     def end_forward(self, info: ForwardInfo) -> None:
         """Complete the forward: the layers after the last MoE layer, and the head."""

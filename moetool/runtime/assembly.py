@@ -24,7 +24,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
 from moetool.runtime.decoding import kv_cache_bytes
 from moetool.runtime.experts.copies import stride_of
-from moetool.runtime.experts.device_stores import Stores, begin_with, fill_device, open_stores
+from moetool.runtime.experts.device_stores import Store, begin_with, fill_device, open_stores
 from moetool.runtime.experts.expected_use import read_order
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore, open_store
@@ -191,7 +191,7 @@ def build_engine(
     predictor: Path | None = None,
     device_memory_bytes: int | None = None,
     log: Path | None = None,
-    open_runtime: Callable[[LoadedModel, Pool, ExpertStore | Stores], ExpertRuntime] = ExpertRuntime,
+    open_runtime: Callable[[LoadedModel, Pool, Store], ExpertRuntime] = ExpertRuntime,
 ) -> Engine:
     """Load a model without its experts and put an engine around it.
 

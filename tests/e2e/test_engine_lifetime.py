@@ -126,7 +126,7 @@ def test_a_pooled_model_that_fails_half_way_leaves_nothing(name: str, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "at", ["ExpertBuffers", "ParallelRuntime", "open_batcher", "ExpertTransfer", "Lockstep", "connect"]
+    "at", ["ExpertBuffers", "RankExperts", "open_batcher", "ExpertTransfer", "Lockstep", "connect"]
 )
 def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import timedelta

@@ -24,7 +24,7 @@ from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.held_experts import Holding
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.placed_experts import PlacedRuntime
+from moetool.cluster.edge.placed_experts import PlacedExperts
 from moetool.cluster.edge.protocol import Holders
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
@@ -34,7 +34,7 @@ from moetool.cluster.transport import Listener
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.expert_form import ExpertForm
 from moetool.models.loading import CPU, load_lazy
-from moetool.runtime.experts.forward import ROWS_TOGETHER
+from moetool.runtime.experts.grouping import ROWS_TOGETHER
 from moetool.runtime.experts.store import open_store
 from moetool.runtime.request import Output, SamplingParams
 from tests import families
@@ -85,7 +85,7 @@ def well_again(thirds: Nodes) -> Iterator[Nodes]:
     yield thirds
     for node in thirds.nodes:
         node.on_call = None
-        node.runtime.options = PATIENT
+        node.experts.options = PATIENT
         node.peers.distance = (1.0,) * 3
         node.listen_again()  # so that nobody thinks ill of it any more
     thirds.arrange(PLACEMENTS["a third each"])
@@ -137,7 +137,7 @@ def test_a_row_is_sent_once_to_a_server(baseline: Any, well_again: Nodes) -> Non
     nodes[0].meter.take(0)
     _check(nodes, baseline)
     stats = nodes[0].meter.take(0)
-    width = nodes[0].runtime.spec.hidden_size
+    width = nodes[0].experts.spec.hidden_size
     rows = stats.remote_pairs // 4  # of four experts each
     assert 4 * width * rows < stats.bytes_out[1] < 1.2 * 4 * width * rows
 
@@ -155,11 +155,11 @@ def test_forwards_of_many_rows(reference: Path, tokenizer: Any, thirds: Nodes) -
     for node in thirds.nodes:
         node.on_call = None
     assert found_tokens == tokens and all(map(torch.equal, found, logits))
-    assert max(seen) > ROWS_TOGETHER // 6 * thirds[0].runtime.spec.hidden_size * 4
+    assert max(seen) > ROWS_TOGETHER // 6 * thirds[0].experts.spec.hidden_size * 4
 
 
 def test_malformed_rows_are_refused(thirds: Nodes) -> None:
-    spec = thirds[0].runtime.spec
+    spec = thirds[0].experts.spec
     rows = torch.arange(2.0 * spec.hidden_size).view(2, -1)
     head, data = rows_parts(3, {1: 2, 4: 1}, rows, [0, 1, 0])
     found = read_rows([head, bytearray(data)], spec)
@@ -180,12 +180,12 @@ def test_servers_with_several_devices(reference: Path, tokenizer: Any, baseline:
         _check(nodes, baseline)
         even = [at for at in ALL if at[1] % 2 == 0]  # all on the first device of two
         nodes.arrange([even, *held[1:]])
-        nodes.nodes[1].runtime.adopt(0, 2, source=0)
+        nodes.nodes[1].experts.adopt(0, 2, source=0)
         nodes.arrange([even, [at for at in ALL if at[1] % 2], held[2]])
         for server in range(3):
             _check(nodes, baseline, server)
         assert nodes[0].meter.total["remote_pairs"] and not nodes[0].meter.total["last_resort"]
-        assert len(nodes[0].runtime.held) == len(even)
+        assert len(nodes[0].experts.held) == len(even)
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "longcat_flash", "jetmoe", "dbrx", "gpt_oss", "finished"])
@@ -214,10 +214,10 @@ def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
             )
             for runtime in runtimes:
                 runtime.set_holders(holders)
-            runtimes[0].begin_forward(info)
+            runtimes[0].runtime.begin_forward(info)
             with torch.inference_mode():
                 logits.append(runtimes[0].model(tokens, use_cache=False).logits)  # type: ignore[attr-defined]
-            runtimes[0].end_forward()
+            runtimes[0].runtime.end_forward()
             total = runtimes[0].meter.total
             assert bool(total["calls"]) == (len(shares) == 2) and not total["last_resort"]
     assert torch.equal(*logits)
@@ -230,7 +230,7 @@ def _bare(
     finished: bool,
     ends: contextlib.ExitStack,
     device: torch.device = CPU,
-) -> PlacedRuntime:
+) -> PlacedExperts:
     """A runtime with every second expert, or all, and no engine; its slots are said to be on this device."""
     loaded = load_lazy(Checkpoint.open(path), torch.float32)
     assert loaded.files is not None
@@ -242,7 +242,7 @@ def _bare(
     pool = Residency(build_policy("lru", loaded.spec, {}, total))
     store = open_store(loaded, pool, 1)
     store.copies.device = device
-    runtime = PlacedRuntime(
+    runtime = PlacedExperts(
         *(loaded, pool, store),
         held=[
             (layer, expert)
@@ -255,7 +255,7 @@ def _bare(
         meter=Meter(server, loaded.spec, Links()),
     )
     runtime.model = loaded.model  # type: ignore[attr-defined]
-    ends.callback(runtime.close)
+    ends.callback(runtime.runtime.close)
     return runtime
 
 
@@ -300,7 +300,7 @@ def test_every_server_has_users_at_once(thirds: Nodes, baseline: Any) -> None:
 def test_a_new_thread_answers_with_the_servers_number_of_compute_threads(
     thirds: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, runtime = openmp(), thirds[0].runtime
+    library, runtime = openmp(), thirds[0].experts
     layer, expert = _third(0)[0]
     parts = [bytearray(part) for part in rows_parts(layer, {expert: 2}, torch.randn(2, runtime.spec.hidden_size))]
     ready, found = runtime.store.ready, list[int]()
@@ -350,11 +350,11 @@ def test_experts_that_move_while_requests_run(well_again: Nodes, baseline: Any) 
     requests = [nodes[0].engine.submit(prompt, SamplingParams(max_tokens=5), sink) for prompt in ids]
     while not nodes[0].engine.idle:
         for (layer, expert), source, target in [next(moving) for _ in range(6)]:
-            moved = nodes[target].runtime.adopt(layer, expert, source)
+            moved = nodes[target].experts.adopt(layer, expert, source)
             assert (moved.source, moved.bytes) == (source, nodes[0].engine.store.files.slot_bytes)
-            assert nodes[target].runtime.adopt(layer, expert, source).bytes == 0  # it is there
+            assert nodes[target].experts.adopt(layer, expert, source).bytes == 0  # it is there
             nodes.publish()
-            nodes[source].runtime.drop(layer, expert)  # its table still says that it is held there
+            nodes[source].experts.drop(layer, expert)  # its table still says that it is held there
         nodes[0].engine.step()
     assert [found[request] for request in requests] == tokens
     assert nodes[1].meter.take(0).migrated_bytes > 0
@@ -363,10 +363,10 @@ def test_experts_that_move_while_requests_run(well_again: Nodes, baseline: Any) 
 def test_a_drop_that_nobody_was_told_of_is_refused_and_tried_elsewhere(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     for at in _third(1):
-        nodes[2].runtime.adopt(*at, source=1)
+        nodes[2].experts.adopt(*at, source=1)
     nodes.publish()
     for at in _third(1)[::2]:
-        nodes[1].runtime.drop(*at)
+        nodes[1].experts.drop(*at)
     before = nodes[0].meter.total["last_resort"]
     _check(nodes, baseline)
     assert nodes[0].meter.total["last_resort"] == before
@@ -375,19 +375,19 @@ def test_a_drop_that_nobody_was_told_of_is_refused_and_tried_elsewhere(well_agai
 def test_what_nobody_gives_is_read_from_the_own_disk(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     nodes.publish(gone=[1])
-    held = nodes[0].runtime.held
+    held = nodes[0].experts.held
     before = nodes[0].meter.total["last_resort"]
     with every_read_fails_once(nodes[0].engine.store.files) as tries:
         _check(nodes, baseline)
     assert nodes[0].meter.total["last_resort"] > before + 20 and tries
-    assert nodes[0].runtime.held == held
-    assert set(nodes[0].runtime.residency.slot_of) == {layer * EXPERTS + expert for layer, expert in held}
+    assert nodes[0].experts.held == held
+    assert set(nodes[0].experts.residency.slot_of) == {layer * EXPERTS + expert for layer, expert in held}
 
 
 def test_without_a_last_resort_the_forward_fails_and_the_next_is_served(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     ended: list[Output] = []
-    nodes[0].runtime.options = ClusterOptions(last_resort=False, hedge_s=0.0)
+    nodes[0].experts.options = ClusterOptions(last_resort=False, hedge_s=0.0)
     nodes.publish(gone=[1])
     nodes[0].engine.submit(baseline[0][0], SamplingParams(max_tokens=5), ended.append)
     while not nodes[0].engine.idle:
@@ -420,7 +420,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
 def test_a_slow_peer_is_given_up_for_a_replica(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     nodes.arrange([_third(0), REST, REST])
-    nodes[0].runtime.options = ClusterOptions(call_timeout_s=0.2, hedge_s=0.0)
+    nodes[0].experts.options = ClusterOptions(call_timeout_s=0.2, hedge_s=0.0)
     nodes[0].peers.distance = (0.0, 1.0, 2.0)  # the slow one is nearer
     nodes[1].on_call = lambda message: time.sleep(0.4)
     before = dict(nodes[0].meter.total)
@@ -445,7 +445,7 @@ def test_a_peer_that_stands_still_costs_little(well_again: Nodes, baseline: Any,
         asked.append(message)
         goes_on.wait(60.0)
 
-    nodes[0].runtime.options = ClusterOptions(call_timeout_s=120.0, hedge_s=0.1)
+    nodes[0].experts.options = ClusterOptions(call_timeout_s=120.0, hedge_s=0.1)
     nodes[1].on_call = stand_still
     began = time.monotonic()
     _check(nodes, baseline)
@@ -461,20 +461,20 @@ def test_a_peer_that_stands_still_costs_little(well_again: Nodes, baseline: Any,
 
 def test_a_half_open_link_holds_nobody_up(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
-    nodes[0].runtime.options = ClusterOptions(call_timeout_s=0.2, hedge_s=0.0)
+    nodes[0].experts.options = ClusterOptions(call_timeout_s=0.2, hedge_s=0.0)
     before = nodes[0].meter.total["last_resort"]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         holders = nodes.publish()
         peers = (None, silent.getsockname(), holders.peers[2])
         nodes.version += 1
-        nodes[0].runtime.set_holders(replace(holders, version=nodes.version, peers=peers))
+        nodes[0].experts.set_holders(replace(holders, version=nodes.version, peers=peers))
         _check(nodes, baseline)  # from the own disk
     assert nodes[0].meter.total["last_resort"] > before + 20
 
 
 def test_an_answer_to_another_question_is_no_answer(well_again: Nodes, baseline: Any, monkeypatch: Any) -> None:
     nodes = well_again
-    real = nodes[1].runtime.handle
+    real = nodes[1].experts.handle
 
     def lie(message: Frame) -> Frame:
         head, rows = real(message).parts
@@ -482,7 +482,7 @@ def test_an_answer_to_another_question_is_no_answer(well_again: Nodes, baseline:
         return Frame(head={}, parts=[((layer + 1) % LAYERS).to_bytes(4) + head[4:], rows])
 
     with monkeypatch.context() as patch:
-        patch.setattr(nodes[1].runtime, "handle", lie)
+        patch.setattr(nodes[1].experts, "handle", lie)
         _check(nodes, baseline)
     assert nodes[0].meter.total["failed_calls"] > 0
 
@@ -491,21 +491,21 @@ def test_an_answer_in_another_type_is_no_answer(
     well_again: Nodes, baseline: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = well_again
-    real, before = nodes[1].runtime.handle, nodes[0].meter.total["failed_calls"]
+    real, before = nodes[1].experts.handle, nodes[0].meter.total["failed_calls"]
 
     def narrow(message: Frame) -> Frame:
-        found = read_rows([bytearray(part) for part in real(message).parts], nodes[1].runtime.spec)
+        found = read_rows([bytearray(part) for part in real(message).parts], nodes[1].experts.spec)
         return Frame(head={}, parts=rows_parts(found.layer, found.counts, found.rows_RD.bfloat16()))
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "moetool.cluster"):
-        patch.setattr(nodes[1].runtime, "handle", narrow)
+        patch.setattr(nodes[1].experts, "handle", narrow)
         _check(nodes, baseline)
     assert nodes[0].meter.total["failed_calls"] > before
     assert "the answer has rows in torch.bfloat16, expected torch.float32" in caplog.text
 
 
 def test_a_full_server_takes_no_more(well_again: Nodes, baseline: Any) -> None:
-    runtime = well_again[0].runtime
+    runtime = well_again[0].experts
     runtime.holding.capacity = len(runtime.held)
     try:
         with pytest.raises(CapacityError, match="server 0 holds 86 experts and has room for 86; drop one first"):
@@ -520,7 +520,7 @@ def test_a_full_server_takes_no_more(well_again: Nodes, baseline: Any) -> None:
 
 def test_a_damaged_expert_is_not_taken(well_again: Nodes, monkeypatch: Any) -> None:
     nodes = well_again
-    real = nodes[1].runtime.handle
+    real = nodes[1].experts.handle
 
     def damage(message: Frame) -> Frame:
         answer = real(message)
@@ -528,16 +528,16 @@ def test_a_damaged_expert_is_not_taken(well_again: Nodes, monkeypatch: Any) -> N
 
     layer, expert = _third(1)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(nodes[1].runtime, "handle", damage)
-        assert nodes[0].runtime.adopt(layer, expert, source=1).source == -1
+        patch.setattr(nodes[1].experts, "handle", damage)
+        assert nodes[0].experts.adopt(layer, expert, source=1).source == -1
     key = layer * EXPERTS + expert
-    runtimes = [node.runtime for node in nodes.nodes]
+    runtimes = [node.experts for node in nodes.nodes]
     found = [runtime.store.bytes_of(key, runtime.residency.slot_of[key]) for runtime in runtimes[:2]]
     assert torch.equal(*found)
 
 
 def test_a_timed_copy_changes_nothing(thirds: Nodes) -> None:
-    runtime, held = thirds[0].runtime, thirds[0].runtime.held
+    runtime, held = thirds[0].experts, thirds[0].experts.held
     there, elsewhere = _third(1)[0], _third(2)[0]
     before = runtime.meter.take(0).migrated_bytes, runtime.version
     (timed,) = runtime.time_copies([(*there, 1), (*elsewhere, 1)])  # server 1 holds only the first
@@ -557,7 +557,7 @@ def test_no_copy_is_timed_after_two_seconds(
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
     monkeypatch.setattr("moetool.cluster.edge.placed_experts.time", clock)
     well_again[1].on_call = pass_time
-    found = well_again[0].runtime.time_copies([(*at, 1) for at in _third(1)[:8]])
+    found = well_again[0].experts.time_copies([(*at, 1) for at in _third(1)[:8]])
     assert [one.seconds for one in found] == [pytest.approx(copy_s)] * timed
 
 
@@ -591,12 +591,12 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
     ]
     for asked, parts in wrong:
         with pytest.raises(MoetoolError):
-            nodes[0].runtime.handle(Frame(head=asked, parts=parts))
+            nodes[0].experts.handle(Frame(head=asked, parts=parts))
     with pytest.raises(MismatchError, match="belongs to another model"):
-        nodes[0].runtime.set_holders(Holders(version=10**6, servers_LE=((),), peers=()))
+        nodes[0].experts.set_holders(Holders(version=10**6, servers_LE=((),), peers=()))
     node = nodes[0]
-    parts = node.runtime.residency, node.engine.store
+    parts = node.experts.residency, node.engine.store
     with pytest.raises(CapacityError, match="server 0 should hold 256 experts but has room for 255"):
-        Holding(0, node.runtime.spec, *parts, ALL, 255)  # type: ignore[arg-type]
+        Holding(0, node.experts.spec, *parts, ALL, 255)  # type: ignore[arg-type]
     with pytest.raises(LinkError):
         nodes[0].peers.call(2, {}, (), timeout_s=0.0).result(5)

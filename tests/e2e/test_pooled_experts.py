@@ -142,7 +142,7 @@ def test_a_residency_that_could_not_hear_of_events_hears_of_the_end_of_their_for
 
     before = forward(0)
     with monkeypatch.context() as failing:
-        failing.setattr(store, "computed_together", broken)
+        failing.setattr(store, "computed", broken)
         with pytest.raises(RuntimeError, match="the device is lost"):
             runtime.end_forward()
     assert ended == [0]

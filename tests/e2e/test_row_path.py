@@ -32,13 +32,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _logits(path: Path, slots: int, batches: list[list[int]], *, from_pool: bool, seed: int | None = None) -> Any:
+def _logits(path: Path, slots: int, batches: list[list[int]], *, in_one_call: bool, seed: int | None = None) -> Any:
     """The logits of some forwards, each of one token a request."""
     loaded = load_lazy(Checkpoint.open(path), torch.bfloat16)
     policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else RandomPolicy(loaded.spec, slots, seed)
     residency = Residency(policy)
-    kind = type("Runtime", (ExpertRuntime,), {"from_pool": from_pool})
-    runtime = kind(loaded, residency, open_store(loaded, residency))
+    runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency))
+    if not in_one_call:
+        runtime.max_rows_L = [0] * LAYERS
     found = []
     with torch.inference_mode():
         for number, ids in enumerate(batches):
@@ -62,9 +63,9 @@ BATCHES = [[3], [7], [3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6], [7], [8, 8]]
 
 @pytest.mark.parametrize(("slots", "seed"), [(16, None), (4, None), (2, None), (5, 1), (9, 2)])
 def test_all_at_once_gives_the_bits_of_one_by_one(checkpoint: Path, slots: int, seed: int | None) -> None:
-    expected, _ = _logits(checkpoint, 16, BATCHES, from_pool=False)
-    one_by_one, counts = _logits(checkpoint, slots, BATCHES, from_pool=False, seed=seed)
-    at_once, same_counts = _logits(checkpoint, slots, BATCHES, from_pool=True, seed=seed)
+    expected, _ = _logits(checkpoint, 16, BATCHES, in_one_call=False)
+    one_by_one, counts = _logits(checkpoint, slots, BATCHES, in_one_call=False, seed=seed)
+    at_once, same_counts = _logits(checkpoint, slots, BATCHES, in_one_call=True, seed=seed)
     assert counts == same_counts
     assert all(map(torch.equal, one_by_one, expected))
     assert all(map(torch.equal, at_once, expected))
@@ -72,7 +73,7 @@ def test_all_at_once_gives_the_bits_of_one_by_one(checkpoint: Path, slots: int, 
 
 def test_and_nearly_those_of_transformers(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    found, _ = _logits(checkpoint, 16, BATCHES, from_pool=True)
+    found, _ = _logits(checkpoint, 16, BATCHES, in_one_call=True)
     with torch.inference_mode():
         for ids, logits in zip(BATCHES, found, strict=True):
             plain = model(torch.tensor(ids)[:, None]).logits
@@ -89,6 +90,6 @@ def test_the_path_is_taken(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
         return compute_rows(self, x_TD, shares, num_rows)
 
     monkeypatch.setattr(form, "compute_rows", counted)
-    _logits(checkpoint, 16, [[3], [3]], from_pool=True)
+    _logits(checkpoint, 16, [[3], [3]], in_one_call=True)
     assert sum(calls) == 2 * LAYERS * TOP_K
     assert calls[-LAYERS:] == [TOP_K] * LAYERS  # all resident by then

@@ -44,34 +44,34 @@ class NodeWorker:
             server=self.node.server,
             url="",
             peer=self.node.listener.address,
-            held=self.node.runtime.held,
-            slots=self.node.runtime.holding.capacity,
+            held=self.node.experts.held,
+            slots=self.node.experts.holding.capacity,
         )
 
     def stats(self) -> WorkerStats:
         return self.node.meter.take(0)
 
     def set_holders(self, holders: Holders) -> None:
-        self.node.runtime.set_holders(holders)
+        self.node.experts.set_holders(holders)
 
     def change_holders(self, change: HoldersChange) -> bool:
-        return self.node.runtime.change_holders(change)
+        return self.node.experts.change_holders(change)
 
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
-        return self.node.runtime.adopt_all(moves)
+        return self.node.experts.adopt_all(moves)
 
     def time_copies(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert]:
-        return self.node.runtime.time_copies(moves)
+        return self.node.experts.time_copies(moves)
 
     def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
         for place in places:
             self.drop(*place)
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
-        return self.node.runtime.adopt(layer, expert, source)
+        return self.node.experts.adopt(layer, expert, source)
 
     def drop(self, layer: int, expert: int) -> None:
-        self.node.runtime.drop(layer, expert)
+        self.node.experts.drop(layer, expert)
 
     def drain(self) -> None:
         """Nothing runs but what the test steps."""
@@ -162,10 +162,10 @@ def serve(node: Node, ids: Sequence[list[int]]) -> list[list[int]]:
 def arrange(nodes: Nodes, held: Sequence[Sequence[Place]]) -> None:
     """Have each server hold these experts and no others, and tell all."""
     for node, places in zip(nodes.nodes, held, strict=True):
-        for place in set(node.runtime.held) - set(places):
-            node.runtime.drop(*place)
-        for place in sorted(set(places) - set(node.runtime.held)):
-            node.runtime.adopt(*place, -1)
+        for place in set(node.experts.held) - set(places):
+            node.experts.drop(*place)
+        for place in sorted(set(places) - set(node.experts.held)):
+            node.experts.adopt(*place, -1)
     nodes.publish()
 
 
@@ -173,7 +173,7 @@ def table_of(nodes: Nodes) -> Table:
     """The servers as a scheduler finds them; what is published later than it is newer."""
     nodes.version += 10**6
     workers = {n: NodeWorker(node) for n, node in enumerate(nodes.nodes)}
-    return Table(nodes[0].runtime.spec, workers, version=nodes.version - 10**6)
+    return Table(nodes[0].experts.spec, workers, version=nodes.version - 10**6)
 
 
 def test_live_shares_are_those_of_plan_score_and_ours_is_the_largest(
@@ -223,7 +223,7 @@ def test_text_is_the_same_while_experts_move(
     assert moved > 1 and made and made[0].outcome == "done" and made[0].copies > 20
     assert made[0].local_after > made[0].local_before
     assert all(node.meter.total["last_resort"] == 0 for node in nodes.nodes)
-    assert [set(node.runtime.held) for node in nodes.nodes] == table.held()
+    assert [set(node.experts.held) for node in nodes.nodes] == table.held()
 
 
 def serve_alone(alone: Any, prompts: Sequence[list[int]]) -> list[list[int]]:

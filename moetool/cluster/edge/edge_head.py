@@ -176,7 +176,7 @@ class EdgeHead:
     def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
         """Have a server hold an expert from now on, and tell all servers.
 
-        Raises: errors of the server's `PlacedRuntime.adopt`; MoetoolError: the server is down.
+        Raises: errors of the server's `PlacedExperts.adopt`; MoetoolError: the server is down.
         """
         with self._moving():
             moved: ArrivedExpert = self._ask(server, "adopt", layer, expert, source)

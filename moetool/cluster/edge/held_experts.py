@@ -8,8 +8,7 @@ import torch
 from moetool.base.errors import CapacityError, MoetoolError
 from moetool.base.types import ModelSpec
 from moetool.caching.devices import Pool
-from moetool.runtime.experts.device_stores import Stores
-from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.experts.device_stores import Store
 
 
 class Holding:
@@ -35,7 +34,7 @@ class Holding:
         server: int,
         spec: ModelSpec,
         pool: Pool,
-        store: ExpertStore | Stores,
+        store: Store,
         held: Collection[tuple[int, int]],
         capacity: int,
     ) -> None:

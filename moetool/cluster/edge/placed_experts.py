@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +24,10 @@ from moetool.cluster.row_bytes import ExpertRows, read_rows, rows_parts
 from moetool.cluster.transport import Answer, CallRefused
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.loading import LoadedModel
-from moetool.runtime.experts.device_stores import Stores
-from moetool.runtime.experts.forward import ROWS_TOGETHER, ExpertRuntime, bring
-from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.experts.device_stores import Store
+from moetool.runtime.experts.forward import ExpertRuntime, RemoteExperts
+from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows, RowsByExpert
+from moetool.runtime.experts.host_compute import bring
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,8 +38,6 @@ _ALIGNED_BYTES = 64
 _TRIALS_S = 2.0
 """Seconds after which no further copy is timed."""
 _FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
-
-Inputs = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +51,7 @@ class _Call:
     began: float
 
 
-class _TokenRows:
-    """Inputs of experts that are rows of hidden states.
-
-    Args:
-        tokens_of: tokens of each expert.
-    """
-
-    def __init__(self, hidden_TD: torch.Tensor, tokens_of: Mapping[int, Sequence[int]]) -> None:
-        self._hidden_TD, self._tokens_of = hidden_TD, tokens_of
-
-    def __call__(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return an expert's rows. Args: rows: these, or their tokens."""
-        return rows if rows.dim() == 2 else self._hidden_TD[rows]
-
-    def once(self, experts: Iterable[int]) -> tuple[torch.Tensor, list[int] | None]:
-        """Return the rows that experts need, each once, and the row of each of their pairs; None: in this order."""
-        row_of: dict[int, int] = {}
-        sources = [row_of.setdefault(token, len(row_of)) for expert in experts for token in self._tokens_of[expert]]
-        return self._hidden_TD[list(row_of)], sources if len(row_of) < len(sources) else None
-
-
-class PlacedRuntime(ExpertRuntime):
+class PlacedExperts(RemoteExperts):
     """Computes held experts here and has other servers compute the rest.
 
     Each event sends one message to each needed server, with the rows of all its experts; held experts are computed
@@ -98,19 +76,18 @@ class PlacedRuntime(ExpertRuntime):
 
     Attributes:
         holding: the experts held here.
+        runtime: computes the model's layers by them.
 
-    Effects: as of `Holding`. `close` closes `peers` too.
+    Effects: as of `Holding` and `ExpertRuntime`. `close`, that of the runtime too, closes `peers`.
 
     Raises: as `Holding`.
     """
-
-    from_pool = False
 
     def __init__(
         self,
         loaded: LoadedModel,
         residency: Pool,
-        store: ExpertStore | Stores,
+        store: Store,
         *,
         held: Collection[tuple[int, int]],
         capacity: int,
@@ -118,8 +95,7 @@ class PlacedRuntime(ExpertRuntime):
         meter: Meter,
         options: ClusterOptions | None = None,
     ) -> None:
-        super().__init__(loaded, residency, store)
-        self.spec = loaded.spec
+        self.residency, self.store, self.spec = residency, store, loaded.spec
         self._layers = loaded.layers
         # The calling server applies the family's last operation.
         self._bare_layers = [replace(layer, form=replace(layer.form, finish=None)) for layer in loaded.layers]
@@ -131,7 +107,9 @@ class PlacedRuntime(ExpertRuntime):
             version=-1, servers_LE=tuple(((),) * num for num in self.spec.num_experts_L), peers=(None,)
         )
         self.holding = Holding(peers.server, loaded.spec, residency, store, held, capacity)
-        self._has_all_slots = isinstance(store, ExpertStore) and store.num_slots >= capacity
+        self._has_all_slots = len(store.devices) == 1 and store.num_slots >= capacity
+        self.lock = self.holding.computing
+        self.runtime = ExpertRuntime(loaded, residency, store, remote=self)
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
@@ -233,79 +211,34 @@ class PlacedRuntime(ExpertRuntime):
             return self._give(message)
         raise MoetoolError(f"{kind!r} is not a request that this version of moetool supports")
 
-    def begin_forward(self, info: ForwardInfo) -> None:
-        with self.holding.computing:
-            super().begin_forward(info)
-
-    def end_forward(self) -> None:
-        with self.holding.computing:
-            super().end_forward()
-
     def close(self) -> None:
+        """Close the connections to other servers."""
         self._peers.close()
-        super().close()
 
-    def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Like `_products`, for any number of rows, each of which is sent once to a server that needs it."""
-        top_k = len(event.experts_TK[0])
-        places_of: dict[int, list[int]] = {}
-        for rank, experts_T in enumerate(zip(*event.experts_TK, strict=True)):  # ordered as by `by_expert`
-            for token, expert in enumerate(experts_T):
-                places_of.setdefault(expert, []).append(token * top_k + rank)
-        order = sorted(places_of)  # as in `_products`, so that rows are aligned alike
-        inputs = _TokenRows(hidden_TD, {expert: [place // top_k for place in places_of[expert]] for expert in order})
-        at_R = torch.tensor([place for expert in order for place in places_of[expert]], device=hidden_TD.device)
-        counts = [len(places_of[expert]) for expert in order]
-        tokens_R = at_R // top_k
-        outputs: dict[int, torch.Tensor] = {}
-        if len(at_R) <= ROWS_TOGETHER:  # one gather and one write for all experts
-            rows_of = dict(zip(order, hidden_TD[tokens_R].split_with_sizes(counts), strict=True))
-            self._compute(layer, event, rows_of, inputs, outputs.__setitem__)
-            made = torch.cat([outputs[expert] for expert in order])
-            products = torch.empty_like(made)
-            products[at_R] = made
-            return products
-        products_of = dict(zip(order, at_R.split_with_sizes(counts), strict=True))
-        written: list[torch.Tensor] = []
-
-        def put(expert: int, output: torch.Tensor) -> None:
-            if not written:
-                written.append(output.new_empty(len(at_R), output.shape[1]))
-            written[0][products_of[expert]] = output
-
-        self._compute(layer, event, dict(zip(order, tokens_R.split_with_sizes(counts), strict=True)), inputs, put)
-        return written[0]
-
-    def _compute(
-        self,
-        layer: MoeLayer,
-        event: GateEvent,
-        rows_of: Mapping[int, torch.Tensor],
-        inputs: Inputs,
-        put: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        for expert in [expert for expert in rows_of if expert >= layer.form.num_experts]:
-            put(expert, inputs(expert, rows_of[expert]))  # an identity expert needs no call
-        pairs = {expert: rows.shape[0] for expert, rows in rows_of.items() if expert < layer.form.num_experts}
+    def compute(self, layer: MoeLayer, event: GateEvent, rows: ChoiceRows) -> None:
+        """See `RemoteExperts`."""
+        for expert in [expert for expert in rows.rows_of if expert >= layer.form.num_experts]:
+            rows.put(expert, rows.input(expert))  # an identity expert needs no call
+        pairs = {expert: len(its) for expert, its in rows.rows_of.items() if expert < layer.form.num_experts}
         self.meter.needed(layer.index, pairs)
         waiting, tried = dict(pairs), defaultdict[int, set[int]](set)
         while waiting:
             here = [expert for expert in waiting if self._key(layer.index, expert) in self.holding]
             groups, nowhere = self._assign(layer, {e: n for e, n in waiting.items() if e not in here}, tried)
-            calls = [self._call(layer, server, group, rows_of, inputs) for server, group in groups.items()]
+            calls = [self._call(layer, server, group, rows) for server, group in groups.items()]
             try:
                 if nowhere and not self.options.last_resort:
                     raise MoetoolError(
                         f"no server holds expert {nowhere[0]} of layer {self.spec.layer_ids_L[layer.index]} now"
                     )
-                done = self._compute_here(layer, event, {e: rows_of[e] for e in here}, inputs, put)
+                done = self._compute_here(layer, event, here, rows)
                 for expert in nowhere:  # one at a time: there may be only one slot for them
-                    done += self._compute_here(layer, event, {expert: rows_of[expert]}, inputs, put, borrowed=True)
+                    done += self._compute_here(layer, event, [expert], rows, borrowed=True)
             finally:
                 answers = [self._collect(layer, call, tried) for call in calls]
             for answer in answers:
                 for expert, output in answer.items():
-                    put(expert, bring(layer, output, self._device))
+                    rows.put(expert, bring(layer.form, output, self._device))
                     done.append(expert)
             for expert in done:
                 del waiting[expert]
@@ -327,18 +260,12 @@ class PlacedRuntime(ExpertRuntime):
                 self._peers.expect(server, count)
         return groups, nowhere
 
-    def _call(
-        self, layer: MoeLayer, server: int, pairs: dict[int, int], rows_of: Mapping[int, torch.Tensor], inputs: Inputs
-    ) -> _Call:
-        sources: Sequence[int] | None = None
-        if isinstance(inputs, _TokenRows):
-            rows, sources = inputs.once(pairs)
-        else:
-            rows = torch.cat([inputs(expert, rows_of[expert]) for expert in pairs])
+    def _call(self, layer: MoeLayer, server: int, pairs: dict[int, int], rows: ChoiceRows) -> _Call:
+        rows_RD, sources = rows.once(pairs)
         began = time.monotonic()
-        parts = rows_parts(layer.index, pairs, rows, sources)
+        parts = rows_parts(layer.index, pairs, rows_RD, sources)
         answer = self._peers.call(server, {}, parts, timeout_s=self.options.call_timeout_s)
-        return _Call(server, pairs, rows.dtype, answer, began)
+        return _Call(server, pairs, rows_RD.dtype, answer, began)
 
     def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
         """Outputs of a call by expert. Missing experts are not requested from that server again."""
@@ -405,9 +332,8 @@ class PlacedRuntime(ExpertRuntime):
         self,
         layer: MoeLayer,
         event: GateEvent,
-        rows_of: Mapping[int, torch.Tensor],
-        inputs: Inputs,
-        put: Callable[[int, torch.Tensor], None],
+        experts: Collection[int],
+        rows: RowsByExpert,
         *,
         own: bool = True,
         borrowed: bool = False,
@@ -418,24 +344,24 @@ class PlacedRuntime(ExpertRuntime):
             own: whether for the server's own users.
             borrowed: whether to read experts that are not held from disk for this event; otherwise they are skipped.
         """
-        keys = {self._key(layer.index, expert): expert for expert in rows_of}
+        keys = {self._key(layer.index, expert): expert for expert in experts}
         with self.holding.computing:
             found = [expert for key, expert in keys.items() if borrowed or key in self.holding]
             if found:
                 began = time.perf_counter()
                 mine = GateEvent(forward=event.forward, layer=layer.index, experts_TK=(tuple(found),))
                 try:
-                    super()._compute(layer, mine, rows_of, inputs, put)
+                    self.runtime.compute(layer, mine, rows)
                 finally:
                     if borrowed:
                         self.holding.give_back(keys)
-                pairs = sum(rows_of[expert].shape[0] for expert in found)
+                pairs = sum(len(rows.rows_of[expert]) for expert in found)
                 self.meter.computed(pairs, time.perf_counter() - began, own=own)
         if borrowed:
             self.meter.count("last_resort", len(found))
             _LOG.info("no server holds experts %s of MoE layer %d: reading from disk", found, layer.index)
-        elif own and len(found) < len(rows_of):
-            self.meter.count("late_drops", len(rows_of) - len(found))
+        elif own and len(found) < len(experts):
+            self.meter.count("late_drops", len(experts) - len(found))
         return found
 
     def _compute_for_others(self, message: Frame) -> Frame:
@@ -452,9 +378,10 @@ class PlacedRuntime(ExpertRuntime):
                 event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(asked.counts),))
                 # Kernels are chosen by alignment, and another kernel may add in another order: in new memory, each
                 # expert's rows are aligned as on the calling server.
-                rows = {expert: rows.to(self._device, copy=True) for expert, rows in asked.by_expert().items()}
-                outputs = {}
-                self._compute_here(layer, event, rows, _given, outputs.__setitem__, own=False)
+                inputs_of = {expert: rows.to(self._device, copy=True) for expert, rows in asked.by_expert().items()}
+                given = RowsByExpert(inputs_of)
+                self._compute_here(layer, event, inputs_of, given, own=False)
+                outputs = given.outputs_of
             counts = {expert: asked.counts[expert] for expert in outputs}
             made = torch.cat(list(outputs.values())) if outputs else asked.rows_RD[:0]
             return Frame(head={}, parts=rows_parts(layer.index, counts, made))
@@ -476,8 +403,7 @@ class PlacedRuntime(ExpertRuntime):
                 return None
             weights = [self.store.ready(key, slot) for (_, key), slot in zip(found, slots, strict=True)]
             outputs = layer.form.compute_each([rows_of[expert] for expert, _ in found], weights)
-            for slot in slots:
-                self.store.computed(slot)
+            self.store.computed(slots)
             seconds = time.perf_counter() - began
         self.meter.computed(sum(asked.counts[expert] for expert, _ in found), seconds, own=False)
         return dict(zip((expert for expert, _ in found), outputs, strict=True))
@@ -511,8 +437,3 @@ class PlacedRuntime(ExpertRuntime):
 
     def _key(self, layer: int, expert: int) -> int:
         return self.spec.expert_key(layer, expert)
-
-
-def _given(expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """Inputs of an expert that are given as its rows."""
-    return rows

@@ -15,7 +15,7 @@ from moetool.cluster.certificates import Identity
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.placed_experts import PlacedRuntime
+from moetool.cluster.edge.placed_experts import PlacedExperts
 from moetool.cluster.edge.protocol import WorkerInfo, WorkerStats
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
@@ -25,8 +25,8 @@ from moetool.models.files.content_hash import differing_file
 from moetool.models.loading import LoadedModel
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 from moetool.runtime.experts.copies import stride_of
-from moetool.runtime.experts.device_stores import Stores
-from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.experts.device_stores import Store
+from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.request import EngineLike, Output, SamplingParams, Sink, TokenLogprob
 from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
@@ -89,7 +89,7 @@ class Worker:
     """A server of the cluster, called by its head. Methods may be called from any thread.
 
     Attributes:
-        set_holders, change_holders, adopt, adopt_all, time_copies, drop, drop_all: those of its `PlacedRuntime`.
+        set_holders, change_holders, adopt, adopt_all, time_copies, drop, drop_all: those of its `PlacedExperts`.
 
     Effects: reads the model, listens for users and peers, and starts threads; it serves on return. `close` ends
     everything.
@@ -118,10 +118,11 @@ class Worker:
             slots = max(MIN_SLOTS * settings.options.devices, settings.cluster.slots or settings.capacity)
             memory = sum(fixed_bytes(checkpoint, settings.options)) + slots * stride_of(spec.slot_bytes)
 
-            def open_runtime(loaded: LoadedModel, pool: Pool, store: ExpertStore | Stores) -> PlacedRuntime:
+            def open_runtime(loaded: LoadedModel, pool: Pool, store: Store) -> ExpertRuntime:
                 held, capacity = settings.held, settings.capacity
                 more: dict[str, Any] = {"peers": peers, "meter": self._meter, "options": settings.cluster}
-                return PlacedRuntime(loaded, pool, store, held=held, capacity=capacity, **more)
+                self._experts = PlacedExperts(loaded, pool, store, held=held, capacity=capacity, **more)
+                return self._experts.runtime
 
             self._engine = build_engine(
                 checkpoint,
@@ -131,13 +132,12 @@ class Worker:
                 open_runtime=open_runtime,
             )
             undo.callback(self._engine.close)
-            assert isinstance(self._engine.runtime, PlacedRuntime)
-            self._runtime = runtime = self._engine.runtime
-            self.set_holders, self.change_holders = runtime.set_holders, runtime.change_holders
-            self.adopt, self.adopt_all = runtime.adopt, runtime.adopt_all
-            self.drop, self.drop_all, self.time_copies = runtime.drop, runtime.drop_all, runtime.time_copies
+            experts = self._experts
+            self.set_holders, self.change_holders = experts.set_holders, experts.change_holders
+            self.adopt, self.adopt_all = experts.adopt, experts.adopt_all
+            self.drop, self.drop_all, self.time_copies = experts.drop, experts.drop_all, experts.time_copies
             self._listener = Listener(
-                for_peers, settings.identity, self._runtime.handle, links=links, limit_bytes=limit_bytes
+                for_peers, settings.identity, self._experts.handle, links=links, limit_bytes=limit_bytes
             )
             undo.callback(self._listener.close)
             self._engine.start()
@@ -160,9 +160,9 @@ class Worker:
             server=self._settings.server,
             url=self._url,
             peer=self._listener.address,
-            held=self._runtime.held,
-            slots=self._runtime.holding.capacity,
-            version=self._runtime.version,
+            held=self._experts.held,
+            slots=self._experts.holding.capacity,
+            version=self._experts.version,
         )
 
     def stats(self) -> WorkerStats:
@@ -191,7 +191,7 @@ class Worker:
         self._url = url
         _LOG.info(
             "server %d serves on %s with %d of %d experts",
-            *(settings.server, url, len(self._runtime.held), self._runtime.spec.total_experts),
+            *(settings.server, url, len(self._experts.held), self._experts.spec.total_experts),
         )
 
 

@@ -1,7 +1,7 @@
 """An MoE layer over ranks: rows go to their expert's rank, and products return for the sum."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,7 +18,8 @@ from moetool.cluster.parallel.replica_routing import destinations
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel
-from moetool.runtime.experts.forward import ROWS_TOGETHER, ExpertRuntime
+from moetool.runtime.experts.forward import ExpertRuntime, RemoteExperts
+from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows
 from moetool.runtime.experts.store import ExpertStore
 
 _FORGET = 0.5
@@ -53,7 +54,7 @@ class DispatchTally:
     wire: list[float] = field(default_factory=lambda: [0.0] * 5)
 
 
-class ParallelRuntime(ExpertRuntime):
+class RankExperts(RemoteExperts):
     """Computes a model's MoE layers together with other ranks.
 
     All ranks go through the layers in lockstep, each with the tokens of its own batch. One that has none takes part
@@ -76,12 +77,11 @@ class ParallelRuntime(ExpertRuntime):
         machine: emulates the rank's outgoing link and its compute time.
 
     Attributes:
+        runtime: computes the layers of this rank's batch by them.
         group: group of the running generation; None between generations.
         placed_GLE: the current placement.
         tally: counts since `count_anew`.
     """
-
-    from_pool = False
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ParallelRuntime(ExpertRuntime):
         windows: Windows,
         machine: EmulatedMachine,
     ) -> None:
-        super().__init__(loaded, residency, store)
+        self.runtime = ExpertRuntime(loaded, residency, store, remote=self)
         self._in_halves = False
         self.buffers, self.windows = buffers, windows
         self._spec, self._layers = loaded.spec, loaded.layers
@@ -150,7 +150,7 @@ class ParallelRuntime(ExpertRuntime):
     def begin_forward(self, info: ForwardInfo) -> None:
         """As `ExpertRuntime`; the forward is this rank's part of the step."""
         self._tokens += len(info.request_T)
-        super().begin_forward(info)
+        self.runtime.begin_forward(info)
 
     def end_step(self) -> None:
         """Take part in layers without own rows, or after a failed forward.
@@ -159,30 +159,21 @@ class ParallelRuntime(ExpertRuntime):
             GroupBroken: a rank has ended.
         """
         while self._next < self._spec.num_layers:
-            self._exchange(self._layers[self._next], {}, {})
+            self._exchange(self._layers[self._next], {})
 
-    def _compute(
-        self,
-        layer: MoeLayer,
-        event: GateEvent,
-        rows_of: Mapping[int, torch.Tensor],
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
-        put: Callable[[int, torch.Tensor], None],
-    ) -> None:
+    def compute(self, layer: MoeLayer, event: GateEvent, rows: ChoiceRows) -> None:
+        """See `RemoteExperts`."""
         if layer.index != self._next:
             raise RuntimeError(f"MoE layer {layer.index}, expected {self._next}: ranks run in lockstep")
-        self.uses_L[layer.index] += len(event.needed)
-        parts = {expert: inputs(expert, rows) for expert, rows in rows_of.items()}
+        parts = {expert: rows.input(expert) for expert in rows.rows_of}
         identical = [expert for expert in parts if expert >= layer.form.num_experts]
         for expert in identical:
-            put(expert, parts.pop(expert))
-        outputs = self._exchange(layer, parts, rows_of)
+            rows.put(expert, parts.pop(expert))
+        outputs = self._exchange(layer, parts)
         for expert, output in outputs.items():
-            put(expert, output if layer.form.finish is None else layer.form.finish(output))
+            rows.put(expert, output if layer.form.finish is None else layer.form.finish(output))
 
-    def _exchange(
-        self, layer: MoeLayer, parts: dict[int, torch.Tensor], rows_of: Mapping[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
+    def _exchange(self, layer: MoeLayer, parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Compute each expert's output for this rank's rows, and the other ranks' rows."""
         group = self.group
         assert group is not None and self._to_LE is not None, "no generation runs"

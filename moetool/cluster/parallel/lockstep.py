@@ -9,7 +9,7 @@ from typing import Any
 from moetool.base.errors import first_line
 from moetool.base.types import ModelSpec
 from moetool.cluster.parallel.compute_windows import Windows
-from moetool.cluster.parallel.dispatch import ParallelRuntime
+from moetool.cluster.parallel.dispatch import RankExperts
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.process_group import GroupBroken
 from moetool.cluster.parallel.staged_migration import MigrationStage
@@ -45,14 +45,14 @@ class Lockstep:
         self,
         spec: ModelSpec,
         gpu: int,
-        runtime: ParallelRuntime,
+        experts: RankExperts,
         batcher: Batcher | OwnCaches,
         migration: ExpertTransfer,
         windows: Windows,
         say: Callable[[dict[str, Any]], None],
     ) -> None:
         self._spec, self._gpu, self._say = spec, gpu, say
-        self._runtime, self._batcher, self._migration, self._windows = runtime, batcher, migration, windows
+        self._experts, self._batcher, self._migration, self._windows = experts, batcher, migration, windows
         self._cancelled: deque[int] = deque()
         self._joining: deque[dict[str, Any]] = deque()
         self._scores: deque[tuple[int, list[int], int]] = deque()
@@ -89,13 +89,13 @@ class Lockstep:
         self._scores.clear()
         self._cancelled.clear()
         self._stages.clear()
-        self._runtime.end_forward()
+        self._experts.runtime.end_forward()
         self._version, self._ended = version, -1
 
     def serve(self, message: dict[str, Any]) -> None:
         """Serve one batch of joining and continuing requests. Raises: GroupBroken."""
         began = time.perf_counter()
-        self._runtime.count_anew()
+        self._experts.count_anew()
         waited_s = self._windows.waited_s
         self.join(message["requests"])
         ready_s = self._reach(message["version"])
@@ -105,20 +105,20 @@ class Lockstep:
             work = bool(self._scores) or not self._batcher.idle
             said = self._agree(work, self._ended >= message["batch"])
             self._switch(min(arrived for _, arrived, _ in said), False)
-            steps = self._runtime.tally.steps
+            steps = self._experts.tally.steps
             if not any(busy for busy, _, _ in said) or (steps and any(ends for _, _, ends in said)):
                 break
             if steps == BATCH_STEPS:
                 break
-            self._runtime.begin_step()
+            self._experts.begin_step()
             outputs = self._forward() if work else []
             self._require_whole()
-            self._runtime.end_step()
+            self._experts.end_step()
             if outputs:
                 self._say({"kind": "tokens", "outputs": outputs})
         self._windows.open(FOREVER)
         moved, self._moved = self._moved, asdict(self._migration.moved)
-        tally = self._runtime.tally
+        tally = self._experts.tally
         self._say(
             {
                 "kind": "done",
@@ -126,7 +126,7 @@ class Lockstep:
                 "seconds": time.perf_counter() - began,
                 "ready_s": ready_s,
                 "waited_s": self._windows.waited_s - waited_s,
-                "held": self._runtime.buffers.most,
+                "held": self._experts.buffers.most,
                 "left": sorted(self._ids),
                 "version": self._version,
                 "tally": {**asdict(tally), "tokens_LE": tally.tokens_LE.tolist()},
@@ -155,9 +155,9 @@ class Lockstep:
         return time.perf_counter() - began
 
     def _agree(self, work: bool, ends: bool) -> list[list[int]]:
-        assert self._runtime.group is not None
+        assert self._experts.group is not None
         self._migration.require_well()
-        return self._runtime.group.gather([work, self._migration.arrived, ends])
+        return self._experts.group.gather([work, self._migration.arrived, ends])
 
     def _switch(self, arrived: int, begins: bool) -> None:
         """Switch to the stages that have arrived at all ranks.
@@ -168,12 +168,12 @@ class Lockstep:
         """
         while self._stages and self._stages[0].version <= arrived and (begins or not self._stages[0].at_batch):
             stage = self._stages.popleft()
-            placed_GLE = self._runtime.placed_GLE.copy()
+            placed_GLE = self._experts.placed_GLE.copy()
             stage.apply(placed_GLE)
-            self._runtime.place(placed_GLE)
+            self._experts.place(placed_GLE)
             for layer, expert, holders in stage.changes:
                 if self._gpu not in holders:
-                    self._runtime.buffers.drop(self._spec.expert_key(layer, expert))
+                    self._experts.buffers.drop(self._spec.expert_key(layer, expert))
             self._version = stage.version
             self._migration.switched(stage.version)
 
@@ -189,17 +189,17 @@ class Lockstep:
         except Exception as error:
             return [{"request": request, "error": first_line(error)}]
         finally:
-            self._runtime.end_forward()
+            self._experts.runtime.end_forward()
         return [{"request": request, "scored": [[one.logprob, one.top] for one in logprobs if one is not None]}]
 
     def _end(self, outputs: list[Output]) -> list[Output]:
-        self._runtime.end_forward()
+        self._experts.runtime.end_forward()
         self._ids -= {output.request for output in outputs if output.finish is not None}
         return outputs
 
     def _require_whole(self) -> None:
         """Raise a lost rank's error, which the batcher would attribute to its requests. Raises: GroupBroken."""
-        group = self._runtime.group
+        group = self._experts.group
         if group is not None and group.broken is not None:
             raise GroupBroken(first_line(group.broken))
 

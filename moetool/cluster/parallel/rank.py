@@ -19,7 +19,7 @@ from moetool.cluster.certificates import Identity
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import connect
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
-from moetool.cluster.parallel.dispatch import ParallelRuntime
+from moetool.cluster.parallel.dispatch import RankExperts
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.lockstep import FOREVER, Lockstep
@@ -104,12 +104,12 @@ class Rank:
             stack.callback(self.buffers.close)
             self.windows = Windows(strict=options.migrate != "pipelined")
             machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
-            # The base class needs a pool; experts here are in `buffers`, so it is as small as possible.
+            # The runtime needs a pool; experts here are in `buffers`, so it is as small as possible.
             residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
             pool = open_store(loaded, residency, 1)
             stack.callback(pool.close)
             self._in_halves = options.in_halves(on_one_machine)
-            self.runtime = ParallelRuntime(
+            self.experts = RankExperts(
                 loaded,
                 residency,
                 pool,
@@ -119,7 +119,7 @@ class Rank:
                 windows=self.windows,
                 machine=machine,
             )
-            stack.callback(self.runtime.close)
+            stack.callback(self.experts.runtime.close)
             self._batcher = open_batcher(
                 loaded.model,
                 max_requests=options.seats,
@@ -145,7 +145,7 @@ class Rank:
             if store is not None:
                 self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
             self._lockstep = Lockstep(
-                loaded.spec, gpu, self.runtime, self._batcher, self.transfer, self.windows, self._say
+                loaded.spec, gpu, self.experts, self._batcher, self.transfer, self.windows, self._say
             )
             self._head = connect(head, identity, "head")
             stack.callback(self._head.close)
@@ -213,7 +213,7 @@ class Rank:
         return True
 
     def _abort(self) -> None:
-        if (group := self.runtime.group) is not None:
+        if (group := self.experts.group) is not None:
             group.abort()
 
     # -- forward thread --------------------------------------------------------------------------------------
@@ -276,11 +276,11 @@ class Rank:
         except LinkError as error:
             raise GroupBroken(f"generation {self._generation} lost a rank ({first_line(error)})") from None
         group = Group(mesh, store=self._store, device=self.loaded.device)
-        self.runtime.join(group, self._members, self._placed_GLE, self._in_halves)
+        self.experts.join(group, self._members, self._placed_GLE, self._in_halves)
         self._say({"kind": "formed"})
 
     def _on_forward(self, batch: Batch) -> None:
-        self.runtime.begin_forward(batch.info)
+        self.experts.begin_forward(batch.info)
 
     def _say(self, message: dict[str, Any]) -> None:
         self._head.send({"generation": self._generation, **message})

@@ -8,7 +8,6 @@ from dataclasses import fields
 import torch
 
 from moetool.caching.devices import Fleet, Pool
-from moetool.caching.residency import Residency
 from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel, parse_devices
 from moetool.runtime.experts.copies import Copies
@@ -21,11 +20,14 @@ class Stores:
 
     Attributes:
         devices: the device of each store's slots.
+        meter: None, as costs are measured on one device only.
         files: the expert files that all stores read.
         copies: those of the first device, which computes everything except the other devices' experts.
 
     Effects: `close` closes all stores.
     """
+
+    meter = None
 
     def __init__(self, stores: Sequence[ExpertStore]) -> None:
         self._stores = tuple(stores)
@@ -57,15 +59,15 @@ class Stores:
         every = [store.stats for store in self._stores]
         return StoreStats(**{f.name: sum(getattr(stats, f.name) for stats in every) for f in fields(StoreStats)})
 
-    def device_of(self, slot: int) -> int:
-        """Device number of a slot."""
-        return bisect_right(self._starts, slot) - 1
+    def device_of(self, key: int) -> int:
+        """Device number of an expert."""
+        return key % len(self._stores)
 
     def read_ahead(self, keys: Iterable[int]) -> None:
         """See `ExpertStore.read_ahead`; each expert into the host memory of its own device."""
         own: list[list[int]] = [[] for _ in self._stores]
         for key in keys:
-            own[key % len(own)].append(key)
+            own[self.device_of(key)].append(key)
         for store, its in zip(self._stores, own, strict=True):
             store.read_ahead(its)
 
@@ -74,15 +76,29 @@ class Stores:
         store, own_slot = self._at(slot)
         store.load(key, own_slot, prefetch)
 
+    def load_together(self, loads: Iterable[tuple[int, int]]) -> None:
+        """See `ExpertStore.load_together`; one batch per device."""
+        own: list[list[tuple[int, int]]] = [[] for _ in self._stores]
+        for key, slot in loads:
+            device = self.device_of(key)
+            own[device].append((key, slot - self._starts[device]))
+        for store, its in zip(self._stores, own, strict=True):
+            store.load_together(its)
+
+    def holds(self, key: int, slot: int) -> bool:
+        """See `ExpertStore.holds`."""
+        store, own_slot = self._at(slot)
+        return store.holds(key, own_slot)
+
     def ready(self, key: int, slot: int) -> tuple[Weight, ...]:
         """See `ExpertStore.ready`."""
         store, own_slot = self._at(slot)
         return store.ready(key, own_slot)
 
-    def computed(self, slot: int) -> None:
+    def computed(self, slots: Iterable[int]) -> None:
         """See `ExpertStore.computed`."""
-        store, own_slot = self._at(slot)
-        store.computed(own_slot)
+        for store, own_slot in map(self._at, slots):
+            store.computed([own_slot])
 
     def put(self, key: int, slot: int, data: torch.Tensor) -> None:
         """See `ExpertStore.put`."""
@@ -96,7 +112,7 @@ class Stores:
 
     def host(self, key: int) -> AbstractContextManager[tuple[Weight, ...]]:
         """See `ExpertStore.host`; uses the host tier of the expert's device."""
-        return self._stores[key % len(self._stores)].host(key)
+        return self._stores[self.device_of(key)].host(key)
 
     def close(self) -> None:
         """End all stores' threads."""
@@ -104,13 +120,15 @@ class Stores:
             store.close()
 
     def _at(self, slot: int) -> tuple[ExpertStore, int]:
-        device = self.device_of(slot)
+        device = bisect_right(self._starts, slot) - 1
         return self._stores[device], slot - self._starts[device]
 
 
-def open_stores(
-    loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memory_bytes: int | None = None
-) -> ExpertStore | Stores:
+Store = ExpertStore | Stores
+"""The slots of one device or of several."""
+
+
+def open_stores(loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memory_bytes: int | None = None) -> Store:
     """Open the store of a model from `load_lazy`: on the model's device, or one on each device of a fleet.
 
     Args:
@@ -137,16 +155,15 @@ def open_stores(
     return Stores(stores)
 
 
-def begin_with(keys: Sequence[int], residency: Residency, store: ExpertStore) -> None:
+def begin_with(keys: Sequence[int], residency: Pool, store: Store) -> None:
     """Start to load experts into free slots; on-demand loads go first."""
     for key in keys[-residency.policy.num_slots :]:
         if (step := residency.bring(key)) is not None:
             store.load(step.key, step.slot, prefetch=True)
 
 
-def fill_device(residency: Pool, store: ExpertStore | Stores) -> None:
+def fill_device(residency: Pool, store: Store) -> None:
     """Start to load every expert if a GPU has slots for all: then no layer has to fetch its routes."""
     total = residency.policy.spec.total_experts
-    one = isinstance(residency, Residency) and isinstance(store, ExpertStore)
-    if one and store.copies.staged and residency.policy.num_slots >= total:
-        begin_with(range(total), residency, store)  # type: ignore[arg-type]
+    if len(store.devices) == 1 and store.copies.staged and residency.policy.num_slots >= total:
+        begin_with(range(total), residency, store)

@@ -1,7 +1,8 @@
 """Run a model's experts from a pool that may be smaller than one event."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -12,31 +13,47 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.base.errors import UsageError
-from moetool.base.families import find
+from moetool.base.families import find, router_rules
 from moetool.base.types import ForwardInfo, GateEvent
 from moetool.caching.devices import Pool
+from moetool.caching.program import run
 from moetool.caching.residency import Residency, Step, StepKind
-from moetool.models.experts.expert_form import Call, Share
+from moetool.models.experts.expert_form import Call
 from moetool.models.experts.moe_layers import MoeLayer
-from moetool.models.families import router_rules
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import sorted_routes, to_float16, watch
 from moetool.runtime.decode_graphs import RecordedExperts
 from moetool.runtime.experts.cost_meter import CostMeter
-from moetool.runtime.experts.device_stores import Stores
+from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.event_window import EventWindow
-from moetool.runtime.experts.grouping import by_expert, weighted_sum
+from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows, RowsByExpert, weighted_sum
 from moetool.runtime.experts.host_compute import HostCompute
-from moetool.runtime.experts.pooled_experts import PooledExperts
+from moetool.runtime.experts.machines import ExpertMachine, ExpertPool, RowMachine
+from moetool.runtime.experts.pooled_experts import PooledExperts, PoolMachine
 from moetool.runtime.experts.resident_look import ResidentLook
 from moetool.runtime.experts.signals import Signals, request_means
 from moetool.runtime.experts.store import ExpertStore
 
 _IMPLEMENTATION = "moetool"
-ROWS_TOGETHER = 1024
-"""Most rows computed together, because the intermediate values of all are held at once."""
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
+
+
+class RemoteExperts:
+    """Computes a model's experts with other machines, of which each holds some.
+
+    Attributes:
+        lock: guards residency and store between its threads.
+    """
+
+    lock: AbstractContextManager[Any] = nullcontext()
+
+    def compute(self, layer: MoeLayer, event: GateEvent, rows: ChoiceRows) -> None:
+        """See `ExpertRuntime.compute`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Called first by `ExpertRuntime.close`."""
 
 
 class ExpertRuntime:
@@ -62,9 +79,10 @@ class ExpertRuntime:
         pooled: whether one product over the pool computes all experts of an event
             (`moetool.runtime.experts.pooled_experts`), instead of one product each (default: on a GPU that has all
             slots).
+        remote: computes the experts with other machines; None: all are computed here.
 
     Attributes:
-        from_pool: whether every expert is computed from the store, by the residency's steps.
+        max_rows_L: most rows of an expert of each layer for which one call computes all experts on a CPU; 0: never.
         uses_L: how often each layer needed an expert.
         misses_L: how often it was not resident.
         window: the last events.
@@ -77,16 +95,21 @@ class ExpertRuntime:
     the store.
     """
 
-    from_pool = True
-
     def __init__(
-        self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores, *, pooled: bool | None = None
+        self,
+        loaded: LoadedModel,
+        residency: Pool,
+        store: Store,
+        *,
+        pooled: bool | None = None,
+        remote: RemoteExperts | None = None,
     ) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         self.residency = residency
         self.store = store
-        self._host = HostCompute(store)
+        self._remote, self._lock = remote, nullcontext() if remote is None else remote.lock
+        self._pool = ExpertPool(store, HostCompute(store))
         self.uses_L = [0] * loaded.spec.num_layers
         self.misses_L = [0] * loaded.spec.num_layers
         self._watching: dict[int, OrderedDict[int, Callable[[torch.Tensor], None]]] = {}  # by layer, by handle
@@ -98,10 +121,9 @@ class ExpertRuntime:
         )
         self.window = EventWindow()
         self._look: ResidentLook | None = None
-        self._under_way: set[int] = set()  # loads of the event that begin while a predictor is asked
         self.on_costs: Callable[[int, float, float], None] | None = None
         if residency.policy.live_costs:
-            if not isinstance(store, ExpertStore):
+            if len(store.devices) > 1:
                 raise UsageError("costs are measured on one device only; leave out policy.live, or the other devices")
             store.meter = CostMeter()
         self._signals = Signals(
@@ -117,26 +139,22 @@ class ExpertRuntime:
         for layer in loaded.layers:
             self._bind(layer)
         self._pooled: PooledExperts | None = None
+        one_pool = remote is None and len(store.devices) == 1
         wanted = store.copies.device.type == "cuda" if pooled is None else pooled
-        if wanted and self.from_pool and isinstance(residency, Residency) and isinstance(store, ExpertStore):
-            self._pooled = PooledExperts(loaded, residency, store, self._host)
+        if wanted and one_pool and isinstance(residency, Residency):
+            self._pooled = PooledExperts(loaded, residency, self._pool)
         policy = residency.policy
-        self._predicts_beside = (
-            isinstance(residency, Residency) and self.from_pool and policy.prediction_lag is not None
-        )
+        self._predicts_beside = one_pool and policy.prediction_lag is not None
         self._may_defer = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
         self.recorded: Mapping[int, RecordedExperts] = {}
         self.deferred_events: list[tuple[MoeLayer, torch.Tensor]] = []
-        self._max_rows = [
-            self._layer_max_rows(layer, loaded.model.dtype) if self.from_pool else 0 for layer in loaded.layers
-        ]
+        self.max_rows_L = [self._layer_max_rows(layer, loaded.model.dtype) for layer in loaded.layers]
         if "resident" in self._needs:
             self._look = ResidentLook(
                 loaded,
                 residency,
-                store if self.from_pool else None,
+                self._pool if remote is None else None,
                 load_first=self._load_first,
-                under_way=self._under_way,
                 pooled=self._pooled,
             )
             self._look.require_equal_logits(loaded.model)
@@ -148,17 +166,14 @@ class ExpertRuntime:
         """
         self._info = info
         self.deferred_events = []
-        self.window.begin(self.residency.counts)
-        if (
-            isinstance(self.store, ExpertStore)
-            and self.store.meter is not None
-            and (new := self.store.meter.changed_means())
-        ):
-            self.residency.policy.take_costs(*new)
-            if self.on_costs is not None:
-                self.on_costs(info.forward_id, *new)
-        if "embeddings" not in self._needs:
-            self._start(self.residency.begin_forward(info))
+        with self._lock:
+            self.window.begin(self.residency.counts)
+            if self.store.meter is not None and (new := self.store.meter.changed_means()):
+                self.residency.policy.take_costs(*new)
+                if self.on_costs is not None:
+                    self.on_costs(info.forward_id, *new)
+            if "embeddings" not in self._needs:
+                self._start(self.residency.begin_forward(info))
         if self._pooled is not None:
             self._pooled.begin_forward(len(info.request_T))
 
@@ -166,13 +181,13 @@ class ExpertRuntime:
         """End the forward, complete or not, for the residency too, even if it did not receive all events."""
         if (info := self._info) is None:
             return
-        try:
-            self._report_deferred()
-        finally:
-            self._info = None
-            self.residency.end_forward(info)
-            lent = self.residency.lent if isinstance(self.residency, Residency) else 0
-            self.window.end(info, self.residency.counts, lent)
+        with self._lock:
+            try:
+                self._report_deferred()
+            finally:
+                self._info = None
+                self.residency.end_forward(info)
+                self.window.end(info, self.residency.counts, self.residency.lent)
 
     @property
     def defers_events(self) -> bool:
@@ -193,10 +208,12 @@ class ExpertRuntime:
 
     def close(self) -> None:
         """End the store's threads and remove the hooks of the model's routers."""
+        if self._remote is not None:
+            self._remote.close()
         if self._look is not None:
             self._look.close()
         self._signals.close()
-        self._host.close()
+        self._pool.host.close()
         self.store.close()
 
     def forward(
@@ -206,14 +223,7 @@ class ExpertRuntime:
         if self._look is not None and self._look.aside is not None:
             return self._look.aside(hidden_TD)
         num_tokens, top_k = index_TK.shape
-        recorded = self.recorded.get(layer.index)
-        if recorded is not None and not (
-            recorded.takes(hidden_TD)
-            and self.computes_by_table(layer, index_TK.numel())
-            and not self._watching.get(layer.index)
-        ):
-            recorded = None
-        products: torch.Tensor | None = None
+        recorded = self._usable_graph(layer, hidden_TD, index_TK)
         if self._pooled is not None and self._defers:
             if self._info is None:
                 raise RuntimeError("the model was called outside a forward that moetool announced")
@@ -228,19 +238,28 @@ class ExpertRuntime:
             if self._look is not None:
                 self._look.begin(layer, index_TK, weights_TK)
             if self._pooled is not None:
-                steps = [step for step in self._program(layer, event) if not self._is_under_way(step)]
-                if recorded is not None and (later := self._pooled.settle(layer, steps)) is not None:
-                    output = recorded.run(index_TK, weights_TK)
-                    self._pooled.settled(steps, later)
-                    return output
-                products = self._pooled.compute(layer, steps, hidden_TD, top_k, index_TK)
+                graph = partial(recorded.run, index_TK, weights_TK) if recorded is not None else None
+                wave = PoolMachine(self._pooled, layer, hidden_TD, top_k, index_TK, len(event.needed), graph)
+                run(self._program(layer, event), wave)
+                if wave.output is not None:
+                    return wave.output
+                products = wave.products()
+            elif places_of := self._few_rows(layer, event):
+                machine = RowMachine(self._pool, layer, places_of, hidden_TD)
+                run(self._program(layer, event), machine)
+                products = machine.products()
             else:
-                products = self._few_products(layer, event, hidden_TD)
-        if products is None:
-            products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
+                products = self._products(layer, event, hidden_TD, top_k)
         for on_products in tuple(self._watching.get(layer.index, {}).values()):
             on_products(products.view(num_tokens, top_k, -1))
         return weighted_sum(products, weights_TK).to(hidden_TD.dtype)
+
+    def _usable_graph(self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor) -> RecordedExperts | None:
+        """Return the layer's recorded graph, if it can compute this call."""
+        recorded = self.recorded.get(layer.index)
+        if recorded is None or not recorded.takes(hidden_TD) or self._watching.get(layer.index):
+            return None
+        return recorded if self.computes_by_table(layer, index_TK.numel()) else None
 
     def compute_by_table(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -280,9 +299,10 @@ class ExpertRuntime:
         return replace(event, experts_TK=tuple(map(tuple, routed))), chosen_TK, weights_TK
 
     def _layer_max_rows(self, layer: MoeLayer, dtype: torch.dtype) -> int:
-        """Most rows, of this type, of an expert of the layer in `_few_products`."""
-        if isinstance(self.store, Stores) or self.store.copies.staged or self.residency.policy.computes_on_host:
+        """Most rows, of this type, of an expert of the layer on a `RowMachine`."""
+        if self._remote is not None or len(self.store.devices) > 1 or self.store.copies.staged:
             return 0
+        assert isinstance(self.store, ExpertStore)
         files = self.store.files
         layout = files.layout_of(self.residency.policy.spec.expert_key(layer.index, 0))
         return layer.form.max_rows(files.views(self.store.slots[0], layout), dtype)
@@ -291,35 +311,25 @@ class ExpertRuntime:
         """Return the residency's steps for an event, and count them."""
         self.window.add(event)
         expert_of, needed = self.residency.policy.spec.expert_of, set(event.needed)
-        self._under_way.clear()
+        self._pool.started.clear()
         if self._look is not None:
             steps = self._look.program(event)
         elif self._predicts_beside and not event.forward.prefill:
-            assert isinstance(self.residency, Residency)
-            steps = self.residency.event(event, self._load_then_predict)
+            steps = self.residency.event(event, self._load_first)
         else:
             steps = self.residency.event(event)
         self.uses_L[layer.index] += len(needed)
         self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in needed for step in steps)
         return steps
 
-    def _load_then_predict(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
-        """A callback of `Residency.event`."""
-        self._load_first(steps)
-        return event
-
-    def _load_first(self, steps: Sequence[Step]) -> None:
-        """Start the loads before an event's first expert."""
-        assert isinstance(self.store, ExpertStore)
+    def _load_first(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
+        """Start the loads before an event's first expert; a callback of `Residency.event`."""
         first = [(step.key, step.slot) for step in steps if step.kind is StepKind.LOAD]
-        self._under_way.update(key for key, _ in first)
+        self._pool.started.update(key for key, _ in first)
         if first and self._pooled is not None:
             self._pooled.moved()
         self.store.load_together(first)
-
-    def _is_under_way(self, step: Step) -> bool:
-        """Whether a step of the program is a load that is under way."""
-        return step.kind is StepKind.LOAD and step.key in self._under_way
+        return event
 
     @property
     def _defers(self) -> bool:
@@ -343,228 +353,29 @@ class ExpertRuntime:
             event = GateEvent(forward=self._info, layer=layer.index, experts_TK=routes, weights_TK=None)
             self._start([step for step in self._program(layer, event) if step.kind is not StepKind.COMPUTE])
 
-    def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor | None:
-        """Like `_products`, for experts with few rows: computes all resident ones in one call.
+    def compute(self, layer: MoeLayer, event: GateEvent, rows: RowsByExpert) -> None:
+        """Compute every expert that the event needs from the pool, with inputs from `rows` and outputs to it."""
+        machine = ExpertMachine(self._pool, layer, event.needed, rows)
+        run(self._program(layer, event), machine)
+        machine.finish()
 
-        None if an expert has more rows, or no weights.
-        """
-        num_rows = sum(map(len, event.experts_TK))
-        max_rows = self._max_rows[layer.index]
-        if not max_rows or num_rows > ROWS_TOGETHER:
+    def _few_rows(self, layer: MoeLayer, event: GateEvent) -> dict[int, list[int]] | None:
+        """Return the positions of each expert for a `RowMachine`; None if one has too many rows or no weights."""
+        max_rows = self.max_rows_L[layer.index]
+        if not max_rows or len(event.experts_TK) * len(event.experts_TK[0]) > ROWS_TOGETHER:
             return None
         places_of: dict[int, list[int]] = {}
         for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
             places_of.setdefault(expert, []).append(place)
         if max(places_of) >= layer.form.num_experts or max(map(len, places_of.values())) > max_rows:
             return None
-        assert isinstance(self.store, ExpertStore)
-        store, top_k = self.store, num_rows // len(event.experts_TK)
-        base = self.residency.policy.spec.expert_key(layer.index, 0)
-        together: list[Step] = []
-        made: list[tuple[list[int], torch.Tensor]] = []
-        beside: list[Step] = []  # loaded on demand but not needed here: the rest of a whole layer
+        return places_of
 
-        def compute() -> None:
-            shares: list[Share] = []
-            places: list[int] = []
-            whole = len(together) == len(places_of)
-            for step in together:
-                its = places_of[step.key - base]
-                targets = its if whole else range(len(places), len(places) + len(its))
-                shares.append(Share(store.ready(step.key, step.slot), [place // top_k for place in its], targets))
-                places += its
-            output = layer.form.compute_rows(hidden_TD, shares, len(places))
-            made.append((places if not whole else [], output))
-            for step in together:
-                store.computed(step.slot)
-            together.clear()
-
-        steps = self._program(layer, event)
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
-            if step.kind is StepKind.COMPUTE:
-                while beside:
-                    store.ready(beside[-1].key, beside.pop().slot)
-                if together and not store.arrived(step.key, step.slot):
-                    compute()  # overlaps the read
-                together.append(step)
-                continue
-            at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
-            if any(other.slot == step.slot for other in together):
-                compute()
-            if at_once and not together:
-                continue  # `ready` is next and loads it on this thread, sooner than another could
-            if not self._is_under_way(step):
-                store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-            if step.kind is StepKind.LOAD and step.key - base not in places_of:
-                beside.append(step)
-        if together:
-            compute()
-        if len(made) == 1:
-            return made[0][1]
-        outputs = made[0][1].new_empty(num_rows, made[0][1].shape[1])
-        for places, output in made:
-            outputs[places] = output
-        return outputs
-
-    def _products(
-        self,
-        layer: MoeLayer,
-        event: GateEvent,
-        index_TK: torch.Tensor,
-        gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """Return the unweighted outputs [T * K, D] of each token's experts.
-
-        Args:
-            gather: returns rows of an expert's inputs, by expert and position in [T * K].
-        """
-        choices = by_expert(index_TK)
-        rows_of, at_once = choices.split(choices.places), index_TK.numel() <= ROWS_TOGETHER
-        x_of = choices.split(gather(choices.experts, choices.places)) if at_once else {}
-        products: torch.Tensor | None = None
-
-        def inputs(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            return x_of[expert] if at_once else gather(choices.experts[choices.span_of[expert]], rows)
-
-        def put(expert: int, output: torch.Tensor) -> None:
-            nonlocal products
-            if products is None:
-                products = output.new_empty(index_TK.numel(), output.shape[1])
-            products[rows_of[expert]] = output
-
-        self._compute(layer, event, rows_of, inputs, put)
-        assert products is not None
-        return products
-
-    def _compute(
-        self,
-        layer: MoeLayer,
-        event: GateEvent,
-        rows_of: Mapping[int, torch.Tensor],
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
-        put: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Compute every expert that the event needs, and `put` its output.
-
-        Args:
-            rows_of: positions in [T * K], by expert.
-            inputs: returns an expert's input for its positions.
-        """
-        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
-        steps = self._program(layer, event)
-        if all(step.kind is StepKind.COMPUTE for step in steps) and not isinstance(self.store, Stores):
-            self._compute_resident(layer, steps, rows_of, inputs, put)
-            return
-        sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
-        on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
-        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # on other devices; written at the end
-        beside: list[tuple[int, int]] = []  # loaded on demand but not needed here: the rest of a whole layer
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
-            if step.kind is StepKind.HOST:
-                continue
-            expert = expert_of(step.key)[1]
-            if step.kind is not StepKind.COMPUTE:
-                at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
-                if at_once and not on_host:
-                    continue  # `ready` is next and loads it on this thread, sooner than another could
-                if not self._is_under_way(step):
-                    self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-                if step.kind is StepKind.LOAD and expert not in rows_of:
-                    beside.append((step.key, step.slot))
-                continue
-            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # after loads have started
-            if sent is None:
-                sent = self._send(layer, steps, rows_of, inputs)
-            while beside:
-                self.store.ready(*beside.pop())
-            if expert in sent:
-                x = replace(layer.form, finish=None).compute(sent.pop(expert), self.store.ready(step.key, step.slot))
-                self.store.computed(step.slot)
-                begun.append((expert, partial(bring, layer, x, rows_of[expert].device)))
-                continue
-            x = inputs(expert, rows_of[expert])
-            if expert < num_experts:
-                x = layer.form.compute(x, self.store.ready(step.key, step.slot))
-                self.store.computed(step.slot)
-            put(expert, x)
-        begun += self._begin_on_host(layer, on_host, rows_of, inputs)
-        for expert, finished in begun:
-            put(expert, finished())
-
-    def _compute_resident(
-        self,
-        layer: MoeLayer,
-        steps: Sequence[Step],
-        rows_of: Mapping[int, torch.Tensor],
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
-        put: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Compute an event whose experts are all resident, grouping experts with few rows.
-
-        With few rows a call takes longer than its computation (`ExpertForm.compute_each`).
-        """
-        expert_of, form = self.residency.policy.spec.expert_of, layer.form
-        together: list[tuple[int, Step, torch.Tensor]] = []
-
-        def compute() -> None:
-            weights = [self.store.ready(step.key, step.slot) for _, step, _ in together]
-            outputs = form.compute_each([x for _, _, x in together], weights)
-            for (expert, step, _), output in zip(together, outputs, strict=True):
-                self.store.computed(step.slot)
-                put(expert, output)
-
-        num_rows = 0
-        for step in steps:
-            expert = expert_of(step.key)[1]
-            x = inputs(expert, rows_of[expert])
-            if expert >= form.num_experts:
-                put(expert, x)
-                continue
-            if together and num_rows + x.shape[0] > ROWS_TOGETHER:
-                compute()
-                together, num_rows = [], 0
-            together.append((expert, step, x))
-            num_rows += x.shape[0]
-        if together:
-            compute()
-
-    def _send(
-        self,
-        layer: MoeLayer,
-        steps: Sequence[Step],
-        rows_of: Mapping[int, torch.Tensor],
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> dict[int, torch.Tensor]:
-        """Send inputs to the devices that compute them; returns them by expert.
-
-        All are sent before any device computes: a copy between two devices waits for both, so a later copy would make
-        the model's device wait for the other's computation.
-        """
-        sent: dict[int, torch.Tensor] = {}
-        if isinstance(self.store, Stores):
-            for step in steps:
-                if step.kind is StepKind.COMPUTE and (device := self.store.device_of(step.slot)):
-                    expert = self.residency.policy.spec.expert_of(step.key)[1]
-                    if expert < layer.form.num_experts:
-                        sent[expert] = inputs(expert, rows_of[expert]).to(self.store.devices[device])
-        return sent
-
-    def _begin_on_host(
-        self,
-        layer: MoeLayer,
-        experts: list[int],
-        rows_of: Mapping[int, torch.Tensor],
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
-        """Start to compute `experts` in host memory and empty the list; yields per expert a wait for its output."""
-        while experts:
-            expert = experts.pop()
-            x = inputs(expert, rows_of[expert])
-            if expert < layer.form.num_experts:
-                key = self.residency.policy.spec.expert_key(layer.index, expert)
-                yield expert, self._host.start(layer.form, key, x)
-            else:
-                yield expert, lambda x=x: x  # type: ignore[misc]
+    def _products(self, layer: MoeLayer, event: GateEvent, x: torch.Tensor, each: int) -> torch.Tensor:
+        """Return the unweighted outputs [T * K, D] of each token's experts; choice r is of row r // `each` of `x`."""
+        rows = ChoiceRows(event.experts_TK, x, each)
+        (self if self._remote is None else self._remote).compute(layer, event, rows)
+        return rows.products()
 
     def _bind(self, layer: MoeLayer) -> None:
         layer.experts.moetool_binding = (self, layer)
@@ -595,11 +406,13 @@ class ExpertRuntime:
         index_TK, weights_TK = self._chosen.pop(layer.index)
         event = self._event(layer, index_TK, weights_TK)
         places = torch.arange(index_TK.numel(), device=index_TK.device)
+        x = copies_ETD[index_TK.reshape(-1), places // top_k]
         if self._pooled is not None:
-            x = copies_ETD[index_TK.reshape(-1), places // top_k]
-            products = self._pooled.compute(layer, self._program(layer, event), x, 1, index_TK)
+            machine = PoolMachine(self._pooled, layer, x, 1, index_TK, len(event.needed))
+            run(self._program(layer, event), machine)
+            products = machine.products()
         else:
-            products = self._products(layer, event, index_TK, lambda experts, at: copies_ETD[experts, at // top_k])
+            products = self._products(layer, event, x, 1)
         output_ETD = torch.zeros_like(copies_ETD)
         output_ETD[index_TK.reshape(-1), places // top_k] = products
         return output_ETD.view(scaled.shape)
@@ -620,12 +433,6 @@ class ExpertRuntime:
             self._pooled.moved()
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-
-
-def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move an expert's output to this device, and apply the family's last operation with local weights."""
-    output = output.to(device)
-    return output if layer.form.finish is None else layer.form.finish(output)
 
 
 def _experts_forward(

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from moetool.models.experts.expert_form import ExpertForm
-from moetool.runtime.experts.device_stores import Stores
-from moetool.runtime.experts.store import ExpertStore
+from moetool.runtime.experts.device_stores import Store
 
 
 class HostCompute:
@@ -25,7 +24,7 @@ class HostCompute:
     Effects: `close` ends the thread.
     """
 
-    def __init__(self, store: ExpertStore | Stores) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._thread = ThreadPoolExecutor(1, "expert-host") if store.copies.staged else None
 
@@ -40,12 +39,7 @@ class HostCompute:
             return lambda: output
         # Waits for the device once: x must arrive before the thread can begin.
         future = self._thread.submit(self._compute, replace(form, finish=None), key, x.cpu())
-
-        def finished() -> torch.Tensor:
-            output = future.result().to(x.device)
-            return output if form.finish is None else form.finish(output)
-
-        return finished
+        return lambda: bring(form, future.result(), x.device)
 
     def close(self) -> None:
         """Finish pending computations."""
@@ -56,6 +50,12 @@ class HostCompute:
         began = time.perf_counter()
         with torch.inference_mode(), self._store.host(key) as weights:
             output = form.compute(x, weights)
-        if isinstance(self._store, ExpertStore) and self._store.meter is not None:
+        if self._store.meter is not None:
             self._store.meter.hosted(time.perf_counter() - began)
         return output
+
+
+def bring(form: ExpertForm, output: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Move an expert's output to this device, and apply the family's last operation with local weights."""
+    output = output.to(device)
+    return output if form.finish is None else form.finish(output)

@@ -5,12 +5,13 @@ decisions. While every expert of the model has a slot, even that can wait: the p
 residency receives all layers' events in order after the forward.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from moetool.caching.residency import Residency, Step, StepKind
+from moetool.caching.residency import Residency, Step
 from moetool.kernels.packed_part import PackedPart
 from moetool.kernels.slot_backends import find_multiply, find_multiply_packed
 from moetool.kernels.slot_products import FEW_ROWS, SlotRows
@@ -20,7 +21,7 @@ from moetool.models.experts.packed_parts import packed_parts
 from moetool.models.experts.slot_unpacking import SlotUnpacking
 from moetool.models.loading import LoadedModel
 from moetool.runtime.experts.copies import to_device
-from moetool.runtime.experts.host_compute import HostCompute
+from moetool.runtime.experts.machines import ExpertPool, StoreMachine
 from moetool.runtime.experts.store import ExpertStore
 
 Parts = tuple[torch.Tensor | PackedPart, ...]
@@ -41,8 +42,7 @@ class PooledExperts:
     Args:
         loaded: the model; packed weights are unpacked to its data type.
         residency: assigns the slots.
-        store: holds them.
-        host: computes experts that the residency leaves in host memory.
+        pool: its store has them.
 
     Attributes:
         complete: whether every expert of the model has a slot, so that `compute_all` may be called.
@@ -50,10 +50,12 @@ class PooledExperts:
     Effects: allocates the table and, for packed experts, memory to unpack some.
     """
 
-    def __init__(self, loaded: LoadedModel, residency: Residency, store: ExpertStore, host: HostCompute) -> None:
+    def __init__(self, loaded: LoadedModel, residency: Residency, pool: ExpertPool) -> None:
+        store = pool.store
+        assert isinstance(store, ExpertStore), "one pool has one device"
+        self.pool = pool
         self._residency = residency
-        self._store = store
-        self._host = host
+        self.store = store
         self._device = store.copies.device
         self._forms = [layer.form for layer in loaded.layers]
         self._num_experts = max(form.num_experts for form in self._forms)
@@ -84,10 +86,10 @@ class PooledExperts:
         self.complete = suffices and len(slot_of) == spec.total_experts
         if not self.complete or self._checked:
             return
-        self.complete = self._checked = all(self._store.holds(key, slot) for key, slot in slot_of.items())
+        self.complete = self._checked = all(self.store.holds(key, slot) for key, slot in slot_of.items())
         if self.complete:
             for layer, form in enumerate(self._forms):
-                self._place(layer, {e: slot_of[spec.expert_key(layer, e)] for e in range(form.num_experts)})
+                self.place(layer, {e: slot_of[spec.expert_key(layer, e)] for e in range(form.num_experts)})
 
     def moved(self) -> None:
         """Record that an expert has another slot."""
@@ -118,142 +120,26 @@ class PooledExperts:
         """
         base = self._residency.policy.spec.expert_key(layer.index, 0)
         for expert, slot in slots.items():
-            self._store.ready(base + expert, slot)
+            self.store.ready(base + expert, slot)
         given = _Input(x, index_TK.shape[1], SlotRows.of(index_TK, layer.form.num_experts))
         zeros = x.new_zeros(index_TK.numel(), x.shape[-1])
-        return _finished(layer.form, self._wave(layer, slots, given, zeros, whole=False), given)
+        return _finished(layer.form, self.compute_wave(layer, slots, given, zeros, whole=False), given)
 
     def computed_all(self) -> None:
         """Protect all slots from reuse until the computation queued so far is done."""
-        self._store.computed_together(range(self._store.num_slots))
+        self.store.computed(range(self.store.num_slots))
 
     def table_suffices(self, layer: MoeLayer, num_rows: int) -> bool:
         """Whether products of this number of a layer's choices need only the table, and nothing is unpacked first."""
         return bool(self._parts_L[layer.index] or (num_rows <= FEW_ROWS and self._packed_L[layer.index]))
 
-    def settle(self, layer: MoeLayer, steps: Sequence[Step]) -> Sequence[Step] | None:
-        """Load all experts of an event into slots and update the table, before later work on the device.
-
-        Call the products and `settled` afterwards.
-
-        Returns:
-            The steps that must wait for the products; None, with nothing done, if the event needs several waves or the
-            host.
-
-        Raises:
-            MoetoolError: an expert could not be read.
-        """
-        slots: dict[int, int] = {}
-        first_later = len(steps)
-        for place, step in enumerate(steps):
-            if step.kind is StepKind.HOST or (step.kind is StepKind.COMPUTE and first_later < len(steps)):
-                return None
-            if step.kind is StepKind.COMPUTE:
-                slots[step.slot] = step.key
-            elif step.slot in slots:
-                first_later = min(first_later, place)
-        beside = self._start(steps[:first_later], slots)
-        base, num_experts = self._residency.policy.spec.expert_key(layer.index, 0), layer.form.num_experts
-        slot_of = {
-            key - base: slot for slot, key in slots.items() if key - base < num_experts
-        }  # others have no weights
-        for slot, key in [*((slot, base + expert) for expert, slot in slot_of.items()), *beside.items()]:
-            self._store.ready(key, slot)
-        self._place(layer.index, slot_of)
-        return steps[first_later:]
-
-    def settled(self, steps: Sequence[Step], later: Sequence[Step]) -> None:
-        """Run the steps that `settle` returned, once the event's products are queued."""
-        self._store.computed_together(step.slot for step in steps if step.kind is StepKind.COMPUTE)
-        for slot, key in self._start(later, {}).items():
-            self._store.ready(key, slot)
-
-    def _start(self, steps: Sequence[Step], needed: dict[int, int]) -> dict[int, int]:
-        """Start loads and prefetches; returns slots and keys of on-demand loads that are not among `needed`.
-
-        Consecutive loads form one batch of copies.
-        """
-        beside: dict[int, int] = {}
-        missed: list[tuple[int, int]] = []
-        for step in steps:
-            if step.kind is StepKind.COMPUTE:
-                continue
-            self.moved()
-            if step.kind is StepKind.LOAD:
-                missed.append((step.key, step.slot))
-                if step.slot not in needed:
-                    beside[step.slot] = step.key
-                continue
-            self._store.load_together(missed)
-            missed.clear()
-            self._store.load(step.key, step.slot, prefetch=True)
-        self._store.load_together(missed)
-        return beside
-
-    def compute(
-        self, layer: MoeLayer, steps: Sequence[Step], x: torch.Tensor, each: int, index_TK: torch.Tensor
-    ) -> torch.Tensor:
-        """Like `compute_all`, by the residency's steps: in one call, or in waves if slots are reused.
-
-        Raises:
-            MoetoolError: an expert could not be read.
-        """
-        base, form, store = self._residency.policy.spec.expert_key(layer.index, 0), layer.form, self._store
-        given = _Input(x, each, SlotRows.of(index_TK, form.num_experts))
-        needed = {step.key for step in steps if step.kind in (StepKind.COMPUTE, StepKind.HOST)}
-        hosted = {step.key - base for step in steps if step.kind is StepKind.HOST}
-        output: torch.Tensor | None = None
-        begun: list[tuple[torch.Tensor, Any]] | None = None
-        together: list[Step] = []
-        missed: list[Step] = []  # consecutive loads
-        beside: list[Step] = []  # loaded on demand but not needed here: the rest of a whole layer
-
-        def load() -> None:
-            store.load_together([(step.key, step.slot) for step in missed])
-            beside.extend(step for step in missed if step.key not in needed)
-            missed.clear()
-
-        def compute() -> None:
-            nonlocal output, begun
-            load()
-            if begun is None:
-                begun = self._begin_on_host(layer, hosted, given, index_TK)  # after loads have started
-            while beside:
-                store.ready(beside[-1].key, beside.pop().slot)
-            slots = {step.key - base: step.slot for step in together if step.key - base < form.num_experts}
-            for expert, slot in slots.items():
-                store.ready(base + expert, slot)
-            output = self._wave(layer, slots, given, output, whole=len(together) == len(needed))
-            store.computed_together(slots.values())
-            together.clear()
-
-        for step in steps:
-            if step.kind is StepKind.COMPUTE:
-                together.append(step)
-            elif step.kind is not StepKind.HOST:
-                self.moved()
-                if any(other.slot == step.slot for other in together):
-                    compute()
-                if step.kind is StepKind.LOAD:
-                    missed.append(step)
-                else:
-                    load()
-                    store.load(step.key, step.slot, prefetch=True)
-        if together or missed or beside or output is None:
-            compute()
-        assert output is not None
-        output = _finished(form, output, given)
-        for places, finished in begun or ():
-            output[places] = finished()
-        return output
-
-    def _wave(
+    def compute_wave(
         self, layer: MoeLayer, slots: dict[int, int], given: _Input, output: torch.Tensor | None, *, whole: bool
     ) -> torch.Tensor:
         """Compute the experts of `slots` into the output's rows; if `whole`, these are all of the event's."""
         parts = self._parts(layer, given.rows)
         if parts is not None:
-            table_E = self._place(layer.index, slots) if whole else self._table_of(slots)
+            table_E = self.place(layer.index, slots) if whole else self._table_of(slots)
             return self._run(layer.form, given, table_E, parts, output)
         assert self._unpacking is not None
         experts, count = list(slots), self._unpacking.capacity
@@ -312,20 +198,7 @@ class PooledExperts:
             assert self._multiply_packed is not None
             self._multiply_packed(x, each, rows, table_E, part, out_RO)
 
-    def _begin_on_host(
-        self, layer: MoeLayer, experts: set[int], given: _Input, index_TK: torch.Tensor
-    ) -> list[tuple[torch.Tensor, Any]]:
-        """Start to compute experts in host memory; returns each one's row positions and a wait for its rows."""
-        begun = []
-        chosen = index_TK.reshape(-1).tolist() if experts else []
-        for expert in sorted(experts):
-            if expert < layer.form.num_experts:
-                places = torch.tensor([i for i, other in enumerate(chosen) if other == expert]).to(given.x.device)
-                key = self._residency.policy.spec.expert_key(layer.index, expert)
-                begun.append((places, self._host.start(layer.form, key, given.x[places // given.each])))
-        return begun
-
-    def _place(self, layer: int, slots: dict[int, int]) -> torch.Tensor:
+    def place(self, layer: int, slots: dict[int, int]) -> torch.Tensor:
         """Return the layer's table with these experts' slots; other entries are arbitrary."""
         known, staged_E = self._slots_LE[layer], self._staged_LE[layer].numpy()
         if new := [(expert, slot) for expert, slot in slots.items() if known[expert] != slot]:
@@ -341,6 +214,85 @@ class PooledExperts:
         for expert, slot in slots.items():
             numbers[expert] = slot
         return to_device(numbers, self._device)
+
+
+class PoolMachine(StoreMachine):
+    """Runs an event's program by one product for each wave, all experts of which have slots.
+
+    Args:
+        pooled: the model's experts.
+        x: input rows; choice r is of row r // `each`.
+        num_needed: number of experts that the event needs.
+        recorded: computes the layer's output by a CUDA graph, once all needed experts have slots and are in the table.
+
+    Attributes:
+        output: the result of `recorded`, if the program computes all experts in one wave.
+    """
+
+    def __init__(
+        self,
+        pooled: "PooledExperts",
+        layer: MoeLayer,
+        x: torch.Tensor,
+        each: int,
+        index_TK: torch.Tensor,
+        num_needed: int,
+        recorded: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(pooled.pool, layer, {})
+        self._pooled, self._layer, self._x, self._each, self._index_TK = pooled, layer, x, each, index_TK
+        self._num_needed, self._recorded = num_needed, recorded
+        self._products: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+
+    @cached_property
+    def _given(self) -> _Input:
+        return _Input(self._x, self._each, SlotRows.of(self._index_TK, self._form.num_experts))
+
+    @cached_property
+    def _positions_of(self) -> dict[int, torch.Tensor]:
+        places_of: dict[int, list[int]] = {}
+        for place, expert in enumerate(self._index_TK.reshape(-1).tolist()):
+            places_of.setdefault(expert, []).append(place)
+        return {expert: torch.tensor(places, device=self._x.device) for expert, places in places_of.items()}
+
+    def products(self) -> torch.Tensor:
+        """Return the unweighted outputs [T * K, D]."""
+        made = self._products
+        if made is None:
+            made = self._pooled.compute_wave(self._layer, {}, self._given, None, whole=False)
+        self._products = _finished(self._form, made, self._given)
+        self.finish()
+        return self._products
+
+    def load(self, steps: Sequence[Step], idle: bool) -> None:
+        self._pooled.moved()
+        super().load(steps, False)
+
+    def prefetch(self, step: Step) -> None:
+        self._pooled.moved()
+        super().prefetch(step)
+
+    def compute(self, wave: Sequence[Step]) -> None:
+        whole = len(wave) == self._num_needed
+        base, weighty = self._first_key, self._form.num_experts
+        slots = {step.key - base: step.slot for step in wave if step.key - base < weighty}
+        for expert, slot in slots.items():
+            self._store.ready(base + expert, slot)
+        if whole and self._recorded is not None:
+            self._pooled.place(self._layer.index, slots)
+            self.output = self._recorded()
+        else:
+            self._products = self._pooled.compute_wave(self._layer, slots, self._given, self._products, whole=whole)
+        self._store.computed([step.slot for step in wave])
+
+    def _input(self, expert: int) -> torch.Tensor:
+        return self._x[self._positions_of[expert] // self._each]
+
+    def _put(self, expert: int, output: torch.Tensor) -> None:
+        if expert < self._form.num_experts:  # else the products have it
+            assert self._products is not None
+            self._products[self._positions_of[expert]] = output
 
 
 def _bias(part: torch.Tensor | PackedPart) -> torch.Tensor:

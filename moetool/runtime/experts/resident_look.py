@@ -1,7 +1,7 @@
 """A server's partial forward: the next router's logits after resident experts, while misses load."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,14 @@ from moetool.base.errors import UsageError
 from moetool.base.families import own_cache
 from moetool.base.types import GateEvent
 from moetool.caching.devices import Pool
-from moetool.caching.residency import Residency, Step
+from moetool.caching.residency import Step
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import is_unrecorded, to_float16
-from moetool.runtime.experts.device_stores import Stores
 from moetool.runtime.experts.grouping import weighted_sum
+from moetool.runtime.experts.machines import ExpertPool
 from moetool.runtime.experts.partial_forward import PartialForward
 from moetool.runtime.experts.pooled_experts import PooledExperts
-from moetool.runtime.experts.store import ExpertStore
 from moetool.trace.events import next_scores
 
 
@@ -32,9 +31,8 @@ class ResidentLook(PartialForward):
     forward has its own stream, so that it does not wait for the model stream's loads.
 
     Args:
-        store: holds the experts; None if it does not hold all.
+        pool: the experts; None if they are not all in it.
         load_first: starts an event's first loads.
-        under_way: keys of the loads that it started for the current event.
         pooled: computes the experts of an event together, if set.
 
     Attributes:
@@ -50,15 +48,14 @@ class ResidentLook(PartialForward):
         self,
         loaded: LoadedModel,
         residency: Pool,
-        store: ExpertStore | Stores | None,
+        pool: ExpertPool | None,
         *,
-        load_first: Callable[[Sequence[Step]], None],
-        under_way: Collection[int],
+        load_first: Callable[[GateEvent, Sequence[Step]], object],
         pooled: PooledExperts | None,
     ) -> None:
         predictor = residency.policy.predictor
         why = ""
-        if not isinstance(residency, Residency) or not isinstance(store, ExpertStore):
+        if pool is None or len(pool.store.devices) > 1:
             why = "the experts are not all in one device's pool"
         elif predictor is not None and "resident" in predictor.needs:
             why = "the predictor is needed before it can run; choose another predictor"
@@ -69,15 +66,14 @@ class ResidentLook(PartialForward):
                 f"cannot run a partial forward through resident experts (the column resident): {why}; set "
                 f"policy.look=ahead, or replay a trace captured with --keep topk,logits,resident"
             )
-        assert isinstance(residency, Residency) and isinstance(store, ExpertStore)
+        assert pool is not None
         super().__init__(loaded.model, loaded.layers)
         self.aside: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._residency = residency
-        self._store = store
+        self._store, self._under_way = pool.store, pool.started
         self._spec = residency.policy.spec
         self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # routes of the current event
         self._load_first = load_first
-        self._under_way = under_way
         self._pooled = pooled
         self._watchers: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -122,9 +118,9 @@ class ResidentLook(PartialForward):
     def _fill(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
         assert self._routes is not None
         layer, index_TK, weights_TK = self._routes
-        self._load_first(steps)
-        slot_of = self._residency.slot_of
+        self._load_first(event, steps)
         keys = {expert: self._spec.expert_key(event.layer, expert) for expert in event.needed}
+        slot_of = {key: slot for key in keys.values() if (slot := self._residency.slot(key)) is not None}
         here = {e: key for e, key in keys.items() if key in slot_of and key not in self._under_way}
 
         def resident_sum(hidden_TD: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,15 @@ class ExpertStore:
             thread.start()
 
     @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of the slots, as `Stores` has several."""
+        return (self.copies.device,)
+
+    def device_of(self, key: int) -> int:
+        """Number of an expert's device."""
+        return 0
+
+    @property
     def stats(self) -> StoreStats:
         """Current counters. On a GPU, stalls include the time that its queue waited for copies."""
         stats, host, disk = self._source.stats, self.copies.stalled("host"), self.copies.stalled("disk")
@@ -123,15 +132,10 @@ class ExpertStore:
 
         The slot's former expert must be computed already (`computed`), or not be needed.
         """
-        job = self._replace(key, slot, prefetch)
-        at_once = not prefetch and self.copies.staged and job.after is None and self._source.in_host(key)
-        if at_once and not (self.meter is not None and self.meter.due()):
-            job.claimed = True  # queueing a copy takes no longer than passing it to a thread
-            self._run(job)
-            return
-        with self._lock:
-            heapq.heappush(self._queue, (prefetch, next(self._order), job))
-            self._queued.notify()
+        if prefetch:
+            self._enqueue(self._replace(key, slot, prefetch))
+        else:
+            self.load_together([(key, slot)])
 
     def read_ahead(self, keys: Iterable[int]) -> None:
         """Let idle threads read experts into host memory, in this order, while it has room.
@@ -150,12 +154,10 @@ class ExpertStore:
             measured = self.meter is not None and self.meter.due()
             at_once = self.copies.staged and job.after is None and not measured
             if at_once and (buffer := self._source.hold(key)) is not None:
-                job.claimed = True
+                job.claimed = True  # queueing a copy takes no longer than passing it to a thread
                 held.append((job, buffer))
-                continue
-            with self._lock:
-                heapq.heappush(self._queue, (False, next(self._order), job))
-                self._queued.notify()
+            else:
+                self._enqueue(job)
         if not held:
             return
         mark, failed = None, None
@@ -201,11 +203,6 @@ class ExpertStore:
             self.copies.wait(job.copied, job.tier)
         return self._views[self.files.layout_of(key)][slot]
 
-    def arrived(self, key: int, slot: int) -> bool:
-        """Whether `ready` would not wait for a read."""
-        job = self._jobs[slot]
-        return job is not None and job.key == key and job.done
-
     def holds(self, key: int, slot: int) -> bool:
         """Whether the slot holds the complete expert, so that no computation with it waits."""
         job = self._jobs[slot]
@@ -240,15 +237,11 @@ class ExpertStore:
                 self._await(job)
             release_pages(self.slots[slot])
 
-    def computed_together(self, slots: Iterable[int]) -> None:
-        """Like `computed`, for several slots."""
+    def computed(self, slots: Iterable[int]) -> None:
+        """Allow the experts in `slots` to be replaced after the computation queued so far."""
         mark = self.copies.mark()
         for slot in slots:
             self._freed[slot] = mark
-
-    def computed(self, slot: int) -> None:
-        """Allow the expert in `slot` to be replaced after the computation queued so far."""
-        self._freed[slot] = self.copies.mark()
 
     def put(self, key: int, slot: int, data: torch.Tensor) -> None:
         """Fill `slot` with the bytes of expert `key` from another source (uint8 [slot_bytes], on the CPU).
@@ -312,6 +305,12 @@ class ExpertStore:
                 job.after = before
             self._jobs[slot] = job
         return job
+
+    def _enqueue(self, job: _Job) -> None:
+        """Let an idle thread run the job."""
+        with self._lock:
+            heapq.heappush(self._queue, (job.prefetch, next(self._order), job))
+            self._queued.notify()
 
     def _wait_for(self, job: _Job) -> None:
         """Run the job here if no thread has begun it, else wait for that thread."""

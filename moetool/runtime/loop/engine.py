@@ -296,7 +296,7 @@ class Engine:
         each new policy with its first forward. `host_experts_read` is the order in which host memory is filled.
         """
         counts, read = self.residency.counts, self.store.stats
-        lent = self.residency.lent if isinstance(self.residency, Residency) else 0
+        lent = self.residency.lent
         lent_bytes = lent * self.store.pool_bytes // self.store.num_slots
         fetched = counts.prefetched + counts.missed + counts.hosted
         uses, misses = self.runtime.uses_L, self.runtime.misses_L

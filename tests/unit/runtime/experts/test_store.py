@@ -269,7 +269,7 @@ def test_loads_from_host_memory_are_one_batch_with_one_mark(files: _Files) -> No
     for key in range(5):
         store.load(key, key, prefetch=False)
         store.ready(key, key)
-        store.computed(key)
+        store.computed([key])
     store.load_together([(10, 5), (0, 6), (3, 7), (1, 2)])  # the first of them has to be read
     assert copies.batches == [3]
     for key, slot in ((10, 5), (0, 6), (3, 7), (1, 2)):
@@ -408,7 +408,7 @@ class _Device:
                 self.wrong.append((key, slot))
 
         self.streams.compute(look)
-        self.store.computed(slot)
+        self.store.computed([slot])
 
 
 @pytest.mark.parametrize("experts", [None, 3, 8, 60])
