@@ -22,12 +22,12 @@ _COMPRESSED = frozenset({"float-quantized", "naive-quantized", "int-quantized", 
     f"{kind}-pack-quantized" for kind in ("nvfp4", "mxfp4")
 }
 _F32 = 0  # of ggml's types
-_NEXTN = re.compile(r"nextn\.|eh_proj\.|enorm\.|hnorm\.|shared_head\.")
+_NEXTN = re.compile(r"(?:.*\.)?(?:nextn|eh_proj|enorm|hnorm|shared_head)\.")
 """Tensors of multi-token prediction blocks only."""
 
 
 class StoredCounts(NamedTuple):
-    """StoredCounts of a model.
+    """Counts of a model by the tensors in its files.
 
     Attributes:
         layers: decoder layers, without multi-token prediction blocks.
@@ -123,11 +123,14 @@ class GgufPackage:
     def problems(self, checkpoint: Checkpoint, layers: int) -> list[str]:
         from gguf import GGUFValueType
 
+        strings = [GGUFValueType.ARRAY, GGUFValueType.STRING]
         ours, found = read_gguf_header(checkpoint.path).metadata, []
         for key, field in self._fields.items():
-            if key.startswith("GGUF.") or field.types[-1] == GGUFValueType.STRING:
+            if key.startswith("GGUF."):
                 continue
-            if (theirs := field.contents()) != (read := ours.get(key)):
+            # moetool keeps only the length of a list of strings
+            theirs = len(field.data) if field.types == strings else field.contents()
+            if theirs != (read := ours.get(key)):
                 found.append(f"header: {key} is {theirs} by {self.name}, and {read} as moetool reads it")
         blocks = _blocks(self._found)
         blocks = {number: leaves for number, leaves in blocks.items() if not any(map(_NEXTN.match, leaves))}
@@ -228,14 +231,11 @@ class CompressedTensors(Safetensors):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that transformers reads, or else all."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
+    """Return the weight files that transformers reads."""
+    if (whole := folder / "model.safetensors").is_file():
         return [whole]
-    if index.is_file():
-        names = read_json(index, advice="download the model again")["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    return sorted(folder.glob("*.safetensors"))
+    index = read_json(folder / "model.safetensors.index.json", advice="download the model again")
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
 
 def _count(shapes: Mapping[str, Sequence[int]]) -> StoredCounts:
@@ -251,7 +251,7 @@ def _count(shapes: Mapping[str, Sequence[int]]) -> StoredCounts:
             routed, size = sizes.get(match[1], (False, 0))
             sizes[match[1]] = (routed or "experts." in match[3], size + math.prod(shape))
     blocks = lists[max(sizes, key=sizes.__getitem__)]
-    layers = {number: leaves for number, leaves in blocks.items() if not any(map(_NEXTN.search, leaves))}
+    layers = {number: leaves for number, leaves in blocks.items() if not any(map(_NEXTN.match, leaves))}
     experts = {}
     for number, leaves in layers.items():
         numbered = {int(match[1]) for leaf in leaves if (match := re.search(r"\bexperts\.(\d+)\.", leaf))}

@@ -28,7 +28,8 @@ def check_layers(
         path: path of the checkpoint, for errors.
 
     Raises:
-        MismatchError: the files hold a further layer, or layers of more or fewer experts.
+        MismatchError: the files hold a further layer, or layers of more or fewer experts, or with a gap in their
+            numbers.
     """
     for layer in layers:
         _require_experts(layer, sources, path)
@@ -66,12 +67,18 @@ def check_layers(
 
 
 def _require_experts(layer: MoeLayer, sources: Mapping[str, TensorSource], path: Path) -> None:
-    """Raises: MismatchError: experts of one tensor each are numbered to another count than the config's."""
+    """Raises: MismatchError: experts of one tensor each are of another count than the config's, or miss a number."""
     found = [source for name in layer.form.parameters if (source := sources.get(f"{layer.path}.{name}")) is not None]
     names = [name for source in found for names in source.names.values() if len(names) > 1 for name in names]
     numbers = {int(match[1]) for name in names if (match := re.match(r".*\.(\d+)\.", name))}
     counts = (layer.form.num_experts, layer.num_experts)  # some files hold identity experts too
-    if numbers and len(numbers) == max(numbers) + 1 and len(numbers) not in counts:
+    without_gap = numbers == set(range(len(numbers)))
+    if len(numbers) in counts and not without_gap:  # transformers would stack them, each in the place of another
+        raise MismatchError(
+            f"{path}: its weight files hold expert {max(numbers)} of {layer.path}, expected 0 to {len(numbers) - 1} by "
+            "its config.json; number them without gaps, or download the model again"
+        )
+    if numbers and without_gap and len(numbers) not in counts:
         raise MismatchError(
             f"{path}: its weight files hold {len(numbers)} experts of {layer.path}, expected {counts[0]} by its "
             "config.json; correct it, or download the model again"

@@ -33,6 +33,8 @@ _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _CHOICES = ("anyOf", "oneOf", "allOf", "$defs", "definitions")
 """Fields whose schemas are not values by themselves."""
+_DATA = ("const", "enum", "default", "examples")
+"""Fields of values that are no schemas, whatever they hold."""
 
 _Result = TypeVar("_Result")
 _STACK_SIZE = threading.Lock()
@@ -191,13 +193,19 @@ def _escaped(key: str) -> str:
     return quote(key.replace("~", "~0").replace("/", "~1"), safe="~")
 
 
-def _moved(schema: Any, base: str) -> Any:
-    """Return a schema whose references are relative to a new place."""
+def _moved(schema: Any, base: str, *, named: bool = False) -> Any:
+    """Return a schema whose references are relative to a new place.
+
+    Args:
+        named: whether it is a map of names to schemas.
+    """
     if isinstance(schema, list):
         return [_moved(part, base) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(part, base) for key, part in schema.items()}
+    if named:
+        return {name: _moved(part, base) for name, part in schema.items()}
+    moved = {key: part if key in _DATA else _moved(part, base, named=key in _MAPS) for key, part in schema.items()}
     if isinstance(target := moved.get("$ref"), str) and target.startswith("#"):
         moved["$ref"] = base + target[1:]
     return moved

@@ -33,6 +33,5 @@ def test_a_capture_that_looks_ahead_judges_gate_ahead_by_distance(run: Run, tmp_
         ("gate_ahead", True),
     ]
     assert {score["distance"] for score in rows[0]["scores"]} == {1, 2}
-    table = printed(*judge, "--report", tmp_path / "report.html")
+    table = printed(*judge)
     assert "match in decode by distance" in table and "of an unseen task" in table
-    assert "gate_ahead" in (tmp_path / "report.html").read_text()

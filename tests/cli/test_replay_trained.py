@@ -38,14 +38,14 @@ def test_copies_of_them_in_another_trace_are_known_and_new_ones_are_not(
 ) -> None:
     """A prompt is known by its tokens, under any file name."""
     card = json.loads((predictor / "card.json").read_text())
-    copied = edit.sample(Trace(trace), tmp_path / "some", requests=6, seed=1)
+    copied = edit.split(Trace(trace), tmp_path / "parts", by="request", shares=[0.5])["0"]
     whole = Trace(trace)
     names = {(r["dataset"], r["prompt_id"]): r["request"] for r in whole.requests.to_pylist()}
     known = {*card["requests"]["train"], *card["requests"]["validation"]}
     expected = sum(names[r["dataset"], r["prompt_id"]] in known for r in copied.requests.to_pylist())
     assert expected > 0
     given = ("--policy", "duoserve", "--budget", "25%", "--predictor", predictor, "--json")
-    _, out, _ = run("--trace", tmp_path / "some", *given)
+    _, out, _ = run("--trace", copied.path, *given)
     assert json.loads(out)[0]["trained_on"] == expected
     # Nothing is marked where the predictor was trained on other prompts.
     other = Path(shutil.copytree(predictor, tmp_path / "other"))

@@ -360,13 +360,46 @@ def test_a_header_value_that_is_read_wrongly_is_found(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def doubled(path: Path) -> GgufHeader:
-        header, key = read_gguf_header(path), "qwen3moe.rope.freq_base"
-        return header._replace(metadata={**header.metadata, key: 2 * header.metadata[key]})
+        return _doubled(path, "qwen3moe.rope.freq_base")
 
     monkeypatch.setattr(gguf_weights, "read_gguf_header", doubled)
     monkeypatch.setattr(library_weights, "read_gguf_header", doubled)
     made = _verify(_gguf(tmp_path, reference))
     assert made.verdict == "differs" and made.first.startswith("header: qwen3moe.rope.freq_base is ")
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.tokens"])
+def test_a_header_text_that_is_read_wrongly_is_found(
+    key: str, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text, and the length of a list of texts."""
+    path = _gguf(tmp_path, reference)
+    assert not _problems(path)
+    monkeypatch.setattr(library_weights, "read_gguf_header", lambda path: _doubled(path, key))
+    (said,) = _problems(path)
+    assert said.startswith(f"header: {key} is ")
+
+
+def _doubled(path: Path, key: str) -> GgufHeader:
+    header = read_gguf_header(path)
+    return header._replace(metadata={**header.metadata, key: 2 * header.metadata[key]})
+
+
+def _problems(path: Path) -> list[str]:
+    with Checkpoint.open(path) as opened:
+        return library_weights.open_library(opened).problems(opened, len(opened.layers))
+
+
+def test_layers_are_counted_whatever_their_norms_are_called(tmp_path: Path) -> None:
+    """Only names of a multi-token prediction block make a block one, not their ends."""
+    families.save("qwen3_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    norms = {f"model.layers.{layer}.mlp.prenorm.weight": torch.ones(1) for layer in range(3)}
+    save_file({**load_file(file), **norms}, file, {"format": "pt"})
+    assert not _problems(tmp_path)
+    predicting = {"model.layers.2.enorm.weight": torch.ones(1)}
+    save_file({**load_file(file), **predicting}, file, {"format": "pt"})
+    assert _problems(tmp_path)[0] == "layers: 2 in the files by safetensors, 3 as served"
 
 
 def test_the_report_says_which_parts_another_library_reads(reference: Path, tmp_path: Path) -> None:

@@ -28,12 +28,14 @@ _NAMES = {
     "window": ("sliding_window",),
 }
 """Quantities that families name differently."""
-_DEFAULTS = {"prediction_layers": 0, "sliding_window": 0}
-"""Values of fields that may be missing or null."""
+_DEFAULTS = {"prediction_layers": 0, **dict.fromkeys(("sliding_window", "n_group", "topk_group"))}
+"""Values of fields that may be missing or null; None breaks the relation."""
 _OWN_KEYS = ("deepseek_v4", "hy_v4", "jetmoe")
 """Families that ignore the number of key-value heads."""
 _HEADS_BY_LAYER = ("inkling_text", "inkling2_text", "laguna")
 """Families whose layers differ in their heads."""
+_GROUPS_OPTIONAL = ("axk2",)
+"""Families that route without groups if their number is null."""
 
 Condition = Callable[[Any], bool]
 
@@ -67,6 +69,8 @@ def _all(*conditions: Condition) -> Condition:
 
 
 def _routes_by_groups(config: Any) -> bool:
+    if not _declares(config, "n_group") or (config.model_type in _GROUPS_OPTIONAL and config.n_group is None):
+        return False
     return not _declares(config, "topk_method") or config.topk_method == "group_limited_greedy"
 
 
@@ -102,12 +106,13 @@ RELATIONS = (
     Relation(
         ("topk_method",), lambda name: name in ("greedy", "group_limited_greedy"), "greedy or group_limited_greedy"
     ),
+    Relation(("n_group",), lambda groups: groups >= 1, "1 or more", _routes_by_groups),
     Relation(("experts", "n_group"), _divides, "a multiple of {1}", _routes_by_groups),
     Relation(
         ("experts", "n_group"),
         lambda e, groups: e >= 2 * groups,
         "at least twice {1}, since the two best experts of a group make its score",
-        lambda config: not _declares(config, "topk_method"),
+        lambda config: _routes_by_groups(config) and not _declares(config, "topk_method"),
     ),
     Relation(("topk_group", "n_group"), lambda chosen, groups: 1 <= chosen <= groups, "1 to {1}", _routes_by_groups),
     Relation(
@@ -117,8 +122,9 @@ RELATIONS = (
         _routes_by_groups,
     ),
     # Attention heads.
+    Relation(("kv_heads",), lambda kv: kv >= 1, "1 or more", lambda config: config.model_type not in _OWN_KEYS),
     Relation(("num_attention_heads", "kv_heads"), _divides, "a multiple of {1}", _shares_keys),
-    Relation(("kv_heads", "num_attention_heads"), lambda kv, n: kv >= 1 and n // kv <= 1, "{1}", _has_latents),
+    Relation(("kv_heads", "num_attention_heads"), lambda kv, n: n // kv <= 1, "{1}", _has_latents),
     Relation(
         ("num_attention_heads_per_layer", "kv_heads"),
         lambda heads, kv: all(_divides(n, kv) for n in heads),

@@ -13,13 +13,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.base.errors import UsageError
-from moetool.base.families import find, router_rules
+from moetool.base.families import find
 from moetool.base.types import ForwardInfo, GateEvent
 from moetool.caching.devices import Pool
 from moetool.caching.program import run
 from moetool.caching.residency import Residency, Step, StepKind
 from moetool.models.experts.expert_form import Call
 from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.families import router_rules
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import sorted_routes, to_float16, watch
 from moetool.runtime.decode_graphs import RecordedExperts

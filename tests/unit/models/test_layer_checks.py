@@ -71,6 +71,15 @@ def test_a_config_of_other_experts_than_its_weights_is_refused(family: str, coun
         _ = Checkpoint.open(tmp_path).spec
 
 
+def test_experts_with_a_gap_in_their_numbers_are_refused(tmp_path: Path) -> None:
+    """As after pruning. transformers stacks as many as the config counts, whatever their numbers."""
+    file = _model(tmp_path) / "model.safetensors"
+    stored = load_file(file)
+    save_file({name.replace(".experts.5.", ".experts.8."): value for name, value in stored.items()}, file)
+    with pytest.raises(MismatchError, match=r"hold expert 8 of model\.layers\.0\.mlp\.experts, expected 0 to 7"):
+        _ = Checkpoint.open(tmp_path).spec
+
+
 def test_weights_that_layers_do_not_take_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _model(tmp_path)
     _ = Checkpoint.open(tmp_path).spec

@@ -1,9 +1,13 @@
 """Schemas that could end the server."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+
+from moetool.serving.grammars import calls_schema
+from moetool.serving.request_schema import Tool
 
 _COMPILE = """
 import json, sys
@@ -39,3 +43,16 @@ def test_a_long_chain_of_references_does_not_overflow_the_stack(link: str, last:
         [sys.executable, "-c", _COMPILE], input=schema, capture_output=True, text=True, timeout=300, check=False
     )
     assert process.returncode == 0 and said in process.stdout, process.stderr[-500:]
+
+
+def test_references_within_values_of_a_schema_stay_as_they_are() -> None:
+    """`$ref` refers to a schema, unless it lies in a value that an answer may hold."""
+    value = {"$ref": "#/a"}
+    properties = {"x": {"const": value}, "y": {"enum": [value]}, "const": {"$ref": "#/$defs/z"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties, "$defs": {"z": {}}}}}
+    schema = json.loads(calls_schema([Tool.model_validate(tool)], several=False))
+    parameters = schema["items"]["anyOf"][0]["properties"]["arguments"]
+    assert parameters["properties"] == {
+        **{"x": {"const": value}, "y": {"enum": [value]}},
+        "const": {"$ref": "#/items/anyOf/0/properties/arguments/$defs/z"},
+    }

@@ -80,7 +80,7 @@ def test_nothing_but_get_is_taken(page: dashboard.Dashboard, method: str) -> Non
 def test_one_answer_on_a_connection(page: dashboard.Dashboard, head: bytes, status: bytes) -> None:
     host, port = page.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as sock:
-        sock.sendall(b"GET / HTTP/1.1\r\n" + head + b"\r\nGET /state.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        sock.sendall(b"GET / HTTP/1.1\r\n" + head + b"\r\nGET /stats HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = b""
         with contextlib.suppress(ConnectionResetError):  # bytes of the second request were not read
             while part := sock.recv(65536):

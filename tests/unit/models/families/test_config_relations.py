@@ -76,6 +76,9 @@ def test_groups_divide_the_experts_of_every_family_that_routes_by_them(family: s
     ("family", "changed", "field", "expected"),
     [
         ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "n_routed_experts: found 8", "twice 8 (n_group)"),
+        ("deepseek_v3", {"n_group": 0}, "n_group: found 0", "1 or more"),
+        ("deepseek_v3", {"n_group": None}, "n_group: found None", "1 or more"),
+        ("dots1", {"topk_group": None}, "topk_group: found None", "1 to 2 (n_group)"),
         ("deepseek_v3", {"n_group": 2, "topk_group": 3}, "topk_group: found 3", "1 to 2 (n_group)"),
         ("deepseek_v3", {"n_group": 2, "topk_group": 0}, "topk_group: found 0", "1 to 2 (n_group)"),
         (
@@ -108,6 +111,7 @@ def test_groups_divide_the_experts_of_every_family_that_routes_by_them(family: s
             "num_attention_heads: found 4",
             "multiple of 3 (num_key_value_heads)",
         ),
+        ("qwen3_moe", {"num_key_value_heads": 0}, "num_key_value_heads: found 0", "1 or more"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads: found 2", "4 (num_attention_heads)"),
         ("mimo_v2_flash", {"num_key_value_heads": 4}, "num_attention_heads: found 4", "twice 4 (num_key_value_heads)"),
         ("laguna", {"num_attention_heads_per_layer": [4, 5, 4]}, "num_attention_heads_per_layer: found [4, 5", "of 2"),
@@ -135,7 +139,7 @@ def test_groups_divide_the_experts_of_every_family_that_routes_by_them(family: s
         ),
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval: found 0", "1 to 3"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: found 0", "1 to 3 (num_hidden_layers)"),
-        ("gpt_oss", {"sliding_window": None}, "sliding_window: found 0", "1 or more"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window: found None", "1 or more"),
         ("deepseek_v4", {"sliding_window": 0}, "sliding_window: found 0", "1 or more"),
         ("afmoe", {"layer_types": ["full_attention"] * 4}, "`num_hidden_layers` (3)", "`layer_types` (4)"),
     ],
@@ -151,6 +155,7 @@ def test_a_contradiction_is_named_with_both_fields(
 @pytest.mark.parametrize(
     ("family", "changed"),
     [
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": None, "topk_group": None}),
         ("deepseek_v2", {"topk_method": "greedy", "n_group": 3, "topk_group": 4}),  # greedy routing ignores groups
         ("qwen3_moe", {"n_group": 3, "topk_group": 7}),  # the family has no groups
         ("deepseek_v4", {"num_key_value_heads": 3}),

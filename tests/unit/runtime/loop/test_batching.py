@@ -205,7 +205,7 @@ def test_requests_that_cannot_run_are_refused_before_they_are_queued(batcher: Ba
     assert batcher.max_context == 512
     with pytest.raises(UsageError, match="the prompt is empty"):
         batcher.check([], SamplingParams(max_tokens=1))
-    with pytest.raises(UsageError, match="token id 4096, expected 0 to 4095"):
+    with pytest.raises(UsageError, match="token 4096 is not in the vocabulary of 4096"):
         batcher.check([0, 4096], SamplingParams(max_tokens=1))
     with pytest.raises(CapacityError, match="500 tokens and the request asks for 13 more, but the context holds 512"):
         batcher.check([1] * 500, SamplingParams(max_tokens=13))
