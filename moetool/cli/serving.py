@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -150,6 +151,8 @@ def serve(
         checkpoint = Checkpoint.open(model)
         setup = choose_for(checkpoint)
         options = setup.options
+        if options.deterministic:
+            allowed = replace(allowed, preempt_after_s=0.0)  # a resumed answer would be computed in other shapes
         engine = build_engine(
             checkpoint,
             options=options,

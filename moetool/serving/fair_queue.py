@@ -1,7 +1,7 @@
 """Fair queue: clients in turn, and each client's requests in order."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 _Item = TypeVar("_Item")
@@ -26,8 +26,15 @@ class FairQueue(Generic[_Item]):
         self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(item)
         self._length += 1
 
-    def pop(self, load: Callable[[Any], Any] = lambda client: 0) -> _Item:
+    def pop(
+        self,
+        load: Callable[[Any], Any] = lambda client: 0,
+        choose: Callable[[Iterable[Any]], Any] = lambda requests: next(iter(requests)),
+    ) -> _Item:
         """Remove and return an item of the client with the least load; among equals, of the one whose turn it is.
+
+        Args:
+            choose: chooses one of the client's requests, given the next one first.
 
         Raises:
             IndexError: there is none.
@@ -36,7 +43,8 @@ class FairQueue(Generic[_Item]):
             raise IndexError("nothing waits")
         client = min(self._clients, key=load)
         requests = self._clients[client]
-        request, items = next(iter(requests.items()))
+        request = choose(requests)
+        items = requests[request]
         item = items.popleft()
         self._length -= 1
         requests.move_to_end(request)

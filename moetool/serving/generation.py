@@ -5,7 +5,7 @@ All code here runs on the server's event loop; the engine's thread only puts mes
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -133,6 +133,10 @@ class Choice:
         return taken
 
 
+_TURN_TOKENS = 256
+"""Tokens after which a running request may give way to a waiting one of its client: many prefills' worth."""
+
+
 @dataclass(frozen=True, slots=True)
 class Deadline:
     """Deadline of an answer: `at` on the event loop's clock, `seconds` after the request arrived."""
@@ -177,6 +181,7 @@ class Exchange:
         self._begun: set[int] = set()  # of these
         self._preempted: dict[int, list[tuple[int, Output, float]]] = {}  # until the engine has ended them
         self._made: list[list[int]] = [[] for _ in jobs]  # the tokens that have arrived
+        self._resumed = [0] * len(jobs)  # tokens that had arrived at its last submission
         self._closed = False
         self._timer = self._loop.call_at(deadline.at, self.abort, deadline.missed)
 
@@ -184,6 +189,16 @@ class Exchange:
     def num_tokens(self) -> int:
         """Return the number of generated tokens over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def turn_tokens(self) -> int:
+        """Return the most tokens that a running choice has had since it was last submitted."""
+        return max((len(self._made[index]) - self._resumed[index] for index in self._begun), default=0)
+
+    @property
+    def tokens_left(self) -> int:
+        """Return the most tokens that a running choice may still have."""
+        return max((self.jobs[i].params.max_tokens - len(self._made[i]) for i in self._begun), default=0)
 
     @property
     def num_reused(self) -> int:
@@ -199,6 +214,7 @@ class Exchange:
             return False
         job, made = self.jobs[index], self._made[index]
         params = replace(job.params, max_tokens=job.params.max_tokens - len(made), drawn=len(made))
+        self._resumed[index] = len(made)
         try:
             self._ids[index] = self._frontend.engine.submit(job.prompt + made, params, partial(self._post, index))
         except MoetoolError as error:
@@ -307,7 +323,7 @@ class Frontend:
     it may run fewer for lack of memory, so fewer unbegun ones are submitted. The client with the fewest choices in the
     engine is next. One client may fill the engine; if another then waits for `ServerOptions.preempt_after_s`, with at
     least two running choices fewer, a choice gives way: it is cancelled in the engine and queued again, and its prompt
-    then includes its answer so far.
+    then includes its answer so far. Among one client's requests, one that has had `_TURN_TOKENS` tokens gives way.
 
     Attributes:
         draining: no new exchanges; running ones continue.
@@ -334,6 +350,7 @@ class Frontend:
     _pending: Load = field(default_factory=Load)  # queued, or not begun
     _since: dict[Client, float] = field(default_factory=dict)  # when a client with pending choices last began one
     _preempting: asyncio.TimerHandle | None = None
+    _newest: bool = False  # whether the newest request of a standing queue was taken last
     _num_scoring: int = 0
     _seconds: float = 1.0  # recent duration of a choice
 
@@ -398,7 +415,7 @@ class Frontend:
         self._pending.add(exchange.client, 1)
         self._since.setdefault(exchange.client, time.monotonic())
         self._pump()
-        if self._preempting is None and self._since:
+        if self._preempting is None and self._since and self.options.preempt_after_s:
             self._watch()
 
     async def score(self, prompt: list[int], top: int, deadline: Deadline) -> list[TokenLogprob | None]:
@@ -451,13 +468,28 @@ class Frontend:
     def _pump(self) -> None:
         most = self.engine.max_requests
         while len(self._queue) and self.in_engine < 2 * most and self._not_begun < self.engine.max_unbegun:
-            exchange, index = self._queue.pop(self._submitted.of)
+            exchange, index = self._queue.pop(self._submitted.of, self._choose)
             if exchange.submit(index):
                 self.in_engine += 1
                 self._not_begun += 1
                 self._submitted.add(exchange.client, 1)
             else:
                 self._no_longer_pending(exchange.client, 1)
+
+    def _choose(self, exchanges: Iterable[Exchange]) -> Exchange:
+        """Choose among a client's waiting requests: the next one, or every other time, in a queue that stands, the
+        newest.
+
+        The oldest of many may be abandoned, or read by nobody; a new one must not wait for all of them.
+        """
+        following = next(iter(exchanges))
+        patience_s = self.options.preempt_after_s
+        if patience_s and time.perf_counter() - following.began >= patience_s:
+            self._newest = not self._newest
+            if self._newest:
+                fresh = (exchange for exchange in exchanges if not exchange.num_tokens)
+                return max(fresh, key=lambda exchange: exchange.began, default=following)
+        return following
 
     def _no_longer_pending(self, client: Client, num: int) -> None:
         self._pending.add(client, -num)
@@ -483,11 +515,19 @@ class Frontend:
         largest = max(others, key=lambda other: self._running.excess(other, client), default=None)
         # A difference of 1 would only change sides.
         if largest is None or self._running.excess(largest, client) < 2:
+            self._end_turns(client)
             return
         theirs = sorted((e for e in self.running if e.client == largest), key=lambda e: e.began, reverse=True)
         for exchange in theirs:
             exchange.preempt_waiting()
         self.preempted += any(exchange.preempt_running() for exchange in theirs)
+
+    def _end_turns(self, client: Client) -> None:
+        """Take back the running requests of a client that have had a long turn, for its waiting ones."""
+        theirs = [exchange for exchange in self.running if exchange.client == client]
+        long = [e for e in theirs if e.turn_tokens >= _TURN_TOKENS <= e.tokens_left]  # others end soon
+        long.sort(key=lambda exchange: exchange.turn_tokens, reverse=True)
+        self.preempted += sum(exchange.preempt_running() for exchange in long[: self._pending.of(client)[1]])
 
     def _scored(self, work: "asyncio.Future[list[TokenLogprob | None]]") -> None:
         self._num_scoring -= 1

@@ -8,7 +8,6 @@ from moetool.serving.tool_calls import FORMATS
 from moetool.serving.web_names import host_name, origin_name
 
 _ABOVE_ZERO = (
-    "preempt_after_s",
     "request_timeout_s",
     "stuck_after_s",
     "max_body_bytes",
@@ -27,8 +26,10 @@ class ServerOptions:
     Attributes:
         max_queue: most waiting choices over all clients; more get 429.
         preempt_after_s: seconds that a client waits for its share of the running requests. Then a request of a client
-            with more is preempted: it waits, and goes on later from its last token. One client alone may run all.
-            Clients differ by address (IPv6: the first 64 bits), and at one address by the API key that they send.
+            with more is preempted: it waits, and goes on later from its last token. One client alone may run all; of
+            its requests, those that wait so long take turns of 256 tokens with the running ones, the newest first
+            every other time (0: nothing is preempted, as with `deterministic=true`). Clients differ by address (IPv6:
+            the first 64 bits), and at one address by the API key that they send.
         request_timeout_s: limit of a request's seconds, after which it ends with an error. A client may set less in the
             header `X-Request-Timeout` (seconds).
         stuck_after_s: seconds of a single forward after which the server reports `stuck` and refuses requests until it
@@ -81,7 +82,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         require_within(self, max_queue=Span(0), default_max_tokens=Span(1), max_connections=Span(1))
-        require_within(self, drain_timeout_s=Span(0), **dict.fromkeys(_ABOVE_ZERO, Span(0, above=True)))
+        require_within(
+            self, drain_timeout_s=Span(0), preempt_after_s=Span(0), **dict.fromkeys(_ABOVE_ZERO, Span(0, above=True))
+        )
         if self.tool_format and self.tool_format not in FORMATS:
             raise unknown_name("tool_format", self.tool_format, FORMATS)
         if self.ssl_keyfile and not self.ssl_certfile:

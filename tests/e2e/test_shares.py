@@ -68,6 +68,22 @@ def test_two_hundred_unread_streams_keep_nobody_waiting() -> None:
         eventually(lambda: engine.num_live == 0)
 
 
+def test_two_hundred_unread_streams_let_a_new_request_of_the_same_client_through() -> None:
+    engine = ScriptedEngine(reply="word " * 50_000, step_s=0.002, max_running=8, max_requests=8, max_context=10**6)
+    options = ServerOptions(preempt_after_s=0.5, unread_timeout_s=600, send_timeout_s=600)
+    with serving(engine, options=options) as (url, _):
+        socks = [_stream(url, {**GREEDY, "max_tokens": 50_000}, "one") for _ in range(200)]
+        eventually(lambda: engine.num_live >= 8)
+        began = time.monotonic()
+        status, body = post(url, "/v1/completions", {**GREEDY, "max_tokens": 5}, **_bearer("one"))
+        assert status == 200 and body["usage"]["completion_tokens"] == 5
+        assert time.monotonic() - began < 30
+        assert _metric(url, "requests_preempted") >= 1
+        for sock in socks:
+            sock.close()
+        eventually(lambda: engine.num_live == 0)
+
+
 def test_unread_streams_are_cut_for_another_request_of_the_same_client() -> None:
     engine = ScriptedEngine(reply="word " * 50_000, max_running=4, max_requests=4, max_context=10**6)
     options = ServerOptions(unread_timeout_s=0.5, send_timeout_s=600)
