@@ -83,7 +83,7 @@ _PUBLIC = {
     "ModelSpec": "base.types:ModelSpec",
     "MoetoolError": "base.errors:MoetoolError",
     "ReplaySetup": "tuning.replay:ReplaySetup",
-    "ServeOptions": "runtime.assembly:ServeOptions",
+    "ServeOptions": "runtime.serve_options:ServeOptions",
     "build_engine": "runtime.assembly:build_engine",
     "capture_trace": "capture.run:capture",
     "evaluate_predictors": "training.evaluate:evaluate",
@@ -109,9 +109,9 @@ if TYPE_CHECKING:
     from moetool.capture.run import capture as capture_trace
     from moetool.costing.costs import CostProfile
     from moetool.placement.plan import PlacementPlan
-    from moetool.runtime.assembly import ServeOptions as ServeOptions
     from moetool.runtime.assembly import build_engine as build_engine
     from moetool.runtime.recording.model_recording import record as record
+    from moetool.runtime.serve_options import ServeOptions as ServeOptions
     from moetool.trace.reader import Trace as open_trace
     from moetool.training.evaluate import evaluate as evaluate_predictors
     from moetool.training.predictor import load_predictor as load_predictor

@@ -82,8 +82,9 @@ def served(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[ServerProces
 def quarter_of_experts() -> list[str]:
     """Arguments that keep a quarter of the embedded model's experts in memory."""
     from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import ServeOptions, fixed_bytes
+    from moetool.runtime.budget import fixed_bytes
     from moetool.runtime.experts.copies import stride_of
+    from moetool.runtime.serve_options import ServeOptions
 
     checkpoint = Checkpoint.open("reference")
     spec = checkpoint.spec

@@ -16,6 +16,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """Create a dataclass from plain values, converting and checking each by its field's type.
 
     Args:
+        kind: its `REFUSED`, if any, says by name what to do instead of a field that it no longer has.
         where: owner of the values, for messages ("policy lru").
 
     Raises:
@@ -31,6 +32,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         first = error.errors(include_url=False)[0]
         path = shortened(".".join(map(str, first["loc"])))
         if first["type"] == "unexpected_keyword_argument":
+            if instead := getattr(kind, "REFUSED", {}).get(path):
+                raise UsageError(f"{where}: {path} is no setting: {instead}") from None
             raise unknown_name("option", path, getattr(kind, "__dataclass_fields__", ()), where) from None
         raise UsageError(f"{where}: {path}: {shortened(first['msg'], 300)}") from None
 

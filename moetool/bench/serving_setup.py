@@ -44,7 +44,7 @@ class ServingBenchOptions:
         threads, io_threads: compute threads (0: automatic), threads for reads.
         seed: seed of random weights and prompts.
         resident: whether to run a line with every expert in memory, which the bounds need.
-        products: as for `moetool.runtime.assembly.ServeOptions`.
+        products: as for `moetool.runtime.serve_options.ServeOptions`.
     """
 
     rounds: int = 5

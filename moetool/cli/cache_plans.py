@@ -1,7 +1,8 @@
 """The commands for one device: `moetool plan cache`, `maps` and `alpha`."""
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -83,9 +84,10 @@ def plan_cache(
     from moetool.report.cache_page import candidates_table, frontier_table
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
-    from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
-    from moetool.runtime.automatic import every_slot_bytes, on_this_machine
-    from moetool.tuning.cache_planning import NO_PREDICTOR, CacheSearch, DeviceBudget, PlanPredictor
+    from moetool.runtime.automatic import on_this_machine
+    from moetool.runtime.budget import every_slot_bytes
+    from moetool.runtime.serve_options import ServeOptions
+    from moetool.tuning.cache_planning import NO_PREDICTOR, CacheSearch, PlanPredictor
     from moetool.tuning.cache_planning import plan_cache as run
 
     durable.require_new_file(out, overwrite)
@@ -117,10 +119,7 @@ def plan_cache(
     costs, timeline = read_timeline(
         profile, machine, device=options.device, dtype=options.dtype, io_threads=options.io_threads, tier=tier
     )
-    dense, kv = fixed_bytes(checkpoint, options)
-    memory = DeviceBudget(
-        parse_bytes(device_memory), dense, kv, options.kv_tokens, options.dtype, slot_bytes(checkpoint, options)
-    )
+    memory = device_budget(checkpoint, options, values, parse_bytes(device_memory))
     loaded = open_predictor(predictor)
     predicts = NO_PREDICTOR if predictor is None or loaded is None else PlanPredictor.of(loaded, predictor, source)
     with tables.stages() as on_progress:
@@ -149,6 +148,33 @@ def plan_cache(
     candidates_table(plan).print()
     if plan.frontier:
         frontier_table(plan).print()
+
+
+def device_budget(checkpoint: Any, options: Any, given: Collection[str], device_memory_bytes: int) -> Any:
+    """How `moetool serve` on this machine divides any device memory, in plain numbers for `plan_cache`.
+
+    Args:
+        options: completed for the machine.
+        given: names of the options that the user set.
+    """
+    from moetool.runtime.budget import least_and_most, served_budgets, slot_stride
+    from moetool.tuning.cache_planning import DeviceBudget, Room
+
+    served = served_budgets(checkpoint, options, given)
+
+    def divide(memory: int, predictor: int) -> Room:
+        made = served(memory, predictor)
+        return Room(slots=made.slots, dense_bytes=made.dense_bytes, kv_bytes=made.kv_bytes, kv_tokens=made.kv_tokens)
+
+    least, most = least_and_most(checkpoint, options, fixed_kv="kv_tokens" in given)
+    return DeviceBudget(
+        device_memory_bytes=device_memory_bytes,
+        least_bytes=least,
+        most_bytes=most,
+        slot_bytes=slot_stride(checkpoint, options),
+        divide=divide,
+        dtype=options.dtype,
+    )
 
 
 def plan_maps(
@@ -195,8 +221,9 @@ def plan_alpha(
     from moetool.measuring.alpha import plan_alpha as run
     from moetool.models.checkpoint import Checkpoint
     from moetool.prompts import gather as prompt_sets
-    from moetool.runtime.assembly import ServeOptions
     from moetool.runtime.automatic import on_this_machine
+    from moetool.runtime.budget import served_budgets
+    from moetool.runtime.serve_options import ServeOptions
 
     durable.require_new_file(out, overwrite)
     values = parse_settings(settings)
@@ -208,12 +235,13 @@ def plan_alpha(
     options = parse(AlphaOptions, values, "--set")
     checkpoint = Checkpoint.open(model)
     serve_options = parse(ServeOptions, on_this_machine(checkpoint, serve)[0], "--set serve")
+    budget = served_budgets(checkpoint, serve_options, serve)(parse_bytes(device_memory), 0)
     texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(listed(data))]
     with tables.progress("passes", options.rounds * len({0.0, *options.alphas})) as passed:
         plan, points = run(
             checkpoint,
             texts,
-            parse_bytes(device_memory),
+            budget,
             parse_seconds(target_tpot),
             serve=serve_options,
             options=options,

@@ -41,7 +41,7 @@ def require_no_placement(plan: Path) -> None:
     try:
         PlacementPlan.load(plan)
     except (UsageError, MismatchError):
-        return  # reading it as a cache plan reports the error
+        return  # the error of reading it as a cache plan says more
     raise UsageError(f"{plan} is a placement plan for several servers; serve it with --cluster local:N")
 
 
@@ -79,7 +79,7 @@ def _serve_edge(
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.loading import device_kind, served_dtype
     from moetool.placement.plan import PlacementPlan
-    from moetool.runtime.assembly import ServeOptions
+    from moetool.runtime.serve_options import ServeOptions
     from moetool.serving.server import address_of, open_to_all
     from moetool.serving.server_options import ServerOptions
 

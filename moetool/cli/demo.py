@@ -153,17 +153,18 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
 
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:
     from moetool.base.config import parse, parse_bytes, parse_settings
+    from moetool.cli.cache_plans import device_budget
     from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import ServeOptions, fixed_bytes
+    from moetool.runtime.serve_options import ServeOptions
     from moetool.trace.reader import Trace
     from moetool.training.predictor import load_predictor
-    from moetool.tuning.cache_planning import DeviceBudget, PlanPredictor, plan_cache
+    from moetool.tuning.cache_planning import PlanPredictor, plan_cache
 
-    options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
-    dense, kv = fixed_bytes(Checkpoint.open("reference"), options)
+    settings = parse_settings(recipe["settings"])
+    options = parse(ServeOptions, settings, "recipe")
     trace = Trace(out / "trace")
     fused = load_predictor(out / "predictor")
-    memory = DeviceBudget(parse_bytes(recipe["device_memory"]), dense, kv, options.kv_tokens, options.dtype)
+    memory = device_budget(Checkpoint.open("reference"), options, settings, parse_bytes(recipe["device_memory"]))
     plan = plan_cache(trace, memory, predictor=PlanPredictor.of(fused, out / "predictor", trace))
     plan.save(out / "plan.json")
     tables.print_paragraph(f"     {plan.slots} slots: {plan.reason}")
@@ -215,7 +216,9 @@ def _serve(out: Path, plan: Any, recipe: dict[str, Any]) -> list[DemoAnswer]:
 def _serve_one(out: Path, policy: str, pool_bytes: int, plain: list[str], recipe: dict[str, Any]) -> DemoAnswer:
     from moetool.base.config import parse, parse_settings
     from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+    from moetool.runtime.assembly import build_engine
+    from moetool.runtime.budget import fixed_bytes
+    from moetool.runtime.serve_options import ServeOptions
 
     options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
     predictor = out / "predictor" if policy == "foresight" else None

@@ -12,7 +12,7 @@ import typer
 
 from moetool.base import garbage, tables
 from moetool.base.config import parse, parse_bytes, parse_settings
-from moetool.base.errors import UsageError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.flags import ApiKey, Model, Recipe, Revision, ServedDevice, ServedHostMemory, settable
@@ -110,12 +110,15 @@ def serve(
         raise UsageError("--profile is for --cluster --mode ep; on one machine the plan already includes one")
     if mode is not None:
         raise UsageError("--mode needs --cluster, e.g. --cluster local:3")
-    if plan is not None:
-        cli_cluster.require_no_placement(plan)
     if policy == "auto":
         policy = None
-    values = _policy_options(values, policy, plan)
-    chosen = CachePlan.load(plan) if plan is not None else None
+    try:
+        chosen = CachePlan.load(plan) if plan is not None else None
+    except (UsageError, MismatchError):
+        assert plan is not None
+        cli_cluster.require_no_placement(plan)
+        raise
+    values = _policy_options(values, policy, chosen)
     planned: list[str] = []
     if chosen is not None:
         taken = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype}
@@ -126,7 +129,8 @@ def serve(
         values = {**values, "warm_start": False}
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import build_engine, predictor_bytes
-    from moetool.runtime.automatic import AUTO, choose
+    from moetool.runtime.automatic import choose
+    from moetool.runtime.budget import AUTO
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
     from moetool.serving.status_line import status_line
@@ -145,6 +149,7 @@ def serve(
             predictor_bytes=predictor_bytes("foresight" if named == AUTO else named, predictor, chosen),
             policy=named,
             planned=planned,
+            slots=chosen.slots if chosen is not None and memory is None and named == chosen.policy else None,
         )
         if (on_hub := parse_hub_name(model)) is not None and not (Path(model).exists() or is_downloaded(on_hub)):
             choose_for(Checkpoint.open(model, weights=False))  # refuse too little memory before a long download
@@ -159,7 +164,7 @@ def serve(
             plan=chosen,
             policy=setup.policy if chosen is None else policy,
             predictor=predictor,
-            device_memory_bytes=setup.device_memory_bytes if chosen is None else memory,
+            budget=setup.budget,
             log=log,
         )
     except BaseException:
@@ -195,19 +200,18 @@ def serve(
         tables.narrate(f"moetool: gate log written to {log}")
 
 
-def _policy_options(values: dict[str, Any], policy: str | None, plan: Path | None) -> dict[str, Any]:
+def _policy_options(values: dict[str, Any], policy: str | None, plan: Any) -> dict[str, Any]:
     """Return the values with `POLICY.OPTION`, the spelling of `moetool replay`, as `policy.OPTION`.
 
     Raises:
         UsageError: an option of another policy than the served one.
     """
     from moetool.base import plugins
-    from moetool.caching.plan import CachePlan
 
     given = {name for name, value in values.items() if isinstance(value, dict)} & {*plugins.names("policy"), policy}
     if not given:
         return values
-    served = policy or (CachePlan.load(plan).policy if plan is not None else None)
+    served = policy or (None if plan is None else plan.policy)
     if others := sorted(given - {served}):
         where = f"this server uses {served}" if served else "the policy is chosen automatically"
         raise UsageError(f"--set {others[0]}.OPTION is for policy {others[0]}, but {where}; add --policy {others[0]}")

@@ -20,10 +20,10 @@ from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_devices, parse_dtype, use_threads
-from moetool.runtime.assembly import ServeOptions, expert_slots, fixed_bytes, slot_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.budget import Budget
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import open_store
+from moetool.runtime.serve_options import ServeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class _Pass:
 def plan_alpha(
     checkpoint: Checkpoint,
     texts: Sequence[str],
-    device_memory_bytes: int,
+    budget: Budget,
     target_tpot_s: float,
     *,
     serve: ServeOptions | None = None,
@@ -94,7 +94,7 @@ def plan_alpha(
 
     Args:
         texts: held-out texts.
-        device_memory_bytes: device memory for the whole model.
+        budget: the division of the device's memory.
         target_tpot_s: R, the maximum seconds per token.
         serve: serving options of the plan: device, host memory, threads, and smoe's own in `policy`, of which alpha is
             chosen here.
@@ -106,7 +106,6 @@ def plan_alpha(
     Raises:
         UsageError: no alpha is fast enough, there is no such device or several, the texts are too short, or the model
             allows no substitution.
-        CapacityError: the model does not fit into the memory.
         MismatchError: a text has a token that the model does not embed.
     """
     serve, options = serve or ServeOptions(), options or AlphaOptions()
@@ -129,12 +128,12 @@ def plan_alpha(
     passes: dict[float, list[_Pass]] = {}
     for number in range(options.rounds):
         for place, alpha in enumerate(alphas):
-            made = _feed(checkpoint, ids_ST, alpha, device_memory_bytes, serve, options.known)
+            made = _feed(checkpoint, ids_ST, alpha, budget.slots, serve, options.known)
             passes.setdefault(alpha, []).append(made)
             on_pass(number * len(alphas) + place + 1)
     points = [_point(alpha, made, passes[0.0][0].likeliest) for alpha, made in passes.items()]
     alpha = choose_alpha([p.alpha for p in points], [p.tpot_s for p in points], target_tpot_s)
-    return _plan(checkpoint, ids_ST, alpha, points, device_memory_bytes, target_tpot_s, serve), points
+    return _plan(checkpoint, ids_ST, alpha, points, budget, target_tpot_s, serve), points
 
 
 def print_points(plan: CachePlan, points: Sequence[AlphaPoint]) -> None:
@@ -161,7 +160,7 @@ def _feed(
     checkpoint: Checkpoint,
     ids_ST: Sequence[Sequence[int]],
     alpha: float,
-    device_memory_bytes: int,
+    slots: int,
     serve: ServeOptions,
     known: int,
 ) -> _Pass:
@@ -171,7 +170,6 @@ def _feed(
     with contextlib.closing(load_lazy(checkpoint, dtype, device, products=serve.products)) as loaded:
         require_substitutable(loaded.spec.name, "smoe")
         use_threads(checkpoint.config, serve.threads)
-        slots = expert_slots(loaded, device_memory_bytes, *fixed_bytes(checkpoint, serve))
         residency = Residency(build_policy("smoe", loaded.spec, {**serve.policy, "alpha": alpha}, slots))
         store = open_store(loaded, residency, serve.io_threads, serve.host_memory_bytes or None)
         runtime = ExpertRuntime(loaded, residency, store)
@@ -221,30 +219,27 @@ def _plan(
     ids_ST: Sequence[Sequence[int]],
     alpha: float,
     points: Sequence[AlphaPoint],
-    device_memory_bytes: int,
+    budget: Budget,
     target_tpot_s: float,
     serve: ServeOptions,
 ) -> CachePlan:
     spec = checkpoint.spec
-    dense, kv = fixed_bytes(checkpoint, serve)
-    budget = device_memory_bytes - dense - kv
-    slots = min(budget // stride_of(slot_bytes(checkpoint, serve)), spec.total_experts)
-    built = build_policy("smoe", spec, {**serve.policy, "alpha": alpha}, slots)
+    built = build_policy("smoe", spec, {**serve.policy, "alpha": alpha}, budget.slots)
     nearest = min(points, key=lambda point: abs(point.alpha - alpha))
     text = "\n".join(" ".join(map(str, row)) for row in ids_ST)
     return CachePlan(
         spec=spec,
         policy="smoe",
         options=asdict(built.options),
-        slots=slots,
+        slots=budget.slots,
         prefetch_distance=built.distance if built.options.prefetch else 0,
-        device_memory_bytes=device_memory_bytes,
-        dense_bytes=dense,
-        kv_bytes=kv,
-        kv_tokens=serve.kv_tokens,
+        device_memory_bytes=budget.device_bytes + budget.unused_bytes,
+        dense_bytes=budget.dense_bytes,
+        kv_bytes=budget.kv_bytes,
+        kv_tokens=budget.kv_tokens,
         dtype=serve.dtype,
         predictor_bytes=0,
-        budget_bytes=budget,
+        budget_bytes=budget.slots_bytes,
         predictor=None,
         trace_sha256=sha256(text.encode()).hexdigest(),
         profile_sha256=None,

@@ -16,9 +16,10 @@ from moetool.measuring.plain_model import decoder_layers
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.moe_layers import MoeLayer, moe_layers
 from moetool.models.router_hooks import read_logits, watch
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 
 
 class LayerRoutes(NamedTuple):

@@ -26,8 +26,8 @@ from moetool.measuring.served_answers import Answers, Served
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import parse_device, parse_dtype, use_threads
 from moetool.prompts import gather
-from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.budget import fixed_bytes, slot_stride
+from moetool.runtime.serve_options import ServeOptions
 from moetool.training.predictor import build, save
 from moetool.training.tokens import Tokens
 
@@ -312,7 +312,7 @@ def _pool(checkpoint: Checkpoint, options: VerifyOptions, prompts: Sequence[Sequ
         return serve, options.device_memory_bytes
     device = parse_device(options.device)
     free = memory_bytes()[1] if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    slot = stride_of(slot_bytes(checkpoint, serve))
+    slot = slot_stride(checkpoint, serve)
     fixed = sum(fixed_bytes(checkpoint, serve))
     half = max(MIN_SLOTS, checkpoint.spec.total_experts // 2)
     slots = min(half, int((free * MEMORY_SHARE - fixed) // slot))

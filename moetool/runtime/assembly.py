@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,17 @@ from typing import Any
 import torch
 
 from moetool.base import durable
-from moetool.base.config import POSITIVE, Span, require_within
-from moetool.base.errors import CapacityError, MismatchError, UsageError
+from moetool.base.errors import MismatchError, UsageError
 from moetool.base.families import require_substitutable
 from moetool.caching.devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
-from moetool.caching.layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
+from moetool.caching.layer_slots import SHARES, equal_slots, scaled_down
 from moetool.caching.plan import CachePlan, PrefetchLimits
-from moetool.caching.policy import MIN_SLOTS, Policy, build_policy, policy_class
+from moetool.caching.policy import Policy, build_policy, policy_class
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
-from moetool.runtime.decoding import kv_cache_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.budget import Budget, Wishes, divide_memory
 from moetool.runtime.experts.device_stores import Store, begin_with, fill_device, open_stores
 from moetool.runtime.experts.expected_use import read_order
 from moetool.runtime.experts.forward import ExpertRuntime
@@ -31,12 +29,11 @@ from moetool.runtime.experts.store import ExpertStore, open_store
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
-from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
 from moetool.runtime.returned_memory import return_freed_memory
-from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK
+from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.warm_start import WarmStart, kept_routes
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
@@ -44,142 +41,6 @@ from moetool.trace.segments import SegmentLimits
 _LOG = logging.getLogger(__name__)
 _FEW_REQUESTS = 8
 _MANY_REQUESTS = 64
-_LEAST = {
-    "devices": 1,
-    "host_memory_bytes": 0,
-    "kv_tokens": 16,
-    "expected_context": 16,
-    "prefill_chunk": 1,
-    "borrowed_slots": 0,
-    "first_chunk": 1,
-    "first_kv_tokens": 0,
-    "kv_slots": 0,
-    "max_requests": 0,
-    "io_threads": 1,
-    "threads": 0,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Settings of `moetool serve --set`.
-
-    Attributes:
-        device: `cpu` or `cuda`: the device of the model and of the expert slots.
-        devices: number of devices that share the experts (`moetool.caching.devices`). Slots and host memory are split
-            evenly. The first device also has the dense weights and the KV cache. `--device-memory` is the total over
-            all. On the CPU each device is a separate pool.
-        first_device: number of the first GPU (default: 0; with `--cluster local:N` a server takes the GPUs after those
-            of the server before it).
-        host_memory_bytes: host memory for experts, the tier between disk and device (0: only the transfer buffers; see
-            `moetool.runtime.experts.store.ExpertStore`). It is not part of the device memory.
-        dtype: data type of all weights except the experts, which keep the checkpoint's form.
-        kv_tokens: tokens in the KV cache, over all requests; also the longest context of one request.
-        expected_context: tokens of the longest expected conversation, for the division of memory between KV cache and
-            expert slots (`moetool.runtime.expected_reads`).
-        prefill_chunk: most prompt tokens of one forward. A longer prompt takes several forwards, and each may need
-            every expert.
-        max_prompt_wait: approximate limit in seconds on how long decoding requests wait for another request's prompt
-            chunk. Smaller chunks keep to it, and a long prompt then reads experts several times. If a forward's fixed
-            time is more than half of it, chunks are larger (`moetool.runtime.loop.prompt_chunks`). A prompt that no
-            request waits for has full chunks (0: no limit).
-        prefix_caching: keep the KV cache of earlier prompts and answers until its memory is needed, and forward only
-            the part of a new prompt that differs from them.
-        borrowed_slots: expert slots that a full prompt chunk borrows for its activations; shorter chunks borrow fewer,
-            and chunks of up to `first_chunk` tokens none. Needs one device, a CPU, no pinned experts and a policy that
-            computes nothing on the host (0: none).
-        first_chunk: most tokens of a forward that borrows no slots.
-        first_kv_tokens: tokens in the KV cache at first, where slots may be borrowed; it grows to `kv_tokens` on demand
-            (0: full size from the start).
-        kv_slots: expert slots that the KV cache borrows to grow.
-        max_requests: requests per batch; others queue. 0 is automatic: 8 if some experts have no slot, because each
-            further request needs more experts at once; otherwise up to 64, with more than 8 only if the KV cache holds
-            all of them at full length.
-        deterministic: run one request at a time, each prompt from its beginning in chunks of `prefill_chunk` tokens, so
-            that answers and log-probabilities depend neither on other requests nor on cached prefixes or experts, in
-            any dtype. It sets `max_requests` to 1 and `prefix_caching` to false, and needs a policy that keeps routes
-            and, on a GPU, computes nothing on the host.
-        io_threads: threads per device that read experts.
-        threads: compute threads (0: automatic).
-        products: whether slots hold quantized experts in the form that computes fastest on a CPU
-            (`moetool.models.experts.expert_files.ExpertFiles`). In bfloat16, 4-bit integers, FP8, int8, MXFP4 and most
-            ggml blocks are multiplied packed, without rounding their weights to bfloat16 (`moetool.kernels.cpu.int4`,
-            `moetool.kernels.cpu.scaled_weight`); other formats are unpacked. If false, slots hold experts as stored and
-            each product unpacks them.
-        policy: options of the cache policy.
-        pool: `one` for all layers, `layer` (the same number of slots for each layer) or `mixed` (half of the slots per
-            layer). None: the plan's pool, else `one`.
-        prefetch: limits of prefetching (default: the plan's, else none).
-        warm_start: keep residents and statistics in the user's cache folder and load them at the next start (`moetool
-            cache`). Off while a gate log is written, so that its replay begins as the server did.
-        oracle_s: seconds between comparisons with LRU, the plan's policy and Belady on the server's most recent events,
-            for `/stats` and the log (0: no comparison).
-        change_policy: switch to another policy without a predictor if these comparisons show that it loads clearly
-            fewer experts. Needs one device and no pinned experts.
-        remember_policy: with `warm_start` and `change_policy`: keep the name of the current policy and the state of
-            each; `moetool.runtime.automatic.choose` starts with them next time.
-        state: file that keeps the policy's learned state between runs (empty: none).
-        log_segment_s: seconds after which `--log` closes a segment. Closed segments can be read and survive a kill.
-    """
-
-    device: str = "cpu"
-    devices: int = 1
-    first_device: int | None = None
-    host_memory_bytes: int = 0
-    dtype: str = "float32"
-    kv_tokens: int = 4096
-    expected_context: int = GOOD_CONTEXT
-    prefill_chunk: int = 512
-    max_prompt_wait: float = 2.0
-    prefix_caching: bool = True
-    borrowed_slots: int = 0
-    first_chunk: int = LEAST_CHUNK
-    first_kv_tokens: int = 0
-    kv_slots: int = 0
-    max_requests: int = 0
-    deterministic: bool = False
-    io_threads: int = 2
-    threads: int = 0
-    products: bool = True
-    policy: dict[str, Any] = field(default_factory=dict)
-    pool: str | None = None
-    prefetch: PrefetchLimits | None = None
-    warm_start: bool = False
-    oracle_s: float = 60.0
-    change_policy: bool = False
-    remember_policy: bool = False
-    state: str = ""
-    log_segment_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        if self.pool is not None:
-            require_pool_form("pool", self.pool)
-        require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
-        if self.first_device is not None:
-            require_within(self, first_device=Span(0))
-        if self.borrowed_slots and self.prefill_chunk <= self.first_chunk:
-            raise UsageError(
-                f"borrowed_slots is {self.borrowed_slots}, but chunks of prefill_chunk={self.prefill_chunk} tokens "
-                f"borrow none; set prefill_chunk above {self.first_chunk}, or borrowed_slots=0"
-            )
-        if self.deterministic and self.max_requests > 1:
-            raise UsageError(
-                f"max_requests is {self.max_requests}, but deterministic=true runs one request at a time; leave one out"
-            )
-        require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
-
-
-def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
-    """Bytes of a model's dense weights and of its KV cache."""
-    dtype = parse_dtype(options.dtype)
-    dense = checkpoint.dense_bytes(dtype, options.device, options.products)
-    return dense, kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
-
-
-def slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
-    """Bytes of an expert slot."""
-    fastest = parse_dtype(options.dtype) if options.products and options.device == "cpu" else None
-    return checkpoint.slot_bytes(fastest)
 
 
 def build_engine(
@@ -190,6 +51,7 @@ def build_engine(
     policy: str | None = None,
     predictor: Path | None = None,
     device_memory_bytes: int | None = None,
+    budget: Budget | None = None,
     log: Path | None = None,
     open_runtime: Callable[[LoadedModel, Pool, Store], ExpertRuntime] = ExpertRuntime,
 ) -> Engine:
@@ -200,6 +62,7 @@ def build_engine(
         policy: cache policy (default: the plan's, else `lru`).
         device_memory_bytes: total for dense weights, KV cache, predictor and expert slots (default: the plan's; without
             a plan, every expert gets a slot).
+        budget: the division of memory (default: that of `device_memory_bytes` with the options' KV cache and chunks).
         log: path of the server's own trace.
         open_runtime: opens the runtime that computes experts (default: on this machine).
 
@@ -231,16 +94,18 @@ def build_engine(
         if plan is not None:
             plan.check(loaded.spec)
         predicts = _predictor(kind, predictor, plan if from_plan else None)
-        slots = loaded.spec.total_experts
-        if device_memory_bytes is None and plan is not None:
-            device_memory_bytes = plan.device_memory_bytes
-            slots = plan.slots if from_plan else slots
-        if device_memory_bytes is not None:
-            dense, kv = fixed_bytes(checkpoint, options)
-            extra = predicts.num_bytes if predicts else 0
-            slots = min(slots, expert_slots(loaded, device_memory_bytes, dense, kv, extra))
-            if device.type == "cpu":
-                return_freed_memory()
+        if budget is None:
+            planned = plan is not None and device_memory_bytes is None
+            wishes = Wishes(
+                options=options,
+                device_memory_bytes=plan.device_memory_bytes if plan and planned else device_memory_bytes,
+                predictor_bytes=predicts.num_bytes if predicts else 0,
+                slots=plan.slots if plan and planned and from_plan else None,
+            )
+            budget = divide_memory(checkpoint, wishes)
+        slots = budget.slots
+        if budget.limit_bytes is not None and device.type == "cpu":
+            return_freed_memory()
         policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
         pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
         shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
@@ -278,8 +143,9 @@ def build_engine(
         lends = device.type == "cpu" and options.devices == 1 and not pinned and not built.computes_on_host
         batcher = _batcher(
             loaded,
-            options if lends else replace(options, first_kv_tokens=0),
-            resident=slots - options.borrowed_slots - options.kv_slots >= loaded.spec.total_experts,
+            options,
+            first_kv_tokens=budget.first_kv_tokens if lends else 0,
+            resident=budget.kept_slots >= loaded.spec.total_experts,
         )
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
         changes: PolicyChanges | None = None
@@ -338,21 +204,15 @@ def build_engine(
             changes=changes,
         )
         engine.compare_with(oracle, changes)
-        if lends and (options.borrowed_slots or options.kv_slots):
-            engine.share_memory(
-                MemoryShare(
-                    most_slots=options.borrowed_slots,
-                    chunk_tokens=options.prefill_chunk,
-                    first_chunk=options.first_chunk,
-                    kv_slots=options.kv_slots,
-                    kv_tokens=max(0, options.kv_tokens - options.first_kv_tokens),
-                )
-            )
+        if lends and budget.kept_slots < slots:
+            engine.share_memory(budget.share)
         undo.pop_all()
     return engine
 
 
-def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | OwnCaches:
+def _batcher(
+    loaded: LoadedModel, options: ServeOptions, *, first_kv_tokens: int, resident: bool
+) -> Batcher | OwnCaches:
     limit = 1 if options.deterministic else options.max_requests
     most = limit or (_MANY_REQUESTS if resident else _FEW_REQUESTS)
     return open_batcher(
@@ -363,7 +223,7 @@ def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> B
         unreserved=None if limit else _FEW_REQUESTS,
         prefix_caching=options.prefix_caching and not options.deterministic,
         max_prompt_wait_s=options.max_prompt_wait,
-        first_kv_tokens=options.first_kv_tokens,
+        first_kv_tokens=first_kv_tokens,
     )
 
 
@@ -374,9 +234,8 @@ def open_pooled(
     *,
     device_memory_bytes: int,
     host_memory_bytes: int | None = None,
-    kv_bytes: int = 0,
 ) -> LoadedModel:
-    """Open a model with an expert pool in the memory that dense weights and `kv_bytes` leave free.
+    """Open a model with an expert pool in the memory that dense weights leave free.
 
     For `moetool.capture.run`: the pool's policy is LRU, and every forward must be announced
     (`LoadedModel.begin_forward`).
@@ -392,8 +251,11 @@ def open_pooled(
     with contextlib.ExitStack() as undo:
         loaded = load_lazy(checkpoint, dtype, device, products=True)
         undo.callback(loaded.close)
-        slots = expert_slots(loaded, device_memory_bytes, checkpoint.dense_bytes(dtype, device.type), kv_bytes)
-        residency = Residency(build_policy("lru", loaded.spec, {}, slots))
+        options = ServeOptions(device=device.type, dtype=str(dtype).removeprefix("torch."))
+        budget = divide_memory(
+            checkpoint, Wishes(options=options, device_memory_bytes=device_memory_bytes, kv_cache=False)
+        )
+        residency = Residency(build_policy("lru", loaded.spec, {}, budget.slots))
         store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
         undo.callback(store.close)
         pooled = replace(loaded, pool=ExpertRuntime(loaded, residency, store))
@@ -426,25 +288,3 @@ def _predictor(kind: type[Policy], path: Path | None, plan: CachePlan | None) ->
             f"{plan.predictor.sha256[:12]}; make a new plan, or give the right predictor with --predictor"
         )
     return predictor if kind.uses(predictor) else None
-
-
-def expert_slots(loaded: LoadedModel, memory_bytes: int, dense: int, kv: int, predictor: int = 0) -> int:
-    """Return the number of expert slots that fit.
-
-    Args:
-        memory_bytes: device memory for the whole model.
-        dense, kv, predictor: bytes of dense weights, KV cache and predictor.
-
-    Raises:
-        CapacityError: fewer than the smallest legal pool fit.
-    """
-    assert loaded.files is not None
-    spec, slot_bytes = loaded.spec, stride_of(loaded.files.slot_bytes)
-    slots = (memory_bytes - dense - kv - predictor) // slot_bytes
-    if slots < MIN_SLOTS:
-        raise CapacityError(
-            f"--device-memory {memory_bytes:,} does not hold {spec.name}: {dense:,} bytes of dense weights, {kv:,} of "
-            f"KV cache, {predictor:,} of predictor and at least {MIN_SLOTS} expert slots of {slot_bytes:,} make "
-            f"{dense + kv + predictor + MIN_SLOTS * slot_bytes:,}; give it that much, or a smaller --set kv_tokens"
-        )
-    return min(slots, spec.total_experts)

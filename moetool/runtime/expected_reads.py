@@ -15,8 +15,8 @@ import numpy as np
 
 from moetool.base.errors import CapacityError
 from moetool.base.types import ModelSpec
-from moetool.runtime.memory_share import MemoryShare
-from moetool.runtime.sizing import LEAST_CHUNK, LEAST_CONTEXT, Footprint, MemorySplit, divide
+from moetool.runtime.memory_share import MemoryShare, share_of
+from moetool.runtime.sizing import LEAST_CONTEXT, Footprint, MemorySplit, divide
 
 SHORTEST = 256
 TURN_PROMPT, TURN_ANSWER = 128, 256
@@ -151,13 +151,7 @@ def expected_loads(
 ) -> float:
     """Expected loads of experts per turn, answer included."""
     first = lent.get("first_kv_tokens", split.kv_tokens)
-    share = MemoryShare(
-        most_slots=lent.get("borrowed_slots", 0),
-        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
-        first_chunk=lent.get("first_chunk", LEAST_CHUNK),
-        kv_slots=lent.get("kv_slots", 0),
-        kv_tokens=split.kv_tokens - first,
-    )
+    share = share_of(split, lent)
     shortest = min(SHORTEST, longest)
     total = 0.0
     for number in range(_LENGTHS):

@@ -1,5 +1,6 @@
 """Memory shared by expert slots, activations of prompt chunks and the KV cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moetool.runtime.decoding import PAGE_TOKENS
@@ -45,9 +46,18 @@ class MemoryShare:
         return -(-self.kv_slots * min(num_tokens, self.kv_tokens) // self.kv_tokens) if self.kv_tokens else 0
 
 
-def lendable(
-    model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool, first_chunk: int | None = None
-) -> dict[str, int]:
+def share_of(split: MemorySplit, lent: Mapping[str, int]) -> MemoryShare:
+    """The slots that are lent with a division and the numbers of `lendable`."""
+    return MemoryShare(
+        most_slots=lent.get("borrowed_slots", 0),
+        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
+        first_chunk=lent.get("first_chunk", LEAST_CHUNK),
+        kv_slots=lent.get("kv_slots", 0),
+        kv_tokens=split.kv_tokens - lent.get("first_kv_tokens", split.kv_tokens),
+    )
+
+
+def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) -> dict[str, int]:
     """Slots beyond those of `split` that fit while prompts are short and the KV cache is small.
 
     A chunk that borrows may be longer than that of `split`, as long as half of the slots stay: a prompt in fewer chunks
@@ -56,17 +66,15 @@ def lendable(
     Args:
         split: division of the memory with a full chunk and a full KV cache.
         chunk, cache: which of the two borrow.
-        first_chunk: tokens of a forward that borrows nothing (None: automatic).
 
     Returns:
         `slots` to begin with, and `prefill_chunk`, `first_chunk`, `borrowed_slots`, `first_kv_tokens` and `kv_slots`
-        of `moetool.runtime.assembly.ServeOptions` as far as they differ from the default or from `split`.
+        of `moetool.runtime.serve_options.ServeOptions` as far as they differ from the default or from `split`.
     """
     made: dict[str, int] = {}
     each = model.kv_token_bytes + model.context_bytes
     part = (split.slots * model.slot_bytes + split.kv_tokens * each) // _FIRST_PART
-    if first_chunk is None:
-        first_chunk = min(LEAST_CHUNK, max(_LEAST_FIRST_CHUNK, part // model.token_bytes))
+    first_chunk = min(LEAST_CHUNK, max(_LEAST_FIRST_CHUNK, part // model.token_bytes))
     activations = max(0, split.chunk_tokens - first_chunk) * model.token_bytes
     chunk = chunk and first_chunk <= split.chunk_tokens
     borrowed = min(activations // model.slot_bytes, model.num_experts - split.slots) if chunk else 0

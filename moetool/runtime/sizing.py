@@ -79,7 +79,7 @@ def divide(model: Footprint, memory_bytes: int, *, kv_tokens: int, chunk_tokens:
         CapacityError: the memory is below the minimum; the message lists the parts.
     """
     why = {"chunk_tokens": "as set"}
-    kv = _pages(kv_tokens)
+    kv = pages(kv_tokens)
     chunk = min(LEAST_CHUNK, kv) if chunk_tokens is None else chunk_tokens
     kv_token_bytes = model.kv_token_bytes + model.context_bytes
     fixed = model.dense_bytes + kv * kv_token_bytes + chunk * model.token_bytes
@@ -119,5 +119,6 @@ def _size_reason(everything: str, complete: bool, more: int) -> str:
     return f"1/{_SHARE} of the experts' memory" if more else "the minimum, to leave memory for experts"
 
 
-def _pages(tokens: int) -> int:
+def pages(tokens: int) -> int:
+    """Tokens of the whole pages that hold this number."""
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +14,6 @@ from moetool.base.errors import CapacityError, UsageError
 from moetool.base.tables import count, numbered, percent
 from moetool.base.types import ModelSpec
 from moetool.caching.plan import CachePlan, PredictorReference
-from moetool.caching.policy import MIN_SLOTS
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import TimelineOptions
 from moetool.prediction.predictor import Predictor
@@ -29,51 +29,49 @@ _BOUND = "belady"
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """A division of device memory.
+
+    Attributes:
+        slots: expert slots.
+        dense_bytes: part for dense weights.
+        kv_bytes: part for keys and values of `kv_tokens`.
+    """
+
+    slots: int
+    dense_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBudget:
-    """The memory of a device, and the part that is not for experts.
+    """The memory of a device, and how a server divides it.
 
     Attributes:
         device_memory_bytes: device memory for the whole model.
-        dense_bytes: part for dense weights.
-        kv_bytes: part for keys and values of `kv_tokens`.
+        least_bytes: device memory of the smallest pool.
+        most_bytes: device memory of every expert and the longest expected context.
+        slot_bytes: bytes of an expert in a slot.
+        divide: the division of a device memory beside a predictor of some bytes. Raises: CapacityError below the
+            smallest pool.
         dtype: data type of everything but the experts.
-        slot_bytes: bytes of an expert in a slot; 0 for its stored size.
     """
 
     device_memory_bytes: int
-    dense_bytes: int = 0
-    kv_bytes: int = 0
-    kv_tokens: int = 0
+    least_bytes: int
+    most_bytes: int
+    slot_bytes: int
+    divide: Callable[[int, int], Room]
     dtype: str = "float32"
-    slot_bytes: int = 0
 
-    @property
-    def fixed_bytes(self) -> int:
-        """Return the bytes before the first expert."""
-        return self.dense_bytes + self.kv_bytes
-
-    def as_stored(self, num_bytes: int, spec: ModelSpec) -> int:
-        """Convert bytes of slots to stored bytes of their experts, which replays count."""
-        return num_bytes * spec.slot_bytes // self.slot_bytes if self.slot_bytes else num_bytes
-
-    def with_experts(self, stored_bytes: int, spec: ModelSpec) -> int:
-        """Return the device memory for experts of these stored bytes, and for all else."""
-        slots_bytes = -(-stored_bytes * self.slot_bytes // spec.slot_bytes) if self.slot_bytes else stored_bytes
-        return self.fixed_bytes + slots_bytes
-
-    def expert_bytes(self, spec: ModelSpec) -> int:
-        """Return the stored bytes left for experts. Raises: CapacityError below the smallest pool."""
-        smallest_bytes = MIN_SLOTS * (self.slot_bytes or spec.slot_bytes)
-        needed_bytes = self.fixed_bytes + smallest_bytes
-        if self.device_memory_bytes < needed_bytes:
-            raise CapacityError(
-                f"--device-memory {count(self.device_memory_bytes, 'B')} is too small for {spec.name}: it needs at "
-                f"least {count(needed_bytes, 'B')} (dense weights {count(self.dense_bytes, 'B')}, KV cache "
-                f"{count(self.kv_bytes, 'B')}, {MIN_SLOTS} expert slots {count(smallest_bytes, 'B')}); raise it, or "
-                "give a smaller --set kv_tokens"
-            )
-        return self.as_stored(self.device_memory_bytes - self.fixed_bytes, spec)
+    def stored_bytes(self, spec: ModelSpec, device_memory_bytes: int, predictor_bytes: int) -> int:
+        """Return the stored bytes of the experts in the slots of a device memory, which replays count; 0: none."""
+        try:
+            return self.divide(device_memory_bytes, predictor_bytes).slots * spec.slot_bytes
+        except CapacityError:
+            return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +157,8 @@ def plan_cache(
             tokens.
     """
     spec, profile, target_tpot_s = trace.spec, search.profile, search.target_tpot_s
-    budget = memory.expert_bytes(spec)
-
-    def device_bytes(stored_bytes: int) -> int:
-        return memory.with_experts(stored_bytes, spec)
-
+    budget = memory.device_memory_bytes
+    memory.divide(budget, 0)  # refuse too little
     used, held_out = _split(trace, frozenset(predictor.trained_on), search.seed)
     setup = ReplaySetup(
         options=search.options,
@@ -179,14 +174,16 @@ def plan_cache(
         held_out,
         setup,
         names=search.policies,
-        predictor_bytes=memory.as_stored(predictor.predictor_bytes, spec),
+        predictor_bytes=predictor.predictor_bytes,
+        room=cache(partial(memory.stored_bytes, spec)),
     )
     left_out = candidates.require(budget)
-    budgets = budgets_between(spec, search.frontier)
+    budgets = budgets_between(memory.least_bytes, memory.most_bytes, memory.slot_bytes, search.frontier)
     if target_tpot_s is not None:
         if profile is None:
             raise UsageError("a target time per output token needs the costs of a machine; give a profile")
-        budget = least_budget(candidates, budget, target_tpot_s, budgets, device_bytes)
+        budget = min(budget, memory.most_bytes + candidates.paid_bytes)
+        budget = least_budget(candidates, memory.least_bytes, budget, memory.slot_bytes, target_tpot_s, budgets)
         left_out = candidates.left_out(budget)
     if target_tpot_s is None:
         everybody, candidates = candidates, candidates.worth_their_predictor(budget)
@@ -199,13 +196,15 @@ def plan_cache(
     chosen = tune(candidates, budget, divided) if search.tuned else divided
     (evidence,) = candidates.rows([budget], held_out, _BOUND)
     untuned = next(row for row in evidence if row.policy == plain.row.policy)
-    points = frontier(candidates, budgets, budget, untuned, device_bytes) if search.frontier else []
+    points = frontier(candidates, budgets, budget, untuned) if search.frontier else []
     if chosen is not plain:
         shown = chosen.replay(candidates, held_out)
         evidence = [shown if row.policy == shown.policy else row for row in evidence]
     choice = chosen.row
     uses_LE = _uses(trace, used)
     predicts = candidates.pays(choice.policy)
+    paid = predictor.predictor_bytes if predicts else 0
+    room = memory.divide(budget, paid)
     _LOG.info("chosen: %s in %d bytes; left out: %s", choice.policy, budget, left_out)
     return CachePlan(
         spec=spec,
@@ -216,13 +215,13 @@ def plan_cache(
         pinned=tuple(divmod(key, spec.num_experts) for key in chosen.pinned),
         prefetch_distance=chosen.distance,
         limits=chosen.limits,
-        device_memory_bytes=memory.device_memory_bytes if target_tpot_s is None else device_bytes(budget),
-        dense_bytes=memory.dense_bytes,
-        kv_bytes=memory.kv_bytes,
-        kv_tokens=memory.kv_tokens,
+        device_memory_bytes=budget,
+        dense_bytes=room.dense_bytes,
+        kv_bytes=room.kv_bytes,
+        kv_tokens=room.kv_tokens,
         dtype=memory.dtype,
-        slot_bytes=memory.slot_bytes or spec.slot_bytes,
-        predictor_bytes=predictor.predictor_bytes if predicts else 0,
+        slot_bytes=memory.slot_bytes,
+        predictor_bytes=paid,
         budget_bytes=choice.budget_bytes,
         predictor=predictor.reference if predicts else None,
         trace_sha256=trace.sha256,

@@ -1,7 +1,7 @@
 """Candidate policies of a cache plan, and their replayed costs by budget."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -92,6 +92,7 @@ class Candidates:
         setup: predictor, options and machine of the replay.
         names: candidates (default: those of `servable`).
         predictor_bytes: size of the predictor, charged to the policies that use it.
+        room: stored bytes for experts in a budget, beside a predictor of some bytes.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Candidates:
         *,
         names: Sequence[str] | None = None,
         predictor_bytes: int = 0,
+        room: Callable[[int, int], int] = lambda budget_bytes, beside_bytes: budget_bytes - beside_bytes,
     ) -> None:
         self.trace, self.spec = trace, trace.spec
         self.used, self.held_out = used, held_out
@@ -113,7 +115,7 @@ class Candidates:
         if profile is not None:
             self.options = with_host_costs(self._names, self.options, Prices(profile, trace.spec, timeline))
         self._setup = replace(setup, options=self.options, pool_unit="slots")
-        self._predictor_bytes = predictor_bytes
+        self._predictor_bytes, self._room = predictor_bytes, room
         self._rows: dict[int, list[ReplayRow]] = {}
         self._mispriced: dict[str, str] = {}
         for name in self._names:
@@ -123,10 +125,9 @@ class Candidates:
                 self._mispriced[name] = "whose host compute is timed for experts in host memory, not on disk"
 
     @property
-    def whole_bytes(self) -> int:
-        """Return the budget in which every candidate can keep every expert."""
-        paid = self._predictor_bytes if any(self.pays(name) for name in self._names) else 0
-        return self.spec.total_experts * self.spec.slot_bytes + paid
+    def paid_bytes(self) -> int:
+        """Return the most that a candidate's predictor takes of a budget."""
+        return self._predictor_bytes if any(self.pays(name) for name in self._names) else 0
 
     def predicts(self, name: str) -> bool:
         """Whether a policy prefetches by a predictor."""
@@ -144,7 +145,7 @@ class Candidates:
 
     def for_experts(self, name: str, budget_bytes: int) -> int:
         """Return the bytes of a budget that a policy has for experts."""
-        return budget_bytes - (self._predictor_bytes if self.pays(name) else 0)
+        return self._room(budget_bytes, self._predictor_bytes if self.pays(name) else 0)
 
     def left_out(self, budget_bytes: int) -> dict[str, str]:
         """Return the candidates that do not fit into a budget, with the reason."""
@@ -235,7 +236,7 @@ class Candidates:
         if not optional:
             return self
         with_it = self.winners([budget_bytes])[budget_bytes]
-        without = alone.replay(optional, [budget_bytes], self.used)
+        without = alone.replay(optional, [self._room(budget_bytes, 0)], self.used)
         if best([with_it, *without]) is with_it:
             return self
         alone._rows = {budget_bytes: [*(r for r in self._rows[budget_bytes] if r.policy not in pay), *without]}

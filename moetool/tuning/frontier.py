@@ -1,13 +1,11 @@
 """Memory against latency: the best cache policy for each budget, and the least budget that is fast enough."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moetool.base.errors import CapacityError
 from moetool.base.json_files import JsonRecord
-from moetool.base.types import ModelSpec
-from moetool.caching.policy import MIN_SLOTS
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.replay import ReplayRow
 
@@ -37,11 +35,11 @@ class Point(JsonRecord):
     chosen: bool = False
 
 
-def budgets_between(spec: ModelSpec, count: int) -> list[int]:
-    """Return evenly spaced budgets from the smallest legal pool to all experts; none for 0, the first for 1."""
-    spread = spec.total_experts - MIN_SLOTS
+def budgets_between(least_bytes: int, most_bytes: int, slot_bytes: int, count: int) -> list[int]:
+    """Return budgets from the least to the most, evenly spaced in whole slots; none for 0, the first for 1."""
+    spread = (most_bytes - least_bytes) // slot_bytes
     steps = range(count) if spread > 0 else range(min(count, 1))
-    return [(MIN_SLOTS + spread * i // max(count - 1, 1)) * spec.slot_bytes for i in steps]
+    return [least_bytes + spread * i // max(count - 1, 1) * slot_bytes for i in steps]
 
 
 def frontier(
@@ -49,14 +47,12 @@ def frontier(
     budgets: Iterable[int],
     chosen: int,
     chosen_held_out: ReplayRow,
-    device_bytes: Callable[[int], int],
 ) -> list[Point]:
     """Return the best policy for each budget and the chosen one, with its cost on held-out requests.
 
     Args:
         chosen_held_out: held-out row of the chosen budget.
-        budgets: bytes for experts and predictor; those without a fitting candidate are left out.
-        device_bytes: device memory from a budget for experts.
+        budgets: device memory for the whole model; those without a fitting candidate are left out.
     """
     winners = candidates.winners([*budgets, chosen])
     by_policy: dict[str, list[int]] = {}
@@ -69,7 +65,7 @@ def frontier(
         shown |= zip(won, candidates.replay([policy], rooms, candidates.held_out), strict=True)
     return [
         Point(
-            device_memory_bytes=device_bytes(budget),
+            device_memory_bytes=budget,
             policy=row.policy,
             slots=row.slots,
             tpot_used_s=tpot_s(row),
@@ -83,7 +79,7 @@ def frontier(
 
 
 def least_budget(
-    candidates: Candidates, most_bytes: int, target_s: float, budgets: Iterable[int], device_bytes: Callable[[int], int]
+    candidates: Candidates, smallest: int, most_bytes: int, slot_bytes: int, target_s: float, budgets: Iterable[int]
 ) -> int:
     """Return the least budget whose best policy reaches a time per token, on the choosing requests.
 
@@ -92,16 +88,13 @@ def least_budget(
     enough, and one slot less is not, but a still smaller one could be.
 
     Args:
-        most_bytes: largest budget.
+        smallest, most_bytes: smallest and largest budget.
+        slot_bytes: step of the search.
         budgets: budgets to try first, in one pass over the trace.
-        device_bytes: as in `frontier`, for messages.
 
     Raises:
         CapacityError: no budget is fast enough.
     """
-    slot_bytes = candidates.spec.slot_bytes
-    most_bytes = min(most_bytes, candidates.whole_bytes)
-    smallest = MIN_SLOTS * slot_bytes
     tried = sorted({smallest, most_bytes, *(budget for budget in budgets if smallest < budget < most_bytes)})
     winners = candidates.winners(tried)
     seconds = {budget: candidates.require_decoding(row) for budget, row in winners.items()}
@@ -109,18 +102,18 @@ def least_budget(
     if first is None:
         budget = min(seconds, key=lambda budget: (seconds[budget], budget))
         raise CapacityError(
-            f"no policy brings a token to {target_s * 1e3:,.4g} ms in {device_bytes(most_bytes):,} bytes of device "
+            f"no policy brings a token to {target_s * 1e3:,.4g} ms in {most_bytes:,} bytes of device "
             f"memory; the best is {seconds[budget] * 1e3:,.4g} ms, by {winners[budget].policy} with "
-            f"{winners[budget].slots} slots ({device_bytes(budget):,} bytes); allow that, or raise --device-memory"
+            f"{winners[budget].slots} slots ({budget:,} bytes); allow that, or raise --device-memory"
         )
     if first == smallest:
         return first
     slow = tried[tried.index(first) - 1]
 
-    def fast_enough(slots: int) -> bool:
-        row = candidates.winners([slots * slot_bytes]).get(slots * slot_bytes)
+    def fast_enough(budget: int) -> bool:
+        row = candidates.winners([budget]).get(budget)
         return row is not None and candidates.require_decoding(row) <= target_s
 
-    between = range(slow // slot_bytes + 1, -(-first // slot_bytes))  # slots between the two budgets
+    between = range(slow + slot_bytes, first, slot_bytes)
     at = bisect_left(between, True, key=fast_enough)
-    return between[at] * slot_bytes if at < len(between) else first
+    return between[at] if at < len(between) else first

@@ -32,8 +32,9 @@ from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.location import locate_config
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.automatic import ServeSetup, choose
+from moetool.runtime.budget import fixed_bytes
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
 from moetool.runtime.experts.copies import stride_of
@@ -43,6 +44,7 @@ from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.prompt_chunks import LEAST_WAITED_CHUNK
 from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MemorySplit, divide
 from moetool.trace.foreign.model_facts import ModelFacts
 from moetool.trace.formats import route_csv
@@ -104,9 +106,7 @@ def slots_of(checkpoint: Checkpoint, values: dict[str, Any], memory: int) -> int
 
 
 def opened(checkpoint: Checkpoint, setup: ServeSetup) -> Engine:
-    engine = build_engine(
-        checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=setup.device_memory_bytes
-    )
+    engine = build_engine(checkpoint, options=setup.options, policy=setup.policy, budget=setup.budget)
     engine.runtime.window = EventWindow(10**6, 10**8)
     engine.state = "ready"
     return engine
@@ -296,7 +296,7 @@ def test_chats_by_size_of_the_cache(checkpoint: Checkpoint) -> None:
     for title, fixed in (
         ("without flags", {}),
         ("1,024 tokens", {"kv_tokens": 1024}),
-        ("4,096 tokens", {"kv_tokens": 4096, "borrowed_slots": 0}),
+        ("4,096 tokens", {"kv_tokens": 4096, "prefill_chunk": 512}),
     ):
         try:
             setup = choose(checkpoint, {**values, **fixed}, process_memory_bytes=memory + resident_bytes())
@@ -464,7 +464,7 @@ def test_default_settings_on_the_embedded_model(
     checkpoint = long_model("reference", tmp_path, reference)
     values = {"device": "cpu", "oracle_s": 0.0, "warm_start": False}
     memory = memory_for(checkpoint, values)
-    hand = {"kv_tokens": prompt + new + 16, "prefill_chunk": prompt, "borrowed_slots": 0}
+    hand = {"kv_tokens": prompt + new + 16, "prefill_chunk": prompt}
     choices = [("without flags", "auto", {})]
     choices += [
         (f"{policy}, {pool}, chunk {chunk}", policy, {**hand, "pool": pool, "prefill_chunk": chunk})

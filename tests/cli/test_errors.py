@@ -237,8 +237,8 @@ def test_unknown_predictor(run: Run, trace: Path, tmp_path: Path) -> None:
 def test_a_pool_below_the_smallest_legal(run: Run, trace: Path, tmp_path: Path) -> None:
     _one_line(run("replay", "--trace", trace, "--policy", "lru", "--budget", "100kB"), 4, "smallest legal pool has 2")
     _one_line(run("serve", "reference", "--device-memory", "3MB", "--port", 0), 4, "it needs at least 5.5 MB")
-    plan = ("plan", "cache", "--trace", trace, "--device-memory", "10MB", "--out", tmp_path / "plan.json")
-    _one_line(run(*plan), 4, "--device-memory 10.0 MB is too small for", "expert slots")
+    plan = ("plan", "cache", "--trace", trace, "--device-memory", "3MB", "--out", tmp_path / "plan.json")
+    _one_line(run(*plan), 4, "--device-memory 3.0 MB is too small for", "expert slots")
 
 
 def test_a_plan_that_is_not_there(run: Run, tmp_path: Path) -> None:

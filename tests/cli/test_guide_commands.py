@@ -57,7 +57,8 @@ def served(plan: Path | None) -> Iterator[str]:
     """The URL of a server of that plan, or of one with all experts in memory."""
     from moetool.caching.plan import CachePlan
     from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import ServeOptions, build_engine
+    from moetool.runtime.assembly import build_engine
+    from moetool.runtime.serve_options import ServeOptions
 
     made = plan and CachePlan.load(plan)
     options = ServeOptions(dtype=made.dtype) if made else ServeOptions()  # as `serve --plan`

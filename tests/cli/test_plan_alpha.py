@@ -11,7 +11,7 @@ from tests.command_line import exit_code
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, out: Path, *args: object, **flags: Any) -> int:
-    given = {"data": "encyclopedia", "device-memory": "22MB", "target-tpot": "10s", "out": out, **flags}
+    given = {"data": "encyclopedia", "device-memory": "12MB", "target-tpot": "10s", "out": out, **flags}
     line: list[object] = ["plan", "alpha", "reference"]
     for name, value in given.items():
         line += [f"--{name}", value]
@@ -55,7 +55,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert _run(monkeypatch, out, "--set", "tokens=4000") == 2
     assert "texts has 4000 tokens" in capsys.readouterr().err
     assert _run(monkeypatch, out, **{"device-memory": "1MB"}) == 4
-    assert "--device-memory 1,000,000 does not hold" in capsys.readouterr().err
+    assert "--device-memory 1.0 MB is too small" in capsys.readouterr().err
     assert _run(monkeypatch, out, "--set", "serve.devices=2") == 2
     assert "alpha is measured on one" in capsys.readouterr().err
     assert _run(monkeypatch, out, "--host-memory", "1", "--set", "serve.policy.live=true") == 4

@@ -16,7 +16,7 @@ from moetool.cluster.edge import server_settings
 from moetool.cluster.edge.scheduler import SchedulerOptions
 from moetool.cluster.launch import Where, parse_where
 from moetool.placement.plan import PlacementPlan
-from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.serve_options import ServeOptions
 from tests.edge_process import write_plan
 
 Run = Callable[..., tuple[int, str, str]]

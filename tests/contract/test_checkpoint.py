@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from moetool.base.families import FAMILIES
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files import tensor_index
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import fixed_bytes
+from moetool.runtime.serve_options import ServeOptions
 from tests import families
 
 SUPPORTED = sorted(name for name, family in FAMILIES.items() if not family.refused)

@@ -15,7 +15,8 @@ from moetool.kernels.cpu.int4 import tile_rows
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.models.packed_linear import PackedLinear
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.serve_options import ServeOptions
 from tests import families
 from tests.quantized import MXFP4, awq, compressed, compressed_config, fp8_block, gptq, mxfp4, quantize
 

@@ -16,10 +16,11 @@ from moetool.caching.policy import build_policy
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_dtype
 from moetool.prediction.token_memory import TokenMemory, compile_loops, memory_bytes
-from moetool.runtime import automatic
-from moetool.runtime.assembly import ServeOptions
-from moetool.runtime.automatic import choose, footprint
+from moetool.runtime import automatic, budget
+from moetool.runtime.automatic import choose
+from moetool.runtime.budget import footprint
 from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.serve_options import ServeOptions
 from tests.server_process import served
 from tests.servers import get
 from tests.synthetic import make_spec
@@ -106,9 +107,9 @@ def test_what_foresight_remembers_leaves_fewer_slots(monkeypatch: pytest.MonkeyP
     assert sum(array.nbytes for array in arrays) == pytest.approx(memory_bytes(spec, 200), rel=0.05)
 
     checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32", "warm_start": False}
-    monkeypatch.setattr(automatic, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 0)
     more, less = (
-        choose(checkpoint, values, process_memory_bytes=455_000_000, policy=policy).device_memory_bytes
+        choose(checkpoint, values, process_memory_bytes=455_000_000, policy=policy).budget.device_bytes
         for policy in ("lru", "foresight")
     )
     assert more - 73_728 * 20 < less < more - 73_728 * 10
@@ -121,7 +122,7 @@ def test_a_device_memory_that_is_too_small_is_refused_with_its_own_parts() -> No
     assert "KV cache of 1,024 tokens" in str(e.value) and "--set kv_tokens" in str(e.value)
     parts = footprint(checkpoint, ServeOptions())
     least = parts.dense_bytes + 64 * parts.kv_token_bytes + 2 * parts.slot_bytes
-    assert choose(checkpoint, {**values, "kv_tokens": 64}, device_memory_bytes=least).device_memory_bytes == least
+    assert choose(checkpoint, {**values, "kv_tokens": 64}, device_memory_bytes=least).budget.device_bytes == least
     with pytest.raises(CapacityError, match="KV cache of 64 tokens"):
         choose(checkpoint, {**values, "kv_tokens": 64}, device_memory_bytes=least - 1)
 
@@ -129,13 +130,13 @@ def test_a_device_memory_that_is_too_small_is_refused_with_its_own_parts() -> No
 @pytest.mark.parametrize("more_bytes", [-500_000, 400_000, 60_000_000])
 def test_both_limits_hold_where_the_cache_takes_the_rest(monkeypatch: pytest.MonkeyPatch, more_bytes: int) -> None:
     """A device memory that the process cannot fill changes nothing: reading the KV cache takes memory as well."""
-    checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32", "borrowed_slots": 0}
-    monkeypatch.setattr(automatic, "resident_bytes", lambda: 0)
+    checkpoint, values = Checkpoint.open("reference"), {"device": "cpu", "dtype": "float32"}
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 0)
     process = partial(choose, checkpoint, values, process_memory_bytes=700_000_000, policy="lru")
     alone = process()
     assert ("expert slots", "256 of 256") in [row[:2] for row in alone.choices] and alone.options.kv_tokens > 1100
-    limit = alone.device_memory_bytes + more_bytes
+    limit = alone.budget.device_bytes + more_bytes
     made = process(device_memory_bytes=limit)
-    assert made.device_memory_bytes <= min(limit, alone.device_memory_bytes)
+    assert made.budget.device_bytes <= min(limit, alone.budget.device_bytes)
     assert made.options.kv_tokens == alone.options.kv_tokens or more_bytes < 0
     assert made.options.prefill_chunk == alone.options.prefill_chunk

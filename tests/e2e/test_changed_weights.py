@@ -16,7 +16,8 @@ from moetool.base.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.file_changes import WriteReports
 from moetool.models.shards import WeightsChanged
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.serve_options import ServeOptions
 from tests.servers import connect, eventually, get, post, serving
 
 ASK: dict[str, Any] = {"model": "m", "prompt": "The king said", "max_tokens": 8, "temperature": 0}

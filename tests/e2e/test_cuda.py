@@ -21,7 +21,7 @@ from moetool.kernels.slot_products import SlotRows, multiply
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy, parse_device
 from moetool.prompts import gather as prompt_sets
-from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
+from moetool.runtime.assembly import build_engine, open_pooled
 from moetool.runtime.experts.copies import ALIGNMENT, open_copies
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore, open_store
@@ -29,6 +29,7 @@ from moetool.runtime.kv import paged_attention
 from moetool.runtime.loop.batched_sampling import Draws, batched_gumbel_scores
 from moetool.runtime.loop.sampling import Sampler
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import families

@@ -8,10 +8,12 @@ import pytest
 
 from moetool.base.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import fixed_bytes
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from tests import families
 
 WIDE = {

@@ -17,10 +17,11 @@ from moetool.caching.devices import build_policies, open_pool
 from moetool.caching.policy import Policy
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_devices
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.experts.device_stores import Stores, open_stores
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.tuning.replay import ReplaySetup, replay
 from tests import families
 from tests.engines import (

@@ -17,10 +17,11 @@ from moetool.base.errors import CapacityError, MoetoolError
 from moetool.cluster.frames import LinkError
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime import assembly
-from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
+from moetool.runtime.assembly import build_engine, open_pooled
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from tests.identities import identity
 from tests.servers import eventually
 
@@ -90,7 +91,7 @@ def _no_runtime(*args: Any) -> ExpertRuntime:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"device_memory_bytes": 100_000}, "does not hold"),
+        ({"device_memory_bytes": 100_000}, "too small"),
         ({"policy": "finemoe", "options": ServeOptions(kv_tokens=512, policy={"distance": -1})}, "distance"),
         ({"options": ServeOptions(kv_tokens=512, host_memory_bytes=1, devices=1)}, None),
         ({"open_runtime": _no_runtime}, "no runtime"),
@@ -111,7 +112,7 @@ def test_what_fails_half_way_leaves_nothing(arguments: dict[str, Any], reason: s
     assert (descriptors(), threading.active_count()) == before
 
 
-@pytest.mark.parametrize("name", ["expert_slots", "open_store"])
+@pytest.mark.parametrize("name", ["divide_memory", "open_store"])
 def test_a_pooled_model_that_fails_half_way_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

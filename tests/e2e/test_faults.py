@@ -17,9 +17,10 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.tensor_index import read_index
 from moetool.models.shards import Shards
 from moetool.models.weight_index import index_weights
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.loop import engine as engine_module
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server_options import ServerOptions
 from moetool.trace.reader import Trace
 from tests.servers import connect, eventually, get, post, serving

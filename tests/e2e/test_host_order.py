@@ -9,13 +9,15 @@ import pytest
 
 from moetool.caching.plan import CachePlan
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import fixed_bytes
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.experts.expected_use import BY_LAYER, read_order
 from moetool.runtime.experts.source import ExpertSource
 from moetool.runtime.experts.store import ExpertStore
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from tests.plans import choose_cache
 from tests.servers import eventually
 from tests.synthetic import make_spec, write_trace

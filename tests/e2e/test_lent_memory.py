@@ -1,21 +1,22 @@
 """Long requests at once on a server whose expert slots, long prompts and KV cache share memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import SERVED, replay
 
 KV_TOKENS, CHUNK, SLOTS = 2560, 700, 80
-LENT = {"borrowed_slots": 16, "first_kv_tokens": 128, "kv_slots": 24}
 SHARE = MemoryShare(most_slots=16, chunk_tokens=CHUNK, kv_slots=24, kv_tokens=KV_TOKENS - 128)
 PROMPTS = [[3 + (7 * i + 11 * n + i * i) % 4000 for i in range(300 + 130 * n)] for n in range(4)]
 
@@ -23,13 +24,13 @@ PROMPTS = [[3 + (7 * i + 11 * n + i * i) % 4000 for i in range(300 + 130 * n)] f
 class Client:
     """Requests to an engine that has no thread."""
 
-    def __init__(self, log: Path | None = None, **lent: int) -> None:
+    def __init__(self, log: Path | None = None, *, lends: bool = False) -> None:
         checkpoint = Checkpoint.open("reference")
-        options = ServeOptions(**lent, prefill_chunk=CHUNK, kv_tokens=KV_TOKENS, pool="layer", oracle_s=0)
-        memory = sum(fixed_bytes(checkpoint, options)) + SLOTS * stride_of(checkpoint.spec.slot_bytes)
-        self.engine: Engine = build_engine(
-            checkpoint, options=options, policy="foresight", device_memory_bytes=memory, log=log
-        )
+        options = ServeOptions(prefill_chunk=CHUNK, kv_tokens=KV_TOKENS, pool="layer", oracle_s=0)
+        budget = divide_with_slots(checkpoint, options, SLOTS)
+        if lends:
+            budget = replace(budget, share=SHARE, first_kv_tokens=128)
+        self.engine: Engine = build_engine(checkpoint, options=options, policy="foresight", budget=budget, log=log)
         self.engine.state = "ready"
         self.outputs: dict[int, list[Output]] = {}
 
@@ -59,7 +60,7 @@ def alone() -> list[list[int]]:
 def test_long_requests_at_once_keep_to_the_memory_and_to_their_answers(
     alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = Client(tmp_path / "log", **LENT)
+    client = Client(tmp_path / "log", lends=True)
     engine, batcher, seen = client.engine, client.engine.batcher, list[tuple[int, int]]()
     announced, sizes = batcher.on_forward, list[int]()
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.serve_options import ServeOptions
 from tests.servers import get, post, serving
 
 TASK = Path(__file__).parent / "multiple_choice.jsonl"

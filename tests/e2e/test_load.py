@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server_options import ServerOptions
 from tests.load import run_clients
 from tests.made_requests import Call, fuzz, verdict

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from moetool.base import families as known
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import router_rules
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from tests import families
 

@@ -1,17 +1,20 @@
 """Prefix caching changes how much is forwarded, and nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.decoding import PAGE_TOKENS
-from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.kv import growing_pages
 from moetool.runtime.loop.engine import Engine
+from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.request import Output, SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import replay
 from tests.servers import client_of, get, post, serving
@@ -20,11 +23,11 @@ SYSTEM = "User: You answer questions about the numbers of a farm, and you keep t
 TURNS = ["How many cows are there?", "And how many horses?", "What is 12 + 7?"]
 
 
-def _open(kv_tokens: int, *, caching: bool, log: Path | None = None, **settings: Any) -> Engine:
+def _open(kv_tokens: int, *, caching: bool, log: Path | None = None, chunk: int = 48, **parts: Any) -> Engine:
     checkpoint = Checkpoint.open("reference")
-    options = ServeOptions(**{"prefill_chunk": 48, **settings}, kv_tokens=kv_tokens, prefix_caching=caching)
-    memory = sum(fixed_bytes(checkpoint, options)) + 64 * stride_of(checkpoint.spec.slot_bytes)
-    made = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory, log=log)
+    options = ServeOptions(prefill_chunk=chunk, kv_tokens=kv_tokens, prefix_caching=caching)
+    budget = replace(divide_with_slots(checkpoint, options, 64), **parts)
+    made = build_engine(checkpoint, options=options, policy="lru", budget=budget, log=log)
     made.state = "ready"
     return made
 
@@ -109,7 +112,8 @@ def test_a_chat_is_answered_alike_and_its_log_replays(kv_tokens: int, tmp_path: 
 def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chats of 200 tokens in turn lose their prefixes once to a KV cache of 256; other prompts let it shrink."""
     monkeypatch.setattr(growing_pages, "IDLE_FORWARDS", 8)
-    talk = Talk(_open(1024, caching=True, first_kv_tokens=256, kv_slots=8, prefill_chunk=256))
+    share = MemoryShare(most_slots=0, chunk_tokens=256, kv_slots=8, kv_tokens=768)
+    talk = Talk(_open(1024, caching=True, chunk=256, first_kv_tokens=256, share=share))
     chats, reused, sizes = [[50 + i] * 200 for i in range(2)], [], []
     for turn in range(6):
         for i in range(2):

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine
-from moetool.runtime.automatic import choose, footprint
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.automatic import choose
+from moetool.runtime.budget import footprint
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from tests import families
 
 PROMPT = 2000
@@ -44,9 +46,7 @@ def _open(checkpoint: Checkpoint, *, prefix_caching: bool = True) -> Engine:
     setup = choose(
         checkpoint, {**values, "prefix_caching": prefix_caching, "oracle_s": 0.0}, device_memory_bytes=memory
     )
-    engine = build_engine(
-        checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=setup.device_memory_bytes
-    )
+    engine = build_engine(checkpoint, options=setup.options, policy=setup.policy, budget=setup.budget)
     assert abs(engine.store.num_slots - slots) <= 1 and setup.policy == "foresight"
     engine.state = "ready"
     return engine

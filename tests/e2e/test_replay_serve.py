@@ -14,11 +14,14 @@ from moetool.base.errors import MismatchError, UsageError
 from moetool.caching.layer_slots import equal_slots
 from moetool.caching.policy_changes import PolicyChoice
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import divide_with_slots, fixed_bytes
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.kv import growing_pages
 from moetool.runtime.loop.engine import Engine
+from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.training.predictor import build
 from moetool.training.tokens import Tokens
@@ -222,12 +225,15 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
     """And the answers are those of a server that lends nothing."""
     monkeypatch.setattr(growing_pages, "IDLE_FORWARDS", 12)
     answers: list[list[int | None]] = []
-    for kept in ({}, {"borrowed_slots": 24}, {"kv_slots": 20, "first_kv_tokens": 64, "borrowed_slots": 12}):
+    kept: dict[str, Any]
+    prompts = MemoryShare(most_slots=24, chunk_tokens=700)
+    both = MemoryShare(most_slots=12, chunk_tokens=700, kv_slots=20, kv_tokens=960)
+    for kept in ({}, {"share": prompts}, {"share": both, "first_kv_tokens": 64}):
         log, tokens, seen = tmp_path / str(len(kept)), list[int | None](), set[tuple[int, int]]()
         checkpoint = Checkpoint.open(reference)
-        options = ServeOptions(**kept, prefill_chunk=700, kv_tokens=1024, pool="layer", oracle_s=0)
-        memory = sum(fixed_bytes(checkpoint, options)) + 60 * stride_of(checkpoint.spec.slot_bytes)
-        made = build_engine(checkpoint, options=options, policy="foresight", device_memory_bytes=memory, log=log)
+        options = ServeOptions(prefill_chunk=700, kv_tokens=1024, pool="layer", oracle_s=0)
+        budget = replace(divide_with_slots(checkpoint, options, 60), **kept)
+        made = build_engine(checkpoint, options=options, policy="foresight", budget=budget, log=log)
         made.state = "ready"
         for prompt in ("The king said ", "12 * 3 = "):
             for words in (150, 1):
@@ -243,7 +249,7 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
         lent = [slots for slots, _ in seen]
         assert (max(lent) > 10) == bool(kept)
         caches = {num_bytes for _, num_bytes in seen}
-        if "kv_slots" in kept:  # it has grown for each long prompt, and shrunk again
+        if "first_kv_tokens" in kept:  # it has grown for each long prompt, and shrunk again
             assert min(caches) < 0.4 * max(caches) and min(lent) <= 4
             assert made.batcher.evicted_pages > 0
         else:

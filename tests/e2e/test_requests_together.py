@@ -7,10 +7,12 @@ import pytest
 
 from moetool.caching.residency import Counts
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import fixed_bytes
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.loop.own_caches import OwnCaches
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from tests import families
 
 PROMPTS = [[3 + (7 * i + 11 * j + j * j) % 60 for j in range(12)] for i in range(4)]

@@ -13,7 +13,8 @@ from moetool.capture.run import CaptureOptions, capture
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.shape import shape_of
 from moetool.prompts.gather import Prompt
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from tests.servers import post, serving

@@ -16,8 +16,9 @@ import torch
 from moetool.base.errors import MoetoolError
 from moetool.caching.plan import PrefetchLimits
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.request import Output, SamplingParams, Unavailable
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from tests.servers import client_of, eventually, get, serving
 
@@ -249,13 +250,15 @@ def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, m
 def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: Path) -> None:
     from moetool.capture.run import CaptureOptions, capture
     from moetool.prompts.gather import load
-    from moetool.runtime.assembly import fixed_bytes
-    from moetool.tuning.cache_planning import DeviceBudget, plan_cache
+    from moetool.runtime.budget import fixed_bytes
+    from moetool.tuning.cache_planning import plan_cache
+    from tests.plans import fixed_parts
 
     trace = Trace(capture("reference", load(["chat"], max_prompts=6), tmp_path / "t", CaptureOptions()).out)
     options = ServeOptions(kv_tokens=512)
     dense, kv = fixed_bytes(Checkpoint.open(reference), options)
-    plan = plan_cache(trace, DeviceBudget(20_000_000, dense, kv, kv_tokens=512))
+    parts = fixed_parts(trace.spec, 20_000_000, dense_bytes=dense, kv_bytes=kv, kv_tokens=512)
+    plan = plan_cache(trace, parts)
     as_planned = build_engine(Checkpoint.open("reference"), options=options, plan=plan)
     assert as_planned.store.num_slots == plan.slots
     more_kv = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), plan=plan)

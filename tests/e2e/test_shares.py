@@ -1,192 +1,131 @@
-"""Shares of several clients: nobody keeps the others waiting, and no answer changes."""
+"""Capture larger than memory, and by several processes: the same rows as one process with the model in memory."""
 
 import json
-import re
-import socket
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from urllib.parse import urlsplit
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moetool.base.errors import CapacityError, MoetoolError
+from moetool.capture.run import CaptureOptions, RunSetup, capture
+from moetool.capture.workers import capture_with_workers
 from moetool.models.checkpoint import Checkpoint
-from moetool.serving.clients import Client, Load, client_of
-from moetool.serving.server_options import ServerOptions
-from tests.scripted_engine import ScriptedEngine
-from tests.servers import eventually, get, post, serving
+from moetool.models.loading import load_full
+from moetool.prompts import gather as prompt_sets
+from moetool.prompts.gather import Prompt
+from moetool.runtime.assembly import open_pooled
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
+from tests.command_line import child_environment, exit_code
 
-GREEDY: dict[str, Any] = {"model": "reference", "prompt": "Once upon a time", "temperature": 0}
-
-
-def _metric(url: str, name: str) -> float:
-    return float(re.findall(rf"^moetool_{name}_total (\S+)", get(url, "/metrics")[2], re.MULTILINE)[0])
-
-
-def _stream(url: str, body: dict[str, Any], key: str) -> socket.socket:
-    """A connection that has asked for a stream and reads nothing."""
-    parts = urlsplit(url)
-    sock = socket.create_connection((parts.hostname or "", parts.port or 0), timeout=60)
-    data = json.dumps({**body, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    sock.sendall(head.encode() + data)
-    return sock
+OPTIONS = CaptureOptions(max_new_tokens=4, batch_size=3, keep=("logits", "embeddings", "hidden"), threads=1)
 
 
-def _text(sock: socket.socket) -> str:
-    """The text of a stream, read to its end."""
-    received = b""
-    while b"[DONE]" not in received:
-        part = sock.recv(65536)
-        assert part, received[-300:]
-        received += part
-    events = re.findall(rb"data: (\{.*\})\n\n", received)
-    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+@pytest.fixture(scope="module")
+def texts() -> list[Prompt]:
+    return prompt_sets.load(["all"], max_prompts=2)[:13]  # five batches, the last one short
 
 
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+@pytest.fixture(scope="module")
+def one(texts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return Trace(capture("reference", texts, tmp_path_factory.mktemp("one") / "t", OPTIONS).out)
 
 
-def test_two_hundred_unread_streams_keep_nobody_waiting() -> None:
-    engine = ScriptedEngine(reply="word " * 50_000, step_s=0.002, max_running=8, max_requests=8, max_context=10**6)
-    options = ServerOptions(preempt_after_s=0.5, unread_timeout_s=60, send_timeout_s=60)
-    with serving(engine, options=options) as (url, _):
-        flood = {**GREEDY, "max_tokens": 50_000}
-        socks = [_stream(url, flood, "flood") for _ in range(200)]
-        eventually(lambda: engine.num_live >= 8)
-        began = time.monotonic()
-        status, body = post(url, "/v1/completions", {**GREEDY, "max_tokens": 5}, **_bearer("ordinary"))
-        assert status == 200 and body["usage"]["completion_tokens"] == 5
-        assert time.monotonic() - began < 20
-        assert _metric(url, "requests_preempted") >= 1
-        for sock in socks:
-            sock.close()
-        eventually(lambda: engine.num_live == 0)
+def _files(trace: Trace) -> dict[str, str]:
+    return {name: facts["sha256"] for name, facts in trace.manifest["files"].items()}
 
 
-def test_two_hundred_unread_streams_let_a_new_request_of_the_same_client_through() -> None:
-    engine = ScriptedEngine(reply="word " * 50_000, step_s=0.002, max_running=8, max_requests=8, max_context=10**6)
-    options = ServerOptions(preempt_after_s=0.5, unread_timeout_s=600, send_timeout_s=600)
-    with serving(engine, options=options) as (url, _):
-        socks = [_stream(url, {**GREEDY, "max_tokens": 50_000}, "one") for _ in range(200)]
-        eventually(lambda: engine.num_live >= 8)
-        began = time.monotonic()
-        status, body = post(url, "/v1/completions", {**GREEDY, "max_tokens": 5}, **_bearer("one"))
-        assert status == 200 and body["usage"]["completion_tokens"] == 5
-        assert time.monotonic() - began < 30
-        assert _metric(url, "requests_preempted") >= 1
-        for sock in socks:
-            sock.close()
-        eventually(lambda: engine.num_live == 0)
+def test_workers_write_the_trace_of_one_process(texts: list[Prompt], one: Trace, tmp_path: Path) -> None:
+    capture_with_workers("reference", texts, tmp_path / "t", OPTIONS, 2)
+    assert _files(Trace(tmp_path / "t")) == _files(one)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_unread_streams_are_cut_for_another_request_of_the_same_client() -> None:
-    engine = ScriptedEngine(reply="word " * 50_000, max_running=4, max_requests=4, max_context=10**6)
-    options = ServerOptions(unread_timeout_s=0.5, send_timeout_s=600)
-    with serving(engine, options=options) as (url, _):
-        socks = [_stream(url, {**GREEDY, "max_tokens": 50_000}, "one") for _ in range(4)]
-        eventually(lambda: engine.num_live == 4)
-        assert post(url, "/v1/completions", {**GREEDY, "max_tokens": 5}, **_bearer("one"))[0] == 200
-        assert _metric(url, "connections_unread") >= 1 and _metric(url, "requests_preempted") == 0
-        for sock in socks:
-            sock.close()
+def test_a_worker_that_fails_leaves_nothing(texts: list[Prompt], tmp_path: Path) -> None:
+    opener = partial(open_pooled, device_memory_bytes=1000)
+    with pytest.raises(MoetoolError):
+        capture_with_workers("reference", texts, tmp_path / "t", OPTIONS, 2, RunSetup(open_model=opener))
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_one_client_alone_runs_as_many_as_the_engine() -> None:
-    engine = ScriptedEngine(reply="word " * 400, step_s=0.005, max_running=8, max_requests=8, max_context=10**4)
-    with serving(engine, options=ServerOptions(preempt_after_s=0.2)) as (url, _):
-        socks = [_stream(url, {**GREEDY, "max_tokens": 300}, "one") for _ in range(12)]
-        eventually(lambda: engine.num_live >= 8)
-        assert {_text(sock) for sock in socks} == {_text(_stream(url, {**GREEDY, "max_tokens": 300}, "one"))}
-        assert _metric(url, "requests_preempted") == 0 and engine.cancelled == []
+def test_torchrun_writes_the_trace_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [
+        "capture",
+        "reference",
+        "--data",
+        "chat",
+        "--max-prompts",
+        "5",
+        "--max-new-tokens",
+        "3",
+        "--threads",
+        "1",
+    ]
+    environment = child_environment(OMP_NUM_THREADS="1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    whole = [*launcher, "-m", "moetool.cli.main", *command, "--out", str(tmp_path / "two"), "--json"]
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"] == 5
+    assert exit_code(monkeypatch, *command, "--out", tmp_path / "one") == 0
+    assert _files(Trace(tmp_path / "two")) == _files(Trace(tmp_path / "one"))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"logprobs": 1},
-        {"seed": 3, "temperature": 1},
-        {"n": 2},
-        {"stop": ["never in the text"]},
-    ],
-)
-def test_a_preempted_answer_is_the_same(more: dict[str, Any]) -> None:
-    engine = ScriptedEngine(reply="a b c d e f g " * 60, step_s=0.01, max_running=4, max_requests=4, max_context=10**4)
-    asked = {**GREEDY, "max_tokens": 150, **more}
-    with serving(engine, options=ServerOptions(preempt_after_s=0.1)) as (url, _):
-        alone = post(url, "/v1/completions", asked)[1]
-        with ThreadPoolExecutor(10) as pool:
-            long = [pool.submit(post, url, "/v1/completions", asked, **_bearer("long")) for _ in range(6)]
-            eventually(lambda: engine.num_live >= 4)
-            short = [
-                pool.submit(post, url, "/v1/completions", {**GREEDY, "max_tokens": 40}, **_bearer("short"))
-                for _ in range(3)
-            ]
-            assert all(answer.result()[0] == 200 for answer in short)
-            for answer in long:
-                status, body = answer.result()
-                assert status == 200 and body["choices"] == alone["choices"]
-                assert body["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"]
-        assert _metric(url, "requests_preempted") >= 1
-        server = json.loads(get(url, "/stats")[2])["server"]
-        assert [server[name] for name in ("requests_running", "choices_in_engine", "choices_waiting")] == [0, 0, 0]
+def test_a_model_larger_than_memory_gives_the_same_experts(texts: list[Prompt], one: Trace, tmp_path: Path) -> None:
+    """A pool of two experts of 256: the experts exceed it 128 times."""
+    dense, expert = 6_503_168, 73_728
+    opener = partial(open_pooled, device_memory_bytes=dense + 2 * expert)
+    small = Trace(capture("reference", texts, tmp_path / "t", OPTIONS, RunSetup(open_model=opener)).out)
+    rows, expected = (TokenBatch.concatenate(list(t.batches(["weights", "logits"]))) for t in (small, one))
+    assert (rows.token_id_T == expected.token_id_T).all()
+    assert (rows.experts_TS == expected.experts_TS).all()
+    assert np.allclose(rows.logits_TF, expected.logits_TF, atol=5e-3)
+    assert np.allclose(rows.weights_TS, expected.weights_TS, atol=1e-3)
+    with pytest.raises(CapacityError, match="2 expert slots"):
+        capture(
+            "reference",
+            texts,
+            tmp_path / "u",
+            OPTIONS,
+            RunSetup(open_model=partial(open_pooled, device_memory_bytes=dense)),
+        )
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"seed": 5, "temperature": 1, "presence_penalty": 0.5},
-        {"response_format": {"type": "json_object"}, "seed": 7, "temperature": 1, "ignore_eos": False},
-    ],
-)
-def test_a_preempted_answer_of_a_model_is_the_same(more: dict[str, Any]) -> None:
-    from moetool.runtime.assembly import ServeOptions, build_engine
-
-    options = ServeOptions(kv_tokens=2048, max_requests=2, dtype="float32")
-    engine = build_engine(Checkpoint.open("reference"), options=options, policy="lru")
-    engine.start()
-    asked = {**GREEDY, "max_tokens": 200, "ignore_eos": True, **more}
-    with serving(engine, options=ServerOptions(preempt_after_s=0.05)) as (url, _):
-        alone = post(url, "/v1/completions", asked)[1]["choices"]
-        answers: list[Any] = []
-
-        def ask(body: dict[str, Any], key: str) -> Callable[[], None]:
-            return lambda: answers.append((key, post(url, "/v1/completions", body, **_bearer(key))))
-
-        threads = [threading.Thread(target=ask(asked, "long")) for _ in range(3)]
-        threads += [threading.Thread(target=ask({**asked, "max_tokens": 20}, "short")) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.1)
-        for thread in threads:
-            thread.join()
-        assert all(status == 200 for _, (status, _) in answers)
-        assert [body["choices"] for key, (_, body) in answers if key == "long"] == [alone] * 3
-        assert _metric(url, "requests_preempted") >= 1
-
-
-def test_a_client_has_an_address_and_a_key() -> None:
-    def client(address: str, key: str = "") -> Client:
-        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-        return client_of({"type": "http", "client": (address, 1), "headers": headers})
-
-    assert client("10.0.0.1") != client("10.0.0.2")
-    assert client("2001:db8::1") == client("2001:db8::ffff:2") != client("2001:db8:0:1::1")
-    assert client("10.0.0.1", "a") != client("10.0.0.1", "b")
-    assert "secret" not in repr(client("10.0.0.1", "secret"))
-    assert client("10.0.0.1", "a").network == client("10.0.0.1", "b").network
-
-
-def test_keys_do_not_add_to_the_share_of_an_address() -> None:
-    load = Load()
-    for key in "abc":
-        load.add(Client("10.0.0.1", key), 2)
-    assert load.of(Client("10.0.0.1", "d")) > load.of(Client("10.0.0.2"))
-    assert load.excess(Client("10.0.0.1", "a"), Client("10.0.0.2")) == 6
-    assert load.excess(Client("10.0.0.1", "a"), Client("10.0.0.1", "d")) == 2
+def test_experts_of_a_hundred_times_the_memory(texts: list[Prompt], reference: Path, tmp_path: Path) -> None:
+    """A narrow model with 512 wide experts, random: 50 MB of them, and less than half a megabyte for everything."""
+    config = Qwen3MoeConfig(
+        vocab_size=4096,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=256,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1024,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(reference / name, tmp_path / "m")
+    spec = Checkpoint.open(tmp_path / "m").spec
+    memory = Checkpoint.open(tmp_path / "m").dense_bytes(torch.float32) + 2 * spec.slot_bytes
+    assert sum(spec.expert_bytes_L) * 256 > 100 * memory
+    options = CaptureOptions(max_new_tokens=2, batch_size=3, threads=1)
+    opener = partial(open_pooled, device_memory_bytes=memory)
+    whole, pooled = (
+        Trace(capture(str(tmp_path / "m"), texts[:3], tmp_path / name, options, RunSetup(open_model=how)).out)
+        for name, how in (("whole", load_full), ("pooled", opener))
+    )
+    expected, rows = (TokenBatch.concatenate(list(trace.batches())) for trace in (whole, pooled))
+    assert (rows.token_id_T == expected.token_id_T).all()
+    assert (rows.experts_TS == expected.experts_TS).all()

@@ -10,8 +10,9 @@ import torch
 from moetool.base.families import FAMILIES
 from moetool.caching.policy import build_policy
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine, generate, require_replayed
 

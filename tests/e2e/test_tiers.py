@@ -13,7 +13,8 @@ from moetool.caching.policy import build_policy
 from moetool.capture.run import CaptureOptions, RunSetup, capture
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
-from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
+from moetool.runtime.assembly import build_engine, open_pooled
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from tests.engines import AllOnHost, Answered, RandomPolicy, SomeOnHost, engine
 from tests.streams import Eager

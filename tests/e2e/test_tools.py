@@ -49,7 +49,8 @@ def scripted() -> Iterator[tuple[ScriptedEngine, str]]:
 @pytest.fixture(scope="module")
 def real() -> Iterator[str]:
     from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.assembly import ServeOptions, build_engine
+    from moetool.runtime.assembly import build_engine
+    from moetool.runtime.serve_options import ServeOptions
 
     engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru")
     engine.tokenizer.chat_template = TEMPLATE

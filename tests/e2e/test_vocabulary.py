@@ -10,7 +10,8 @@ import pytest
 from moetool.base.errors import MismatchError
 from moetool.bench.serving_setup import ServingBenchOptions, prompts_of
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.serve_options import ServeOptions
 from tests.command_line import exit_code
 from tests.servers import post, serving
 

@@ -12,11 +12,13 @@ from moetool.caching.policy_changes import PolicyChoice
 from moetool.cli.main import app
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime import warm_start
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.automatic import ServeSetup, choose
+from moetool.runtime.budget import fixed_bytes
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.warm_start import kept_models
 
 ASKED = "User: What is 12 + 7?\nAssistant:"
@@ -43,9 +45,8 @@ def _policy(setup: ServeSetup) -> tuple[str, str]:
 
 def _open(policy: str = "foresight, equal slots per layer", **settings: Any) -> Engine:
     checkpoint, setup = Checkpoint.open("reference"), _setup(**settings)
-    memory = setup.device_memory_bytes
     assert _policy(setup)[0] == policy
-    made = build_engine(checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=memory)
+    made = build_engine(checkpoint, options=setup.options, policy=setup.policy, budget=setup.budget)
     made.state = "ready"
     return made
 

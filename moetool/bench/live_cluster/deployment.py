@@ -18,8 +18,9 @@ from moetool.cluster.edge.worker import Worker
 from moetool.cluster.transport import own_address
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement.plan import PlacementPlan
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import divide_with_slots
+from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
 
@@ -35,12 +36,11 @@ class Alone:
 
     def __init__(self, model: str, slots: int, options: ServeOptions, toward: str = "") -> None:
         checkpoint = Checkpoint.open(model)
-        slot_bytes = stride_of(checkpoint.spec.slot_bytes)
-        memory = sum(fixed_bytes(checkpoint, options)) + max(MIN_SLOTS, slots) * slot_bytes
+        budget = divide_with_slots(checkpoint, options, max(MIN_SLOTS, slots))
         sock = bind(own_address(toward) if toward else "127.0.0.1", 0)
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
-            self._engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
+            self._engine = build_engine(checkpoint, options=options, policy="lru", budget=budget)
             undo.pop_all()
         self._engine.start()
         self._server = HttpServer(self._engine, sock)

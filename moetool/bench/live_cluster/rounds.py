@@ -21,7 +21,7 @@ from moetool.cluster.edge.scheduler import SchedulerOptions
 from moetool.models.loading import DTYPES
 from moetool.placement.demand import read_demand
 from moetool.placement.plan import PlacementPlan
-from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.serve_options import ServeOptions
 
 _POLLS = 5  # reports of each server between two decisions
 

@@ -10,7 +10,8 @@ from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement.plan import PlacementPlan
-from moetool.runtime.assembly import ServeOptions, fixed_bytes
+from moetool.runtime.budget import fixed_bytes
+from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server_options import ServerOptions
 
 

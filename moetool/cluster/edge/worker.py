@@ -23,11 +23,12 @@ from moetool.cluster.transport import Listener, own_address
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.content_hash import differing_file
 from moetool.models.loading import LoadedModel
-from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.request import EngineLike, Output, SamplingParams, Sink, TokenLogprob
+from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
 
@@ -116,7 +117,7 @@ class Worker:
             for_peers = listen(peer_host, settings.peer_port)
             undo.callback(for_peers.close)
             slots = max(MIN_SLOTS * settings.options.devices, settings.cluster.slots or settings.capacity)
-            memory = sum(fixed_bytes(checkpoint, settings.options)) + slots * stride_of(spec.slot_bytes)
+            budget = divide_with_slots(checkpoint, settings.options, slots)
 
             def open_runtime(loaded: LoadedModel, pool: Pool, store: Store) -> ExpertRuntime:
                 held, capacity = settings.held, settings.capacity
@@ -128,7 +129,7 @@ class Worker:
                 checkpoint,
                 options=settings.options,
                 policy="lru",
-                device_memory_bytes=memory,
+                budget=budget,
                 open_runtime=open_runtime,
             )
             undo.callback(self._engine.close)

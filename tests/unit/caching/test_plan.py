@@ -115,7 +115,7 @@ def test_a_plan_comes_back_as_it_was_saved_even_when_its_folder_has_moved(trace:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(trace: Trace) -> None:
-    with pytest.raises(CapacityError, match=r"5\.0 kB is .* at least 5\.3 kB \(.* 3\.0 kB, .* 300 B, .* 2\.0 kB\)"):
+    with pytest.raises(CapacityError, match="5,000 bytes hold 1 expert slots"):
         choose_cache(trace, 5_000, dense_bytes=3_000, kv_bytes=300)
     with pytest.raises(UsageError, match="has 1 request that the predictor was not trained on"):
         choose_cache(trace, 10_000, trained_on=range(5))

@@ -11,7 +11,7 @@ from moetool.cluster.control_messages import from_plain, receive_message, send_m
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerStats
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.frames import FrameConnection, LinkError, pack
-from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.serve_options import ServeOptions
 from tests.identities import NOBODY
 
 

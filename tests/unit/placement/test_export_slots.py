@@ -22,6 +22,7 @@ from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import synthetic_routes
+from tests.plans import fixed_parts
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +132,12 @@ def test_vllm_is_refused_with_the_reason(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_override_tensor_moves_whole_layers(trace: Trace, tmp_path: Path) -> None:
-    from moetool.tuning.cache_planning import DeviceBudget, plan_cache
+    from moetool.tuning.cache_planning import plan_cache
 
     layer = 16 * trace.spec.slot_bytes
 
     def plan(num_bytes: int) -> str:
-        budget = DeviceBudget(device_memory_bytes=num_bytes, dense_bytes=0, kv_bytes=0, kv_tokens=0, dtype="float32")
-        plan_cache(trace, budget).save(tmp_path / "plan.json")
+        plan_cache(trace, fixed_parts(trace.spec, num_bytes)).save(tmp_path / "plan.json")
         out = tmp_path / "ot"
         run = CliRunner().invoke(
             app,

@@ -13,17 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moetool.base.config import parse
 from moetool.base.errors import UsageError
 from moetool.base.types import ForwardInfo, Phase
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
-from moetool.runtime.assembly import ServeOptions
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
 from moetool.runtime.returned_memory import UntouchedZeros, release_pages, return_freed_memory
+from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 
 
@@ -145,16 +146,21 @@ def test_small_experts_are_borrowed_by_short_prompts_too() -> None:
     split = divide(toy, 12_000_000, kv_tokens=1024)
     made = lendable(toy, split, chunk=True, cache=False)
     assert made["first_chunk"] == 16 and made["borrowed_slots"] > 50 and made["slots"] >= split.slots + 50
-    told = lendable(toy, split, chunk=True, cache=False, first_chunk=100)
-    assert told["first_chunk"] == 100 and told["slots"] < made["slots"]
-    assert "borrowed_slots" not in lendable(toy, split, chunk=True, cache=False, first_chunk=split.chunk_tokens + 1)
     large = lendable(replace(toy, token_bytes=100), divide(toy, 12_000_000, kv_tokens=1024), chunk=True, cache=False)
     assert "first_chunk" not in large
 
 
-def test_slots_that_no_chunk_can_borrow_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"borrowed_slots is 4, but chunks of prefill_chunk=256 tokens borrow none"):
-        ServeOptions(borrowed_slots=4, prefill_chunk=256)
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        *(("borrowed_slots", "prefill_chunk"), ("first_chunk", "prefill_chunk")),
+        *(("first_kv_tokens", "kv_tokens"), ("kv_slots", "kv_tokens")),
+    ],
+)
+def test_what_the_division_lends_is_no_setting(name: str, instead: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(ServeOptions, {name: 4}, "--set")
+    assert f"--set: {name} " in str(refused.value) and f"set {instead}" in str(refused.value)
 
 
 class _Large(TorchDispatchMode):

@@ -45,10 +45,9 @@ def test_the_least_memory_for_a_time_is_that_of_trying_every_pool(trace: Trace, 
     assert times == sorted(times, reverse=True)  # what bisection takes for granted; LRU keeps it here
     for target in {*times, (times[3] + times[4]) / 2}:
         expected = next(slots for slots, seconds in enumerate(times, start=2) if seconds <= target)
-        for grid in ([], budgets_between(trace.spec, 4)):
+        for grid in ([], budgets_between(2_000, 24_000, 1_000, 4)):
             fresh = candidates(trace, names=["lru"], profile=slow)
-            assert least_budget(fresh, 24_000, target, grid, int) == expected * 1_000
-    assert least_budget(field, 24_999_999, times[-1], [], int) <= 24_000
+            assert least_budget(fresh, 2_000, 24_000, 1_000, target, grid) == expected * 1_000
 
 
 def test_a_plan_for_a_time_takes_no_more_memory_than_it_needs(trace: Trace, slow: Any) -> None:
@@ -115,15 +114,15 @@ def test_a_predictor_is_paid_for_at_every_budget(trace: Trace) -> None:
     assert [row.policy for row in small] == ["lru"]
     assert {row.policy: row.budget_bytes for row in large} == {"lru": 12_000, "duoserve": 9_000}
     assert field.left_out(4_000) == {"duoserve": "whose predictor of 3,000 bytes leaves no room for experts"}
-    assert field.whole_bytes == 27_000
+    assert field.paid_bytes == 3_000
 
 
 def test_budgets_lie_evenly_between_the_smallest_pool_and_all_experts() -> None:
-    spec = make_spec()
-    assert budgets_between(spec, 3) == [2_000, 13_000, 24_000]
-    assert budgets_between(spec, 1) == [2_000]
-    assert budgets_between(spec, 0) == []
-    assert budgets_between(make_spec(1, 2, 1), 3) == [2_000]
+    assert budgets_between(2_000, 24_000, 1_000, 3) == [2_000, 13_000, 24_000]
+    assert budgets_between(2_500, 6_000, 1_000, 3) == [2_500, 3_500, 5_500]
+    assert budgets_between(2_000, 24_000, 1_000, 1) == [2_000]
+    assert budgets_between(2_000, 24_000, 1_000, 0) == []
+    assert budgets_between(2_000, 2_000, 1_000, 3) == [2_000]
 
 
 def test_pinned_experts_are_hits_from_the_first_event_on(trace: Trace) -> None:

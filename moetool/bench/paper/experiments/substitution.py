@@ -10,7 +10,8 @@ from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.measuring.alpha import AlphaOptions, plan_alpha
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
-from moetool.runtime.assembly import ServeOptions, fixed_bytes
+from moetool.runtime.budget import divide_with_slots
+from moetool.runtime.serve_options import ServeOptions
 
 _ALPHAS = (0.35, 0.6)  # besides 0
 _MEMORY = 0.375  # share of the experts in memory
@@ -40,7 +41,7 @@ def run(bench: Workbench, options: Options) -> Found:
     checkpoint = Checkpoint.open(MODEL)
     spec = checkpoint.spec
     serve = ServeOptions(kv_tokens=2048, threads=1)
-    memory = sum(fixed_bytes(checkpoint, serve)) + int(_MEMORY * spec.total_experts) * spec.slot_bytes
+    budget = divide_with_slots(checkpoint, serve, int(_MEMORY * spec.total_experts))
     sets = [gather.load([name]) for name in options.data]
     texts = [f"{p.text} {p.answer or ''}" for several in zip(*sets, strict=False) for p in several]
     chosen = AlphaOptions(alphas=_ALPHAS, tokens=_TOKENS, texts=bench.sizes.texts, rounds=1)
@@ -48,7 +49,7 @@ def run(bench: Workbench, options: Options) -> Found:
     curves: dict[str, list[Curve]] = {}
     for seed in bench.seeds:
         mine = texts[seed :: len(bench.seeds)]
-        make = partial(plan_alpha, checkpoint, mine, memory, _ANY_S, serve=serve, options=chosen)
+        make = partial(plan_alpha, checkpoint, mine, budget, _ANY_S, serve=serve, options=chosen)
         _, points = bench.once(f"alphas {options.data} {chosen} {seed}", make)
         for point in points:
             values.setdefault(f"alpha {point.alpha:g}", []).append(point.nats)

@@ -23,7 +23,7 @@ from moetool.cluster.transport import own_address
 from moetool.cluster.worker_link import WorkerDied
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement.plan import PlacementPlan
-from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server_options import ServerOptions
 from tests.clusters import make_cluster, make_plan
 from tests.identities import NOBODY, identity

@@ -14,10 +14,11 @@ from moetool.caching.policy import build_policy
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
 from moetool.caching.residency import Counts, Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import build_engine
 from moetool.runtime.experts.event_window import EventWindow
 from moetool.runtime.recording.live_oracle import LiveOracle, OraclePolicies, format_comparison
 from moetool.runtime.request import SamplingParams
+from moetool.runtime.serve_options import ServeOptions
 from tests.synthetic import make_forward, make_spec, random_stream, run_forwards
 
 SLOTS = 9

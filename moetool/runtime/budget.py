@@ -1,0 +1,437 @@
+"""Division of memory: one function for serving, capturing, planning and comparing."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from moetool.base.errors import CapacityError, UsageError
+from moetool.base.families import own_cache
+from moetool.base.machine import memory_bytes, resident_bytes
+from moetool.base.tables import count
+from moetool.base.types import ModelSpec
+from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class
+from moetool.kernels.cpu.tiles import find_tiles
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.experts.packed_slot import stays_packed
+from moetool.models.loading import device_kind, parse_device, parse_dtype
+from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
+from moetool.runtime.expected_reads import PUBLISHED, ExpectedSplit, MissCurve, best_split, miss_curve
+from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.memory_share import MemoryShare, lendable, share_of
+from moetool.runtime.serve_options import ServeOptions
+from moetool.runtime.sizing import (
+    GOOD_CONTEXT,
+    LEAST_CHUNK,
+    LEAST_CONTEXT,
+    MOST_CHUNK,
+    Footprint,
+    MemorySplit,
+    pages,
+    with_rest,
+)
+from moetool.runtime.warm_start import kept_routes
+
+AUTO = "auto"
+_RESERVE_BYTES = 430_000_000
+"""Uncounted memory of a process: late libraries, tokenizer, HTTP, compiled products, allocators.
+
+Qwen3-30B-A3B's shape with four layers took about 340 MB, with prompts of 30 lengths up to 2,000 tokens, four at once.
+It and DeepSeek-V2-Lite's shape left 130 MB of a third of their size (tests/soak/test_memory_limit.py).
+"""
+_TORCH_PRODUCTS_BYTES = 340_000_000
+"""Code that torch compiles for each number of rows, where products of many rows are not computed by tiles.
+
+It takes up to 340 MB over 80 prompts of different lengths (weights of Qwen3-30B-A3B's shape).
+"""
+_GPU_HEADROOM = 0.08  # of a GPU's free memory, for the CUDA context, workspaces and fragmentation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a machine allows, and what is known of its misses.
+
+    Attributes:
+        limit_bytes: memory for weights, activations, KV cache and slots.
+        source: what sets the limit.
+        library_bytes: memory of the process beside them.
+        curve: misses by slots.
+    """
+
+    limit_bytes: int
+    source: str
+    library_bytes: int = 0
+    curve: MissCurve = PUBLISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What is wanted of a division.
+
+    Attributes:
+        options: device, data type and, where `why` names them, `kv_tokens` and `prefill_chunk`.
+        why: reasons for options that are set, by name, and for `memory`.
+        device_memory_bytes: limit of dense weights, predictor, KV cache and slots.
+        predictor_bytes: device memory of the policy's predictor.
+        slots: most expert slots; None: as many as fit.
+        lends: whether slots are lent to prompts and KV cache where nothing fixes these sizes.
+        planned: whether `device_memory_bytes` holds whatever the machine has free.
+        kv_cache: whether the KV cache is a part.
+    """
+
+    options: ServeOptions
+    why: Mapping[str, str] = field(default_factory=dict)
+    device_memory_bytes: int | None = None
+    predictor_bytes: int = 0
+    slots: int | None = None
+    lends: bool = False
+    planned: bool = False
+    kv_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A division of memory, in bytes by part at the start, and the counts behind it.
+
+    Attributes:
+        limit_bytes: limit of the device's parts; None: none.
+        dense_bytes: weights outside the routed experts.
+        predictor_bytes: the policy's predictor.
+        kv_bytes: KV cache.
+        activation_bytes: activations of the longest forward that borrows no slots.
+        slots_bytes: expert slots.
+        host_bytes: host memory for experts, beside the device.
+        library_bytes: libraries and buffers of the process, beside the device's parts.
+        unused_bytes: the rest below the limit.
+        slots: expert slots, lent ones included.
+        base_slots: expert slots of the division that lends none.
+        kv_tokens: tokens of the KV cache, fully grown.
+        first_kv_tokens: its tokens at the start; 0: all.
+        chunk_tokens: most prompt tokens of one forward.
+        share: slots that long prompts and the KV cache borrow.
+        why: reason for each part: memory, slots, kv_tokens, chunk_tokens, host_memory_bytes.
+        found: expected reads behind a chosen KV cache.
+    """
+
+    limit_bytes: int | None
+    dense_bytes: int
+    predictor_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    slots_bytes: int
+    host_bytes: int
+    library_bytes: int
+    unused_bytes: int
+    slots: int
+    base_slots: int
+    kv_tokens: int
+    first_kv_tokens: int
+    chunk_tokens: int
+    share: MemoryShare
+    why: Mapping[str, str]
+    found: ExpectedSplit
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of dense weights, predictor, KV cache and slots at the start."""
+        return self.dense_bytes + self.predictor_bytes + self.kv_bytes + self.slots_bytes
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots that are never lent."""
+        return self.slots - self.share.most_slots - self.share.kv_slots
+
+
+def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | None = None) -> Budget:
+    """Divide memory between a model's parts.
+
+    Args:
+        machine: None: only `wishes.device_memory_bytes` limits, else every expert has a slot.
+
+    Raises:
+        CapacityError: the model does not fit, with its parts and the minimum.
+    """
+    options, why, memory = wishes.options, dict(wishes.why), wishes.device_memory_bytes
+    model = footprint(checkpoint, options, wishes.predictor_bytes)
+    spare = kv_cache_bytes(checkpoint.config, parse_dtype(options.dtype), 0)
+    if not wishes.kv_cache:
+        model, spare = replace(model, dense_bytes=model.dense_bytes - spare, kv_token_bytes=0), 0
+    kv_tokens = options.kv_tokens if "kv_tokens" in why or machine is None else None
+    chunk = options.prefill_chunk if "prefill_chunk" in why or machine is None else None
+    if memory is not None:
+        least_kv = kv_tokens or min(model.max_context, LEAST_CONTEXT)
+        _require_room(checkpoint.spec, model, memory, least_kv, wishes.predictor_bytes)
+    curve = PUBLISHED if machine is None else machine.curve
+    divide = partial(best_split, kv_tokens=kv_tokens, longest=options.expected_context, curve=curve)
+    limit, counted, found = None if machine is None else machine.limit_bytes, model, None
+    if limit is not None:
+        if wishes.planned and memory is not None:
+            tokens = kv_tokens or model.max_context
+            limit = max(limit, memory + tokens * model.context_bytes + (chunk or LEAST_CHUNK) * model.token_bytes)
+        lend = partial(_lent, checkpoint, model, why) if wishes.lends and memory is None else _none_lent
+        found = divide(model, limit, chunk_tokens=chunk, lend=lend)
+    chunk_why = why.get("prefill_chunk", "as set" if found is None else found.split.why["chunk_tokens"])
+    source = "" if machine is None else machine.source
+    if found is None and memory is None:
+        memory = model.dense_bytes + pages(options.kv_tokens) * model.kv_token_bytes
+        memory += model.num_experts * model.slot_bytes
+    if memory is not None:
+        chunk = options.prefill_chunk if found is None else found.split.chunk_tokens
+        activations = chunk * model.token_bytes
+        beside = activations + (0 if found is None else found.split.kv_tokens * model.context_bytes)
+        if limit is None or wishes.planned or memory + beside < limit:
+            counted = replace(model, context_bytes=0)
+            found = divide(counted, memory + activations, chunk_tokens=chunk)
+            source = why.get("memory", "--device-memory")
+    assert found is not None
+    split, every = found.split, found.split.slots == model.num_experts
+    if every and kv_tokens is None:
+        grown = [with_rest(counted, split)]
+        if limit is not None:
+            free = limit - split.chunk_tokens * model.token_bytes - split.slots * model.slot_bytes - model.dense_bytes
+            free -= split.kv_tokens * (model.kv_token_bytes + model.context_bytes)
+            grown.append(with_rest(model, replace(split, unused_bytes=free)))
+        split = min(grown, key=lambda one: one.kv_tokens)  # both limits hold
+    share, first = share_of(split, found.lent), found.lent.get("first_kv_tokens", 0)
+    slots = found.lent.get("slots", split.slots)
+    if wishes.slots is not None:
+        slots = min(slots, wishes.slots)
+    kept = slots - share.most_slots - share.kv_slots
+    slots_why = split.why["slots"]
+    kv_why = "rest, with every expert in a slot" if every else "largest within 2 % of the fewest expected reads"
+    kv_why = why.get("kv_tokens", kv_why)
+    if kept < slots:
+        slots_why = f"{kept} beside a long prompt and a full KV cache"
+    if first:
+        kv_why = f"begins with {first:,}, grows into expert slots" + (f"; {kv_why}" if kv_tokens is None else "")
+    if "prefill_chunk" in found.lent:
+        chunk_why = f"beyond {share.first_chunk} tokens it borrows expert slots"
+    dense = model.dense_bytes - wishes.predictor_bytes - spare
+    kv_bytes, slots_bytes = spare + (first or split.kv_tokens) * model.kv_token_bytes, slots * model.slot_bytes
+    parts = dense + wishes.predictor_bytes + kv_bytes + slots_bytes
+    alone = min(share.first_chunk, share.chunk_tokens) if share.most_slots else share.chunk_tokens
+    bound = memory if counted is not model else limit
+    beside = 0 if counted is not model else alone * model.token_bytes + (first or split.kv_tokens) * model.context_bytes
+    return Budget(
+        limit_bytes=None if machine is None and wishes.device_memory_bytes is None else bound,
+        dense_bytes=dense,
+        predictor_bytes=wishes.predictor_bytes,
+        kv_bytes=kv_bytes,
+        activation_bytes=alone * model.token_bytes,
+        slots_bytes=slots_bytes,
+        host_bytes=options.host_memory_bytes,
+        library_bytes=0 if machine is None else machine.library_bytes,
+        unused_bytes=max(0, (bound or 0) - parts - beside),
+        slots=slots,
+        base_slots=split.slots,
+        kv_tokens=split.kv_tokens,
+        first_kv_tokens=first,
+        chunk_tokens=share.chunk_tokens,
+        share=share,
+        why=why | {"memory": source, "slots": slots_why, "kv_tokens": kv_why, "chunk_tokens": chunk_why},
+        found=found,
+    )
+
+
+def divide_with_slots(checkpoint: Checkpoint, options: ServeOptions, slots: int) -> Budget:
+    """The division with a KV cache and chunks as in `options` and this number of expert slots."""
+    return divide_memory(checkpoint, Wishes(options=options, slots=slots))
+
+
+def served_budgets(
+    checkpoint: Checkpoint, options: ServeOptions, given: Collection[str]
+) -> Callable[[int, int], Budget]:
+    """How `moetool serve --device-memory` on this machine divides any device memory beside a predictor of some bytes.
+
+    Args:
+        options: completed for the machine.
+        given: names of the options that the user set.
+
+    Raises:
+        CapacityError: the made function, where the model does not fit.
+    """
+    machine = this_machine(checkpoint, options, planned=True)
+    wishes = Wishes(options=options, why=dict.fromkeys(given, "as set"), planned=True)
+
+    def divide(device_memory_bytes: int, predictor_bytes: int) -> Budget:
+        wanted = replace(wishes, device_memory_bytes=device_memory_bytes, predictor_bytes=predictor_bytes)
+        return divide_memory(checkpoint, wanted, machine)
+
+    return divide
+
+
+def least_and_most(checkpoint: Checkpoint, options: ServeOptions, *, fixed_kv: bool) -> tuple[int, int]:
+    """Device memory of the smallest pool, and of every expert with the longest expected context.
+
+    Args:
+        fixed_kv: whether the KV cache has `options.kv_tokens`.
+    """
+    model = footprint(checkpoint, options)
+    context = min(model.max_context, options.expected_context)
+    least, most = (options.kv_tokens,) * 2 if fixed_kv else (min(model.max_context, LEAST_CONTEXT), context)
+    slots = zip((least, most), (model.min_slots, model.num_experts), strict=True)
+    small, large = (
+        model.dense_bytes + pages(tokens) * model.kv_token_bytes + number * model.slot_bytes for tokens, number in slots
+    )
+    return small, large
+
+
+def this_machine(
+    checkpoint: Checkpoint,
+    options: ServeOptions,
+    *,
+    policy: str = AUTO,
+    process_memory_bytes: int | None = None,
+    planned: bool = False,
+) -> Machine:
+    """What this machine has free for a model.
+
+    Args:
+        policy: cache policy; `auto` divides by the misses of this model's last server.
+        process_memory_bytes: limit of this process's resident memory, on a CPU.
+        planned: whether it may have too little memory, or no such device.
+
+    Raises:
+        UsageError: there is no such device.
+        CapacityError: nothing is free.
+    """
+    curve = _curve(checkpoint.spec, options.warm_start) if policy == AUTO else PUBLISHED
+    if planned and device_kind(options.device).type == "cuda" and not torch.cuda.is_available():
+        return Machine(limit_bytes=0, source="", curve=curve)
+    device = parse_device(options.device, options.first_device or 0)
+    if device.type == "cuda":
+        if process_memory_bytes is not None:
+            raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
+        free = int(torch.cuda.mem_get_info(device)[0] * (1 - _GPU_HEADROOM))
+        return Machine(limit_bytes=free, source="free on the GPU", curve=curve)
+    beside = _reserve_bytes(checkpoint, options) + _state_bytes(checkpoint.spec, policy, options)
+    try:
+        limit, source = _process_limit(process_memory_bytes, beside)
+    except CapacityError:
+        if not planned:
+            raise
+        limit, source = 0, ""
+    return Machine(limit_bytes=limit, source=source, library_bytes=beside, curve=curve)
+
+
+def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
+    """Bytes of a model's dense weights and of its KV cache."""
+    dtype = parse_dtype(options.dtype)
+    dense = checkpoint.dense_bytes(dtype, options.device, options.products)
+    return dense, kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
+
+
+def slot_stride(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Bytes from one expert slot to the next."""
+    fastest = parse_dtype(options.dtype) if options.products and options.device == "cpu" else None
+    return stride_of(checkpoint.slot_bytes(fastest))
+
+
+def every_slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Bytes of slots for every expert of a model."""
+    return checkpoint.spec.total_experts * slot_stride(checkpoint, options)
+
+
+def _require_room(
+    spec: ModelSpec, model: Footprint, device_memory_bytes: int, kv_tokens: int, predictor_bytes: int
+) -> None:
+    kv_bytes, slots_bytes = kv_tokens * model.kv_token_bytes, model.min_slots * model.slot_bytes
+    needed = model.dense_bytes + kv_bytes + slots_bytes
+    if device_memory_bytes < needed:
+        parts = [f"dense weights {count(model.dense_bytes - predictor_bytes, 'B')}"]
+        parts += [f"predictor {count(predictor_bytes, 'B')}"] if predictor_bytes else []
+        parts += [f"KV cache of {kv_tokens:,} tokens {count(kv_bytes, 'B')}"] if kv_bytes else []
+        raise CapacityError(
+            f"--device-memory {count(device_memory_bytes, 'B')} is too small for {spec.name}: it needs at least "
+            f"{count(needed, 'B')} ({', '.join(parts)}, {model.min_slots} expert slots {count(slots_bytes, 'B')}); "
+            f"raise it{', or give a smaller --set kv_tokens' if kv_bytes else ''}"
+        )
+
+
+def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: int = 0) -> Footprint:
+    """Memory of a checkpoint's parts on the options' device and in their dtype."""
+    spec, config, dtype = checkpoint.spec, checkpoint.config, parse_dtype(options.dtype)
+    empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
+    return Footprint(
+        dense_bytes=checkpoint.dense_bytes(dtype, options.device, options.products) + predictor_bytes + empty,
+        slot_bytes=slot_stride(checkpoint, options),
+        num_experts=spec.total_experts,
+        min_slots=MIN_SLOTS,
+        kv_token_bytes=max(1, (many - empty) // (64 * PAGE_TOKENS)),
+        token_bytes=_token_bytes(checkpoint, options),
+        max_context=checkpoint.max_context or MOST_CHUNK,
+        token_experts=sum(spec.top_k_L),
+        context_bytes=2 * max(1, (many - empty) // (64 * PAGE_TOKENS)) // len(config.per_layer_config),
+    )
+
+
+def _token_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Peak bytes of activations per token, over MoE layers, dense layers and attention."""
+    spec, config, size = checkpoint.spec, checkpoint.config, parse_dtype(options.dtype).itemsize
+    rows = max(spec.top_k_L) + spec.num_shared_experts
+    intermediate = getattr(config, "intermediate_size", None) or 0
+    width = getattr(config, "moe_intermediate_size", None) or intermediate
+    if parse_device(options.device).type == "cpu" and options.devices == 1:
+        # Outputs of its experts, their sum in float32, and one expert's rows, which may be those of every token.
+        experts = rows * spec.hidden_size * size + 12 * spec.hidden_size + (2 * spec.hidden_size + 3 * width) * size
+    else:  # rows of its experts are gathered, computed and summed together
+        experts = rows * spec.hidden_size * (3 * size + 8)
+    experts += 16 * spec.num_experts
+    queries = 4 * max(config.num_attention_heads * width for _, width in map(kv_shape, config.per_layer_config))
+    mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # masks of a later chunk, in two forms
+    return 8 * spec.hidden_size * size + max(experts, 3 * intermediate * size, queries * size + mask)
+
+
+def _curve(spec: ModelSpec, warm: bool) -> MissCurve:
+    """Return misses by slots, from routes that the model's last server kept, else from published ones."""
+    routes = kept_routes(spec) if warm else None
+    return PUBLISHED if routes is None else miss_curve(spec, routes) or PUBLISHED
+
+
+def _none_lent(split: MemorySplit) -> dict[str, int]:
+    return {}
+
+
+def _lent(checkpoint: Checkpoint, model: Footprint, given: Mapping[str, str], split: MemorySplit) -> dict[str, int]:
+    """Return what prompt chunks and KV cache borrow from expert slots, where nothing fixes their sizes."""
+    cache = "kv_tokens" not in given and not own_cache(checkpoint.config)
+    return lendable(model, split, chunk="prefill_chunk" not in given, cache=cache)
+
+
+def _state_bytes(spec: ModelSpec, policy: str, options: ServeOptions) -> int:
+    """Bytes of the policy's state, twice: the live comparison (`LiveOracle`) holds a copy."""
+    name, given = ("foresight", {}) if policy == AUTO else (policy, options.policy)
+    return 2 * policy_class(name).state_bytes(spec, parse_options(name, given))
+
+
+def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Bytes of this process's memory that nothing counts."""
+    dtype, forms = parse_dtype(options.dtype), [layer.form for layer in checkpoint.layers]
+    formats = checkpoint.quantization.formats if checkpoint.quantization is not None else ()
+    by_torch = dtype == torch.bfloat16 and (  # products in float32 need no code of their own
+        any(form.up_transposed or form.down_transposed for form in forms)
+        or any(stays_packed(format, form, dtype) for format in formats for form in forms)
+        or find_tiles() is None
+    )
+    return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
+
+
+def _process_limit(process_memory_bytes: int | None, beside_bytes: int) -> tuple[int, str]:
+    """Memory for weights, activations, KV cache and slots in this process, and what sets it.
+
+    Args:
+        beside_bytes: what the process needs besides, and does not hold yet.
+    """
+    taken = resident_bytes()
+    allowed = memory_bytes()[1] + taken
+    limit, source = allowed, "free memory"
+    if process_memory_bytes is not None:
+        limit, source = process_memory_bytes, "--process-memory"
+    beside = taken + beside_bytes
+    left = limit - beside
+    if left <= 0:
+        raise CapacityError(
+            f"{source} allows {limit:,} bytes, but the process needs {beside:,} before it loads a model; allow more"
+        )
+    return left, source

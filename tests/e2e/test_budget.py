@@ -1,0 +1,87 @@
+"""For the same memory a plan and a server have the same slots and the same KV cache."""
+
+from pathlib import Path
+
+import pytest
+
+from moetool.base.config import parse
+from moetool.base.errors import CapacityError
+from moetool.capture.run import CaptureOptions, capture
+from moetool.cli.cache_plans import device_budget
+from moetool.models.checkpoint import Checkpoint
+from moetool.prompts.gather import load
+from moetool.runtime.assembly import build_engine
+from moetool.runtime.automatic import choose, on_this_machine
+from moetool.runtime.budget import Wishes, divide_memory, least_and_most, served_budgets
+from moetool.runtime.serve_options import ServeOptions
+from moetool.trace.reader import Trace
+from moetool.tuning.cache_planning import CacheSearch, plan_cache
+
+GGUF = str(Path(__file__).parents[1] / "golden" / "gguf" / "qwen3moe.gguf")
+BASE = {"device": "cpu", "warm_start": False}
+
+
+def _options(checkpoint: Checkpoint, values: dict[str, object]) -> ServeOptions:
+    return parse(ServeOptions, on_this_machine(checkpoint, values)[0], "--set")
+
+
+@pytest.mark.parametrize("predictor", [0, 3_000_000])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.3])
+@pytest.mark.parametrize("given", [{}, {"kv_tokens": 2048}, {"dtype": "float32"}])
+@pytest.mark.parametrize("model", ["reference", GGUF])
+def test_plans_and_servers_divide_a_memory_alike(
+    model: str, given: dict[str, object], share: float, predictor: int
+) -> None:
+    checkpoint, values = Checkpoint.open(model), {**BASE, **given}
+    options = _options(checkpoint, values)
+    least, most = least_and_most(checkpoint, options, fixed_kv="kv_tokens" in given)
+    memory = int(least + share * (most - least)) + predictor
+    served = choose(checkpoint, values, device_memory_bytes=memory, predictor_bytes=predictor).budget
+    made = served_budgets(checkpoint, options, values)(memory, predictor)
+    room = device_budget(checkpoint, options, values, memory).divide(memory, predictor)
+    found = {(one.slots, one.kv_tokens, one.dense_bytes, one.kv_bytes) for one in (served, made, room)}
+    assert len(found) == 1 and served.slots >= 2
+    assert (served.slots == checkpoint.spec.total_experts) == (share > 1)
+    parts = served.dense_bytes + served.predictor_bytes + served.kv_bytes + served.slots_bytes
+    assert parts + served.unused_bytes == served.limit_bytes == memory
+
+
+@pytest.mark.parametrize("memory", [12_000_000, 20_000_000])
+def test_a_plan_of_the_reference_has_the_slots_of_a_server_without_it(
+    memory: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("budget")
+    trace = Trace(capture("reference", load(["chat"], max_prompts=4), folder / "t", CaptureOptions()).out)
+    checkpoint, values = Checkpoint.open("reference"), {**BASE, "dtype": "float32"}
+    device = device_budget(checkpoint, _options(checkpoint, values), values, memory)
+    plan = plan_cache(trace, device, CacheSearch(policies=["lru"], frontier=3))
+    alone = choose(checkpoint, values, device_memory_bytes=memory).budget
+    assert (plan.slots, plan.kv_tokens) == (alone.slots, alone.kv_tokens)
+    for point in plan.frontier:
+        other = choose(checkpoint, values, device_memory_bytes=point["device_memory_bytes"]).budget
+        assert point["slots"] == other.slots
+    planned = {**values, "kv_tokens": plan.kv_tokens, "dtype": plan.dtype}
+    setup = choose(
+        checkpoint,
+        planned,
+        device_memory_bytes=plan.device_memory_bytes,
+        policy=plan.policy,
+        planned=["kv_tokens", "dtype", "memory", "policy"],
+        slots=plan.slots,
+    )
+    for arguments in ({"budget": setup.budget}, {}):
+        engine = build_engine(checkpoint, options=setup.options, plan=plan, **arguments)
+        assert engine.store.num_slots == plan.slots
+        engine.close()
+
+
+def test_every_division_names_its_parts_and_the_least_memory() -> None:
+    checkpoint = Checkpoint.open("reference")
+    options = _options(checkpoint, BASE)
+    least, _ = least_and_most(checkpoint, options, fixed_kv=False)
+    served = served_budgets(checkpoint, options, BASE)
+    assert served(least, 0).slots == 2
+    fixed = Wishes(options=options, device_memory_bytes=1_000_000)
+    for divide in (lambda: served(least - 1, 0), lambda: divide_memory(checkpoint, fixed)):
+        with pytest.raises(CapacityError, match=r"dense weights .*KV cache of [\d,]+ tokens .*2 expert slots"):
+            divide()
