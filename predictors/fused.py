@@ -34,8 +34,8 @@ from moetool.base.types import GateEvent, ModelSpec
 from moetool.prediction.path_signals import CONTEXT, SIGNALS, PathSignals
 from moetool.prediction.path_trust import DISTANCES, FusedPath
 from moetool.prediction.route_memory import RouteMemory
-from moetool.training.judged_paths import JudgedPaths
 from moetool.training.tokens import Tokens
+from moetool.training.trust_samples import TrustSamples
 from predictors import promoe
 from predictors.affinity import affinity
 from predictors.path_mlp import PathNet
@@ -125,7 +125,7 @@ class Predictor(moetool.training.predictor.Predictor):
         self.register_buffer("before_C", torch.full((options.paths,), -1, dtype=torch.int32))
         self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
         self._source_C = np.zeros(0, np.int64)  # request of each path, during training
-        self.parts: list[JudgedPaths] = []
+        self.parts: list[TrustSamples] = []
         self.path: FusedPath | None = None
 
     @property
@@ -182,7 +182,7 @@ class Predictor(moetool.training.predictor.Predictor):
         counted = set(self._source_C.tolist())
         judged = [r for r in requests if r not in counted] or requests[_JUDGED_OF // 2 :: _JUDGED_OF] or requests[-1:]
         start = sum(len(part) for part in self.parts)
-        part = JudgedPaths(
+        part = TrustSamples(
             self.signals(with_net=False),
             self._source_C,
             ordered,
@@ -235,7 +235,7 @@ class Predictor(moetool.training.predictor.Predictor):
         return loss
 
     def judging_loss(
-        self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: JudgedPaths, row_N: Tensor
+        self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: TrustSamples, row_N: Tensor
     ) -> Tensor:
         """Return the binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
         assert tokens.weights_TPK is not None

@@ -12,7 +12,7 @@ from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
 from moetool.cluster.edge.placed_experts import PlacedExperts
-from moetool.cluster.edge.protocol import Holders
+from moetool.cluster.edge.protocol import ExpertLocations
 from moetool.cluster.frames import Frame
 from moetool.cluster.links import Links
 from moetool.cluster.listener import listen
@@ -107,7 +107,7 @@ class Nodes:
                 node.experts.adopt(*at, source=-1)
         self.publish()
 
-    def publish(self, gone: Sequence[int] = ()) -> Holders:
+    def publish(self, gone: Sequence[int] = ()) -> ExpertLocations:
         """Tell all servers which experts each server holds."""
         self.version += 1
         spec = self.nodes[0].experts.spec
@@ -115,7 +115,7 @@ class Nodes:
         for node in self.nodes:
             for layer, expert in node.experts.held if node.server not in gone else ():
                 servers_LE[layer][expert].append(node.server)
-        holders = Holders(
+        holders = ExpertLocations(
             version=self.version,
             servers_LE=tuple(tuple(tuple(servers) for servers in experts) for experts in servers_LE),
             peers=tuple(None if node.server in gone else node.listener.address for node in self.nodes),

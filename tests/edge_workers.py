@@ -9,9 +9,9 @@ from moetool.base.errors import CapacityError, MoetoolError
 from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.edge.protocol import (
     ArrivedExpert,
-    Holders,
-    HoldersChange,
-    MovedRound,
+    ExpertLocations,
+    ExpertLocationsUpdate,
+    MigrationRoundResult,
     WorkerInfo,
     WorkerStats,
 )
@@ -45,7 +45,7 @@ class DrawnWorker:
         self.server, self.spec, self.held, self.slots = server, spec, set(held), slots
         self.odds_LE, self.others = odds_LE, others
         self.call_s, self.expert_s, self.move_s = call_s, expert_s, move_s
-        self.holders: Holders | None = None
+        self.holders: ExpertLocations | None = None
         self.dead = False
         self.fails: dict[Place, int] = {}
         self.adopted: list[tuple[Place, int]] = []
@@ -108,7 +108,7 @@ class DrawnWorker:
         self._clear()
         return made
 
-    def change_holders(self, change: HoldersChange) -> bool:
+    def change_holders(self, change: ExpertLocationsUpdate) -> bool:
         self._live()
         if self.holders is None or (changed := change.applied_to(self.holders)) is None:
             return False
@@ -135,7 +135,7 @@ class DrawnWorker:
         for place in places:
             self.drop(*place)
 
-    def set_holders(self, holders: Holders) -> None:
+    def set_holders(self, holders: ExpertLocations) -> None:
         self._live()
         assert self.holders is None or holders.version > self.holders.version
         self.holders = holders
@@ -217,7 +217,9 @@ class Table:
         self._publish()
         return moved
 
-    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+    def move(
+        self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]
+    ) -> MigrationRoundResult:
         arrived, failed = {}, list[tuple[int, Place, Exception]]()
         for server, at in drops:
             try:
@@ -229,7 +231,7 @@ class Table:
                 arrived[server, at] = self.adopt(server, *at, source)
             except MoetoolError as error:
                 failed.append((server, at, error))
-        return MovedRound(arrived=arrived, failed=failed)
+        return MigrationRoundResult(arrived=arrived, failed=failed)
 
     def time_copies(self, copies: Sequence[tuple[int, Place, int]]) -> list[tuple[int, ArrivedExpert]]:
         timed = []
@@ -263,7 +265,7 @@ class Table:
 
     def _publish(self) -> None:
         self.version += 1
-        holders = Holders(
+        holders = ExpertLocations(
             version=self.version,
             servers_LE=tuple(
                 tuple(tuple(n for n, held in enumerate(self._held) if (layer, expert) in held) for expert in range(num))

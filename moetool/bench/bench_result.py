@@ -21,7 +21,7 @@ from moetool.base.errors import MismatchError, UsageError, first_line, shortened
 from moetool.base.json_files import read_json
 from moetool.base.machine import load_average
 from moetool.base.tables import TextTable
-from moetool.bench.found_figure import Found, draw_all
+from moetool.bench.experiment_figure import ExperimentResult, draw_all
 from moetool.models.libraries import read_machine
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def draw(made: BenchResult, folder: Path) -> list[Path]:
     Raises:
         MismatchError: a value is missing or of another type.
     """
-    figures: Callable[[BenchResult], dict[str, Found]] = getattr(_module(made), "figures", lambda made: {})
+    figures: Callable[[BenchResult], dict[str, ExperimentResult]] = getattr(_module(made), "figures", lambda made: {})
     with _damage_refused():
         founds = figures(made)
         return draw_all(folder, founds) if founds else []

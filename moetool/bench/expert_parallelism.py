@@ -251,7 +251,7 @@ def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOption
     while not over.wait(1.0):
         if head.state != "ready":
             raise MoetoolError(f"the ranks have ended: the engine is {head.state}")
-    head.settle()
+    head.wait_idle()
     if failed:
         raise MoetoolError(f"{len(failed)} requests failed: {failed[0]}")
     counted = head.batches[1:] or head.batches

@@ -6,7 +6,7 @@ from typing import Any
 
 from moetool.base import tables as printed
 from moetool.bench.bench_result import BenchResult, Row, table
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 
 
 def batch_s(run: Row) -> float:
@@ -83,7 +83,7 @@ def tables(made: BenchResult) -> Iterator[Any]:
     )
 
 
-def figures(made: BenchResult) -> dict[str, Found]:
+def figures(made: BenchResult) -> dict[str, ExperimentResult]:
     """Batch latency, mean and by batch, for each DIRECTOR figure that the variants cover."""
     founds = {}
     for number in (6, 7, 8, 10, 11):
@@ -91,7 +91,7 @@ def figures(made: BenchResult) -> dict[str, Found]:
         if len(rows) < 2:
             continue
         batches = tuple(range(1, len(rows[0]["rounds"][0]["batch_s"]) + 1))
-        founds[f"director-figure-{number}"] = Found(
+        founds[f"director-figure-{number}"] = ExperimentResult(
             values={row["name"]: ratios(row, rows[0]) for row in rows},
             what=f"batch latency, x {rows[0]['name']}",
             unit="",

@@ -24,7 +24,7 @@ PROMPT_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ReplayedRequest:
     """One replayed request of a trace.
 
     Attributes:
@@ -45,7 +45,7 @@ def choose(
     new_tokens: int,
     prompt_share: float | None,
     predictor: Any = None,
-) -> list[Chosen]:
+) -> list[ReplayedRequest]:
     """First requests of a trace that are long enough and not in the predictor's training data.
 
     Args:
@@ -68,7 +68,7 @@ def choose(
         prompt = row["prompt_tokens"] if share is None else max(1, round(share * row["tokens"]))
         tokens = prompt + new_tokens - 1
         if (allowed is None or row["request"] in allowed) and tokens <= row["tokens"]:
-            found.append(Chosen(request=row["request"], prompt_tokens=prompt, tokens=tokens))
+            found.append(ReplayedRequest(request=row["request"], prompt_tokens=prompt, tokens=tokens))
     if len(found) < requests:
         unseen = "" if allowed is None else " that the predictor was not trained on"
         raise UsageError(
@@ -100,7 +100,7 @@ def bench_spec(spec: ModelSpec, trace: Trace) -> ModelSpec:
     return ModelSpec.from_json(values)
 
 
-def write_part(trace: Trace, spec: ModelSpec, chosen: Sequence[Chosen], work: Path) -> Trace:
+def write_part(trace: Trace, spec: ModelSpec, chosen: Sequence[ReplayedRequest], work: Path) -> Trace:
     """Write the chosen tokens of a trace, first layers only, as a trace of the model that follows them.
 
     Effects: writes it into `work`, whole or not at all; an earlier one is reused.
@@ -233,7 +233,7 @@ class CutPredictor:
         return scored
 
 
-def _tokens_of(trace: Trace, one: Chosen) -> TokenBatch:
+def _tokens_of(trace: Trace, one: ReplayedRequest) -> TokenBatch:
     """The first tokens of a request by position, across forwards."""
     parts = [batch.select(batch.request_T == one.request) for batch in trace.batches(["weights"])]
     rows = TokenBatch.concatenate([part for part in parts if len(part)])

@@ -19,7 +19,7 @@ from moetool.base.tables import narrate, percent
 from moetool.bench.bench_result import BenchResult, Row, not_measured, recorded, table
 from moetool.bench.plain_generation import time_tokens
 from moetool.bench.serving_runs import phase_row, run_engine
-from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
+from moetool.bench.serving_setup import BenchModel, ServingBenchOptions, ServingSetup, open_setup
 from moetool.caching.policy import MIN_SLOTS, build_policy, policy_class
 from moetool.models.loading import load_full, parse_device
 from moetool.runtime.experts.copies import open_copies, stride_of
@@ -151,7 +151,7 @@ def _open(
 ) -> ServingSetup:
     if not routes.is_dir():
         raise MoetoolError(f"no routes at {routes}")
-    subject = Subject(shape=shape, layers=options.layers, routes=routes, work=work)
+    subject = BenchModel(shape=shape, layers=options.layers, routes=routes, work=work)
     settings = ServingBenchOptions(requests=1, new_tokens=options.new_tokens, device=device.type)
     return open_setup(subject, settings, {}, stack)
 

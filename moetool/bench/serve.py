@@ -22,7 +22,7 @@ from moetool.base.types import ModelSpec
 from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.bench.serving_results import RESIDENT, serving_row
 from moetool.bench.serving_runs import run_engine
-from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_setup
+from moetool.bench.serving_setup import BenchModel, ServingBenchOptions, ServingSetup, open_setup
 from moetool.caching.policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.measuring.probes.disk import THREADS, DiskProbe
 from moetool.models.experts.expert_files import ExpertFiles
@@ -34,7 +34,7 @@ READINGS = 4  # disk readings per round and number of threads; the first is warm
 
 
 @dataclass(frozen=True, slots=True)
-class LineToServe:
+class BenchLine:
     """A line to measure.
 
     Attributes:
@@ -54,7 +54,7 @@ class LineToServe:
 
 
 def bench_serve(
-    subject: Subject,
+    subject: BenchModel,
     *,
     policies: Sequence[str],
     budgets: Sequence[str],
@@ -90,7 +90,7 @@ def bench_serve(
         entries, made.notes = _entries(setup, kinds, sizes, values, chosen.pool)
         if chosen.resident:
             build = _builder("lru", setup, {}, spec.total_experts)
-            resident = LineToServe(RESIDENT, build, whole, spec.total_experts, warm=True)
+            resident = BenchLine(RESIDENT, build, whole, spec.total_experts, warm=True)
             entries.insert(0, resident)
         if not entries:
             why = "; ".join(made.notes)
@@ -120,10 +120,10 @@ def _entries(
     sizes: Sequence[int],
     values: Mapping[str, Mapping[str, Any]],
     pool: str,
-) -> tuple[list[LineToServe], list[str]]:
+) -> tuple[list[BenchLine], list[str]]:
     """Lines to serve, and notes about them."""
     spec = setup.loaded.spec
-    entries: list[LineToServe] = []
+    entries: list[BenchLine] = []
     notes: list[str] = []
     for name, kind in kinds.items():
         given = values.get(name, {})
@@ -144,7 +144,7 @@ def _entries(
             same.setdefault(slots, []).append(size)
             if len(same[slots]) == 1:
                 row = rows.get(size)
-                entries.append(LineToServe(name, build, size, slots, replayed=row))
+                entries.append(BenchLine(name, build, size, slots, replayed=row))
         notes += [
             f"{name} uses {slots} slots with {_sizes(more)} too: measured once"
             for slots, (_, *more) in same.items()
@@ -164,7 +164,7 @@ def _builder(name: str, setup: ServingSetup, values: Mapping[str, Any], slots: i
     return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
 
 
-def _require_memory(setup: ServingSetup, entries: Sequence[LineToServe]) -> None:
+def _require_memory(setup: ServingSetup, entries: Sequence[BenchLine]) -> None:
     """Raises: CapacityError: the largest pool does not fit."""
     loaded, kv_tokens = setup.loaded, setup.workload.kv_tokens
     kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
@@ -178,7 +178,7 @@ def _require_memory(setup: ServingSetup, entries: Sequence[LineToServe]) -> None
 
 def _measure(
     made: BenchResult,
-    lines: Sequence[LineToServe],
+    lines: Sequence[BenchLine],
     setup: ServingSetup,
     options: ServingBenchOptions,
     on_progress: Callable[[int], None],
@@ -192,7 +192,7 @@ def _measure(
     """
     disk: dict[int, list[float]] = {threads: [] for threads in THREADS}
 
-    def run(line: LineToServe, number: int) -> Row:
+    def run(line: BenchLine, number: int) -> Row:
         if len(disk[THREADS[0]]) == number:  # the round begins
             for threads, rate in _disk_rates(_files(setup.loaded), THREADS).items():
                 disk[threads].append(rate)
@@ -200,7 +200,7 @@ def _measure(
         how: dict[str, Any] = {"io_threads": options.io_threads, "layer_slots": slots, "warm": warm}
         return run_engine(setup.loaded, line.build(), setup.workload, forced=setup.forced, **how)
 
-    def rows(measured: list[tuple[LineToServe, list[Row]]]) -> Iterator[Row]:
+    def rows(measured: list[tuple[BenchLine, list[Row]]]) -> Iterator[Row]:
         medians = {threads: statistics.median(rates) for threads, rates in disk.items()}
         made.facts["disk_bytes_s"] = medians
         rates = disk[max(medians, key=lambda threads: medians[threads])]
@@ -223,7 +223,7 @@ def _disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
     return rates
 
 
-def _row(entry: LineToServe, runs: Sequence[Row], resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:
+def _row(entry: BenchLine, runs: Sequence[Row], resident: Sequence[Row] | None, rates: Sequence[float]) -> Row:
     """Return the results of a line; arguments and values as of `serving_row`.
 
     `as_replayed` is whether the counts of every round are those of `moetool replay`; None without a trace.

@@ -75,7 +75,7 @@ class ServingBenchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class BenchModel:
     """The model, routes and prompts of a bench.
 
     Attributes:
@@ -128,7 +128,7 @@ class ServingSetup:
 
 
 def open_setup(
-    subject: Subject, options: ServingBenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
+    subject: BenchModel, options: ServingBenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
 ) -> ServingSetup:
     """Load the model and choose its workload.
 

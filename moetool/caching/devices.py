@@ -20,7 +20,7 @@ from moetool.caching.residency import Counts, Residency, Step, StepKind
 Sink = Callable[[int, int, Step], None]
 
 
-class Fleet:
+class DevicePools:
     """The residencies of several devices, with the interface of one.
 
     Slots are numbered across devices, those of the first device first. A program merges the devices' programs and keeps
@@ -104,10 +104,10 @@ class Fleet:
         for residency in self.residencies:
             residency.end_request(request)
 
-    def bring(self, key: int) -> Step | None:
-        """See `Residency.bring`."""
+    def load_into_free_slot(self, key: int) -> Step | None:
+        """See `Residency.load_into_free_slot`."""
         device = key % len(self.residencies)
-        step = self.residencies[device].bring(key)
+        step = self.residencies[device].load_into_free_slot(key)
         return None if step is None else step._replace(slot=self._starts[device] + step.slot)
 
     def forget(self, key: int) -> None:
@@ -124,11 +124,11 @@ class Fleet:
         return steps
 
 
-Pool = Residency | Fleet
+Pool = Residency | DevicePools
 """Cache decisions of a machine with one or several devices."""
 
 
-class Learners:
+class DevicePolicies:
     """Learned states of several devices' policies, as one."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -274,7 +274,7 @@ def open_pool(
         )
         for device, policy in enumerate(policies)
     ]
-    return residencies[0] if count == 1 else Fleet(residencies, sink)
+    return residencies[0] if count == 1 else DevicePools(residencies, sink)
 
 
 def _legal(shares: list[int], spec: ModelSpec) -> list[int]:

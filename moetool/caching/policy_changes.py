@@ -120,7 +120,7 @@ class PolicyChanges:
         return made, choice.layer_slots(self.spec, num_slots)
 
 
-class LearnedByAll:
+class CombinedPolicyState:
     """States of all policies that may become active, as one.
 
     Args:

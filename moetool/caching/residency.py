@@ -306,7 +306,7 @@ class Residency:
         """Return the slot of a resident expert; None if it is not resident."""
         return self.slot_of.get(key)
 
-    def bring(self, key: int) -> Step | None:
+    def load_into_free_slot(self, key: int) -> Step | None:
         """Put an expert into a free slot outside of any event; return the load to start.
 
         None if it is resident or pinned, or if no slot is free: an event then loads it when needed. Counts, sink and

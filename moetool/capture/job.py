@@ -42,7 +42,8 @@ class CaptureOptions:
         device: `cpu` or `cuda`.
         dtype: data type of the model.
         threads: compute threads; see `use_threads`. The same number gives the same rows.
-        data: origins of the prompts, one object per source, for the manifest; see `moetool.prompts.gather.Gathered`.
+        data: origins of the prompts, one object per source, for the manifest; see
+            `moetool.prompts.gather.GatheredPrompts`.
     """
 
     max_new_tokens: int | None = None

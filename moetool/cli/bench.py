@@ -103,9 +103,9 @@ def serve(
     require_policies(names, options)
     texts = tuple(listed(data)) if data else ()
     from moetool.bench.serve import bench_serve
-    from moetool.bench.serving_setup import ServingBenchOptions, Subject
+    from moetool.bench.serving_setup import BenchModel, ServingBenchOptions
 
-    subject = Subject(
+    subject = BenchModel(
         model=model, shape=shape, layers=layers, routes=routes, data=texts, predictor=predictor, work=work
     )
     with tables.progress(f"benchmarking {model or shape}", 100) as on_progress:
@@ -267,13 +267,15 @@ def cluster(
 def _ranks(model: str, values: dict[str, Any], lines: Sequence[str], quick: bool, file: Path | None) -> "BenchResult":
     """DIRECTOR's comparisons on ranks of this machine; `work` of the values keeps the trace and the predictors."""
     from moetool.bench.expert_parallelism import QUICK, RankBenchOptions, bench_parallel
-    from moetool.cluster.launch import Where
+    from moetool.cluster.launch import ClusterAddress
     from moetool.cluster.parallel.rank_launch import RankProcesses
 
     values = {**(QUICK if quick else {}), **values}
     work = values.pop("work", None)
     options = parse(RankBenchOptions, values, "bench")
-    launcher = RankProcesses(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
+    launcher = RankProcesses(
+        ClusterAddress(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1
+    )
     with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benchmarking {model}", 100) as on_progress:
         folder = Path(scratch if work is None else str(work))
         try:

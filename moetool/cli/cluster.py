@@ -18,11 +18,11 @@ from moetool.base.config import parse
 from moetool.base.errors import UsageError, unknown_name
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.cluster_logs import folder_name, log_location, open_folder
-from moetool.cli.watch import Watch
+from moetool.cli.watch import SchedulerWithPage
 
 if TYPE_CHECKING:
     from moetool.cluster.fork_server import ForkServer
-    from moetool.cluster.launch import Where
+    from moetool.cluster.launch import ClusterAddress
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -68,7 +68,7 @@ def _edge(command: ClusterCommand) -> None:
 
 
 def _serve_edge(
-    command: ClusterCommand, where: "Where", toward: str, threads: int, fork_server: "ForkServer | None"
+    command: ClusterCommand, where: "ClusterAddress", toward: str, threads: int, fork_server: "ForkServer | None"
 ) -> None:
 
     from moetool.cluster.cluster_options import ClusterOptions
@@ -102,7 +102,7 @@ def _serve_edge(
         living = folder.living()
         if not living:
             folder.scheduler_state.unlink(missing_ok=True)  # of a cluster without living servers
-        watch = Watch(values, plan, lambda line: tables.narrate(f"moetool: {line}"), folder.scheduler_state)
+        watch = SchedulerWithPage(values, plan, lambda line: tables.narrate(f"moetool: {line}"), folder.scheduler_state)
         limits = parse(ServerOptions, values.pop("server", {}), "--set server")
         options = parse(ServeOptions, values, "--set")
         checkpoint = Checkpoint.open(command.model)
@@ -130,7 +130,7 @@ def _serve_edge(
                 f"moetool: warning: --host {command.host} makes each server reachable from its own machine "
                 f"only; --host 0.0.0.0 --api-key KEY admits others"
             )
-        settings = watch.begin_with(settings)
+        settings = watch.with_saved_placement(settings)
         there = [name for name in names if name in living]
         if there:
             tables.narrate(f"moetool: cluster {folder.name} serves without a head; taking over {', '.join(there)}")

@@ -11,7 +11,7 @@ from moetool.cli.cluster_logs import folder_name, log_location, open_folder
 
 if TYPE_CHECKING:
     from moetool.cluster.fork_server import ForkServer
-    from moetool.cluster.launch import Where
+    from moetool.cluster.launch import ClusterAddress
 
 
 def serve_parallel(command: ClusterCommand) -> None:
@@ -33,7 +33,7 @@ def serve_parallel(command: ClusterCommand) -> None:
         _serve(command, where, toward, fork_server)
 
 
-def _serve(command: ClusterCommand, where: "Where", toward: str, fork_server: "ForkServer | None") -> None:
+def _serve(command: ClusterCommand, where: "ClusterAddress", toward: str, fork_server: "ForkServer | None") -> None:
     from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
     from moetool.costing.costs import CostProfile

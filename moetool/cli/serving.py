@@ -164,7 +164,7 @@ def serve(
             plan=chosen,
             policy=setup.policy if chosen is None else policy,
             predictor=predictor,
-            budget=setup.budget,
+            device_memory_bytes=setup.budget,
             log=log,
         )
     except BaseException:

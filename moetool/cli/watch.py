@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from moetool.placement.plan import PlacementPlan
 
 
-class Watch:
+class SchedulerWithPage:
     """The scheduler of a cluster and its page.
 
     Args:
@@ -47,7 +47,7 @@ class Watch:
         self._page: dashboard.Dashboard | None = None
         self.scheduler = Scheduler(plan.spec, plan.cluster, options, narrate=narrate)
 
-    def begin_with(self, settings: "list[WorkerSettings]") -> "list[WorkerSettings]":
+    def with_saved_placement(self, settings: "list[WorkerSettings]") -> "list[WorkerSettings]":
         """Return the workers' settings with the saved placement, if any, instead of the plan's."""
         held = self.scheduler.in_force
         if held is None or any(len(places) > one.capacity for places, one in zip(held, settings, strict=True)):

@@ -37,11 +37,11 @@ class LinkError(MoetoolError):
     """A peer is unreachable, not part of the cluster, disconnected or too late."""
 
 
-class Lost(LinkError):
+class ConnectionLost(LinkError):
     """The connection ended; the peer may have restarted, so a new connection may succeed."""
 
 
-class Late(LinkError):
+class DeadlineExceeded(LinkError):
     """A message did not arrive completely by its deadline. Call `FrameConnection.receive` again to continue."""
 
 
@@ -115,7 +115,7 @@ class FrameConnection:
         except TimeoutError:
             raise LinkError("the peer did not take a message in time") from None
         except OSError as error:
-            raise Lost(f"the connection broke ({_reason(error)})") from None
+            raise ConnectionLost(f"the connection broke ({_reason(error)})") from None
 
     def send_at_once(self, data: bytes) -> int:
         """Send as many of these bytes as possible without blocking; `send` must send the rest.
@@ -136,7 +136,7 @@ class FrameConnection:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as error:
-            raise Lost(f"the connection broke ({_reason(error)})") from None
+            raise ConnectionLost(f"the connection broke ({_reason(error)})") from None
         return len(data) - len(view)
 
     def receive(self, by: float | None, rest_s: float = 10.0, poll_s: float = 0.0) -> Frame:
@@ -188,7 +188,7 @@ class FrameConnection:
         self._whole = self._filled = 0
 
     def close(self) -> None:
-        """Close the connection; a thread that waits on it gets `Lost`."""
+        """Close the connection; a thread that waits on it gets `ConnectionLost`."""
         with self._lock:
             with contextlib.suppress(OSError):  # the peer has closed it
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -220,7 +220,7 @@ class FrameConnection:
             try:
                 while view:
                     view = view[self._take(view, by) :]
-            except Lost as error:  # TLS 1.3 reports a rejection only after the handshake
+            except ConnectionLost as error:  # TLS 1.3 reports a rejection only after the handshake
                 raise LinkError(f"the peer does not accept this process ({error})") from None
         except ssl.SSLCertVerificationError as error:
             raise LinkError(f"the peer is not {name} of this cluster ({_reason(error)})") from None
@@ -291,11 +291,11 @@ class FrameConnection:
                 self._wait(select.POLLIN, by, poll_s)  # usually nothing has arrived, and a failed read costs more
             count = self._do(select.POLLIN, by, self._sock.recv_into, view)
         except TimeoutError:
-            raise Late("the peer did not answer in time") from None
+            raise DeadlineExceeded("the peer did not answer in time") from None
         except OSError as error:
-            raise Lost(f"the connection broke ({_reason(error)})") from None
+            raise ConnectionLost(f"the connection broke ({_reason(error)})") from None
         if not count:
-            raise Lost("the peer ended the connection")
+            raise ConnectionLost("the peer ended the connection")
         return count
 
     def _pending(self) -> int:

@@ -38,7 +38,7 @@ _GONE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class ClusterAddress:
     """The parsed value of `--cluster`.
 
     Attributes:
@@ -50,19 +50,19 @@ class Where:
     address: str | None = None
 
 
-def parse_where(text: str) -> Where:
+def parse_where(text: str) -> ClusterAddress:
     """Parse `local:N` or the address of a Ray head. Raises: UsageError."""
     kind, _, rest = text.partition(":")
     if kind == "local":
         if not rest.isdecimal() or int(rest) < 1:
             raise UsageError(f"--cluster {text!r} lacks the number of servers; write e.g. local:3")
-        return Where(count=int(rest))
+        return ClusterAddress(count=int(rest))
     if not kind or not rest.isdecimal():
         raise UsageError(f"--cluster {text!r} is neither local:N nor the host:port that 'ray start --head' printed")
-    return Where(address=text)
+    return ClusterAddress(address=text)
 
 
-def prepare(where: Where, module: str, threads: int) -> ForkServer | None:
+def prepare(where: ClusterAddress, module: str, threads: int) -> ForkServer | None:
     """Start importing the workers' modules in the background; None if workers are not forked.
 
     Args:
@@ -79,7 +79,7 @@ class Machines(Protocol):
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
         """Start a worker process. Raises: CapacityError: no machine is free for it; MoetoolError: it does not start."""
 
-    def took(self, n: int, record: ProcessRecord) -> None:
+    def adopt(self, n: int, record: ProcessRecord) -> None:
         """Register a process that an earlier head started."""
 
     def end(self, n: int, record: ProcessRecord) -> None:
@@ -119,7 +119,7 @@ class ThisMachine:
         self._started.append(record)
         return record
 
-    def took(self, n: int, record: ProcessRecord) -> None:
+    def adopt(self, n: int, record: ProcessRecord) -> None:
         """Do nothing."""
 
     def end(self, n: int, record: ProcessRecord) -> None:
@@ -193,7 +193,7 @@ class Workers:
 
     def __init__(
         self,
-        where: Where,
+        where: ClusterAddress,
         build: Callable[..., Any],
         arguments: Sequence[Mapping[str, Any]],
         names: Sequence[str],
@@ -223,7 +223,7 @@ class Workers:
         self.taken_over = [n for n, name in enumerate(names) if name in living]
         try:
             for n in self.taken_over:
-                self._machines.took(n, living[names[n]])
+                self._machines.adopt(n, living[names[n]])
                 self._links[n] = WorkerLink(names[n], living[names[n]], self._head, None)
             for n in range(len(names)):
                 try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from moetool.base.errors import MoetoolError
 from moetool.cluster.certificates import Identity
-from moetool.cluster.frames import FrameConnection, LinkError, Lost
+from moetool.cluster.frames import ConnectionLost, FrameConnection, LinkError
 
 _LOG = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Acceptor:
             if self._admit(connection):
                 connection.welcome(by)
                 self._serve_peer(connection)
-        except Lost as error:
+        except ConnectionLost as error:
             _LOG.debug("a peer on port %d has disconnected: %s", self.address[1], error)
         except LinkError as error:
             _LOG.warning("ended the connection of peer %d on port %d: %s", connection.number, self.address[1], error)

@@ -56,7 +56,7 @@ class RayMachines:
         record: ProcessRecord = self._run(node, _START_S, _start_there, order, self._threads)
         return replace(record, machine=node)
 
-    def took(self, n: int, record: ProcessRecord) -> None:
+    def adopt(self, n: int, record: ProcessRecord) -> None:
         """Register its machine, which may have rejoined Ray since."""
         self._nodes[n] = self._node_of(record)
 

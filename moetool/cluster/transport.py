@@ -18,7 +18,7 @@ from typing import Any
 
 from moetool.base.errors import MoetoolError, first_line
 from moetool.cluster.certificates import Identity
-from moetool.cluster.frames import Frame, FrameConnection, Late, LinkError, Lost, dial, pack
+from moetool.cluster.frames import ConnectionLost, DeadlineExceeded, Frame, FrameConnection, LinkError, dial, pack
 from moetool.cluster.links import Links
 from moetool.cluster.listener import HANDSHAKE_S, Acceptor
 
@@ -260,7 +260,7 @@ class Channel:
         try:
             self._links.sending(self._server, len(answer.data), answer.by)
             answer.sent = connection.send_at_once(answer.data)
-        except Lost:
+        except ConnectionLost:
             self._end_direct(answer)
         except BaseException:  # part of the message may have been sent
             self._end_direct(answer, LinkError("sending was interrupted"))
@@ -280,15 +280,15 @@ class Channel:
             connection = self._connection
         try:
             if connection is None:
-                raise Lost("the connection is closed")
+                raise ConnectionLost("the connection is closed")
             by = answer.by if timeout is None else min(answer.by, time.monotonic() + timeout)
             frame = self._numbered(answer, connection.receive(by, poll_s=self._poll_s))
-        except Late as error:
+        except DeadlineExceeded as error:
             if time.monotonic() < answer.by:
                 self._release(answer)
             else:
                 self._end_direct(answer, error)
-        except Lost:
+        except ConnectionLost:
             self._end_direct(answer)
         except LinkError as error:
             self._end_direct(answer, error)
@@ -401,7 +401,7 @@ class Channel:
                 self._links.sending(self._server, size, answer.by)
             try:
                 return self._exchange(answer)
-            except Lost as error:
+            except ConnectionLost as error:
                 if fresh or self._closed:
                     raise
                 _LOG.info("server %d: %s; connecting again", self._server, error)

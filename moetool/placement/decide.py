@@ -173,7 +173,7 @@ def decide(
 
     def propose(tokens_GLE: np.ndarray, spare: int) -> np.ndarray:
         demand = Demand(
-            spec=spec, cluster=planner.leaving_free(cluster, spare * spec.slot_bytes), tokens_GLE=tokens_GLE
+            spec=spec, cluster=planner.with_reserved(cluster, spare * spec.slot_bytes), tokens_GLE=tokens_GLE
         )
         problem = Problem(demand=demand, latency=costs.latency, seed=replanner.seed, start_GLE=old_GLE)
         return planner.place(replanner.planner, problem, dict(replanner.options))

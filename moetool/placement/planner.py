@@ -77,7 +77,7 @@ def require_room(spec: ModelSpec, cluster: Cluster) -> None:
         )
 
 
-def leaving_free(cluster: Cluster, num_bytes: int) -> Cluster:
+def with_reserved(cluster: Cluster, num_bytes: int) -> Cluster:
     """Return the cluster with `num_bytes` more of each GPU reserved."""
 
     def leave(gpu: Gpu) -> Gpu:

@@ -118,7 +118,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
+class GatheredPrompts:
     """Prompts and their origins.
 
     Attributes:
@@ -151,7 +151,9 @@ def load(sources: Sequence[str], *, max_prompts: int | None = None) -> list[Prom
     return gather(sources, max_prompts=max_prompts).prompts
 
 
-def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: DataOptions | None = None) -> Gathered:
+def gather(
+    sources: Sequence[str], *, max_prompts: int | None = None, options: DataOptions | None = None
+) -> GatheredPrompts:
     """Collect the prompts of the sources, in their order; a source named twice counts once.
 
     Args:
@@ -196,7 +198,7 @@ def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: D
         raise UsageError(
             "data.task is for one public data set, and several are named; write NAME:TASK for each instead"
         )
-    gathered = Gathered(prompts=[], origins=[])
+    gathered = GatheredPrompts(prompts=[], origins=[])
     for part in parts:
         _take(part, max_prompts, seen, gathered)
     return gathered
@@ -232,7 +234,7 @@ class _Source:
     name: str
 
 
-def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None, gathered: Gathered) -> None:
+def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None, gathered: GatheredPrompts) -> None:
     """Move the prompts of a source that are not duplicates to `gathered`."""
     before = (seen.num_exact, seen.num_near) if seen else (0, 0)
     taken: list[Prompt] = []

@@ -13,7 +13,7 @@ import torch
 from moetool.base import durable
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.families import require_substitutable
-from moetool.caching.devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
+from moetool.caching.devices import DevicePolicies, Pool, build_policies, open_pool, split_slots, without_pinned
 from moetool.caching.layer_slots import SHARES, equal_slots, scaled_down
 from moetool.caching.plan import CachePlan, PrefetchLimits
 from moetool.caching.policy import Policy, build_policy, policy_class
@@ -22,7 +22,7 @@ from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
 from moetool.runtime.budget import Budget, Wishes, divide_memory
-from moetool.runtime.experts.device_stores import Store, begin_with, fill_device, open_stores
+from moetool.runtime.experts.device_stores import Store, fill_device, load_residents, open_stores
 from moetool.runtime.experts.expected_use import read_order
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore, open_store
@@ -50,8 +50,7 @@ def build_engine(
     plan: CachePlan | None = None,
     policy: str | None = None,
     predictor: Path | None = None,
-    device_memory_bytes: int | None = None,
-    budget: Budget | None = None,
+    device_memory_bytes: int | Budget | None = None,
     log: Path | None = None,
     open_runtime: Callable[[LoadedModel, Pool, Store], ExpertRuntime] = ExpertRuntime,
 ) -> Engine:
@@ -60,9 +59,8 @@ def build_engine(
     Args:
         plan: default for policy, predictor and slots.
         policy: cache policy (default: the plan's, else `lru`).
-        device_memory_bytes: total for dense weights, KV cache, predictor and expert slots (default: the plan's; without
-            a plan, every expert gets a slot).
-        budget: the division of memory (default: that of `device_memory_bytes` with the options' KV cache and chunks).
+        device_memory_bytes: total for dense weights, KV cache, predictor and expert slots, divided with the options' KV
+            cache and chunks; or its division (default: the plan's total; without a plan, every expert gets a slot).
         log: path of the server's own trace.
         open_runtime: opens the runtime that computes experts (default: on this machine).
 
@@ -94,7 +92,9 @@ def build_engine(
         if plan is not None:
             plan.check(loaded.spec)
         predicts = _predictor(kind, predictor, plan if from_plan else None)
-        if budget is None:
+        if isinstance(device_memory_bytes, Budget):
+            budget = device_memory_bytes
+        else:
             planned = plan is not None and device_memory_bytes is None
             wishes = Wishes(
                 options=options,
@@ -118,7 +118,7 @@ def build_engine(
             raise UsageError(
                 f"policy {name} {why} depending on cached experts, but deterministic=true; choose another policy"
             )
-        learned: Learned = built if len(policies) == 1 else Learners(policies)
+        learned: Learned = built if len(policies) == 1 else DevicePolicies(policies)
         state = Path(options.state) if options.state else None
         if state is not None:
             durable.require_writable(state)
@@ -161,7 +161,7 @@ def build_engine(
             else:
                 warm = WarmStart(loaded.spec, name, learned, lambda: residency.residents)
             assert isinstance(store, ExpertStore)
-            begin_with(warm.restore(), residency, store)
+            load_residents(warm.restore(), residency, store)
             save = warm.save
         order = ""
         if options.host_memory_bytes:

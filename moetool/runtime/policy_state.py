@@ -20,7 +20,7 @@ _RESIDENTS = "residents"
 
 
 class Learned(Protocol):
-    """A `moetool.caching.policy.Policy`, or `moetool.caching.devices.Learners`."""
+    """A `moetool.caching.policy.Policy`, or `moetool.caching.devices.DevicePolicies`."""
 
     spec: ModelSpec
 

@@ -11,7 +11,7 @@ import numpy as np
 from moetool.base.assets import cache_folder
 from moetool.base.errors import MoetoolError
 from moetool.base.types import ModelSpec
-from moetool.caching.policy_changes import LearnedByAll, PolicyChanges, PolicyChoice
+from moetool.caching.policy_changes import CombinedPolicyState, PolicyChanges, PolicyChoice
 from moetool.runtime.policy_state import Learned, read_array, read_facts, restore_state, save_state
 from moetool.runtime.recording.live_oracle import CANDIDATES
 
@@ -115,7 +115,7 @@ class WarmStart:
             now = changes.current
             return {"in_force": now.policy, "pool": now.pool, "slots": str(num_slots)}
 
-        return cls(changes.spec, _ALL, LearnedByAll(changes, known), residents, facts)
+        return cls(changes.spec, _ALL, CombinedPolicyState(changes, known), residents, facts)
 
     def restore(self) -> Sequence[int]:
         """Restore the policy's state from earlier runs.

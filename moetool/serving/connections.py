@@ -312,7 +312,7 @@ class HttpConnection(H11Protocol):
         period_s = min(options.unread_timeout_s, options.send_timeout_s)
         before, cycle, unread_s = self.transport.get_write_buffer_size(), self.cycle, 0.0
 
-        def look() -> None:
+        def check_reader() -> None:
             nonlocal unread_s
             self.send_timer = None
             left = self.transport.get_write_buffer_size()
@@ -325,9 +325,9 @@ class HttpConnection(H11Protocol):
                 self.shared.unread += 1
                 self.transport.abort()
             else:
-                self.send_timer = self.loop.call_later(period_s, look)
+                self.send_timer = self.loop.call_later(period_s, check_reader)
 
-        self.send_timer = self.loop.call_later(period_s, look)
+        self.send_timer = self.loop.call_later(period_s, check_reader)
 
     def _dismiss(self, status: int, message: str, *headers: str) -> None:
         """Answer invalid bytes, and close."""

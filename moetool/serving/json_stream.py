@@ -7,7 +7,7 @@ class Malformed(Exception):
     """The text does not follow the format."""
 
 
-class Feed:
+class TextBuffer:
     """Text that has arrived and was not consumed yet.
 
     Attributes:
@@ -66,7 +66,7 @@ class Feed:
         return self._taken
 
 
-def next_char(feed: Feed) -> Generator[None, None, str]:
+def next_char(feed: TextBuffer) -> Generator[None, None, str]:
     """Peek at the next character that is not a space; empty at the end."""
     while True:
         count = 0
@@ -78,7 +78,7 @@ def next_char(feed: Feed) -> Generator[None, None, str]:
         yield None
 
 
-def expect(feed: Feed, mark: str) -> Generator[None, None, bool]:
+def expect(feed: TextBuffer, mark: str) -> Generator[None, None, bool]:
     """Consume a mark and spaces before it if it is next; return whether it was."""
     yield from next_char(feed)
     while (found := feed.starts(mark)) is None:
@@ -88,7 +88,7 @@ def expect(feed: Feed, mark: str) -> Generator[None, None, bool]:
     return found
 
 
-def until(feed: Feed, mark: str, *, keep: bool = False) -> Generator[None, None, str]:
+def until(feed: TextBuffer, mark: str, *, keep: bool = False) -> Generator[None, None, str]:
     """Consume the text up to a mark, and the mark unless `keep`. Raises: Malformed where the text ends first."""
     while (at := feed.find(mark)) < 0:
         if feed.ended:
@@ -100,7 +100,7 @@ def until(feed: Feed, mark: str, *, keep: bool = False) -> Generator[None, None,
     return text
 
 
-def json_value(feed: Feed) -> Generator[str | None, None, None]:
+def json_value(feed: TextBuffer) -> Generator[str | None, None, None]:
     """Yield one JSON value in pieces; an incomplete one at the end is yielded as far as it goes."""
     depth, quoted, escaped, begun = 0, False, False, False
     while True:

@@ -9,7 +9,7 @@ from typing import Any
 from moetool.runtime.request import TokenLogprob
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import ScoredToken, TextPiece
-from moetool.serving.json_stream import Feed
+from moetool.serving.json_stream import TextBuffer
 from moetool.serving.tool_calls import AnswerPart, Parsing, ToolParser
 
 Json = dict[str, Any]
@@ -124,7 +124,7 @@ class ChatReply(Reply):
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, *args: Any, parse: Callable[[Feed], Parsing] | None = None, several: bool = True, **rest: Any
+        self, *args: Any, parse: Callable[[TextBuffer], Parsing] | None = None, several: bool = True, **rest: Any
     ) -> None:
         super().__init__(*args, **rest)
         self._parse = parse

@@ -1,6 +1,6 @@
 """Tool calls in the text of an answer: one incremental parser per format.
 
-A parser is a generator over a `Feed`: it yields certain parts, and None where it needs more text.
+A parser is a generator over a `TextBuffer`: it yields certain parts, and None where it needs more text.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from moetool.serving.json_stream import Feed, Malformed, expect, json_value, next_char, until
+from moetool.serving.json_stream import Malformed, TextBuffer, expect, json_value, next_char, until
 
 
 class AnswerPart(NamedTuple):
@@ -25,8 +25,8 @@ Parsing = Generator[AnswerPart | None, None, None]
 class ToolParser:
     """The parts of one answer."""
 
-    def __init__(self, parse: Callable[[Feed], Parsing]) -> None:
-        self._feed = Feed()
+    def __init__(self, parse: Callable[[TextBuffer], Parsing]) -> None:
+        self._feed = TextBuffer()
         self._parsing: Iterator[AnswerPart | None] = parse(self._feed)
 
     def push(self, text: str, *, last: bool = False) -> list[AnswerPart]:
@@ -53,7 +53,7 @@ class ToolFormat:
         always: whether answers have this format even without tools.
     """
 
-    parse: Callable[[Feed], Parsing]
+    parse: Callable[[TextBuffer], Parsing]
     signs: Sequence[str]
     unlike: Sequence[str] = ()
     shown: Sequence[str] = ()
@@ -68,10 +68,10 @@ def format_of(template: str) -> str | None:
     return None
 
 
-def named_call(name: str) -> Callable[[Feed], Parsing]:
+def named_call(name: str) -> Callable[[TextBuffer], Parsing]:
     """Return the parser of an answer that a grammar limits to the arguments of one call."""
 
-    def parse(feed: Feed) -> Parsing:
+    def parse(feed: TextBuffer) -> Parsing:
         yield AnswerPart("name", name)
         while True:
             yield AnswerPart("arguments", feed.take())
@@ -82,20 +82,20 @@ def named_call(name: str) -> Callable[[Feed], Parsing]:
     return parse
 
 
-def required_calls(feed: Feed) -> Parsing:
+def required_calls(feed: TextBuffer) -> Parsing:
     """Return the parser of an answer that a grammar limits to an array of calls."""
     if (yield from next_char(feed)) == "[":
         yield from _array(feed)
 
 
-def _hermes(feed: Feed) -> Parsing:
+def _hermes(feed: TextBuffer) -> Parsing:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write it."""
     while (yield from _content(feed, "<tool_call>")):
         if (yield from _object(feed, "<tool_call>")):
             yield from expect(feed, "</tool_call>")
 
 
-def _mistral(feed: Feed) -> Parsing:
+def _mistral(feed: TextBuffer) -> Parsing:
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}]`, and since v11 `[TOOL_CALLS]name[ARGS]{…}` for each."""
     while (yield from _content(feed, "[TOOL_CALLS]")):
         if (yield from next_char(feed)) == "[":
@@ -106,7 +106,7 @@ def _mistral(feed: Feed) -> Parsing:
         yield from _arguments(feed)
 
 
-def _llama3_json(feed: Feed) -> Parsing:
+def _llama3_json(feed: TextBuffer) -> Parsing:
     """`{"name": …, "parameters": {…}}`, at the beginning of the answer or after `<|python_tag|>`."""
     mark = "<|python_tag|>"
     going = (yield from next_char(feed)) == "{"
@@ -117,7 +117,7 @@ def _llama3_json(feed: Feed) -> Parsing:
             going = (yield from next_char(feed)) == "{"
 
 
-def _deepseek(feed: Feed) -> Parsing:
+def _deepseek(feed: TextBuffer) -> Parsing:
     """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name` and a block of JSON; since V3.1 the name, and bare JSON."""
     begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
     while (yield from _content(feed, "<｜tool▁calls▁begin｜>")):  # noqa: RUF001
@@ -132,7 +132,7 @@ def _deepseek(feed: Feed) -> Parsing:
         yield from expect(feed, "<｜tool▁calls▁end｜>")  # noqa: RUF001
 
 
-def _harmony(feed: Feed) -> Parsing:
+def _harmony(feed: TextBuffer) -> Parsing:
     """Messages in channels: `<|channel|>commentary to=functions.name<|message|>{…}<|call|>`, as gpt-oss writes them."""
     role = ""
     while (yield from _content(feed, "<|channel|>")):
@@ -152,7 +152,7 @@ def _harmony(feed: Feed) -> Parsing:
             role = (yield from until(feed, "<|channel|>")) + " "
 
 
-def _body(feed: Feed, kind: Literal["content", "reasoning", "arguments"]) -> Parsing:
+def _body(feed: TextBuffer, kind: Literal["content", "reasoning", "arguments"]) -> Parsing:
     """Yield the text of a message up to its end mark, and consume the mark."""
     ends = ("<|end|>", "<|call|>", "<|return|>")
     while True:
@@ -197,7 +197,7 @@ FORMATS: dict[str, ToolFormat] = {
 """Formats by their name in `--set server.tool_format`; a template's format is the first whose mark it contains."""
 
 
-def _content(feed: Feed, mark: str) -> Generator[AnswerPart | None, None, bool]:
+def _content(feed: TextBuffer, mark: str) -> Generator[AnswerPart | None, None, bool]:
     """Yield text up to a mark, without the space before it, and consume the mark; return whether it came."""
     while (at := feed.find(mark)) < 0:
         if feed.ended:
@@ -210,7 +210,7 @@ def _content(feed: Feed, mark: str) -> Generator[AnswerPart | None, None, bool]:
     return True
 
 
-def _arguments(feed: Feed) -> Generator[AnswerPart | None, None, None]:
+def _arguments(feed: TextBuffer) -> Generator[AnswerPart | None, None, None]:
     """Yield an object as the arguments of the current call. Raises: Malformed."""
     if (yield from next_char(feed)) != "{":
         raise Malformed
@@ -218,7 +218,7 @@ def _arguments(feed: Feed) -> Generator[AnswerPart | None, None, None]:
         yield None if piece is None else AnswerPart("arguments", piece)
 
 
-def _array(feed: Feed) -> Parsing:
+def _array(feed: TextBuffer) -> Parsing:
     """An array of calls."""
     yield from expect(feed, "[")
     while (yield from next_char(feed)) == "{":
@@ -227,7 +227,7 @@ def _array(feed: Feed) -> Parsing:
     yield from expect(feed, "]")
 
 
-def _object(feed: Feed, before: str) -> Generator[AnswerPart | None, None, bool]:
+def _object(feed: TextBuffer, before: str) -> Generator[AnswerPart | None, None, bool]:
     """Yield one call as an object; other text becomes content after `before`. Return whether it was a call."""
     feed.remember()
     named = False
@@ -242,7 +242,7 @@ def _object(feed: Feed, before: str) -> Generator[AnswerPart | None, None, bool]
     return named
 
 
-def _members(feed: Feed) -> Parsing:
+def _members(feed: TextBuffer) -> Parsing:
     """Yield the parts of a call's object. Raises: Malformed."""
     if not (yield from expect(feed, "{")):
         raise Malformed
@@ -274,7 +274,7 @@ def _members(feed: Feed) -> Parsing:
         raise Malformed
 
 
-def _whole(feed: Feed) -> Generator[None, None, str]:
+def _whole(feed: TextBuffer) -> Generator[None, None, str]:
     """Return one JSON value as text. Raises: Malformed where it is invalid or incomplete."""
     pieces: list[str] = []
     for piece in json_value(feed):

@@ -8,7 +8,7 @@ from typing import Any
 from moetool.runtime.request import EngineLike, Grammar
 from moetool.serving.grammars import Grammars, arguments_schema, calls_schema
 from moetool.serving.http_errors import Refusal
-from moetool.serving.json_stream import Feed
+from moetool.serving.json_stream import TextBuffer
 from moetool.serving.request_schema import ChatRequest, ConversationRequest, ToolChoice
 from moetool.serving.tool_calls import FORMATS, Parsing, format_of, named_call, required_calls
 
@@ -24,7 +24,7 @@ class ToolUse:
     """
 
     grammar: Grammar | None = None
-    parse: Callable[[Feed], Parsing] | None = None
+    parse: Callable[[TextBuffer], Parsing] | None = None
     shown: frozenset[int] = frozenset()
 
 

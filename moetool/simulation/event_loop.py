@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from moetool.base.types import Cluster, ModelSpec
 from moetool.simulation.replica_choice import Routing
-from moetool.simulation.simulated_costs import Computing, Network
+from moetool.simulation.simulated_costs import GpuSeconds, Network
 from moetool.simulation.workload import SimulatedRequest
 
 ARRIVE, ROUND, TICK, WINDOW, CALL, READY, SEND, WORK, BACK = range(9)
@@ -51,7 +51,7 @@ class SimulatedMachines:
     spec: ModelSpec
     cluster: Cluster
     network: Network
-    computing: Computing
+    computing: GpuSeconds
     bytes_per_token: int
 
 

@@ -56,7 +56,7 @@ def read_settings(values: Mapping[str, Any]) -> tuple[SimulationOptions, Assumed
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class SimulationInputs:
     """The cluster and the requests shared by runs.
 
     Attributes:
@@ -99,7 +99,7 @@ def read_world(
     cluster: Cluster,
     options: SimulationOptions,
     predictor: "Predictor | None" = None,
-) -> World:
+) -> SimulationInputs:
     """Read the traces of a cluster's servers.
 
     Args:
@@ -148,7 +148,7 @@ def read_world(
                 )
             tokens_GLE[first : first + len(server.gpus)] = counted[like]
         first += len(server.gpus)
-    return World(
+    return SimulationInputs(
         spec=spec,
         cluster=cluster,
         sources=sources,
@@ -186,7 +186,7 @@ class ModeInputs:
 
 
 def simulate(
-    world: World,
+    world: SimulationInputs,
     mode: str,
     arrivals: str,
     requests: int,
@@ -293,7 +293,7 @@ def _options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**for_all, **given.get(name, {})}
 
 
-def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route], np.ndarray]:
+def _prediction(world: SimulationInputs, predictor: "Predictor | None") -> Callable[[Route], np.ndarray]:
     """Return a function for the expected expert calls of a request: the prompt's prediction, extended to new tokens.
 
     A predictor of prompts sees only the prompt's tokens, as for waiting requests, and replies have the history's mean

@@ -41,7 +41,7 @@ class AssumedCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Computing:
+class GpuSeconds:
     """Seconds on a GPU of speed 1, by tokens.
 
     Attributes:
@@ -55,16 +55,16 @@ class Computing:
     expert: list[float]
 
 
-def assumed(costs: AssumedCosts, most_tokens: int) -> Computing:
+def assumed(costs: AssumedCosts, most_tokens: int) -> GpuSeconds:
     """Return tables of assumed costs."""
-    return Computing(
+    return GpuSeconds(
         name="assumed costs, no profile",
         dense=[0.0, *(costs.dense_s + costs.dense_token_s * n for n in range(most_tokens))],
         expert=[0.0, *(costs.expert_s + costs.expert_token_s * n for n in range(most_tokens))],
     )
 
 
-def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: int) -> Computing:
+def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: int) -> GpuSeconds:
     """Return tables of a profile: attention, router and shared experts are the dense part.
 
     Args:
@@ -78,7 +78,7 @@ def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: i
     known = profile.on("cuda" if "cuda" in devices else "cpu")
     sizes = range(1, most_tokens + 1)
     attention = [known.attention(context), *(known.prompt_attention(n) for n in sizes[1:])]
-    return Computing(
+    return GpuSeconds(
         name=f"profile of {profile.spec.name}",
         dense=[
             0.0,
@@ -174,7 +174,7 @@ def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") ->
     )
 
 
-def mean_call_s(computing: Computing, requests: Sequence[SimulatedRequest]) -> float:
+def mean_call_s(computing: GpuSeconds, requests: Sequence[SimulatedRequest]) -> float:
     """Return the mean seconds of an expert call per token; tokens of a prompt share calls.
 
     Source: DIRECTOR § VI-A, whose f_comp is profiled.
@@ -189,7 +189,7 @@ def mean_call_s(computing: Computing, requests: Sequence[SimulatedRequest]) -> f
     return sum(computing.expert[tokens] * n for tokens, n in calls.items()) / sum(t * n for t, n in calls.items())
 
 
-def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: int, call_s: float = 0.0) -> Latency:
+def planning_latency(cluster: Cluster, computing: GpuSeconds, bytes_per_token: int, call_s: float = 0.0) -> Latency:
     """Return the simulated machine's costs for planners: straight lines through 0.
 
     Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moetool.base.config import parse_bytes
 from moetool.base.errors import UsageError, unknown_name
 from moetool.base.types import Cluster, Server
-from moetool.simulation.simulate import World, read_world, simulate
+from moetool.simulation.simulate import SimulationInputs, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 
@@ -63,7 +63,7 @@ def sweep(
     """
     options = options or SimulationOptions()
     names, runs = list(swept), []
-    worlds: dict[tuple[str | None, str | None], World] = {}
+    worlds: dict[tuple[str | None, str | None], SimulationInputs] = {}
     for values in product(*(swept[name] for name in names)):
         at = dict(zip(names, values, strict=True))
         key = at.get("gpus"), at.get("seed")

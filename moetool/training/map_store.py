@@ -18,7 +18,7 @@ _BINS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Likeness:
+class SimilarityCorrelation:
     """Relation of one similarity score to the hit rate, over pairs of a held-out iteration and a stored map.
 
     Attributes:
@@ -59,8 +59,8 @@ class MapReport(JsonRecord):
     capacity: int
     bytes: int
     iterations: int
-    meaning: Likeness | None
-    path: Likeness
+    meaning: SimilarityCorrelation | None
+    path: SimilarityCorrelation
     distance: int
     selected: float
     selected_share: float
@@ -173,7 +173,7 @@ class _Pairs:
             self._likeness[0].append(search.semantic_C())
         self._likeness[1].append(search.trajectory_C())
 
-    def likeness(self, kind: int) -> Likeness:
+    def likeness(self, kind: int) -> SimilarityCorrelation:
         like_NC, hits_NC = np.stack(self._likeness[kind]), np.stack(self._hits)
         like, hits = like_NC.ravel().astype(np.float64), hits_NC.ravel().astype(np.float64)
         varies = like.std() > 0 and hits.std() > 0
@@ -183,7 +183,7 @@ class _Pairs:
         means = np.bincount(bin_of, hits, minlength=_BINS) / np.maximum(pairs, 1)
         best_N = like_NC.argmax(axis=1)
         rows_N = np.arange(len(best_N))
-        return Likeness(
+        return SimilarityCorrelation(
             pearson=float(np.corrcoef(like, hits)[0, 1]) if varies else None,
             bins=tuple(
                 (float(edges[i]), float(edges[i + 1]), float(means[i]), int(pairs[i])) for i in range(_BINS) if pairs[i]

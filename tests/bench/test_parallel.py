@@ -12,7 +12,7 @@ import pytest
 
 from moetool.bench.bench_result import show
 from moetool.bench.expert_parallelism import RankBenchOptions, bench_parallel
-from moetool.cluster.launch import Where
+from moetool.cluster.launch import ClusterAddress
 from moetool.cluster.parallel.rank_launch import RankProcesses
 from tests.ranks import Answers, ThreadRanks, open_head
 
@@ -41,7 +41,7 @@ def test_micro_batches(emulated: dict[str, float], reference: Path, tokenizer: A
     heads = []
     try:
         for parts in (1, 2):
-            launcher = RankProcesses(Where(count=3), [f"rank {n}" for n in range(3)], threads=1)
+            launcher = RankProcesses(ClusterAddress(count=3), [f"rank {n}" for n in range(3)], threads=1)
             heads.append(open_head(reference, tokenizer, launcher=launcher, micro_batches=parts, **options))
         taken: list[list[float]] = []
         found: list[list[list[int]]] = []

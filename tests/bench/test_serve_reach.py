@@ -440,7 +440,7 @@ def test_second_start_on_published_routes() -> None:
                 _run(spec, earlier, first, 0)
                 policy.restore(taught.state())
                 for key in earlier.slot_of:
-                    residency.bring(key)
+                    residency.load_into_free_slot(key)
             before = residency.counts
             _run(spec, residency, later, 10_000)
             hits.append((residency.counts - before).hit_rate)

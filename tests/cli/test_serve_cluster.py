@@ -10,11 +10,11 @@ import pytest
 
 from moetool.base.errors import UsageError
 from moetool.cli import main as cli
-from moetool.cli.watch import Watch
+from moetool.cli.watch import SchedulerWithPage
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge import server_settings
 from moetool.cluster.edge.scheduler import SchedulerOptions
-from moetool.cluster.launch import Where, parse_where
+from moetool.cluster.launch import ClusterAddress, parse_where
 from moetool.placement.plan import PlacementPlan
 from moetool.runtime.serve_options import ServeOptions
 from tests.edge_process import write_plan
@@ -114,15 +114,17 @@ def test_the_scheduler_keeps_to_whole_layers(plan: Path, tmp_path: Path) -> None
         ("whole_layers", {"planner": "prism"}, "prism"),
         ("uniform", {}, SchedulerOptions().planner),
     ):
-        watch = Watch({"scheduler": given}, replace(made, planner=name), print, tmp_path / "state.json")
+        watch = SchedulerWithPage({"scheduler": given}, replace(made, planner=name), print, tmp_path / "state.json")
         assert watch.scheduler.options.planner == expected
     made = replace(made, planner="whole_layers", options={"call_s": 1e-3, "forward_tokens": 2})
     given = {"options": {"forward_tokens": 8}}
-    watch = Watch({"scheduler": given}, made, print, tmp_path / "state.json")
+    watch = SchedulerWithPage({"scheduler": given}, made, print, tmp_path / "state.json")
     assert watch.scheduler.options.options == {"call_s": 1e-3, "forward_tokens": 8}
     with pytest.raises(UsageError, match="options: Input should be a valid dictionary"):
-        Watch({"scheduler": {"options": 3}}, made, print, tmp_path / "state.json")
-    Watch({}, replace(made, planner="lab.planner", options={"x": 1}), print, tmp_path / "state.json")  # is not imported
+        SchedulerWithPage({"scheduler": {"options": 3}}, made, print, tmp_path / "state.json")
+    SchedulerWithPage(
+        {}, replace(made, planner="lab.planner", options={"x": 1}), print, tmp_path / "state.json"
+    )  # is not imported
 
 
 def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +134,7 @@ def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytes
 
 
 def test_where() -> None:
-    assert parse_where("local:3") == Where(count=3)
-    assert parse_where("10.0.0.7:6379") == Where(address="10.0.0.7:6379")
+    assert parse_where("local:3") == ClusterAddress(count=3)
+    assert parse_where("10.0.0.7:6379") == ClusterAddress(address="10.0.0.7:6379")
     with pytest.raises(UsageError, match="neither local:N nor the host:port"):
         parse_where("10.0.0.7")

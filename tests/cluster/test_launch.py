@@ -19,7 +19,7 @@ from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.cluster.certificates import Authority, self_signed
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.fork_server import ForkServer
-from moetool.cluster.launch import Detached, Where, Workers
+from moetool.cluster.launch import ClusterAddress, Detached, Workers
 from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
 from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, lives, start_process
 from tests.identities import identity
@@ -32,7 +32,7 @@ NAMES = ("first", "second")
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    made = Workers(Where(count=2), build, [{"name": "a"}, {"name": "b"}], NAMES, threads=1)
+    made = Workers(ClusterAddress(count=2), build, [{"name": "a"}, {"name": "b"}], NAMES, threads=1)
     yield made
     made.close()
 
@@ -98,7 +98,7 @@ def test_a_worker_that_cannot_be_built_says_why(workers: Workers) -> None:
 
 
 def test_a_worker_that_hangs_does_not_keep_its_head_from_closing() -> None:
-    made = Workers(Where(count=1), build, [{"name": "a"}], ["first"])
+    made = Workers(ClusterAddress(count=1), build, [{"name": "a"}], ["first"])
     pid = made.pid(0)
     assert made.call(0, "say", "hello") == "a: hello"
     psutil.Process(pid).suspend()
@@ -156,7 +156,7 @@ def test_the_next_head_takes_over_those_that_live(tmp_path: Path) -> None:
     living = folder.living()
     assert list(living) == ["first"] and living["first"].pid == first
     detached = Detached(folder=folder, living=living, orphan_s=1.0)
-    made = Workers(Where(count=2), build, [{"name": "c"}, {"name": "d"}], NAMES, detached=detached)
+    made = Workers(ClusterAddress(count=2), build, [{"name": "c"}, {"name": "d"}], NAMES, detached=detached)
     assert made.taken_over == [0] and made.pid(0) == first
     assert made.call(0, "say", "hello") == "a: hello" and made.call(1, "say", "hello") == "d: hello"
     told = threading.Event()
@@ -178,7 +178,7 @@ def test_a_worker_that_does_not_start_ends_none_that_was_taken_over(tmp_path: Pa
         port = taken.getsockname()[1] - 1
         detached = Detached(folder=folder, living=folder.living(), orphan_s=1.0, port=port)
         arguments = [{"name": "c"}, {"name": "d"}]
-        made = Workers(Where(count=2), build, arguments, NAMES, detached=detached)
+        made = Workers(ClusterAddress(count=2), build, arguments, NAMES, detached=detached)
         assert made.is_started(0) and not made.is_started(1) and made.pid(0) == first
         with pytest.raises(MoetoolError, match=rf"cannot start a worker: cannot listen .* port {port + 1}"):
             made.restart(1)
@@ -192,7 +192,7 @@ def test_only_a_head_of_the_cluster_calls_a_process(tmp_path: Path) -> None:
     folder = ClusterFolder("c", tmp_path)
     head = folder.identity("head")
     assert head == folder.identity("head") and head.name == "head"
-    made = Workers(Where(count=1), build, [{"name": "a"}], ["first"], detached=Detached(folder=folder))
+    made = Workers(ClusterAddress(count=1), build, [{"name": "a"}], ["first"], detached=Detached(folder=folder))
     assert made.call(0, "say", "x") == "a: x"
     (record,) = folder.living().values()
     assert serves(record, head)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moetool.cluster.launch import Where
+from moetool.cluster.launch import ClusterAddress
 from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.cluster.parallel.rank_launch import RankProcesses
@@ -23,7 +23,7 @@ GPUS = 3
 @pytest.fixture(scope="module")
 def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
     """Three ranks, each a process."""
-    launcher = RankProcesses(Where(count=GPUS), [f"rank {n}" for n in range(GPUS)], threads=1)
+    launcher = RankProcesses(ClusterAddress(count=GPUS), [f"rank {n}" for n in range(GPUS)], threads=1)
     made = open_head(reference, tokenizer, gpus=GPUS, launcher=launcher, seats=2, timeout_s=4.0)
     yield made
     made.close()
@@ -32,7 +32,7 @@ def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_is_lost_under_load(head: RankHead, tokenizer: Any, sign: signal.Signals) -> None:
     eventually(lambda: head.metrics()["ranks"] == GPUS, within_s=120)
-    head.settle()
+    head.wait_idle()
     head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     prompts = [tokenizer(text)["input_ids"] for text in ("The capital of", "def add(a, b):", "12 + 30 =", "Once upon")]
     answers = Answers(head)

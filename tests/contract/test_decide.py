@@ -27,7 +27,7 @@ from moetool.placement.scoring import remote_call_s
 from moetool.simulation.event_loop import EventLoop, SimulatedMachines
 from moetool.simulation.placement_control import SimulatedReplacement
 from moetool.simulation.replica_choice import Routing
-from moetool.simulation.simulated_costs import Computing, make_network
+from moetool.simulation.simulated_costs import GpuSeconds, make_network
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import SimulatedRequest, lay_out
 from tests.clusters import make_cluster
@@ -125,7 +125,7 @@ def by_simulator(planner: str, call_s: float) -> Eq4:
         spec=SPEC,
         cluster=CLUSTER,
         network=network,
-        computing=Computing(name="test", dense=[0.0] * 99, expert=[0.0] * 99),
+        computing=GpuSeconds(name="test", dense=[0.0] * 99, expert=[0.0] * 99),
         bytes_per_token=SPEC.hidden_size * 2,
     )
     control = SimulatedReplacement(

@@ -13,12 +13,12 @@ import torch
 from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.types import GateEvent
 from moetool.bench import serve, serving_setup
-from moetool.bench.forced_routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
+from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, ReplayedRequest, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.bench.serve import bench_serve
 from moetool.bench.serving_results import RESIDENT, tables
 from moetool.bench.serving_runs import Workload, run_engine
-from moetool.bench.serving_setup import ServingBenchOptions, Subject
+from moetool.bench.serving_setup import BenchModel, ServingBenchOptions
 from moetool.caching.policies import lru
 from moetool.caching.policy import build_policy
 from moetool.cli import main as cli
@@ -56,15 +56,18 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def subject(folder: Path) -> Subject:
-    return Subject(shape=str(folder / "tiny"), layers=4, routes=folder / "routes", work=folder / "work")
+def subject(folder: Path) -> BenchModel:
+    return BenchModel(shape=str(folder / "tiny"), layers=4, routes=folder / "routes", work=folder / "work")
 
 
 def test_the_model_uses_the_experts_and_weights_of_the_trace(folder: Path) -> None:
     trace = Trace(folder / "routes")
     path = random_checkpoint(str(folder / "tiny"), 4, folder / "work")
     loaded, full = load_lazy(Checkpoint.open(path), torch.float32), load_full(Checkpoint.open(path), torch.float32)
-    chosen = [Chosen(request=7, prompt_tokens=5, tokens=10), Chosen(request=2, prompt_tokens=9, tokens=14)]
+    chosen = [
+        ReplayedRequest(request=7, prompt_tokens=5, tokens=10),
+        ReplayedRequest(request=2, prompt_tokens=9, tokens=14),
+    ]
     part = write_part(trace, bench_spec(loaded.spec, trace), chosen, folder / "work")
     forced = ForcedRoutes(loaded.layers, part)
     forced.attach(full.layers)
@@ -115,8 +118,8 @@ def _run_plain(model: Any, workload: Workload, forced: ForcedRoutes) -> None:
     batcher.close()
 
 
-def test_counts_equal_replays_for_every_policy(folder: Path, subject: Subject) -> None:
-    subject = Subject(
+def test_counts_equal_replays_for_every_policy(folder: Path, subject: BenchModel) -> None:
+    subject = BenchModel(
         shape=subject.shape, layers=4, routes=subject.routes, predictor=folder / "affinity", work=subject.work
     )
     made = bench_serve(
@@ -161,7 +164,7 @@ class _Card:
         self.card = card
 
 
-def test_other_routes_than_the_traces_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_routes_than_the_traces_are_detected(subject: BenchModel, monkeypatch: pytest.MonkeyPatch) -> None:
     class Shifted(ForcedRoutes):
         def begin_forward(self, info: Any) -> None:
             super().begin_forward(info)
@@ -180,25 +183,25 @@ def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> No
         ("top", make_spec(4, 8, 3)),
     ):
         routes = write_trace(tmp_path / name, spec, num_requests=3)
-        subject = Subject(shape=str(folder / "tiny"), routes=routes, work=folder / "work")
+        subject = BenchModel(shape=str(folder / "tiny"), routes=routes, work=folder / "work")
         with pytest.raises(MismatchError, match="give routes of the same shape"):
             bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
 
 
-def test_policies_that_fit_no_budget_are_refused(subject: Subject) -> None:
+def test_policies_that_fit_no_budget_are_refused(subject: BenchModel) -> None:
     options = ServingBenchOptions(rounds=1, requests=3, new_tokens=6, threads=1, resident=False)
     with pytest.raises(CapacityError, match=r"can be served: moesys needs 16 slots: left out with .*; give larger"):
         bench_serve(subject, policies=["moesys"], budgets=["25%"], options=options)
 
 
-def test_requests_must_be_long_enough(subject: Subject) -> None:
+def test_requests_must_be_long_enough(subject: BenchModel) -> None:
     options = ServingBenchOptions(requests=3, new_tokens=20)
     with pytest.raises(UsageError, match=r"holds 0 requests of enough tokens, expected 3"):
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=options)
 
 
 def test_policies_that_need_scores_are_refused_on_random_weights(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lru.Policy, "needs", frozenset({"experts", "logits"}))
     with pytest.raises(UsageError, match=r"policy lru needs logits, .* bench it on a MODEL with its own routing"):
@@ -276,7 +279,7 @@ def test_refusals(args: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert says in error and error.count("\n") == 1
 
 
-def test_chunked_prompts_are_timed_as_a_whole_and_read_more(subject: Subject) -> None:
+def test_chunked_prompts_are_timed_as_a_whole_and_read_more(subject: BenchModel) -> None:
     made = {}
     for chunk in (None, 4):
         options = replace(OPTIONS, prefill_chunk=chunk, resident=False)
@@ -290,7 +293,7 @@ def test_chunked_prompts_are_timed_as_a_whole_and_read_more(subject: Subject) ->
     assert parts["prompt_bytes"] > whole["prompt_bytes"]
 
 
-def test_pools_per_layer_count_as_in_replay(subject: Subject) -> None:
+def test_pools_per_layer_count_as_in_replay(subject: BenchModel) -> None:
     options = replace(OPTIONS, pool="layer", resident=False)
     own = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=options).rows
     one = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=replace(options, pool="one")).rows

@@ -26,7 +26,7 @@ from moetool.runtime.experts.copies import ALIGNMENT, open_copies
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import ExpertStore, open_store
 from moetool.runtime.kv import paged_attention
-from moetool.runtime.loop.batched_sampling import Draws, batched_gumbel_scores
+from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores
 from moetool.runtime.loop.sampling import Sampler
 from moetool.runtime.request import SamplingParams
 from moetool.runtime.serve_options import ServeOptions
@@ -263,7 +263,7 @@ def test_a_batch_is_sampled_as_it_would_be_on_a_processor(cuda: torch.device) ->
     logits_BV = torch.randn(len(params), 40_000, generator=torch.Generator().manual_seed(0))
     scores = []
     for device in (torch.device("cpu"), cuda):
-        draws = Draws.of([(each, 7 + i) for i, each in enumerate(params)], 40_000, device)
+        draws = RowSampling.of([(each, 7 + i) for i, each in enumerate(params)], 40_000, device)
         scores.append(batched_gumbel_scores(logits_BV.to(device), draws).cpu())
     assert torch.equal(scores[0].isfinite(), scores[1].isfinite())
     assert torch.equal(scores[0].argmax(-1), scores[1].argmax(-1))

@@ -30,7 +30,9 @@ class Client:
         budget = divide_with_slots(checkpoint, options, SLOTS)
         if lends:
             budget = replace(budget, share=SHARE, first_kv_tokens=128)
-        self.engine: Engine = build_engine(checkpoint, options=options, policy="foresight", budget=budget, log=log)
+        self.engine: Engine = build_engine(
+            checkpoint, options=options, policy="foresight", device_memory_bytes=budget, log=log
+        )
         self.engine.state = "ready"
         self.outputs: dict[int, list[Output]] = {}
 

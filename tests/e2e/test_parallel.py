@@ -97,7 +97,7 @@ def _same_as_alone(head: RankHead, prompts: list[list[int]], alone: Any, rounds:
     with held(head):
         requests = [answers.ask(prompt, 6) for _ in range(rounds) for prompt in prompts]
     tokens = answers.wait(requests)
-    head.settle()
+    head.wait_idle()
     for hook in hooks:
         hook.remove()
     for g in range(GPUS):
@@ -148,7 +148,7 @@ def test_a_decode_step_takes_two_exchanges_a_layer(
         count(name)
     answers = Answers(head)
     answers.wait([answers.ask(prompts[0], 9, ignore_eos=True)])
-    head.settle()
+    head.wait_idle()
     steps = sum(record.steps for record in head.batches[-2:])
     assert steps == 9
     layers = head.spec.num_layers

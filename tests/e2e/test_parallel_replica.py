@@ -84,7 +84,7 @@ def _ask(head: RankHead, prompts: Sequence[list[int]]) -> list[list[int]]:
     with held(head):
         requests = [answers.ask(prompt, 3, ignore_eos=True) for prompt in prompts]
     found = answers.wait(requests)
-    head.settle()
+    head.wait_idle()
     return found
 
 

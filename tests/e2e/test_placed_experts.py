@@ -21,11 +21,11 @@ from moetool.base.types import ForwardInfo, Phase
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.cluster.cluster_options import ClusterOptions
-from moetool.cluster.edge.held_experts import Holding
+from moetool.cluster.edge.held_experts import LocalExperts
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
 from moetool.cluster.edge.placed_experts import PlacedExperts
-from moetool.cluster.edge.protocol import Holders
+from moetool.cluster.edge.protocol import ExpertLocations
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
 from moetool.cluster.listener import listen
@@ -204,7 +204,7 @@ def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
             ]
             for listener in listeners:
                 ends.callback(listener.close)
-            holders = Holders(
+            holders = ExpertLocations(
                 version=1,
                 servers_LE=tuple(
                     tuple(tuple(n for n, share in enumerate(shares) if e % 2 in share) for e in range(num))
@@ -593,10 +593,10 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
         with pytest.raises(MoetoolError):
             nodes[0].experts.handle(Frame(head=asked, parts=parts))
     with pytest.raises(MismatchError, match="belongs to another model"):
-        nodes[0].experts.set_holders(Holders(version=10**6, servers_LE=((),), peers=()))
+        nodes[0].experts.set_holders(ExpertLocations(version=10**6, servers_LE=((),), peers=()))
     node = nodes[0]
     parts = node.experts.residency, node.engine.store
     with pytest.raises(CapacityError, match="server 0 should hold 256 experts but has room for 255"):
-        Holding(0, node.experts.spec, *parts, ALL, 255)  # type: ignore[arg-type]
+        LocalExperts(0, node.experts.spec, *parts, ALL, 255)  # type: ignore[arg-type]
     with pytest.raises(LinkError):
         nodes[0].peers.call(2, {}, (), timeout_s=0.0).result(5)

@@ -11,7 +11,7 @@ from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
-from moetool.runtime.experts.device_stores import begin_with, fill_device
+from moetool.runtime.experts.device_stores import fill_device, load_residents
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import open_store
 from tests import families
@@ -123,7 +123,7 @@ def test_a_residency_that_could_not_hear_of_events_hears_of_the_end_of_their_for
     loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
     residency = Residency(build_policy("lru", loaded.spec, {}, loaded.spec.total_experts))
     store = open_store(loaded, residency)
-    begin_with(range(loaded.spec.total_experts), residency, store)
+    load_residents(range(loaded.spec.total_experts), residency, store)
     eventually(lambda: all(store.holds(key, slot) for key, slot in residency.slot_of.items()))
     runtime = ExpertRuntime(loaded, residency, store, pooled=True)
     ended: list[int] = []

@@ -27,7 +27,7 @@ def _open(kv_tokens: int, *, caching: bool, log: Path | None = None, chunk: int 
     checkpoint = Checkpoint.open("reference")
     options = ServeOptions(prefill_chunk=chunk, kv_tokens=kv_tokens, prefix_caching=caching)
     budget = replace(divide_with_slots(checkpoint, options, 64), **parts)
-    made = build_engine(checkpoint, options=options, policy="lru", budget=budget, log=log)
+    made = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=budget, log=log)
     made.state = "ready"
     return made
 

@@ -233,7 +233,7 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
         checkpoint = Checkpoint.open(reference)
         options = ServeOptions(prefill_chunk=700, kv_tokens=1024, pool="layer", oracle_s=0)
         budget = replace(divide_with_slots(checkpoint, options, 60), **kept)
-        made = build_engine(checkpoint, options=options, policy="foresight", budget=budget, log=log)
+        made = build_engine(checkpoint, options=options, policy="foresight", device_memory_bytes=budget, log=log)
         made.state = "ready"
         for prompt in ("The king said ", "12 * 3 = "):
             for words in (150, 1):

@@ -82,7 +82,7 @@ def test_with_every_expert_resident_it_says_what_the_next_router_says(model: Pat
     for layer in range(spec.num_layers):
         for expert in range(spec.num_experts_L[layer]):
             assert isinstance(warm.residency, Residency)
-            assert warm.residency.bring(spec.expert_key(layer, expert)) is not None
+            assert warm.residency.load_into_free_slot(spec.expert_key(layer, expert)) is not None
     generate(warm, _prompts(), 4)
     warm.close()
     for said_TE, true_TE in _told(policy.events):

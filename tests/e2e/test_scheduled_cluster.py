@@ -11,7 +11,7 @@ import pytest
 from moetool.base.types import Cluster
 from moetool.capture.job import CaptureOptions
 from moetool.capture.run import capture
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo, WorkerStats
+from moetool.cluster.edge.protocol import ArrivedExpert, ExpertLocations, ExpertLocationsUpdate, WorkerInfo, WorkerStats
 from moetool.cluster.edge.replacement import places_of
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.models.checkpoint import Checkpoint
@@ -51,10 +51,10 @@ class NodeWorker:
     def stats(self) -> WorkerStats:
         return self.node.meter.take(0)
 
-    def set_holders(self, holders: Holders) -> None:
+    def set_holders(self, holders: ExpertLocations) -> None:
         self.node.experts.set_holders(holders)
 
-    def change_holders(self, change: HoldersChange) -> bool:
+    def change_holders(self, change: ExpertLocationsUpdate) -> bool:
         return self.node.experts.change_holders(change)
 
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:

@@ -206,7 +206,7 @@ def expert_parallel() -> Kinds:
         with ranks.held(head):
             requests = [answers.ask(tokenizer(text)["input_ids"], 5) for text in (*_TEXTS, *reversed(_TEXTS))]
         tokens = answers.wait(requests, timeout_s=240.0)
-        head.settle()
+        head.wait_idle()
         batches = [
             [record.requests, record.steps, record.rows, record.tokens_GLE.tolist(), record.version]
             for record in head.batches

@@ -8,7 +8,7 @@ from typing import Any
 
 from moetool.base import tables as printed
 from moetool.bench.bench_result import BenchResult, Row, median, table
-from moetool.bench.found_figure import Curve, Found
+from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED
 
 NAIVE = "redundant"
@@ -130,14 +130,14 @@ def tables(made: BenchResult) -> Iterator[Any]:
         yield f"{wrong} answers differ from the first to the same prompt: different requests shared their batches"
 
 
-def figures(made: BenchResult) -> dict[str, Found]:
+def figures(made: BenchResult) -> dict[str, ExperimentResult]:
     """Local compute share over time, and before and after a change of tasks."""
     facts = made.facts
     on = f"{facts['model']} on {len(facts['tasks'])} servers"
     time = ("seconds", "computed locally, %")
-    founds: dict[str, Found] = {}
+    founds: dict[str, ExperimentResult] = {}
     if placed := [row for row in made.of(shift=None) if row["rounds"][0]["windows"]]:
-        founds["local"] = Found(
+        founds["local"] = ExperimentResult(
             values={row["line"]: [run["local"] or 0.0 for run in row["rounds"]] for row in placed},
             what="expert calls computed locally (Prism, Fig. 6)",
             unit="%",
@@ -147,7 +147,7 @@ def figures(made: BenchResult) -> dict[str, Found]:
         )
     if changed := made.of(shift=True):
         names = dict(zip(("with migration", "without"), changed, strict=False))
-        founds["shift"] = Found(
+        founds["shift"] = ExperimentResult(
             values={name: row["means_s"] for name, row in names.items()},
             what=f"mean latency, tasks change servers at {changed[0]['rounds'][0]['changed_s']:.0f} s (Prism, Fig. 7)",
             unit="s",

@@ -25,7 +25,7 @@ from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
 
 
-class Alone:
+class SingleServer:
     """A single server: experts that fit in memory under policy lru, the rest on disk.
 
     Args:
@@ -40,7 +40,7 @@ class Alone:
         sock = bind(own_address(toward) if toward else "127.0.0.1", 0)
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
-            self._engine = build_engine(checkpoint, options=options, policy="lru", budget=budget)
+            self._engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=budget)
             undo.pop_all()
         self._engine.start()
         self._server = HttpServer(self._engine, sock)
@@ -58,7 +58,7 @@ class Alone:
         self._engine.close()
 
 
-class Stand:
+class EdgeTestbed:
     """Edge servers that stay up while placements change, each placement with its own scheduler.
 
     Args:
@@ -133,7 +133,7 @@ class _Turn:
 
 
 @contextmanager
-def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site) -> Iterator[Stand]:
+def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site) -> Iterator[EdgeTestbed]:
     """Start the servers of a plan's cluster with its placement and emulated links.
 
     Effects: starts and ends processes.
@@ -162,7 +162,7 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
     head = EdgeHead(processes, settings, names, spare.spec.num_experts_L, options=options, scheduler=turn)
     try:
         head.start()
-        yield Stand(head, spare, turn)
+        yield EdgeTestbed(head, spare, turn)
     finally:
         head.close()
 
@@ -174,7 +174,7 @@ def open_alone(
     """Start single servers with these numbers of slots."""
     toward = site.endpoints.toward
     arguments = [{"model": model, "slots": count, "options": serve, "toward": toward} for count in slots]
-    processes = site.start(Alone, arguments, names)
+    processes = site.start(SingleServer, arguments, names)
     try:
         yield processes
     finally:

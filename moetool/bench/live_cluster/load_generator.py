@@ -14,7 +14,7 @@ _GIVE_UP_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coming:
+class ScheduledRequest:
     """A scheduled request.
 
     Attributes:
@@ -31,7 +31,7 @@ class Coming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class FinishedRequest:
     """A finished request.
 
     Attributes:
@@ -40,7 +40,7 @@ class Answered:
         text: None: it failed.
     """
 
-    coming: Coming
+    coming: ScheduledRequest
     seconds: float
     went_to: int
     text: str | None
@@ -48,7 +48,7 @@ class Answered:
 
 def draw(
     requests: int, gap_s: float, prompts: Sequence[int], rng: np.random.Generator, task_of: Sequence[int] | None = None
-) -> list[Coming]:
+) -> list[ScheduledRequest]:
     """Schedule requests at each server as independent Poisson processes; prompts in random order.
 
     Args:
@@ -61,7 +61,7 @@ def draw(
         order = np.concatenate([rng.permutation(prompts[task]) for _ in range(-(-requests // prompts[task]))])
         times = np.cumsum(rng.exponential(gap_s, requests)).tolist()
         coming += [
-            Coming(at_s=at_s, server=server, task=task, prompt=int(prompt))
+            ScheduledRequest(at_s=at_s, server=server, task=task, prompt=int(prompt))
             for at_s, prompt in zip(times, order.tolist(), strict=False)
         ]
     return sorted(coming, key=lambda one: (one.at_s, one.server))
@@ -69,13 +69,13 @@ def draw(
 
 def drive(
     urls: Sequence[str],
-    coming: Sequence[Coming],
+    coming: Sequence[ScheduledRequest],
     texts: Sequence[Sequence[str]],
     new_tokens: int,
     *,
     model: str,
     redirect: bool = False,
-) -> list[Answered]:
+) -> list[FinishedRequest]:
     """Send every request when it arrives, and wait for all answers.
 
     Args:
@@ -85,7 +85,7 @@ def drive(
     """
     running = [0] * len(urls)
     lock = threading.Lock()
-    answered: list[Answered] = []
+    answered: list[FinishedRequest] = []
     threads = []
     began = time.monotonic()
     for one in coming:
@@ -94,12 +94,12 @@ def drive(
             goes_to = min(range(len(urls)), key=lambda n: (running[n], n != one.server)) if redirect else one.server
             running[goes_to] += 1
 
-        def send(one: Coming = one, goes_to: int = goes_to) -> None:
+        def send(one: ScheduledRequest = one, goes_to: int = goes_to) -> None:
             text = _ask(urls[goes_to], model, texts[one.task][one.prompt], new_tokens)
             seconds = time.monotonic() - began - one.at_s
             with lock:
                 running[goes_to] -= 1
-                answered.append(Answered(coming=one, seconds=seconds, went_to=goes_to, text=text))
+                answered.append(FinishedRequest(coming=one, seconds=seconds, went_to=goes_to, text=text))
 
         threads.append(threading.Thread(target=send, daemon=True))
         threads[-1].start()

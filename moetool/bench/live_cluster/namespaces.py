@@ -100,7 +100,7 @@ class Hosts:
 
     @property
     def ray_address(self) -> str:
-        """Address of the head, for `moetool.cluster.launch.Where`."""
+        """Address of the head, for `moetool.cluster.launch.ClusterAddress`."""
         return f"{self.address(None)}:{_RAY_PORT}"
 
     def address(self, n: int | None) -> str:

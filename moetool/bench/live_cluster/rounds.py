@@ -14,8 +14,8 @@ from moetool.bench.bench_result import BenchResult, Row, in_rounds, recorded
 from moetool.bench.live_cluster.bench_inputs import BenchInputs, prepare
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
 from moetool.bench.live_cluster.cluster_results import line_row
-from moetool.bench.live_cluster.deployment import Stand, open_alone, open_stand
-from moetool.bench.live_cluster.load_generator import Answered, Coming, draw, drive, warm
+from moetool.bench.live_cluster.deployment import EdgeTestbed, open_alone, open_stand
+from moetool.bench.live_cluster.load_generator import FinishedRequest, ScheduledRequest, draw, drive, warm
 from moetool.bench.live_cluster.sites import open_site
 from moetool.cluster.edge.scheduler import SchedulerOptions
 from moetool.models.loading import DTYPES
@@ -102,7 +102,7 @@ class _Runner:
         self,
         inputs: BenchInputs,
         options: ClusterBenchOptions,
-        stand: Stand | None,
+        stand: EdgeTestbed | None,
         alone: Any,
         plans: dict[str, PlacementPlan],
     ) -> None:
@@ -119,7 +119,9 @@ class _Runner:
         urls = [self._alone.call(n, "url") for n in range(len(self._alone))]
         return self._note(self._drive(urls, coming, redirect=line == REDIRECTED))
 
-    def _drive(self, urls: Sequence[str], coming: Sequence[Coming], redirect: bool = False) -> list[Answered]:
+    def _drive(
+        self, urls: Sequence[str], coming: Sequence[ScheduledRequest], redirect: bool = False
+    ) -> list[FinishedRequest]:
         inputs = self._inputs
         return drive(urls, coming, inputs.texts, self._options.new_tokens, model=inputs.model, redirect=redirect)
 
@@ -135,7 +137,7 @@ class _Runner:
         late = [replace(one, at_s=start_s + one.at_s) for one in after]
         return {**self._placed(line, [*before, *late], moves), "changed_s": start_s}
 
-    def _placed(self, line: str, coming: Sequence[Coming], moves: bool) -> Row:
+    def _placed(self, line: str, coming: Sequence[ScheduledRequest], moves: bool) -> Row:
         assert self._stand is not None
         plan, interval_s = self._plans[line], self._options.interval_s
         self._stand.arrange(plan)
@@ -164,7 +166,7 @@ class _Runner:
             made["expected_local"] = self._inputs.expected_local(plan, drawn)
         return made
 
-    def _note(self, answered: Sequence[Answered]) -> Row:
+    def _note(self, answered: Sequence[FinishedRequest]) -> Row:
         other = 0
         for one in answered:
             if one.text is not None:
@@ -193,7 +195,7 @@ def _simulate(
     plan: PlacementPlan,
 ) -> Row:
     """Simulate a line with the same traces, placement, profile and arrival process."""
-    from moetool.simulation.simulate import ModeInputs, World, simulate
+    from moetool.simulation.simulate import ModeInputs, SimulationInputs, simulate
     from moetool.simulation.simulation_options import SimulationOptions
     from moetool.simulation.workload import read_source
 
@@ -201,7 +203,7 @@ def _simulate(
         n: read_source(trace, lambda place: True, decode_tokens=max(1, options.new_tokens - 1))
         for n, trace in enumerate(inputs.served.values())
     }
-    world = World(
+    world = SimulationInputs(
         spec=inputs.spec,
         cluster=cluster,
         sources=sources,

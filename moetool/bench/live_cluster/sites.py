@@ -88,9 +88,11 @@ class Site:
         """Workers, one per server."""
         if self._where == "threads":
             return Threads(build, arguments)
-        from moetool.cluster.launch import Where, Workers
+        from moetool.cluster.launch import ClusterAddress, Workers
 
-        where = Where(count=len(names)) if self._hosts is None else Where(address=self._hosts.ray_address)
+        where = (
+            ClusterAddress(count=len(names)) if self._hosts is None else ClusterAddress(address=self._hosts.ray_address)
+        )
         threads = max(1, (os.cpu_count() or 1) // len(names))
         return Workers(where, build, arguments, names, threads=threads)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from moetool.bench.bench_result import BenchResult, Columns, Row, table
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.verdict import ANSWERS
 
 
@@ -26,15 +26,15 @@ def tables(made: BenchResult) -> Iterator[Any]:
         yield table("claims by verdict", rows, {**columns, "minutes": ("minutes", ".1f")})
 
 
-def figures(made: BenchResult) -> dict[str, Found]:
+def figures(made: BenchResult) -> dict[str, ExperimentResult]:
     """Values and curves of each experiment, named after its first claim."""
-    founds: dict[str, Found] = {}
+    founds: dict[str, ExperimentResult] = {}
     for row in made.of(links=1.0):
         if "curves" in row:
             words = f"{row['paper']} {row['id']}" if len(made.facts["papers"]) > 1 else row["id"]
             stem = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
             name = next(one for number in itertools.count(2) for one in (stem, f"{stem}-{number}") if one not in founds)
-            founds[name] = Found(**{field.name: row[field.name] for field in fields(Found)})
+            founds[name] = ExperimentResult(**{field.name: row[field.name] for field in fields(ExperimentResult)})
     return founds
 
 

@@ -18,7 +18,7 @@ from moetool.base.config import POSITIVE, require_within
 from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.tables import progress
 from moetool.bench.bench_result import BenchResult, Row, recorded
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.claims import Claim, Paper, choose, names, read_paper
 from moetool.bench.paper.verdict import CannotTestError, Verdict, judge
 from moetool.bench.paper.workbench import Workbench
@@ -32,8 +32,8 @@ def run_paper(
 ) -> Iterator[Row]:
     """Run the experiments of a paper and judge its claims, one after the other.
 
-    A row is a claim with its verdict and the fields of `Found`, which are missing if it cannot be tested here.
-    `seconds` is the run time of the experiment; if another claim ran it, 0, and `curves` is missing.
+    A row is a claim with its verdict and the fields of `ExperimentResult`, which are missing if it cannot be tested
+    here. `seconds` is the run time of the experiment; if another claim ran it, 0, and `curves` is missing.
 
     Args:
         work: folder that keeps traces and predictors (`moetool.bench.paper.workbench.Workbench`).
@@ -49,7 +49,7 @@ def run_paper(
         work=work,
         given=given or {},
     )
-    known: dict[str, Found | Verdict] = {}
+    known: dict[str, ExperimentResult | Verdict] = {}
     try:
         for claim in paper.claim:
             key, began = repr((claim.experiment, claim.options)), time.perf_counter()
@@ -194,12 +194,12 @@ def _row(claim: Claim, verdict: Verdict) -> Row:
     }
 
 
-def _measure(bench: Workbench, claim: Claim) -> Found | Verdict:
+def _measure(bench: Workbench, claim: Claim) -> ExperimentResult | Verdict:
     """Run the claim's experiment; a verdict if it cannot run here."""
     module = plugins.load("experiment", claim.experiment)
     options = config.parse(module.Options, claim.options, f"{claim.id}, {claim.experiment}")
     try:
-        found: Found = module.run(bench, options)
+        found: ExperimentResult = module.run(bench, options)
     except _MISSING as error:
         return Verdict(answer="cannot be tested here", why=str(error))
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import SupportsFloat
 
-from moetool.bench.found_figure import Curve, Found
+from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.paper.workbench import Workbench
 from moetool.trace.reader import Trace
 
@@ -12,7 +12,7 @@ class Samples:
     """Values and curves of an experiment, and the traces behind them.
 
     Attributes:
-        values, curves: as in `Found`.
+        values, curves: as in `ExperimentResult`.
         traces: traces by path.
     """
 
@@ -54,16 +54,16 @@ class Samples:
         axes: tuple[str, str] = ("", ""),
         exact: bool = False,
         traces: int | None = None,
-    ) -> Found:
+    ) -> ExperimentResult:
         """Return the results.
 
         Args:
-            what, unit, axes, exact: as in `Found`.
+            what, unit, axes, exact: as in `ExperimentResult`.
             on: added to the description of the traces.
             traces: number of independent traces (default: of all).
         """
         measured = self._bench.on(list(self.traces.values()))
-        return Found(
+        return ExperimentResult(
             values=self.values,
             what=what,
             unit=unit,

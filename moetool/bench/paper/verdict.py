@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from moetool.base.errors import MoetoolError, UsageError, unknown_name
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.simulation.simulation_results import interval
 
 Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
@@ -120,7 +120,7 @@ def require(values: Mapping[str, Sequence[float]], name: str) -> Sequence[float]
 
 def judge(
     check: Check,
-    found: Found,
+    found: ExperimentResult,
     wanted: Mapping[str, Mapping[str, Sequence[str]]],
     *,
     size: Mapping[str, Sequence[float]] = MappingProxyType({}),

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappush
-from typing import Any
+from typing import Any, ClassVar
 
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.policies import lfu
@@ -14,11 +14,13 @@ class AheadOptions(lfu.Options):
     """Options of LFU, and of eviction by prefetches.
 
     Attributes:
-        spare: whether a prefetch may evict only experts used at most as often as its own. The published systems have
-            no such rule.
+        evict_lower_only: whether a prefetch may evict only experts used at most as often as its own. The published
+            systems have no such rule.
     """
 
-    spare: bool = False
+    REFUSED: ClassVar[dict[str, str]] = {"spare": "it is called evict_lower_only"}
+
+    evict_lower_only: bool = False
 
 
 class LfuAhead(lfu.Policy):
@@ -56,7 +58,7 @@ class LfuAhead(lfu.Policy):
             return None
         coldest = super().evict(kept)
         uses, time = self._uses.get(coldest, (0, 0))
-        if self.options.spare and uses > self._uses.get(key, (0, 0))[0]:
+        if self.options.evict_lower_only and uses > self._uses.get(key, (0, 0))[0]:
             heappush(self._heap, (uses, time, coldest))  # not evicted
             return None
         return coldest

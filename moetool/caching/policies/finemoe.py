@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -38,8 +38,11 @@ class Options:
         meaning: whether to search by embedding; without it, nothing is prefetched for layers 1 to d.
         mass: whether to prefetch the probability mass δ; without it, the K likeliest experts.
         eviction: `maps`, by 1 / (p * freq); or `lfu` or `lru`, for comparison.
-        spare: whether a prefetch may evict only experts of lower value than its own. The paper has no such rule.
+        evict_lower_only: whether a prefetch may evict only experts of lower value than its own. The paper has no such
+            rule.
     """
+
+    REFUSED: ClassVar[dict[str, str]] = {"spare": "it is called evict_lower_only"}
 
     distance: int = 3
     capacity: Sizing | None = None
@@ -48,7 +51,7 @@ class Options:
     meaning: bool = True
     mass: bool = True
     eviction: Literal["maps", "lfu", "lru"] = "maps"
-    spare: bool = False
+    evict_lower_only: bool = False
 
     def __post_init__(self) -> None:
         if self.distance < 1:
@@ -207,7 +210,7 @@ class Policy(policy.Policy):
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         found = self._least(self._ahead.union(locked))
-        if found is None or not self.options.spare:
+        if found is None or not self.options.evict_lower_only:
             return found
         return None if self._worth_X[found] > self._weigh(np.array([key]))[0] else found
 

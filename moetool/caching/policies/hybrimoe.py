@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,13 +19,15 @@ class Options(HostCosts):
     Attributes:
         distance: number of layers ahead to prefetch.
         alpha: weight of the last event's scores in an expert's running score S.
-        spare: whether a prefetch may evict only experts whose S is below its predicted score. Neither paper nor code
-            has such a rule.
+        evict_lower_only: whether a prefetch may evict only experts whose S is below its predicted score. Neither paper
+            nor code has such a rule.
     """
+
+    REFUSED: ClassVar[dict[str, str]] = {"spare": "it is called evict_lower_only"}
 
     distance: int = 3
     alpha: float = 0.5
-    spare: bool = False
+    evict_lower_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,7 +134,7 @@ class Policy(policy.Policy):
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         lowest = self._lowest({*locked, *self._shield, *self._ahead})
-        if lowest is None or not self.options.spare:
+        if lowest is None or not self.options.evict_lower_only:
             return lowest
         return None if self._score_E[lowest] >= self._wanted[key] else lowest
 

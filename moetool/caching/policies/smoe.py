@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -25,16 +25,18 @@ class Options(HostCosts):
             `resident`, those after resident and shared experts and the next attention, as in the paper.
         split: side of each miss in Algorithm 2: `sums`, the side that is free first, as printed; or `finish`, the side
             that would finish the expert first.
-        spare: whether a prefetch may evict only experts whose mean score is below the predicted one. The paper has no
-            such rule.
+        evict_lower_only: whether a prefetch may evict only experts whose mean score is below the predicted one. The
+            paper has no such rule.
     """
+
+    REFUSED: ClassVar[dict[str, str]] = {"spare": "it is called evict_lower_only"}
 
     alpha: float = 0.3
     window: int = 3
     prefetch: bool = True
     look: Literal["ahead", "resident"] = "ahead"
     split: Literal["sums", "finish"] = "sums"
-    spare: bool = False
+    evict_lower_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +151,7 @@ class Policy(policy.Policy):
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         lowest = self._scores.lowest((*locked, *self._shield, *self._ahead))
-        if lowest is None or not self.options.spare:
+        if lowest is None or not self.options.evict_lower_only:
             return lowest
         return None if self._scores.mean(lowest) >= self._ahead[key] else lowest
 

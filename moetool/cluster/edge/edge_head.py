@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from moetool.base.errors import CapacityError, MoetoolError, first_line
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.placement_table import PlacementTable
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, MovedRound, WorkerInfo, WorkerStats
+from moetool.cluster.edge.protocol import ArrivedExpert, ExpertLocations, MigrationRoundResult, WorkerInfo, WorkerStats
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.worker_link import WorkerDied
 from moetool.placement.plan import Place
@@ -165,7 +165,7 @@ class EdgeHead:
         """Experts of each server, including those adopted for a lost server."""
         return self._table.held()
 
-    def holders(self) -> Holders:
+    def holders(self) -> ExpertLocations:
         """Expert placement, as sent to servers."""
         return self._table.holders()
 
@@ -200,7 +200,9 @@ class EdgeHead:
             self._ask(server, "drop", layer, expert)
         _LOG.info("server %s dropped expert %d of MoE layer %d", self.names[server], expert, layer)
 
-    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+    def move(
+        self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]
+    ) -> MigrationRoundResult:
         """Run one round of moves: first all drops in parallel, then all copies.
 
         All servers receive the new placement before the drops and after the copies.
@@ -236,7 +238,9 @@ class EdgeHead:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+    def _move(
+        self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]
+    ) -> MigrationRoundResult:
         failed: list[tuple[int, Place, Exception]] = []
         dropped: dict[int, list[Place]] = {}
         for server, at in drops:
@@ -265,7 +269,7 @@ class EdgeHead:
         if arrived:
             self.publish()
         _LOG.info("a round of moves: %d dropped, %d arrived, %d failed", len(drops), len(arrived), len(failed))
-        return MovedRound(arrived=arrived, failed=failed)
+        return MigrationRoundResult(arrived=arrived, failed=failed)
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from moetool.caching.devices import Pool
 from moetool.runtime.experts.device_stores import Store
 
 
-class Holding:
+class LocalExperts:
     """Experts in a pool that can be added and removed while others are computed.
 
     Args:
@@ -48,7 +48,7 @@ class Holding:
         self._server, self._spec, self._pool, self._store = server, spec, pool, store
         self._changing = threading.Lock()
         self._held = frozenset(spec.expert_key(*at) for at in held)
-        steps = [step for key in sorted(self._held) if (step := pool.bring(key)) is not None]
+        steps = [step for key in sorted(self._held) if (step := pool.load_into_free_slot(key)) is not None]
         for step in steps:
             store.load(step.key, step.slot, prefetch=False)
         for step in steps:
@@ -84,7 +84,7 @@ class Holding:
             fetched = fetch()
             data = self._read(key) if fetched is None else fetched
             with self.computing:
-                if (step := self._pool.bring(key)) is not None:
+                if (step := self._pool.load_into_free_slot(key)) is not None:
                     self._store.put(key, step.slot, data)
             self._held |= {key}
         return fetched is not None, data.numel()

@@ -15,10 +15,10 @@ from moetool.base.errors import MismatchError, MoetoolError, first_line
 from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.devices import Pool
 from moetool.cluster.cluster_options import ClusterOptions
-from moetool.cluster.edge.held_experts import Holding
+from moetool.cluster.edge.held_experts import LocalExperts
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange
+from moetool.cluster.edge.protocol import ArrivedExpert, ExpertLocations, ExpertLocationsUpdate
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.row_bytes import ExpertRows, read_rows, rows_parts
 from moetool.cluster.transport import Answer, CallRefused
@@ -27,7 +27,7 @@ from moetool.models.loading import LoadedModel
 from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.forward import ExpertRuntime, RemoteExperts
 from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows, RowsByExpert
-from moetool.runtime.experts.host_compute import bring
+from moetool.runtime.experts.host_compute import move_output
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class PlacedExperts(RemoteExperts):
     Args:
         loaded, residency, store: as for `ExpertRuntime`, with a policy that needs only an event's experts.
         held: (layer, expert) held from the start.
-        capacity: most experts held (`Holding`).
+        capacity: most experts held (`LocalExperts`).
         peers: the other servers.
         meter: counts.
         options: options of calls to other servers.
@@ -78,9 +78,9 @@ class PlacedExperts(RemoteExperts):
         holding: the experts held here.
         runtime: computes the model's layers by them.
 
-    Effects: as of `Holding` and `ExpertRuntime`. `close`, that of the runtime too, closes `peers`.
+    Effects: as of `LocalExperts` and `ExpertRuntime`. `close`, that of the runtime too, closes `peers`.
 
-    Raises: as `Holding`.
+    Raises: as `LocalExperts`.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class PlacedExperts(RemoteExperts):
         self._peers, self.meter = peers, meter
         self.options = options or ClusterOptions()
         self._changing = threading.Lock()
-        self._holders = Holders(
+        self._holders = ExpertLocations(
             version=-1, servers_LE=tuple(((),) * num for num in self.spec.num_experts_L), peers=(None,)
         )
-        self.holding = Holding(peers.server, loaded.spec, residency, store, held, capacity)
+        self.holding = LocalExperts(peers.server, loaded.spec, residency, store, held, capacity)
         self._has_all_slots = len(store.devices) == 1 and store.num_slots >= capacity
         self.lock = self.holding.computing
         self.runtime = ExpertRuntime(loaded, residency, store, remote=self)
@@ -121,7 +121,7 @@ class PlacedExperts(RemoteExperts):
         """Version of the expert placement that is followed."""
         return self._holders.version
 
-    def set_holders(self, holders: Holders) -> None:
+    def set_holders(self, holders: ExpertLocations) -> None:
         """Use this table from the next layer on; ignore one older than the current table.
 
         Raises:
@@ -135,7 +135,7 @@ class PlacedExperts(RemoteExperts):
                 self._peers.update(holders.peers)
                 self._holders = holders
 
-    def change_holders(self, change: HoldersChange) -> bool:
+    def change_holders(self, change: ExpertLocationsUpdate) -> bool:
         """Apply a change like `set_holders`; False, without effect, if this table is not the change's base."""
         with self._changing:
             if (changed := change.applied_to(self._holders)) is None:
@@ -238,7 +238,7 @@ class PlacedExperts(RemoteExperts):
                 answers = [self._collect(layer, call, tried) for call in calls]
             for answer in answers:
                 for expert, output in answer.items():
-                    rows.put(expert, bring(layer.form, output, self._device))
+                    rows.put(expert, move_output(layer.form, output, self._device))
                     done.append(expert)
             for expert in done:
                 del waiting[expert]

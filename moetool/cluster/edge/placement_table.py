@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from moetool.base.errors import MoetoolError
-from moetool.cluster.edge.protocol import Holders, HoldersChange, WorkerInfo
+from moetool.cluster.edge.protocol import ExpertLocations, ExpertLocationsUpdate, WorkerInfo
 from moetool.placement.plan import Place
 
 
@@ -30,7 +30,7 @@ class PlacementTable:
         self._home: list[set[Place]] = [set(own) for own in home]
         self._lent: set[tuple[int, Place]] = set()
         self._changed: dict[Place, int] = {}  # version of the last change of its servers
-        self._holders = Holders(
+        self._holders = ExpertLocations(
             version=0, servers_LE=tuple(((),) * num for num in num_experts_L), peers=(None,) * len(home)
         )
 
@@ -49,7 +49,7 @@ class PlacementTable:
         with self._lock:
             return tuple(sorted(self._home[server]))
 
-    def holders(self, *, newer: bool = False) -> Holders:
+    def holders(self, *, newer: bool = False) -> ExpertLocations:
         """The table as sent to servers; with `newer`, under a version not yet sent."""
         with self._lock:
             if newer:
@@ -63,15 +63,15 @@ class PlacementTable:
                     if now_LE[layer][expert] != before_LE[layer][expert]:
                         self._changed[layer, expert] = version
                 peers = tuple(None if info is None else info.peer for info in self._infos)
-                self._holders = Holders(version=version, servers_LE=now_LE, peers=peers)
+                self._holders = ExpertLocations(version=version, servers_LE=now_LE, peers=peers)
             return self._holders
 
-    def change_since(self, base: int) -> HoldersChange:
+    def change_since(self, base: int) -> ExpertLocationsUpdate:
         """Changes of `holders` since an earlier version."""
         with self._lock:
             now = self._holders
             servers = {at: now.servers_LE[at[0]][at[1]] for at, version in self._changed.items() if version > base}
-            return HoldersChange(base=base, version=now.version, servers=servers, peers=now.peers)
+            return ExpertLocationsUpdate(base=base, version=now.version, servers=servers, peers=now.peers)
 
     def require(self, server: int) -> None:
         """Require that a server is up. Raises: MoetoolError."""

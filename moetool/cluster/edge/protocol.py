@@ -7,7 +7,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holders:
+class ExpertLocations:
     """Expert placement, as sent to servers.
 
     Attributes:
@@ -93,14 +93,14 @@ class ArrivedExpert:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldersChange:
+class ExpertLocationsUpdate:
     """Changes of the expert placement, for a server that has an earlier one.
 
     Attributes:
         base: version of the server's table.
         version: version after the change.
         servers: servers of each changed (layer, expert), ascending.
-        peers: see `Holders`.
+        peers: see `ExpertLocations`.
     """
 
     base: int
@@ -108,18 +108,18 @@ class HoldersChange:
     servers: Mapping[tuple[int, int], tuple[int, ...]]
     peers: tuple[tuple[str, int] | None, ...]
 
-    def applied_to(self, holders: Holders) -> Holders | None:
+    def applied_to(self, holders: ExpertLocations) -> ExpertLocations | None:
         """Return the placement after these changes; None if `holders` is not their base."""
         if holders.version != self.base:
             return None
         servers_LE = [list(servers_E) for servers_E in holders.servers_LE]
         for (layer, expert), servers in self.servers.items():
             servers_LE[layer][expert] = servers
-        return Holders(version=self.version, servers_LE=tuple(map(tuple, servers_LE)), peers=self.peers)
+        return ExpertLocations(version=self.version, servers_LE=tuple(map(tuple, servers_LE)), peers=self.peers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovedRound:
+class MigrationRoundResult:
     """Results of one round of a migration.
 
     Attributes:

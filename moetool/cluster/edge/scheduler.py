@@ -16,7 +16,7 @@ from moetool.base.errors import CapacityError, first_line, unknown_name
 from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.edge.history import ReportHistory
 from moetool.cluster.edge.load_statistics import Statistics
-from moetool.cluster.edge.protocol import ArrivedExpert, MovedRound, WorkerInfo, WorkerStats
+from moetool.cluster.edge.protocol import ArrivedExpert, MigrationRoundResult, WorkerInfo, WorkerStats
 from moetool.cluster.edge.replacement import (
     by_server,
     next_round,
@@ -91,7 +91,9 @@ class Servers(Protocol):
     def infos(self) -> Sequence[WorkerInfo | None]: ...
     def held(self) -> Sequence[frozenset[Place]]: ...
     def stats(self) -> Sequence[WorkerStats | None]: ...
-    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound: ...
+    def move(
+        self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]
+    ) -> MigrationRoundResult: ...
     def time_copies(self, copies: Sequence[tuple[int, Place, int]]) -> Sequence[tuple[int, ArrivedExpert]]: ...
 
 

@@ -129,7 +129,7 @@ class Worker:
                 checkpoint,
                 options=settings.options,
                 policy="lru",
-                budget=budget,
+                device_memory_bytes=budget,
                 open_runtime=open_runtime,
             )
             undo.callback(self._engine.close)

@@ -17,7 +17,7 @@ from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_options import HeadOptions
-from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.cluster.parallel.requests import RankRequest, Requests
 from moetool.models.files.content_hash import differing_file
 from moetool.runtime.request import State, Unavailable
@@ -67,7 +67,7 @@ class BatchLoop:
         self._lock = threading.Lock()
         self._next_id = 0
         self._over = False  # events are no longer taken
-        self._seating = options.seating or Seating(server_G=tuple(cluster.server_G))
+        self._seating = options.seating or RankAssignment(server_G=tuple(cluster.server_G))
         self._seats = 0  # seats per rank
         self._batch_size = 0
         self._due: float | None = None  # when the next batch could have begun
@@ -99,7 +99,7 @@ class BatchLoop:
         """Return the cause of a failure, or the ranks without a machine."""
         if self.state == "failed":
             return [self.reason]
-        return [f"GPU {gpu} has no machine; continuing without it" for gpu in self.ranks.homeless]
+        return [f"GPU {gpu} has no machine; continuing without it" for gpu in self.ranks.without_machine]
 
     @property
     def idle(self) -> bool:

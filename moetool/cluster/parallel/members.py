@@ -109,7 +109,7 @@ class Members:
         self._served: frozenset[int] = frozenset()  # members of the last generation that was whole
         self._tries: dict[int, int] = {}  # failed starts of ranks that are being restarted
         self.starting: set[int] = set()
-        self._homeless: set[int] = set()  # restarting ranks without a machine
+        self._without_machine: set[int] = set()  # restarting ranks without a machine
         self._deadline: float | None = None
         self._over = threading.Event()
 
@@ -121,12 +121,12 @@ class Members:
     @property
     def gone(self) -> bool:
         """Whether no rank is present and none is being restarted."""
-        return not self.ranks and not self._tries.keys() - self._homeless
+        return not self.ranks and not self._tries.keys() - self._without_machine
 
     @property
-    def homeless(self) -> list[int]:
+    def without_machine(self) -> list[int]:
         """Ranks that wait for a machine."""
-        return sorted(self._homeless.copy())
+        return sorted(self._without_machine.copy())
 
     def greet(self, gpu: int, channel: RankChannel, peer: Sequence[Any]) -> None:
         """Record a rank's hello."""
@@ -245,8 +245,8 @@ class Members:
             try:
                 self._launcher.restart(gpu)
             except CapacityError:
-                if gpu not in self._homeless:
-                    self._homeless.add(gpu)
+                if gpu not in self._without_machine:
+                    self._without_machine.add(gpu)
                     self._narrate(f"rank {self._names[gpu]} waits for a machine")
                     self._post("waits", gpu)
                 wait_s = MACHINE_S
@@ -256,10 +256,10 @@ class Members:
                     return
                 _LOG.warning("GPU %d could not be restarted: %s", gpu, error)
                 self._narrate(f"rank {self._names[gpu]} could not be started: {first_line(error)}; trying again")
-                self._homeless.discard(gpu)
+                self._without_machine.discard(gpu)
                 self.starting.discard(gpu)
                 self._post("died", gpu)
             else:
-                self._homeless.discard(gpu)
+                self._without_machine.discard(gpu)
                 self.starting.discard(gpu)
             return

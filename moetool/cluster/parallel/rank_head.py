@@ -224,7 +224,7 @@ class RankHead:
             self._require_going()
         self._require_going()
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until no request runs or waits. Raises: as `use`."""
         while not self.loop.idle:
             self._require_going()

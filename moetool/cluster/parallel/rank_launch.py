@@ -5,7 +5,7 @@ from typing import Any
 
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.fork_server import ForkServer
-from moetool.cluster.launch import Detached, Where, Workers
+from moetool.cluster.launch import ClusterAddress, Detached, Workers
 from moetool.cluster.parallel.rank import Rank
 
 _BUILD_S = 180.0
@@ -23,7 +23,7 @@ class RankProcesses:
 
     def __init__(
         self,
-        where: Where,
+        where: ClusterAddress,
         names: Sequence[str],
         *,
         threads: int = 0,

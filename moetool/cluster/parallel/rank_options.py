@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from moetool.base.config import Span, require_within
 from moetool.base.errors import unknown_name
 from moetool.cluster.parallel.compute_windows import MIGRATIONS
-from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.request_ranks import RankAssignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class HeadOptions:
         narrate: called with a line about a rank that ends or returns.
     """
 
-    seating: Seating | None = None
+    seating: RankAssignment | None = None
     host: str = "127.0.0.1"
     gather_s: float = 0.01
     patience_s: float = 1.0

@@ -10,7 +10,7 @@ from moetool.placement.demand import STARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
+class RankAssignment:
     """Assigns requests to ranks.
 
     A plan has its requests by server, but all requests come to one endpoint, so the servers take turns. A request waits

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moetool.base.errors import MoetoolError
-from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.runtime.request import Output, SamplingParams, Sink, TokenLogprob
 
 _RETRIES = 3
@@ -82,7 +82,9 @@ class Requests:
                 break
         return None
 
-    def choose(self, seating: Seating, members: Sequence[int], seats: int, *, beside: bool = True) -> list[RankRequest]:
+    def choose(
+        self, seating: RankAssignment, members: Sequence[int], seats: int, *, beside: bool = True
+    ) -> list[RankRequest]:
         """Choose the waiting requests that join next, and set the GPU of each.
 
         Args:

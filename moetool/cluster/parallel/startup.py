@@ -16,7 +16,7 @@ from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
-from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.cluster.transport import own_address
 from moetool.costing.costs import CostProfile
 from moetool.models.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ class ParallelOptions:
         planner: planner of new placements.
         planner_options: its options.
         always: apply a new placement even if it is not expected to pay.
-        starts: the rank on which a request's tokens start (`Seating`; default: the plan's).
+        starts: the rank on which a request's tokens start (`RankAssignment`; default: the plan's).
         gather_s: seconds that an incomplete batch waits for more requests.
         patience_s: seconds that a batch waits for its pending decision; later decisions are dropped.
         seed: seed of planners.
@@ -90,7 +90,7 @@ def with_buffer(cluster: Cluster, spec: ModelSpec) -> Cluster:
     slots_G = np.minimum(cluster.slots_G(spec.slot_bytes), spec.total_experts)
     spare = int(slots_G.sum()) - spec.total_experts
     buffer = max(1, spare // (2 * len(slots_G)))
-    smaller = planner.leaving_free(cluster, buffer * spec.slot_bytes)
+    smaller = planner.with_reserved(cluster, buffer * spec.slot_bytes)
     planner.require_room(spec, smaller)
     return smaller
 
@@ -186,7 +186,9 @@ def open_head(
             row_bytes=float(spec.hidden_size * parse_dtype(dtype).itemsize),
         ),
         options=HeadOptions(
-            seating=Seating(server_G=tuple(cluster.server_G), starts=options.starts or plan.starts, seed=options.seed),
+            seating=RankAssignment(
+                server_G=tuple(cluster.server_G), starts=options.starts or plan.starts, seed=options.seed
+            ),
             host=own_address(toward) if toward else "127.0.0.1",
             gather_s=options.gather_s,
             patience_s=options.patience_s,

@@ -11,7 +11,7 @@ from typing import Any
 
 from moetool.base.errors import UsageError
 from moetool.models.gguf.blocks import Undo
-from moetool.models.gguf.changes import Grouped, Interleaved, Joining, Latent, Logarithm, MinusOne, RotaryHalves
+from moetool.models.gguf.changes import Grouped, Interleaved, Latent, Logarithm, MinusOne, RotaryHalves, TensorJoin
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -173,7 +173,7 @@ def _counts_experts(leaf: str) -> bool:
 
 
 Config = Mapping[str, Any]
-Joined = tuple[str, tuple[str, ...], Joining]
+Joined = tuple[str, tuple[str, ...], TensorJoin]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

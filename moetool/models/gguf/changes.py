@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 
-class Joining(Protocol):
+class TensorJoin(Protocol):
     """Makes a weight from several tensors."""
 
     def shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:

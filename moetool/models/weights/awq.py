@@ -16,7 +16,7 @@ from moetool.kernels.cpu.int4 import Grouping, paired_bytes
 from moetool.models.weights.format import (
     Stored,
     StoredWeight,
-    Unclaimed,
+    UnclaimedTensors,
     ceil_div,
     claim_packed,
     packed_weight_of,
@@ -88,7 +88,7 @@ class Awq:
     def weight_of(self, tensor: str) -> str | None:
         return packed_weight_of(tensor)
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         stem = weight.removesuffix("weight")
         tensors, columns, group = claim_packed(stem, unclaimed, self.group)
         words = tensors["values"].shape[1]

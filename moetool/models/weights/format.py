@@ -148,7 +148,7 @@ class WeightFormat(Protocol):
     def weight_of(self, tensor: str) -> str | None:
         """Name of the weight that a tensor's name identifies; None if it identifies none."""
 
-    def claim(self, weight: str, unclaimed: "Unclaimed") -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: "UnclaimedTensors") -> StoredWeight | None:
         """Claim the tensors of a weight; None if they belong to another format.
 
         Raises:
@@ -163,7 +163,7 @@ class WeightFormat(Protocol):
         """
 
 
-class Unclaimed:
+class UnclaimedTensors:
     """Tensors of a checkpoint that no weight has claimed yet.
 
     Args:
@@ -236,7 +236,9 @@ def packed_weight_of(tensor: str) -> str | None:
     return None
 
 
-def claim_packed(stem: str, unclaimed: Unclaimed, group: int, bits: int = 32) -> tuple[dict[str, Tensor], int, int]:
+def claim_packed(
+    stem: str, unclaimed: UnclaimedTensors, group: int, bits: int = 32
+) -> tuple[dict[str, Tensor], int, int]:
     """Claim values, zero points and scales of a weight of GPTQ or AWQ.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moetool.models.weights.format import Stored, StoredWeight, Unclaimed, ceil_div
+from moetool.models.weights.format import Stored, StoredWeight, UnclaimedTensors, ceil_div
 from moetool.models.weights.value_scaling import Groups, eight_bits, four_bits, scale_values, write_scaled
 
 _SCALE, _SHORT_SCALE, _LONG_SCALE = "_scale_inv", ".scale", ".qscale_weight"
@@ -67,7 +67,7 @@ class Fp8Block:
                 return tensor.removesuffix(suffix) + ".weight"
         return None
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         stem = weight.removesuffix(".weight")
         names = (weight + _SCALE, stem + _SHORT_SCALE, stem + _LONG_SCALE)
         scale_name = next(name for name in names if unclaimed.get(name) is not None)

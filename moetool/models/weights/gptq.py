@@ -16,7 +16,7 @@ from moetool.kernels.cpu.int4 import Grouping, paired_bytes
 from moetool.models.weights.format import (
     Stored,
     StoredWeight,
-    Unclaimed,
+    UnclaimedTensors,
     ceil_div,
     claim_packed,
     packed_weight_of,
@@ -107,7 +107,7 @@ class Gptq:
     def weight_of(self, tensor: str) -> str | None:
         return packed_weight_of(tensor)
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         stem = weight.removesuffix("weight")
         tensors, columns, group = claim_packed(stem, unclaimed, self.group, self.bits)
         rows = tensors["values"].shape[1]

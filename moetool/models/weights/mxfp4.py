@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moetool.models.weights.format import Stored, StoredWeight, Unclaimed
+from moetool.models.weights.format import Stored, StoredWeight, UnclaimedTensors
 from moetool.models.weights.value_scaling import Groups, four_bits, scale_values, write_scaled
 
 GROUP = 32
@@ -45,7 +45,7 @@ class Mxfp4Blocks:
                 return tensor.removesuffix(suffix)
         return None
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         values_name, scale_name = f"{weight}_blocks", f"{weight}_scales"
         either = unclaimed.get(values_name) or unclaimed.get(scale_name)
         assert either is not None
@@ -80,7 +80,7 @@ class Mxfp4Packed:
     def weight_of(self, tensor: str) -> str | None:
         return tensor.removesuffix("_packed") if tensor.endswith(".weight_packed") else None
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         values_name, scale_name = f"{weight}_packed", f"{weight}_scale"
         values = unclaimed.get(values_name)
         assert values is not None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moetool.models.weights.format import Stored, StoredWeight, Unclaimed
+from moetool.models.weights.format import Stored, StoredWeight, UnclaimedTensors
 from moetool.models.weights.value_scaling import Groups, four_bits, write_scaled
 
 GROUP = 16
@@ -50,7 +50,7 @@ class Nvfp4:
                 return tensor[: -len(suffix)] + ".weight"
         return None
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         divides = unclaimed.get(weight + _SECOND) is None
         values_name = f"{weight}_packed" if divides else weight
         whole_name, scale_name = weight + (_GLOBAL if divides else _SECOND), f"{weight}_scale"

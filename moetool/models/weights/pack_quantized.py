@@ -7,7 +7,7 @@ import torch
 from moetool.kernels.cpu import int4
 from moetool.kernels.cpu.int4 import Grouping
 from moetool.models.files.tensor_index import FLOATS, Tensor
-from moetool.models.weights.format import Stored, StoredWeight, Unclaimed, ceil_div
+from moetool.models.weights.format import Stored, StoredWeight, UnclaimedTensors, ceil_div
 from moetool.models.weights.packed import PACKED, SCALE, SHAPE, ZERO, Block
 
 
@@ -58,7 +58,7 @@ class PackQuantized:
     def weight_of(self, tensor: str) -> str | None:
         return tensor.removesuffix("_packed") if tensor.endswith("." + PACKED) else None
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         stem = weight.removesuffix("weight")
         words = unclaimed.get(stem + PACKED)
         assert words is not None
@@ -98,7 +98,7 @@ class PackQuantized:
             format=self.name,
         )
 
-    def _columns(self, stem: str, words: Tensor, shape: tuple[int, ...], unclaimed: Unclaimed) -> int:
+    def _columns(self, stem: str, words: Tensor, shape: tuple[int, ...], unclaimed: UnclaimedTensors) -> int:
         """Number of inputs from the stored shape, which must match the words."""
         rows, wide = words.shape
         if len(shape) != 2 or shape[0] != rows or ceil_div(shape[1] * self.bits, 32) != wide:

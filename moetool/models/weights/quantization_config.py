@@ -9,7 +9,7 @@ from typing import Any
 from moetool.base.errors import UsageError
 from moetool.models.files.tensor_index import Tensor
 from moetool.models.weights.awq import Awq
-from moetool.models.weights.format import StoredWeight, Unclaimed, WeightFormat, as_dense
+from moetool.models.weights.format import StoredWeight, UnclaimedTensors, WeightFormat, as_dense
 from moetool.models.weights.fp8_block import Fp8Block
 from moetool.models.weights.gptq import Gptq
 from moetool.models.weights.mxfp4 import GROUP, Mxfp4Blocks, Mxfp4Packed
@@ -94,7 +94,7 @@ class Quantization:
             MismatchError: tensors are missing, contradict one another or the config.
             UsageError: their storage format is not supported.
         """
-        unclaimed = Unclaimed(dict(tensors), files, read)
+        unclaimed = UnclaimedTensors(dict(tensors), files, read)
         found: dict[str, StoredWeight] = {}
         for name in unclaimed:
             tensor = unclaimed.get(name)

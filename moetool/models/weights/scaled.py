@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from moetool.models.files.tensor_index import FLOATS
-from moetool.models.weights.format import Stored, StoredWeight, Unclaimed, ceil_div
+from moetool.models.weights.format import Stored, StoredWeight, UnclaimedTensors, ceil_div
 from moetool.models.weights.value_scaling import Groups, eight_bits, scale_values, write_scaled
 
 
@@ -68,7 +68,7 @@ class Scaled:
         """Scales identify weights; stacked experts' are not named `weight`."""
         return tensor.removesuffix("_scale") if tensor.endswith(("weight_scale", "_proj_scale")) else None
 
-    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+    def claim(self, weight: str, unclaimed: UnclaimedTensors) -> StoredWeight | None:
         scale_name, zero_name = f"{weight}_scale", f"{weight}_zero_point"
         scale, values = unclaimed.get(scale_name), unclaimed.get(weight)
         assert scale is not None

@@ -1,4 +1,4 @@
-"""The expert pools of several devices as one pool, with the slot numbers of `moetool.caching.devices.Fleet`."""
+"""The expert pools of several devices as one pool, with the slot numbers of `moetool.caching.devices.DevicePools`."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import torch
 
-from moetool.caching.devices import Fleet, Pool
+from moetool.caching.devices import DevicePools, Pool
 from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel, parse_devices
 from moetool.runtime.experts.copies import Copies
@@ -139,7 +139,7 @@ def open_stores(loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memo
         UsageError: the machine has fewer GPUs.
         CapacityError: as for `ExpertStore`.
     """
-    if not isinstance(pool, Fleet):
+    if not isinstance(pool, DevicePools):
         return open_store(loaded, pool, num_threads, host_memory_bytes)
     count = len(pool.residencies)
     devices = parse_devices(loaded.device.type, count, loaded.device.index or 0)
@@ -155,10 +155,10 @@ def open_stores(loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memo
     return Stores(stores)
 
 
-def begin_with(keys: Sequence[int], residency: Pool, store: Store) -> None:
+def load_residents(keys: Sequence[int], residency: Pool, store: Store) -> None:
     """Start to load experts into free slots; on-demand loads go first."""
     for key in keys[-residency.policy.num_slots :]:
-        if (step := residency.bring(key)) is not None:
+        if (step := residency.load_into_free_slot(key)) is not None:
             store.load(step.key, step.slot, prefetch=True)
 
 
@@ -166,4 +166,4 @@ def fill_device(residency: Pool, store: Store) -> None:
     """Start to load every expert if a GPU has slots for all: then no layer has to fetch its routes."""
     total = residency.policy.spec.total_experts
     if len(store.devices) == 1 and store.copies.staged and residency.policy.num_slots >= total:
-        begin_with(range(total), residency, store)
+        load_residents(range(total), residency, store)

@@ -75,7 +75,7 @@ class ExpertRuntime:
 
     Args:
         loaded: a model whose experts are on the meta device (`load_lazy`).
-        residency: that of one device, or a `Fleet`.
+        residency: that of one device, or `DevicePools`.
         store: made for it (`moetool.runtime.experts.device_stores.open_stores`).
         pooled: whether one product over the pool computes all experts of an event
             (`moetool.runtime.experts.pooled_experts`), instead of one product each (default: on a GPU that has all

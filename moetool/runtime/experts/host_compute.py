@@ -39,7 +39,7 @@ class HostCompute:
             return lambda: output
         # Waits for the device once: x must arrive before the thread can begin.
         future = self._thread.submit(self._compute, replace(form, finish=None), key, x.cpu())
-        return lambda: bring(form, future.result(), x.device)
+        return lambda: move_output(form, future.result(), x.device)
 
     def close(self) -> None:
         """Finish pending computations."""
@@ -55,7 +55,7 @@ class HostCompute:
         return output
 
 
-def bring(form: ExpertForm, output: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_output(form: ExpertForm, output: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Move an expert's output to this device, and apply the family's last operation with local weights."""
     output = output.to(device)
     return output if form.finish is None else form.finish(output)

@@ -11,7 +11,7 @@ from moetool.models.experts.expert_form import Share
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.grouping import ROWS_TOGETHER, RowsByExpert
-from moetool.runtime.experts.host_compute import HostCompute, bring
+from moetool.runtime.experts.host_compute import HostCompute, move_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ExpertMachine(StoreMachine):
             if (x := sent.pop(step.key - first, None)) is not None:
                 output = replace(self._form, finish=None).compute(x, store.ready(step.key, step.slot))
                 store.computed([step.slot])
-                self._pending.append((step.key - first, partial(bring, self._form, output, store.devices[0])))
+                self._pending.append((step.key - first, partial(move_output, self._form, output, store.devices[0])))
 
 
 class RowMachine(StoreMachine):

@@ -17,7 +17,7 @@ _WHOLE = 2**52
 _STEP, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class Draws(NamedTuple):
+class RowSampling(NamedTuple):
     """Sampling parameters of the rows of a batch, each [B] on the device.
 
     Attributes:
@@ -35,7 +35,7 @@ class Draws(NamedTuple):
     limited: bool
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[SamplingParams, int]], vocabulary: int, device: torch.device) -> "Draws":
+    def of(cls, rows: Sequence[tuple[SamplingParams, int]], vocabulary: int, device: torch.device) -> "RowSampling":
         """Build from each row's parameters and key, with one asynchronous copy."""
         numbers = torch.tensor(
             [(p.temperature, p.min_p, p.top_p, p.top_k if 0 < p.top_k < vocabulary else vocabulary) for p, _ in rows],
@@ -55,7 +55,7 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until the copy ends
 
 
-def batched_gumbel_scores(logits_BV: torch.Tensor, draws: Draws) -> torch.Tensor:
+def batched_gumbel_scores(logits_BV: torch.Tensor, draws: RowSampling) -> torch.Tensor:
     """Return scores [B, V]: each row's argmax is a sample from the tokens that its parameters allow.
 
     Args:

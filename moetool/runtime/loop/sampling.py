@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moetool.runtime.decoding import NOT_NUMBERS
-from moetool.runtime.loop.batched_sampling import Draws, batched_gumbel_scores, on_device
+from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores, on_device
 from moetool.runtime.request import Matcher, Output, SamplingParams, TokenLogprob
 
 NO_TOKEN_LEFT = "no token is left to sample: grammar and logit_bias together exclude all of them"
@@ -170,7 +170,7 @@ class Sampler:
         drawn = [(row, choice) for row, choice in found if choice.params.temperature > _COLDEST]
         if drawn:
             device, keyed = scores_BV.device, [(c.params, _mix(c.seed, c.drawn)) for _, c in drawn]
-            draws = Draws.of(keyed, scores_BV.shape[1], device)
+            draws = RowSampling.of(keyed, scores_BV.shape[1], device)
             rows = on_device(torch.tensor([row for row, _ in drawn]), device)
             scores_BV.index_copy_(0, rows, batched_gumbel_scores(scores_BV.index_select(0, rows), draws))
         for _, choice in found:

@@ -8,7 +8,7 @@ from pathlib import Path
 from moetool.base.errors import UsageError
 from moetool.base.types import ModelSpec
 from moetool.trace.expert_counts import MANIFEST, open_workload
-from moetool.trace.foreign.model_facts import MOST_EXPERTS, ModelFacts, SaidFacts
+from moetool.trace.foreign.model_facts import MOST_EXPERTS, GivenFacts, ModelFacts
 
 _MOST = {
     "num_hidden_layers": 10_000,
@@ -29,7 +29,7 @@ def no_model(name: str) -> tuple[ModelSpec, int | None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(SaidFacts):
+class Settings(GivenFacts):
     """Values of `--set` for an import.
 
     Attributes:
@@ -69,7 +69,7 @@ class Settings(SaidFacts):
                 spec, num_hidden_layers = find_model(self.model)
             return ModelFacts(spec=spec, num_hidden_layers=self.num_hidden_layers or num_hidden_layers)
         layers = None if self.moe_layers is None else _layers(str(self.moe_layers))
-        return ModelFacts(moe_layers=layers, **{one.name: getattr(self, one.name) for one in fields(SaidFacts)})
+        return ModelFacts(moe_layers=layers, **{one.name: getattr(self, one.name) for one in fields(GivenFacts)})
 
 
 def _layers(text: str) -> tuple[int, ...]:

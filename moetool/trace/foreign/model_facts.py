@@ -21,7 +21,7 @@ SAY_LAYERS = "--set model=PATH, first_k_dense=N or moe_layers=1..26"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaidFacts:
+class GivenFacts:
     """Facts about a model, given by the user.
 
     Attributes:
@@ -44,7 +44,7 @@ class SaidFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts(SaidFacts):
+class ModelFacts(GivenFacts):
     """Facts about a model that the files lack, given by the user.
 
     Attributes:

@@ -22,7 +22,7 @@ FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
+class ScaleFold:
     """One scale, with the parameters that it divides and multiplies, by name within the decoder layer.
 
     Attributes:
@@ -97,7 +97,7 @@ def require_family(config: Any) -> None:
         raise UsageError(f"{family} models cannot have a replica; supported families: {', '.join(FAMILIES)}")
 
 
-def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
+def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[ScaleFold]:
     """Return every place of a decoder layer where a scale can be folded exactly.
 
     Args:
@@ -107,7 +107,7 @@ def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
     names = dict(layer.named_parameters())
     norm = _norm(names, "post_attention_layernorm")
     if moe is None:
-        dense = Fold(
+        dense = ScaleFold(
             name="dense input", before=norm, readers=("mlp.gate_proj.weight", "mlp.up_proj.weight"), inspect="mlp"
         )
         return [*found, dense, _down(names, "mlp")]
@@ -118,7 +118,7 @@ def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
         readers += [f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"]
     routers = [name for name in names if names[name] is moe.router.weight]
     found.append(
-        Fold(
+        ScaleFold(
             name="experts' input",
             before=norm,
             readers=tuple(readers),
@@ -129,7 +129,7 @@ def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
     if shared is not None:
         found.append(_down(names, shared))
     found.append(
-        Fold(
+        ScaleFold(
             name="experts' down",
             before=(("mlp.experts.gate_up_proj", slice(width, 2 * width)),),  # the rows of up
             readers=("mlp.experts.down_proj",),
@@ -139,18 +139,20 @@ def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
     return found
 
 
-def _attention(layer: Any, config: Any) -> list[Fold]:
+def _attention(layer: Any, config: Any) -> list[ScaleFold]:
     attention, names = layer.self_attn, dict(layer.named_parameters())
     latent = hasattr(attention, "kv_a_proj_with_mqa")
     inputs = ("q_a_proj", "q_proj", "kv_a_proj_with_mqa") if latent else ("q_proj", "k_proj", "v_proj")
     readers = tuple(full for name in inputs if (full := f"self_attn.{name}.weight") in names)
     found = [
-        Fold(name="attention's input", before=_norm(names, "input_layernorm"), readers=readers, inspect="self_attn")
+        ScaleFold(
+            name="attention's input", before=_norm(names, "input_layernorm"), readers=readers, inspect="self_attn"
+        )
     ]
     for norm, reader in (("q_a_layernorm", "q_b_proj"), ("kv_a_layernorm", "kv_b_proj")):
         if f"self_attn.{norm}.weight" in names:
             found.append(
-                Fold(
+                ScaleFold(
                     name=f"{reader}'s input",
                     before=_norm(names, f"self_attn.{norm}"),
                     readers=(f"self_attn.{reader}.weight",),
@@ -171,7 +173,7 @@ def _attention(layer: Any, config: Any) -> list[Fold]:
         before = tuple((name, None) for name in ("self_attn.v_proj.weight", "self_attn.v_proj.bias") if name in names)
     if getattr(config, "clip_qkv", None) is None:  # clipping does not commute with a scale
         found.append(
-            Fold(
+            ScaleFold(
                 name="attention's output",
                 before=before,
                 readers=("self_attn.o_proj.weight",),
@@ -186,9 +188,9 @@ def _norm(names: Mapping[str, Any], module: str) -> tuple[tuple[str, None], ...]
     return tuple((name, None) for name in (f"{module}.weight", f"{module}.bias") if name in names)
 
 
-def _down(names: Mapping[str, Any], module: str) -> Fold:
+def _down(names: Mapping[str, Any], module: str) -> ScaleFold:
     before = tuple((name, None) for name in (f"{module}.up_proj.weight", f"{module}.up_proj.bias") if name in names)
-    return Fold(
+    return ScaleFold(
         name=f"{module.removeprefix('mlp.')} down" if module != "mlp" else "dense down",
         before=before,
         readers=(f"{module}.down_proj.weight",),

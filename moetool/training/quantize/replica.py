@@ -27,7 +27,7 @@ from moetool.models.loading import load_unpacked, parse_dtype
 from moetool.training.quantize.calibration import Calibration
 from moetool.training.quantize.folding import require_family, rounded_names
 from moetool.training.quantize.judging import judge, logits_of
-from moetool.training.quantize.replica_layers import Maker, ReplicaOptions
+from moetool.training.quantize.replica_layers import ReplicaOptions, ReplicaProgress
 
 CARD = "card.json"
 GROUPS = (16, 32, 64, 128)
@@ -69,7 +69,7 @@ def make_replica(
     began = time.perf_counter()
     dtype = parse_dtype(options.dtype)
     with durable.staged_directory(out, overwrite, CARD) as staged:
-        maker = Maker(checkpoint, out.with_name(out.name + ".resume"), calibration, options)
+        maker = ReplicaProgress(checkpoint, out.with_name(out.name + ".resume"), calibration, options)
         steps = 2 * maker.num_layers + 1
         report = (lambda done: on_progress(done, steps)) if on_progress is not None else (lambda done: None)
         try:

@@ -26,7 +26,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_dtype
 from moetool.models.weights.packed import Scheme, quantization_config, to_tensors
 from moetool.training.quantize.calibration import Calibration
-from moetool.training.quantize.folding import Fold, folds_of, rounded_names
+from moetool.training.quantize.folding import ScaleFold, folds_of, rounded_names
 from moetool.training.quantize.layer_forward import Layerwise
 from moetool.training.quantize.scale_search import Inputs, SearchOptions, round_clipped, search, watch_inputs
 from moetool.training.quantize.soundness import require_finite, require_finite_weights
@@ -77,7 +77,7 @@ class ReplicaOptions:
         return Scheme(bits=self.bits, group=self.group, symmetric=self.symmetric)
 
 
-class Maker:
+class ReplicaProgress:
     """State of an unfinished replica."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, calibration: Calibration, options: ReplicaOptions) -> None:
@@ -205,7 +205,7 @@ class Maker:
             self.folder.mkdir(parents=True, exist_ok=True)
             durable.write_text(self.folder / _RECORD, self._made_from)
         note: dict[str, Any] = {"layer": number, "alpha": {}, "few_tokens": []}
-        chosen: list[tuple[Fold, torch.Tensor]] = []
+        chosen: list[tuple[ScaleFold, torch.Tensor]] = []
         for fold in folds:
             scale_C, note["alpha"][fold.name] = search(layer, fold, inputs, schemes, self._scale_dtype, self._search)
             chosen.append((fold, scale_C))
@@ -276,7 +276,7 @@ class Maker:
         return sorted(found)
 
 
-def _squares(fold: Fold, inputs: Inputs, scale_C: torch.Tensor) -> dict[str, torch.Tensor]:
+def _squares(fold: ScaleFold, inputs: Inputs, scale_C: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the mean square of the scaled inputs of each weight with a folded scale."""
     scale_I = fold.spread(scale_C)
     if fold.inspect == "experts":

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.weights.packed import Rounded, Scheme, nearest_values, ranges, round_weight
-from moetool.training.quantize.folding import Fold
+from moetool.training.quantize.folding import ScaleFold
 
 _CHUNK = 2**17  # numbers rounded together, so that temporaries stay in the CPU cache
 _PRIOR_TOKENS = 32  # average tokens at the start of an expert's statistics
@@ -79,7 +79,7 @@ class _Mean:
 
 @torch.no_grad()
 def watch_inputs(
-    layer: Any, moe: MoeLayer | None, folds: Iterable[Fold], run: Callable[[], None], options: SearchOptions
+    layer: Any, moe: MoeLayer | None, folds: Iterable[ScaleFold], run: Callable[[], None], options: SearchOptions
 ) -> Inputs:
     """Run a layer over the calibration blocks and record its modules' inputs.
 
@@ -173,7 +173,7 @@ def scale_of(mean_C: torch.Tensor, alpha: float) -> torch.Tensor:
 @torch.no_grad()
 def search(
     layer: Any,
-    fold: Fold,
+    fold: ScaleFold,
     inputs: Inputs,
     schemes: Mapping[str, Scheme],
     scale_dtype: torch.dtype,

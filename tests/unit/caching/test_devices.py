@@ -10,7 +10,15 @@ import pytest
 from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.decision_digest import DecisionDigest
-from moetool.caching.devices import Fleet, Learners, build_policies, open_pool, own_part, split_bytes, split_slots
+from moetool.caching.devices import (
+    DevicePolicies,
+    DevicePools,
+    build_policies,
+    open_pool,
+    own_part,
+    split_bytes,
+    split_slots,
+)
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policies import lru
 from moetool.caching.policy import Policy, build_policy
@@ -96,7 +104,7 @@ def test_a_fleet_of_one_decides_as_one_device_does(name: str) -> None:
     results = []
     for fleet in (False, True):
         policy = build_policy(name, SPEC, {}, 9, predictor=MadeUpPredictor(SPEC), future=future)
-        results.append(drive(Fleet([Residency(policy)]) if fleet else open_pool([policy]), stream))
+        results.append(drive(DevicePools([Residency(policy)]) if fleet else open_pool([policy]), stream))
     assert type(open_pool([policy])) is Residency
     assert results[0] == results[1]
 
@@ -194,7 +202,7 @@ def test_limits_of_prefetching_are_shared_out() -> None:
 
 def test_pinned_experts_stay_on_their_own_device() -> None:
     pool = open_pool([lru.Policy(SPEC, None, 2) for _ in range(2)], pinned=[3, 4, 5])
-    assert isinstance(pool, Fleet) and pool.num_slots == 7
+    assert isinstance(pool, DevicePools) and pool.num_slots == 7
     drive(pool, stream_of())
     assert {key: pool.slot(key) for key in (3, 4, 5)} == {4: 2, 3: 5, 5: 6}
 
@@ -206,17 +214,17 @@ def test_what_devices_learn_is_kept_for_as_many(name: str, tmp_path: Path) -> No
 
     file, policies = tmp_path / "state", made()
     drive(open_pool(policies), stream_of())
-    save_state(file, name, Learners(policies))
+    save_state(file, name, DevicePolicies(policies))
     assert file.exists() == (name != "lru")
     again = made()
-    assert (restore_state(file, name, Learners(again)) is not None) == file.exists()
+    assert (restore_state(file, name, DevicePolicies(again)) is not None) == file.exists()
     for one, other in zip(policies, again, strict=True):
         assert {k: v.tolist() for k, v in one.state().items()} == {k: v.tolist() for k, v in other.state().items()}
     if file.exists():
         for number in (1, 3):
             others = build_policies(name, SPEC, {}, [2] * number)
             with pytest.raises(MismatchError, match=f"does not fit these options of {name}"):
-                restore_state(file, name, others[0] if number == 1 else Learners(others))
+                restore_state(file, name, others[0] if number == 1 else DevicePolicies(others))
 
 
 @pytest.mark.parametrize("unit", ["slots", "bytes"])

@@ -322,18 +322,20 @@ def test_prefetching_that_does_not_pay_stops_and_is_tried_again() -> None:
 def test_experts_come_and_go_outside_of_events() -> None:
     policy = Scripted(3)
     residency = Residency(policy)
-    first = residency.bring(5)
+    first = residency.load_into_free_slot(5)
     assert first == Step(LOAD, 5, residency.slot_of[5])
-    assert residency.bring(5) is None  # it is there
+    assert residency.load_into_free_slot(5) is None  # it is there
     assert residency.event(event([5, 6]))[0] == Step(LOAD, 6, residency.slot_of[6])
     assert residency.counts.kept == 1 and residency.counts.missed == 1
-    residency.bring(7)
-    assert residency.bring(8) is None and 8 not in residency.slot_of  # no slot is free, and nobody has to go
+    residency.load_into_free_slot(7)
+    assert (
+        residency.load_into_free_slot(8) is None and 8 not in residency.slot_of
+    )  # no slot is free, and nobody has to go
     slot = residency.slot_of[6]
     residency.forget(6)
     residency.forget(6)
     assert policy.queue == [5, 7]
-    assert residency.bring(8) == Step(LOAD, 8, slot)
+    assert residency.load_into_free_slot(8) == Step(LOAD, 8, slot)
     assert [step.kind for step in residency.event(event([0], layer=1))] == [COMPUTE]
     assert residency.counts.loads == 1  # what came from outside is not counted
 
@@ -342,9 +344,9 @@ def test_experts_come_and_go_outside_of_events() -> None:
 def test_a_pinned_expert_is_not_brought_into_the_pool(name: str) -> None:
     spec = make_spec(layers=2, experts=8, top_k=2)
     residency = Residency(build_policy(name, spec, {}, 4), pinned=[0])
-    assert residency.bring(0) is None
+    assert residency.load_into_free_slot(0) is None
     for key in (1, 2, 3, 9):
-        assert residency.bring(key) is not None
+        assert residency.load_into_free_slot(key) is not None
     assert residency.residents == [1, 2, 3, 9]
     for info, events in random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=12, seed=4):
         residency.begin_forward(info)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moetool.cluster.control_messages import from_plain, receive_message, send_message, to_plain
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerStats
+from moetool.cluster.edge.protocol import ArrivedExpert, ExpertLocations, ExpertLocationsUpdate, WorkerStats
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.frames import FrameConnection, LinkError, pack
 from moetool.runtime.serve_options import ServeOptions
@@ -32,8 +32,8 @@ def test_values_arrive_as_they_were() -> None:
         links={0: (1e6, 0.5)},
         options=ServeOptions(policy={"alpha": 0.5}),
     )
-    holders = Holders(version=3, servers_LE=(((0, 1), ()),), peers=(("host", 7), None))
-    change = HoldersChange(base=3, version=4, servers={(0, 1): (2,)}, peers=(None, ("host", 7)))
+    holders = ExpertLocations(version=3, servers_LE=(((0, 1), ()),), peers=(("host", 7), None))
+    change = ExpertLocationsUpdate(base=3, version=4, servers={(0, 1): (2,)}, peers=(None, ("host", 7)))
     for value in (settings, holders, change, [ArrivedExpert(source=-1, bytes=2, seconds=0.5), "not here"], None, True):
         assert _sent(value) == value
     for value in ((), ((),), ((1, 2), ()), ((1, True),), ((1, 2.0), (3,)), ((1,), "a"), (((1,),), ((2, 3),))):

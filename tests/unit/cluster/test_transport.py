@@ -19,7 +19,7 @@ import pytest
 
 from moetool.base.errors import MoetoolError
 from moetool.cluster.certificates import Authority, Identity
-from moetool.cluster.frames import HELLO, Frame, FrameConnection, Late, LinkError, pack
+from moetool.cluster.frames import HELLO, DeadlineExceeded, Frame, FrameConnection, LinkError, pack
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import Acceptor, listen
 from moetool.cluster.transport import CallRefused, Channel, Listener
@@ -427,7 +427,7 @@ def test_a_message_that_comes_in_pieces_is_received_in_several_calls() -> None:
     whole = pack({"a": "b"}, [b"12", b"3"]) + b"123"
     for piece in (whole[:5], whole[5:20], whole[20:-2]):
         far.sendall(piece)
-        with pytest.raises(Late):
+        with pytest.raises(DeadlineExceeded):
             connection.receive(time.monotonic() + 0.05)
     far.sendall(whole[-2:] + whole * 2)
     for _ in range(3):
@@ -451,9 +451,9 @@ def test_a_receiver_polls_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> N
     frame = connection.receive(time.monotonic() + 20, poll_s=10)
     assert (frame.call, bytes(frame.parts[0])) == (7, b"soon") and next(yields) > 3
     began = time.monotonic()
-    with pytest.raises(Late):
+    with pytest.raises(DeadlineExceeded):
         connection.receive(began + 0.05, poll_s=10)
-    with pytest.raises(Late):
+    with pytest.raises(DeadlineExceeded):
         connection.receive(time.monotonic() + 0.05, poll_s=0.01)
     assert time.monotonic() - began < 5
     connection.close()

@@ -13,7 +13,7 @@ import pytest
 from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.prompts import dataset_recipe
 from moetool.prompts import gather as prompts
-from moetool.prompts.gather import DataOptions, Gathered, Prompt
+from moetool.prompts.gather import DataOptions, GatheredPrompts, Prompt
 from tests.public_rows import PARAGRAPH, SAMPLES, Sample
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[3].parent / "shared")) / "data"
@@ -41,7 +41,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def gather(source: str, folder: Path | None, max_prompts: int | None = None, **options: Any) -> Gathered:
+def gather(source: str, folder: Path | None, max_prompts: int | None = None, **options: Any) -> GatheredPrompts:
     return prompts.gather([source], max_prompts=max_prompts, options=DataOptions(folder=folder, **options))
 
 

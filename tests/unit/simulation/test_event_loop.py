@@ -20,7 +20,7 @@ from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachines
 from moetool.simulation.migration_traffic import Moving
 from moetool.simulation.replica_choice import Routing
-from moetool.simulation.simulated_costs import Computing, make_network
+from moetool.simulation.simulated_costs import GpuSeconds, make_network
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import SimulatedRequest, lay_out
 from tests.clusters import make_cluster
@@ -41,7 +41,7 @@ def _engine(
 ) -> EventLoop:
     """An engine that has run; dense layers and experts take as long whatever their tokens."""
     network = make_network(cluster, BYTES)
-    computing = Computing(name="test", dense=[0.0] + [dense_s] * 64, expert=[0.0] + [expert_s] * 64)
+    computing = GpuSeconds(name="test", dense=[0.0] + [dense_s] * 64, expert=[0.0] + [expert_s] * 64)
     machines = SimulatedMachines(
         spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=BYTES
     )
@@ -220,7 +220,7 @@ def test_experts_on_the_move_end_in_the_new_placement_and_use_the_links() -> Non
     network = make_network(cluster, BYTES)
     routing = Routing(cluster, network, old_GLE)
     requests = [_request(spec, i, i % 4, 0.01 * i, 3, 3, 2) for i in range(12)]
-    computing = Computing(name="test", dense=[0.0] + [0.01] * 9, expert=[0.0] + [0.01] * 9)
+    computing = GpuSeconds(name="test", dense=[0.0] + [0.01] * 9, expert=[0.0] + [0.01] * 9)
     machines = SimulatedMachines(spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=1)
     engine = EventLoop(machines, routing, requests)
     moves, ended = order_moves(spec, cluster, old_GLE, new_GLE), []
@@ -254,7 +254,7 @@ def test_experts_that_move_in_windows_delay_no_token() -> None:
         SimulatedRequest(number=i, gpu=i % 4, route=lay_out(spec, each[:4], each[4:]), arrived_s=0.01 * i)
         for i, each in enumerate(rows)
     ]
-    computing = Computing(name="test", dense=[0.0] + [0.013] * 9, expert=[0.0] + [0.011] * 9)
+    computing = GpuSeconds(name="test", dense=[0.0] + [0.013] * 9, expert=[0.0] + [0.011] * 9)
     machines = SimulatedMachines(
         spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=BYTES
     )

@@ -17,7 +17,7 @@ from moetool.placement.planner import quick_options
 from moetool.placement.recall import Recall
 from moetool.simulation.event_loop import EventLoop
 from moetool.simulation.placement_control import MODES
-from moetool.simulation.simulate import ModeInputs, World, read_settings, read_world, simulate
+from moetool.simulation.simulate import ModeInputs, SimulationInputs, read_settings, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.sweep import parse_sweeps, resize, sweep
 from moetool.simulation.workload import RequestSource
@@ -42,7 +42,7 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def world(traces: dict[str, Trace], cluster: Cluster) -> World:
+def world(traces: dict[str, Trace], cluster: Cluster) -> SimulationInputs:
     return read_world(traces, cluster, OPTIONS)
 
 
@@ -65,7 +65,7 @@ def test_no_request_is_drawn_that_the_predictor_was_trained_on(traces: dict[str,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World, mode: str) -> None:
+def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: SimulationInputs, mode: str) -> None:
     inputs = ModeInputs(options=quick_options(MODES[mode].planner))
     first, again = (simulate(world, mode, "poisson:3s", 8, OPTIONS, inputs=inputs) for _ in range(2))
     assert first.to_json() == again.to_json()
@@ -76,7 +76,7 @@ def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World,
         assert first.migrations == ()
 
 
-def test_the_second_half_of_the_requests_may_come_from_other_data(world: World) -> None:
+def test_the_second_half_of_the_requests_may_come_from_other_data(world: SimulationInputs) -> None:
     """Prompts of 7 tokens, then of 5; numbers and arrivals stay those of one stream."""
 
     def cut(length: int) -> dict[int, RequestSource]:
@@ -107,7 +107,7 @@ def test_larger_experts_cost_eq_4_as_much_more(traces: dict[str, Trace], cluster
     assert costs[0] and costs[1] == pytest.approx([4 * cost_s for cost_s in costs[0]])
 
 
-def test_progress_is_told_by_what_is_done(world: World) -> None:
+def test_progress_is_told_by_what_is_done(world: SimulationInputs) -> None:
     told: list[tuple[str, int, int]] = []
     simulate(world, "uniform", "poisson:3s", 5, OPTIONS, on_progress=lambda *at: told.append(at))
     assert told[:2] == [("uniform: placing", 0, 1), ("uniform: placing", 1, 1)]
@@ -117,12 +117,12 @@ def test_progress_is_told_by_what_is_done(world: World) -> None:
     assert told[1:-2] == [("director-offline: placing", done, 6) for done in range(1, 7)]  # 3 layers, then their copies
 
 
-def test_another_seed_draws_other_requests(world: World) -> None:
+def test_another_seed_draws_other_requests(world: SimulationInputs) -> None:
     runs = [simulate(world, "uniform", "poisson:3s", 12, replace(OPTIONS, seed=seed)) for seed in (1, 2)]
     assert runs[0].latencies_s != runs[1].latencies_s
 
 
-def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: World) -> None:
+def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: SimulationInputs) -> None:
     """From a placement for nobody, prism_exact changes to the optimum; both sides of Eq. 4 are there."""
     spec, cluster = world.spec, world.cluster
     placed_GLE = np.zeros((3, 3, 8), bool)
@@ -145,7 +145,7 @@ def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: World) -> None:
         )
 
 
-def test_who_sees_the_coming_requests_has_more_of_their_experts_at_hand(world: World) -> None:
+def test_who_sees_the_coming_requests_has_more_of_their_experts_at_hand(world: SimulationInputs) -> None:
     options = replace(OPTIONS, migrate="free", decide="always")
     local = {
         mode: np.mean([simulate(world, mode, "every:5s", 12, replace(options, seed=seed)).local for seed in range(2)])
@@ -157,7 +157,7 @@ def test_who_sees_the_coming_requests_has_more_of_their_experts_at_hand(world: W
 
 
 @pytest.mark.parametrize("name", ["cascade", "single_transformer"])
-def test_requests_that_wait_are_predicted_from_their_tokens_alone(world: World, name: str) -> None:
+def test_requests_that_wait_are_predicted_from_their_tokens_alone(world: SimulationInputs, name: str) -> None:
     predictor: Any = build(name, SPEC, {"width": 16, "heads": 2, "vocabulary": 4096}).eval().requires_grad_(False)
     asked: list[tuple[tuple[int, ...], int]] = []
     workload = predictor.workload
@@ -179,7 +179,7 @@ def test_requests_that_wait_are_predicted_from_their_tokens_alone(world: World, 
         assert [len(ids) for ids in source.token_ids] == [len(prompt_TS) for prompt_TS in source.prompts]
 
 
-def test_a_round_that_waits_for_its_experts_begins_later(world: World) -> None:
+def test_a_round_that_waits_for_its_experts_begins_later(world: SimulationInputs) -> None:
     runs = {
         how: simulate(world, "director-proactive", "every:50s", 6, replace(OPTIONS, migrate=how))
         for how in ("free", "pipelined", "overlap", "stop")
@@ -190,7 +190,7 @@ def test_a_round_that_waits_for_its_experts_begins_later(world: World) -> None:
     assert all(runs[how].sent_bytes > runs["free"].sent_bytes for how in ("pipelined", "overlap"))  # experts, too
 
 
-def test_planning_takes_time_where_it_is_charged(world: World) -> None:
+def test_planning_takes_time_where_it_is_charged(world: SimulationInputs) -> None:
     """Six rounds; who places for the queue waits for its plan, who places from the past moves later."""
     options = replace(OPTIONS, migrate="free", decide="always", plan_s=3.0, predict_share=0.5)
     runs = {
@@ -209,7 +209,7 @@ def test_planning_takes_time_where_it_is_charged(world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", ["director-proactive", "director-reactive"])
-def test_a_round_that_waits_for_its_experts_waited_until_they_moved(world: World, mode: str) -> None:
+def test_a_round_that_waits_for_its_experts_waited_until_they_moved(world: SimulationInputs, mode: str) -> None:
     options = replace(OPTIONS, migrate="stop", decide="always", planning="wait", plan_s=3.0)
     found = simulate(world, mode, "every:50s", 6, options)
     moved = [one for one in found.migrations if one.made]
@@ -221,7 +221,7 @@ def test_a_round_that_waits_for_its_experts_waited_until_they_moved(world: World
 
 @pytest.mark.parametrize(("mode", "waited"), [("uniform-proactive", [3.0] * 3), ("uniform-reactive", [])])
 def test_a_plan_without_moves_is_on_record_where_a_round_waited_for_it(
-    world: World, mode: str, waited: list[float]
+    world: SimulationInputs, mode: str, waited: list[float]
 ) -> None:
     """The planner proposes the same placement whatever the requests of the three rounds."""
     options = replace(OPTIONS, decide="always", planning="wait", plan_s=3.0)
@@ -231,7 +231,7 @@ def test_a_plan_without_moves_is_on_record_where_a_round_waited_for_it(
     assert found.mean_wait_s == pytest.approx(np.mean(waited or [0.0]))
 
 
-def test_lengths_come_from_the_file_of_arrivals(world: World, tmp_path: Path) -> None:
+def test_lengths_come_from_the_file_of_arrivals(world: SimulationInputs, tmp_path: Path) -> None:
     file = tmp_path / "arrivals.jsonl"
     file.write_text('{"timestamp": 0, "input_length": 30, "output_length": 3}\n' * 3)
     found = simulate(world, "uniform", str(file), 10, replace(OPTIONS, decode_tokens=9))
@@ -289,7 +289,7 @@ def test_copies_of_servers_add_rounds_and_nothing_else(
     assert histories == [12, 12]
 
 
-def test_what_makes_no_sense_is_refused(world: World) -> None:
+def test_what_makes_no_sense_is_refused(world: SimulationInputs) -> None:
     for settings, message in (
         ({"seats": 0}, "seats is 0, expected at least 1"),
         ({"admission": "round"}, "did you mean 'rounds'"),
@@ -310,7 +310,7 @@ def test_what_makes_no_sense_is_refused(world: World) -> None:
 
 
 def test_results_that_join_their_link_ahead_of_time_change_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SimulationInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [
         (mode, gap, replace(OPTIONS, seats=seats, links=links, admission=admission))

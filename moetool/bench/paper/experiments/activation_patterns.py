@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from moetool.base.types import ModelSpec
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
@@ -32,7 +32,7 @@ class Options:
     measure: Literal["tasks", "layers", "spread"] = "tasks"
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Count experts in halves of disjoint parts of the requests, one part per seed.
 
     Source: Prism § II-A. The figures show one layer or one task; the divergence between requests of one task is

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from moetool.base import config
 from moetool.base.errors import UsageError
 from moetool.base.types import Cluster, Gpu, ModelSpec, Server
-from moetool.bench.found_figure import Curve, Found
+from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
@@ -77,7 +77,7 @@ _WHAT = {
 _UNITS = {"latency": "s", "local": "%", "phases": "%", "migrations": ""}
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Simulate every mode at every point of the grid, with other prompts and arrivals for each seed.
 
     Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.simulate.simulate`).
@@ -154,7 +154,7 @@ def around(found: Simulated, tick_s: float) -> tuple[float, float]:
     return before, after
 
 
-def simulated(measure: Measure, samples: Samples, on: str = "") -> Found:
+def simulated(measure: Measure, samples: Samples, on: str = "") -> ExperimentResult:
     """Return the results of simulations of edge servers.
 
     Args:

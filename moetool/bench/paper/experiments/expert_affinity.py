@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
@@ -25,7 +25,7 @@ class Options:
     data: tuple[str, ...] = ALL
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Predict a layer's experts from counts on other requests; each seed takes another part of the prompts.
 
     Source: DuoServe-MoE § 2.1, whose figure shows the two matrices as heat maps; `moetool report` draws both. The share

@@ -10,14 +10,14 @@ import numpy as np
 from moetool.base import config
 from moetool.base.errors import UsageError
 from moetool.base.types import Cluster, Gpu, Server
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.named_machine import MachineChoice, NamedMachine, NamedModel, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
 from moetool.placement.planner import quick_options
 from moetool.simulation.placement_control import find_mode
-from moetool.simulation.simulate import ModeInputs, World, read_world, simulate
+from moetool.simulation.simulate import ModeInputs, SimulationInputs, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.trace.reader import Trace
@@ -96,7 +96,7 @@ class _Case:
     x: float
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Serve rounds of one request per GPU in every mode, with another trace per seed and offline placement from others.
 
     Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort.
@@ -196,7 +196,7 @@ def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> 
     )
 
 
-def _world(trace: Trace, learned: Trace | None, cluster: Cluster, base: SimulationOptions) -> World:
+def _world(trace: Trace, learned: Trace | None, cluster: Cluster, base: SimulationOptions) -> SimulationInputs:
     """Requests of one trace, placements from another, or from every other request where there is none."""
     names = [server.name for server in cluster.servers]
     if learned is None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moetool.bench.bench_result import BenchResult
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.bench.serve import bench_serve
-from moetool.bench.serving_setup import ServingBenchOptions, Subject
+from moetool.bench.serving_setup import BenchModel, ServingBenchOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Options:
 _WHAT = {"latency": "mean latency per request", "booking": "the policy's share of the time per output token"}
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Time the policies in paired rounds, with the median of the rounds of each prompt set instead of seeds.
 
     Effects: sets torch's number of threads to one.
@@ -61,7 +61,7 @@ def run(bench: Workbench, options: Options) -> Found:
             if options.measure != "booking" or row["policy"] in options.policies:
                 rounds = [_value(each, options) for each in row["rounds"]]
                 values.setdefault(row["policy"], []).append(statistics.median(rounds))
-    return Found(
+    return ExperimentResult(
         values=values,
         what=_WHAT[options.measure],
         unit="s" if options.measure == "latency" else "%",
@@ -73,7 +73,7 @@ def run(bench: Workbench, options: Options) -> Found:
 
 def _timed(bench: Workbench, options: Options, data: str, predictor: Path | None) -> BenchResult:
     return bench_serve(
-        Subject(model=MODEL, data=(data,), predictor=predictor, work=bench.folder("bench")),
+        BenchModel(model=MODEL, data=(data,), predictor=predictor, work=bench.folder("bench")),
         policies=options.policies,
         budgets=[options.memory],
         options=ServingBenchOptions(

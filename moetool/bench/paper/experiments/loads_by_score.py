@@ -6,7 +6,7 @@ from typing import Literal
 
 from moetool.base.tables import percent
 from moetool.base.types import ForwardInfo, GateEvent
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.experiments.policies import PolicyLine, look_through, measure
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
@@ -62,7 +62,7 @@ class _Count:
     ahead_chosen: int = 0
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Count under every policy, with another part of the prompts per seed.
 
     Source: SMoE § IV for low scores; Table I's "low-score loading" is on-demand loading of those.

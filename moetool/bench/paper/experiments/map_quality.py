@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.trace.reader import Trace
-from moetool.training.map_store import Likeness, MapReport, plan_maps
+from moetool.training.map_store import MapReport, SimilarityCorrelation, plan_maps
 
 KINDS = ("semantic", "trajectory")
 _WHAT = {
@@ -36,7 +36,7 @@ class Options:
     measure: Literal["pearson", "rise", "best", "bytes"] = "pearson"
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Make a store of each capacity per seed; a seed has its own prompts and held-out split.
 
     Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.training.map_store.plan_maps`).
@@ -79,7 +79,7 @@ def _report(bench: Workbench, trace: Trace, capacity: int, seed: int) -> MapRepo
     return made
 
 
-def _values(kind: str, likeness: Likeness, measure: str) -> dict[str, float]:
+def _values(kind: str, likeness: SimilarityCorrelation, measure: str) -> dict[str, float]:
     if measure == "best":
         return {kind: likeness.best}
     if measure == "pearson":

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.experiments.policies import PolicyLine
 from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.workbench import Workbench
@@ -28,7 +28,7 @@ class Options:
     dense_bytes: int
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Sum dense weights, the slots that a policy uses, and its predictor; the KV cache is the same for all.
 
     Nothing here varies by seed.
@@ -46,7 +46,7 @@ def run(bench: Workbench, options: Options) -> Found:
         if line.predictor:
             held += build(line.predictor, spec, {}).num_bytes
         values[name] = [held / whole]
-    return Found(
+    return ExperimentResult(
         values=values,
         what="share of the model on the device",
         exact=True,

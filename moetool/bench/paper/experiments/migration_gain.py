@@ -5,7 +5,7 @@ from functools import partial
 from typing import Literal
 
 from moetool.base import config
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.experiments.edge_servers import EdgeOptions, edge_cluster, over_time, simulated
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
@@ -37,7 +37,7 @@ class Options(EdgeOptions):
     measure: Literal["latency", "local", "migrations"] = "latency"
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Serve the same requests once with migration and once without; the data changes half-way.
 
     Source: Prism § IV-B, Figure 7: 200 MultiData requests per server, then 200 BIG-bench ones, from a placement for

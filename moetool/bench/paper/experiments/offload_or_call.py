@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moetool.base import config
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.experiments.edge_servers import EdgeOptions, edge_cluster
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
@@ -41,7 +41,7 @@ class Options(EdgeOptions):
     warm: int = 3
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Measure the mean latency of the same held-out requests in the three modes.
 
     Source: Prism § II-B, Table I. An offloading server has the memory of all its GPUs and serves one request at a time,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.experiments.policies import PolicyLine, distribution, measure
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.samples import Samples
@@ -32,7 +32,7 @@ class Options:
     busy: float = 0.7
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Mean seconds from arrival to the last token, one request at a time, as replayed on the assumed machine.
 
     Source: FineMoE § 6.3. Deviation: arrivals are Poisson, and requests have their own lengths.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moetool.base.types import Cluster, Gpu, Server
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
@@ -47,7 +47,7 @@ class Options:
     reported: tuple[str, ...] = ("vanilla", "offline", "reactive", "proactive")
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """T_comp + T_comm of every mode (`moetool.placement.modes`) and planner, with another trace per seed.
 
     Source: DIRECTOR § III and § VIII-D. Computing a token costs 1, as does sending one over a link at its usual rate.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moetool.bench.found_figure import Curve, Found
+from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.named_machine import changed
 from moetool.bench.paper.samples import Samples
@@ -106,7 +106,7 @@ class PolicyMeasures:
         return self.decode_s / self.forwards
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Replay every line with every memory and batch, with another part of the prompts per seed."""
     samples = Samples(bench)
     each: dict[str, list[float]] = {}  # of all requests of all parts

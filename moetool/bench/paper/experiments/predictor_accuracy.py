@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
@@ -69,7 +69,7 @@ _WHAT = {
 }
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Train each predictor on all parts of the prompts but one, and score it on this part, another one per seed.
 
     With a given trace, or one seed, training and held-out requests are of one trace.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.workbench import Workbench
 from moetool.training.predictor import Predictor, build
@@ -33,7 +33,7 @@ class Options:
     measure: Literal["time", "bytes"] = "time"
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Observe every layer of random tokens and score the next one; one value per round instead of per seed.
 
     Effects: sets torch's number of threads to one, and back.
@@ -43,14 +43,14 @@ def run(bench: Workbench, options: Options) -> Found:
     if options.measure == "bytes":
         values = {options.predictor: [predictor.num_bytes / 1e6]}
         on = f"{options.predictor} for {spec.name}, counted"
-        return Found(values=values, what="parameters and statistics", unit="MB", on=on, exact=True)
+        return ExperimentResult(values=values, what="parameters and statistics", unit="MB", on=on, exact=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         seconds = [_token_s(predictor, spec, seed) for seed in range(bench.sizes.rounds)]
     finally:
         torch.set_num_threads(threads)
-    return Found(
+    return ExperimentResult(
         values={options.predictor: [1e3 * each for each in seconds]},
         what="time to predict the layers of a token",
         unit="ms",

@@ -9,7 +9,7 @@ import numpy as np
 from moetool.base import config
 from moetool.base.tables import percent
 from moetool.base.types import Cluster, Gpu, ModelSpec, Server
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.named_machine import changed, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.workbench import ALL, Workbench
@@ -37,7 +37,7 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Two servers of one GPU; requests come to the first, and the experts that it lacks are drawn by the seed.
 
     Source: Prism, Figure 5; the paper gives only its caption.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.models.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ class Options:
     measure: Literal["match", "size"] = "match"
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Make a replica of the embedded model per seed, which selects the calibration blocks.
 
     Source: DIRECTOR § V-A and Table II.
@@ -60,7 +60,7 @@ def run(bench: Workbench, options: Options) -> Found:
         rounding = [options.bits, options.group, options.grid, options.tokens]
         made_of = [checkpoint.spec.revision, [text.text for text in texts], rounding, seed]
         values["replica"].append(bench.measured("replica", made_of, make)[options.measure])
-    return Found(
+    return ExperimentResult(
         values=values,
         what="experts chosen like the model's" if options.measure == "match" else "size, relative to the model",
         exact=options.measure == "size",

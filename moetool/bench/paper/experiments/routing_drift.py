@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.base.types import ModelSpec
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
@@ -29,7 +29,7 @@ class Options:
     batch: int = 6
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Share of a layer's calls that move to other experts from one batch to the next, mean over layers and batches.
 
     It is half the sum of absolute differences of the experts' shares. By chance: the same tokens in random batches of

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
@@ -29,7 +29,7 @@ class Options:
     steps: tuple[int, ...] = (1, 10, 24)
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Entropy in bits, mean over layers and requests, with another part of the prompts per seed.
 
     Source: FineMoE § 2.4 (`moetool.report.measures.spread`, `moetool.report.sample.read_router_entropy`).

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, Workbench
@@ -28,7 +28,7 @@ class Options:
     within: int = 3
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Average over iterations and layers, with another part of the prompts per seed."""
     samples = Samples(bench)
     for fold in bench.folds:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moetool.base.tables import percent
-from moetool.bench.found_figure import Curve, Found
+from moetool.bench.experiment_figure import Curve, ExperimentResult
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.measuring.alpha import AlphaOptions, plan_alpha
@@ -30,7 +30,7 @@ class Options:
     data: tuple[str, ...] = ALL
 
 
-def run(bench: Workbench, options: Options) -> Found:
+def run(bench: Workbench, options: Options) -> ExperimentResult:
     """Feed texts token by token at each alpha, with other texts per seed.
 
     Raises:
@@ -55,7 +55,7 @@ def run(bench: Workbench, options: Options) -> Found:
             values.setdefault(f"alpha {point.alpha:g}", []).append(point.nats)
         alphas = tuple(point.alpha for point in points)
         curves.setdefault("mean of the texts", []).append((alphas, tuple(point.nats for point in points)))
-    return Found(
+    return ExperimentResult(
         values=values,
         what="cross-entropy per token",
         unit="nats",

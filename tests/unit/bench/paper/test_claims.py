@@ -11,7 +11,7 @@ import torch
 from moetool.base import plugins
 from moetool.base.errors import UsageError
 from moetool.bench.bench_result import Row, read_result
-from moetool.bench.found_figure import Found
+from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_paper
 from moetool.bench.paper.experiments import remote_share
@@ -55,7 +55,7 @@ check = { order = ["0 % remote", "100 % remote"] }
 def _judge(
     check: Check, derived: dict[str, dict[str, tuple[str, ...]]] | None = None, **values: list[float]
 ) -> Verdict:
-    return judge(check, Found(values=values, what="latency", unit="s", on=""), derived or {})
+    return judge(check, ExperimentResult(values=values, what="latency", unit="s", on=""), derived or {})
 
 
 def test_intervals_follow_students_t() -> None:
@@ -119,7 +119,7 @@ def test_lowest_is_taken_per_seed() -> None:
 
 def test_verdicts_compare_sizes_too() -> None:
     values = {"a": [1.0, 1.1], "b": [3.0, 3.1]}
-    found = Found(values=values, what="latency", unit="s", on="")
+    found = ExperimentResult(values=values, what="latency", unit="s", on="")
     wanted = {"x": {"times": ("b", "a")}}
     check = Check(at_least={"x": 1.5})
 
@@ -129,7 +129,7 @@ def test_verdicts_compare_sizes_too() -> None:
     assert size(2.5) == size(3.5) == "x as printed"  # 2.9 times: 1.9 more than 1
     assert size(6.0, 8.0) == "x smaller, by 2.6x" and size(2.0) == "x larger, by 1.9x"
     assert size(60.0) == "x smaller, by 31x"
-    wide = Found(values={"a": [1.0, 1.1], "b": [1.3, 1.0]}, what="latency", unit="s", on="")
+    wide = ExperimentResult(values={"a": [1.0, 1.1], "b": [1.3, 1.0]}, what="latency", unit="s", on="")
     assert judge(check, wide, wanted, size={"x": (2.0,)}).size == "x none, printed 2"  # 1.1 ± 2.5 times
     assert judge(check, found, wanted).size == ""
 
@@ -138,21 +138,21 @@ def test_one_run_decides_exact_values() -> None:
     check = Check(order=("ours", "theirs"))
     values = {"ours": [1.0], "theirs": [2.0]}
     for exact, answer in ((False, "undecided"), (True, "agrees")):
-        assert judge(check, Found(values=values, what="-", unit="", on="", exact=exact), {}).answer == answer
+        assert judge(check, ExperimentResult(values=values, what="-", unit="", on="", exact=exact), {}).answer == answer
 
 
 def test_fewer_than_three_traces_decide_nothing() -> None:
     check = Check(order=("ours", "theirs"))
     values = {"ours": [1.0, 1.1, 0.9], "theirs": [2.0, 2.1, 1.9]}
     for traces, answer in ((0, "agrees"), (1, "undecided"), (2, "undecided"), (3, "agrees")):
-        verdict = judge(check, Found(values=values, what="-", unit="", on="", traces=traces), {})
+        verdict = judge(check, ExperimentResult(values=values, what="-", unit="", on="", traces=traces), {})
         assert verdict.answer == answer
         assert (verdict.why == f"{traces} of 3 independent traces") == (answer == "undecided")
 
 
 def test_bounds_decide_beyond_the_least_effect_and_only_what_can_be_tested() -> None:
     for value, expected in ((0.762, "differs"), (0.767, "undecided"), (0.772, "undecided"), (0.78, "agrees")):
-        found = Found(values={"a": [value - 1e-4, value, value + 1e-4]}, what="share", unit="%", on="")
+        found = ExperimentResult(values={"a": [value - 1e-4, value, value + 1e-4]}, what="share", unit="%", on="")
         assert judge(Check(at_least={"a": 0.77}), found, {}).answer == expected
         ruled_out = judge(Check(at_least={"a": 0.77}), found, {}, ruled_out="another machine")
         assert (ruled_out.answer, ruled_out.why) == ("cannot be tested here", "another machine")
@@ -160,7 +160,7 @@ def test_bounds_decide_beyond_the_least_effect_and_only_what_can_be_tested() -> 
 
 def test_claims_above_the_ceiling_cannot_be_tested() -> None:
     values = {"a": [1.0, 1.1], "b": [1.05, 1.15]}
-    found = Found(values=values, what="latency", unit="s", on="")
+    found = ExperimentResult(values=values, what="latency", unit="s", on="")
     wanted = {"x": {"times": ("b", "a")}}
     for ceiling, answer in ((1.06, "cannot be tested here"), (1.5, "differs")):
         verdict = judge(Check(at_least={"x": 1.42}), found, wanted, ceiling={"x": ceiling})

@@ -186,7 +186,7 @@ def test_a_failed_update_of_the_store_is_raised_once(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_prefetch_spares_what_is_worth_more_only_if_asked(spare: bool) -> None:
-    policy = _policy(_store(MAP_LE), distance=2, spare=spare)
+    policy = _policy(_store(MAP_LE), distance=2, evict_lower_only=spare)
     policy.begin_forward(_forward([MAP_LE], [[1, 0, 0, 0]])[0])
     policy.admit(6, prefetched=False)  # 0.2
     assert policy.evict_for_prefetch(10, []) == 6  # 0.8 is worth more

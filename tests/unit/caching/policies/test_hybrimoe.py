@@ -73,7 +73,7 @@ def test_without_costs_every_miss_gains_the_same_and_the_nearer_layer_goes_first
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_prefetch_spares_higher_scores_only_if_asked(spare: bool) -> None:
     spec = make_spec(layers=2, experts=4, top_k=2)
-    made = build_policy("hybrimoe", spec, {"spare": spare}, 4)
+    made = build_policy("hybrimoe", spec, {"evict_lower_only": spare}, 4)
     event = event_of(spec, [[0.4, 0.3, 0.2, 0.1]], 0, [[[0.1, 0.5, 0.25, 0.15]]])
     made.gate(event, [], [])
     made.admit(0, False)  # S is 0.2

@@ -165,7 +165,7 @@ def test_moe_infinity_fetches_the_most_used_experts_of_the_first_layer() -> None
 
 @pytest.mark.parametrize("spare", [False, True])
 def test_moe_infinity_evicts_the_least_often_used_and_last_what_it_fetched_ahead(spare: bool) -> None:
-    run = moe_infinity(3, layers=2, spare=spare)
+    run = moe_infinity(3, layers=2, evict_lower_only=spare)
     for _ in range(3):
         run.token((0,), (0,))
     run.token((1,), (0,))

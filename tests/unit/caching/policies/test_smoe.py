@@ -211,7 +211,7 @@ def test_only_predicted_top_scores_are_prefetched_and_evict_only_lower_ones() ->
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_prefetch_spares_higher_mean_scores_only_if_asked(spare: bool) -> None:
     spec = make_spec(layers=2, experts=6, top_k=2)
-    policy = build_policy("smoe", spec, {"alpha": 0.0, "spare": spare}, 4)
+    policy = build_policy("smoe", spec, {"alpha": 0.0, "evict_lower_only": spare}, 4)
     event = event_of(spec, [[0.05, 0.1, 0.1, 0.05, 0.3, 0.4]], ahead=[[0.5, 0.08, 0.2, 0.1, 0.07, 0.05]])
     policy.gate(event, [], [])
     policy.admit(4, False)

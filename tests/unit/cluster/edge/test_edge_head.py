@@ -16,7 +16,7 @@ from moetool.base.errors import CapacityError, MismatchError, MoetoolError, Usag
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge import edge_head as edge
 from moetool.cluster.edge.edge_head import EdgeHead
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo
+from moetool.cluster.edge.protocol import ArrivedExpert, ExpertLocations, ExpertLocationsUpdate, WorkerInfo
 from moetool.cluster.edge.server_settings import Endpoints, held_by, worker_settings
 from moetool.cluster.edge.worker import WorkerSettings, message_bytes
 from moetool.cluster.transport import own_address
@@ -39,8 +39,8 @@ class _Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self.server, self.slots, self.port = settings.server, settings.capacity, settings.port
         self.held = set(settings.held)
-        self.holders: list[Holders] = []
-        self.changes: list[HoldersChange] = []
+        self.holders: list[ExpertLocations] = []
+        self.changes: list[ExpertLocationsUpdate] = []
         self.hangs = False
 
     def info(self) -> WorkerInfo:
@@ -59,11 +59,11 @@ class _Worker:
     def stats(self) -> str:
         return f"stats {self.server}"
 
-    def set_holders(self, holders: Holders) -> None:
+    def set_holders(self, holders: ExpertLocations) -> None:
         if not self.holders or holders.version > self.holders[-1].version:
             self.holders.append(holders)
 
-    def change_holders(self, change: HoldersChange) -> bool:
+    def change_holders(self, change: ExpertLocationsUpdate) -> bool:
         if not self.holders or (changed := change.applied_to(self.holders[-1])) is None:
             return False
         self.changes.append(change)
@@ -389,7 +389,7 @@ def test_servers_of_an_earlier_head_keep_what_they_hold(start: Callable[..., _Cl
     def moved(processes: _Processes) -> None:
         for n, held in enumerate(wanted):
             processes[n].held = set(held)
-            processes[n].holders = [Holders(version=50 + n, servers_LE=(((),) * 4,) * 2, peers=(None,) * 3)]
+            processes[n].holders = [ExpertLocations(version=50 + n, servers_LE=(((),) * 4,) * 2, peers=(None,) * 3)]
 
     cluster = start(HALVES, 5, meanwhile=moved)
     assert cluster.agree() and cluster.processes[0].holders[-1].version > 52

@@ -12,7 +12,7 @@ import pytest
 
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.types import Cluster, ModelSpec
-from moetool.cluster.edge.protocol import MovedRound
+from moetool.cluster.edge.protocol import MigrationRoundResult
 from moetool.cluster.edge.replacement import (
     as_array,
     next_round,
@@ -208,7 +208,7 @@ def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) ->
     world = World(odds_NLE, planned(odds_NLE, "uniform"))
     move = world.table.move
 
-    def late(drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+    def late(drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MigrationRoundResult:
         world.now_s += 0.2  # until all have heard of it
         return move(drops, copies)
 

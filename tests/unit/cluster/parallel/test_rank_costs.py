@@ -11,7 +11,7 @@ from moetool.base.types import Link
 from moetool.cluster.parallel.batch_placement import BatchCosts, measured_latency
 from moetool.cluster.parallel.batch_records import BatchRecord, slope
 from moetool.cluster.parallel.rank_costs import Costs
-from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.costing.costs import CostProfile, Curve
 from tests.clusters import make_cluster
 from tests.profiles import make_profile
@@ -116,13 +116,13 @@ def test_the_slope_of_an_all_to_all_is_without_what_it_takes_besides() -> None:
 
 def test_requests_start_where_the_plan_says() -> None:
     four = (0, 0, 1, 1)
-    turns = Seating(server_G=four)
+    turns = RankAssignment(server_G=four)
     assert turns.deal(range(20), [0, 1, 2, 3], 2) == [0, 1, 2, 3, 0, 1, 2, 3]
     assert turns.deal([5, 6, 7], [0, 3], 1) == [0, 3]
-    first = Seating(server_G=four, starts="first")
+    first = RankAssignment(server_G=four, starts="first")
     assert first.deal(range(9), [0, 1, 2, 3], 2) == [0, 2, 0, 2]
     assert first.deal(range(9), [1, 2, 3], 1) == [1, 2]  # the first that is there
-    drawn = Seating(server_G=four, starts="random", seed=3)
+    drawn = RankAssignment(server_G=four, starts="random", seed=3)
     dealt = drawn.deal(range(8), [0, 1, 2, 3], 2)
     assert sorted(dealt) == [0, 0, 1, 1, 2, 2, 3, 3] and dealt != sorted(dealt)
     assert drawn.deal(range(5), [0, 1, 2, 3], 2) == dealt[:5]  # whoever comes later changes nothing
@@ -131,4 +131,4 @@ def test_requests_start_where_the_plan_says() -> None:
     assert turns.deal([5, 6, 7], [0, 1], 2, {0: 2, 1: 0}) == [1, 1]  # beside what runs
     assert turns.deal([5, 6, 7], [0, 1], 2, {0: 1}) == [1, 0, 1]
     with pytest.raises(UsageError, match="did you mean 'first'"):
-        Seating(server_G=four, starts="frist")
+        RankAssignment(server_G=four, starts="frist")

@@ -17,7 +17,7 @@ from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
-from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.cluster.parallel.requests import RankRequest, Requests
 from moetool.runtime.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
@@ -72,7 +72,7 @@ def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
         BatchReplacement("offline", SPEC, CLUSTER),
         Launched(),
         rank_options=RankOptions(),
-        options=HeadOptions(seating=Seating(server_G=(0, 0), starts=starts), gather_s=0.0),
+        options=HeadOptions(seating=RankAssignment(server_G=(0, 0), starts=starts), gather_s=0.0),
     )
     channels = [Told(), Told()]
     hello = {"revision": SPEC.revision, "migration": ["", 0], "max_context": 64, "seats": 1}
@@ -312,7 +312,7 @@ def test_nobody_waits_for_what_a_head_that_has_ended_would_have_done(state: str)
     head.loop.run()
     assert head.state == state
     with pytest.raises(MoetoolError, match="the engine was closed"):
-        head.settle()
+        head.wait_idle()
     with pytest.raises(MoetoolError, match="the engine was closed"):
         head.use(BatchReplacement("offline", SPEC, CLUSTER), head.loop.placing.placed_GLE)
 
@@ -322,10 +322,10 @@ def test_a_request_is_retried_three_times() -> None:
     outputs: list[Output] = []
     requests.admit(RankRequest(id=0, prompt=[1], params=SamplingParams(max_tokens=3), sink=outputs.append))
     for _ in range(3):
-        requests.begin(requests.choose(Seating(server_G=(0, 0)), [0], 1))
+        requests.begin(requests.choose(RankAssignment(server_G=(0, 0)), [0], 1))
         requests.begin_again()
         assert not outputs and len(requests.pending) == 1
-    (share,) = requests.begin(requests.choose(Seating(server_G=(0, 0)), [1], 1))[1]
+    (share,) = requests.begin(requests.choose(RankAssignment(server_G=(0, 0)), [1], 1))[1]
     requests.answer({"request": 0, "token": 7, "finish": None})
     assert share["drawn"] == 0 and share["params"]["max_tokens"] == 3
     requests.begin_again()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moetool.runtime.loop import sampling
-from moetool.runtime.loop.batched_sampling import Draws, batched_gumbel_scores, gumbel_noise
+from moetool.runtime.loop.batched_sampling import RowSampling, batched_gumbel_scores, gumbel_noise
 from moetool.runtime.loop.sampling import Sampler, gumbel_scores, likeliest, nucleus
 from moetool.runtime.request import Output, SamplingParams
 
@@ -28,7 +28,7 @@ def test_both_ways_leave_the_same_tokens(batched: bool) -> None:
         )
     ]
     logits_BV = logits_BV[: len(limits)]
-    draws = Draws.of([(params, 5) for params in limits], 300, torch.device("cpu"))
+    draws = RowSampling.of([(params, 5) for params in limits], 300, torch.device("cpu"))
     together = batched_gumbel_scores(logits_BV, draws)
     for params, row_V, logits_V in zip(limits, together, logits_BV, strict=True):
         alone_V = gumbel_scores(logits_V, params, 1, 1)

@@ -19,7 +19,7 @@ from moetool.prompts.gather import Prompt
 from moetool.training.predictor import Predictor, load_predictor
 from moetool.training.quantize.activations import round_tokens
 from moetool.training.quantize.calibration import Calibration, from_prompts
-from moetool.training.quantize.folding import Fold
+from moetool.training.quantize.folding import ScaleFold
 from moetool.training.quantize.replica import make_replica
 from moetool.training.quantize.replica_layers import ReplicaOptions
 from moetool.training.quantize.scale_search import Inputs, SearchOptions, round_clipped, scale_of, search
@@ -37,7 +37,7 @@ def _inputs(x_TI: torch.Tensor) -> Inputs:
     return Inputs(calls={"proj": [((x_TI,), {})]}, mean={"proj": x_TI.abs().mean(0)})
 
 
-FOLD = Fold(name="proj", before=(), readers=("proj.weight",), inspect="proj")
+FOLD = ScaleFold(name="proj", before=(), readers=("proj.weight",), inspect="proj")
 
 
 def _error(layer: torch.nn.Module, x_TI: torch.Tensor, scale_I: torch.Tensor) -> float:
@@ -75,7 +75,7 @@ def test_experts_that_saw_too_few_tokens_keep_their_columns() -> None:
         tokens_E=torch.tensor([40, 3]),
         middle={0: x_TI, 1: x_TI[:3]},
     )
-    fold = Fold(name="down", before=(), readers=("down",), inspect="experts")
+    fold = ScaleFold(name="down", before=(), readers=("down",), inspect="experts")
     found, alphas = search(layer, fold, inputs, {"down": SCHEME}, torch.float32, SearchOptions(grid=5))
     assert alphas[0] > 0 and alphas[1] == 0
     assert bool((found[1] == 1).all()) and not bool((found[0] == 1).all())
@@ -95,7 +95,7 @@ def test_cut_ranges_err_less_where_it_counts(symmetric: bool) -> None:
 
 
 def test_a_shared_value_head_has_the_mean_of_its_readers() -> None:
-    fold = Fold(name="o", before=(), readers=(), channel_I=torch.tensor([0, 1, 0, 1, 2, 2]), inspect="o")
+    fold = ScaleFold(name="o", before=(), readers=(), channel_I=torch.tensor([0, 1, 0, 1, 2, 2]), inspect="o")
     assert fold.gather(torch.tensor([1.0, 2, 3, 4, 5, 6])).tolist() == [2.0, 3.0, 5.5]
     assert fold.spread(torch.tensor([7.0, 8, 9])).tolist() == [7, 8, 7, 8, 9, 9]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moetool.base.errors import UsageError
-from moetool.bench.found_figure import Found, average, draw
+from moetool.bench.experiment_figure import ExperimentResult, average, draw
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Claim, Sizes
 from moetool.bench.paper.experiments import (
@@ -286,7 +286,7 @@ def test_curves_are_averaged_at_common_points() -> None:
 def test_figures_have_labels_and_points_for_uneven_values(tmp_path: Path) -> None:
     claim = Claim(id="Figure 1", says="-", printed="-", experiment="policies", check=Check(lowest="few"))
     for far, scale in ((2.0, "linear"), (900.0, "log")):
-        found = Found(
+        found = ExperimentResult(
             values={"few": [1.0, 1.2], "many": [far, far]}, what="time to first token", unit="ms", on="a model"
         )
         draw(tmp_path / f"{scale}.svg", claim.id, found)

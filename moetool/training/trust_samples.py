@@ -17,7 +17,7 @@ from moetool.training.tokens import Tokens
 _JUDGED_BYTES = 96 << 20  # limit of stored signals
 
 
-class JudgedPaths:
+class TrustSamples:
     """Tokens of whole requests in order, and the signals of judged ones.
 
     Args:

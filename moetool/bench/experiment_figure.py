@@ -26,7 +26,7 @@ _UNEVEN = 12  # ratio of means above which points on a logarithmic axis replace 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ExperimentResult:
     """Results of an experiment.
 
     Attributes:
@@ -50,7 +50,7 @@ class Found:
     traces: int = 0
 
 
-def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
+def draw_all(folder: Path, founds: Mapping[str, ExperimentResult]) -> list[Path]:
     """Draw results as SVG files by name; returns their paths. Effects: writes into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg" for name in founds]
@@ -59,7 +59,7 @@ def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
     return paths
 
 
-def draw(path: Path, title: str, found: Found) -> None:
+def draw(path: Path, title: str, found: ExperimentResult) -> None:
     """Draw into a file, in the format of its suffix. Effects: writes `path`."""
     runs, rows = len(next(iter(found.values.values()))), len(found.values)
 
@@ -74,7 +74,7 @@ def draw(path: Path, title: str, found: Found) -> None:
     save(path, max(_LEAST if found.curves else 0.0, 1.1 + _BAR * rows), paint)
 
 
-def _values(axes: "Axes", found: Found) -> None:
+def _values(axes: "Axes", found: ExperimentResult) -> None:
     """Draw bars from 0, or points on a logarithmic axis if the smallest bar would be invisible."""
     names = list(found.values)
     means, halves = zip(*(interval(each) for each in found.values.values()), strict=True)
@@ -107,7 +107,7 @@ def _values(axes: "Axes", found: Found) -> None:
     axes.set_xlabel(fill(f"{found.what}, {unit}" if unit else found.what, _ABSCISSA if found.curves else _TITLE))
 
 
-def _curves(axes: "Axes", found: Found) -> None:
+def _curves(axes: "Axes", found: ExperimentResult) -> None:
     from matplotlib.ticker import MaxNLocator
 
     series = [curves for curves in found.curves.values() if curves]
