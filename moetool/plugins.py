@@ -1,7 +1,7 @@
-"""What a policy, predictor, planner or format of your own builds on: the contracts, their types and their errors.
+"""Contracts, types and errors for a policy, predictor or planner of your own.
 
-`moetool guide plugins` has an example of each. Importing this module imports none of it; using a name does, so a policy
-or planner needs no torch.
+`moetool guide plugins` has an example of each. Importing this module imports none of them; using a name does, so a
+policy or planner needs no torch.
 """
 
 TYPE_CHECKING = False

@@ -1,1 +1,13 @@
-"""Cache policies, one per file with the policy's name; `_*.py` hold their contract and residency."""
+"""Which experts are in memory: the contract of a policy, residency, and the steps of an event.
+
+policy                       the contract; policies/ has one policy per file
+residency                    turns an event into steps: a miss becomes a load here, or a computation on the host
+program                      runs these steps on a machine
+devices                      several devices of one machine, each with its own residency
+layer_slots                  slots guaranteed to each layer
+host_split                   misses that the host computes
+prediction_thread            a predictor beside the model
+policy_changes               another policy while a server runs
+plan                         cache plans
+decision_digest              comparison of `replay` with `serve`
+"""

@@ -199,7 +199,7 @@ def plan_maps(
     if as_json:
         tables.print_json(made.to_json())
     else:
-        tables.print_maps(made)
+        _print_maps(made)
 
 
 def plan_alpha(
@@ -253,3 +253,28 @@ def plan_alpha(
         return
     print_points(plan, points)
     tables.print_paragraph(f"{out}: {plan.reason}")
+
+
+def _print_maps(made: Any) -> None:
+    """Print a `MapReport`: the maps, and the correlation of similarity and hit rate."""
+    tables.print_paragraph(
+        f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({tables.count(made.bytes, 'B')})"
+    )
+    rows = []
+    for name, likeness in (("embeddings", made.meaning), ("gates", made.path)):
+        if likeness is None:
+            continue
+        pearson = "-" if likeness.pearson is None else f"{likeness.pearson:.3f}"
+        rise = ", ".join(f"{least:.2f}: {hit_rate:.2f}" for least, _, hit_rate, _ in likeness.bins)
+        rows.append([name, pearson, f"{likeness.best:.3f}", f"{likeness.best_hit_rate:.3f}", rise])
+    tables.print_table(
+        f"similarity to {made.iterations:,} held-out iterations, and hit rate of the map's K most likely experts",
+        ["similarity of", "Pearson", "of the best map", "its hit rate", "hit rate from a similarity of"],
+        rows,
+    )
+    tables.print_paragraph(
+        f"distance {made.distance}: the threshold δ selects {made.selected:.2f} experts per layer "
+        f"({tables.percent(made.selected_share)}; K = {made.top_k}), more than K in "
+        f"{tables.percent(made.widened_share)} of the layers. {tables.percent(made.hit_rate)} of the needed experts "
+        "are selected."
+    )

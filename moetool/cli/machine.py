@@ -2,8 +2,9 @@
 
 import contextlib
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -82,7 +83,7 @@ def profile(
     if as_json:
         tables.print_json(made.to_json())
     else:
-        tables.print_profile(made)
+        _print_profile(made)
         if out is not None:
             print(f"{out}: for --profile of replay, plan, simulate and evaluate")
 
@@ -180,4 +181,79 @@ def data(as_json: Json = False) -> None:
     if as_json:
         tables.print_json(rows)
     else:
-        tables.print_prompt_sets(rows)
+        _print_prompt_sets(rows)
+
+
+def _print_profile(profile: Any) -> None:
+    """Print the curves of a `moetool.costing.costs.CostProfile`, and the resulting time of one token."""
+    spec, machine = profile.spec, profile.machine
+    origin = "its config" if profile.config_only else "its files"
+    threads = profile.compute[0].threads
+    tables.print_paragraph(
+        f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
+        f"compute on {tables.numbered(threads, 'thread')}"
+    )
+    slots = ", ".join(f"{tables.count(c.slot_bytes, 'B')} in a slot ({c.device} {c.dtype})" for c in profile.compute)
+    tables.print_paragraph(f"an expert takes {tables.count(spec.slot_bytes, 'B')} stored, {slots}")
+    by_tokens, by_context, by_bytes = [], [], []
+    for costs in profile.compute:
+        where = f"{costs.device} {costs.dtype}"
+        parts = ("expert", "gate", "shared", "dense", "head", "prompt_attention")
+        by_tokens += [(f"{part.replace('_', ' ')}, {where}", getattr(costs, part)) for part in parts]
+        by_context.append((f"attention, {where}", costs.attention))
+    if profile.predictor is not None:
+        by_tokens.append(("prediction", profile.predictor))
+    for costs in profile.loads:
+        cached = "" if costs.direct else " (through the page cache)"
+        by_bytes.append((f"{costs.tier}, {costs.threads} at a time{cached}", costs.seconds))
+    if profile.link is not None:
+        by_bytes.append((f"link to {profile.peer}", profile.link))
+    _print_curves("milliseconds by tokens", by_tokens, (1, 8, 64, 512))
+    _print_curves("milliseconds of one token by context", by_context, (16, 128, 512, 2048))
+    sizes = sorted({spec.slot_bytes // share for share in (16, 4, 1)})
+    _print_curves("milliseconds by bytes", by_bytes, sizes, "B")
+    for device in dict.fromkeys(costs.device for costs in profile.compute):
+        best, step_s = profile.on(device), profile.decode_s(512, device)
+        loads = min(profile.loads, key=lambda costs: costs.seconds(spec.slot_bytes))
+        added = profile.load_all_s(loads.tier, loads.threads)
+        rate = spec.slot_bytes / loads.seconds(spec.slot_bytes)
+        tables.print_paragraph(
+            f"one token on {device} in {best.dtype} at context 512 takes {tables.milliseconds(step_s)} ms "
+            f"with every expert in memory; loading its {sum(spec.top_k_L)} experts from {loads.tier}, {loads.threads} "
+            f"at a time ({tables.count(rate, 'B')}/s), takes {tables.milliseconds(added)} ms more"
+        )
+
+
+def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequence[int], unit: str = "") -> None:
+    """Print curves at some amounts, with the fit's error and the timings' noise; `*` marks extrapolation."""
+    rows = [
+        [
+            name,
+            *(f"{tables.milliseconds(curve(amount))}{'*' if amount > curve.x[-1] else ''}" for amount in amounts),
+            tables.percent(curve.residual),
+            tables.percent(curve.noise, ".0f") if curve.samples > 1 else "-",
+            str(curve.samples),
+        ]
+        for name, curve in curves
+        if curve is not None
+    ]
+    headings = [tables.count(amount, unit) for amount in amounts]
+    tables.print_table(f"{title} (*: extrapolated)", ["", *headings, "fit", "noise", "timings"], rows)
+
+
+def _print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the named prompt sets from `moetool.prompts.gather.describe`."""
+    public = [row for row in rows if row["hub"] is not None]
+    print(f"{len(public)} public sets on the Hugging Face hub (--data-dir: a local copy)")
+    tables.print_lines([(row["name"], row["hub"], _about_prompts(row)) for row in public])
+    names = ", ".join(row["name"] for row in rows if row["hub"] is None)
+    tables.print_paragraph(f"embedded sets: {names}; 'all' means all of these")
+
+
+def _about_prompts(row: Mapping[str, Any]) -> str:
+    """Describe tasks, split, access, answer length and licence of a public prompt set."""
+    output = row["output"]
+    new = f"{output} new tokens" if isinstance(output, int) else "new tokens as in its answers" if output else ""
+    tasks = ", ".join(row["tasks"]) or row["config"]
+    parts = (row["split"], tasks, "gated" if row["gated"] else "", new, f"licence: {row['licence']}")
+    return "; ".join(part for part in parts if part)

@@ -63,6 +63,7 @@ def replay(
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import ReplaySetup, whole_bytes
     from moetool.tuning.replay import replay as run
+    from moetool.tuning.replay_table import replay_table
 
     orders = {"auto": None, "sequential": True, "recorded": False}
     if order not in orders:
@@ -105,4 +106,4 @@ def replay(
     among = f", {devices} devices" if devices > 1 else ""
     size = f"{tables.numbered(len(source.requests), 'request')}, {tables.numbered(source.num_tokens, 'token')}"
     title = f"{trace}: {size}{among}"
-    tables.replay_table(title, rows, chosen).print()
+    replay_table(title, rows, chosen).print()

@@ -66,7 +66,7 @@ def train(
     if as_json:
         tables.print_json(card)
     elif "quantization" in card:
-        tables.print_replica(out, card)
+        _print_replica(out, card)
     else:
         tables.print_paragraph(f"{out}: {summarize_card(card)}")
 
@@ -106,3 +106,22 @@ def evaluate(
         tables.print_json([row.to_json() for row in rows])
     else:
         print_evaluations(rows)
+
+
+def _print_replica(out: Any, card: Any) -> None:
+    """Print a replica's size, accuracy, and experts with too few tokens."""
+    how, judged, weights = card["quantization"], card["judged"], card["weights"]
+    tables.print_paragraph(
+        f"{out}: {how['bits']} bits in groups of {how['group']}, {tables.count(weights['bytes'], 'B')} instead of "
+        f"{tables.count(weights['of_bytes'], 'B')}, made on {card['tokens']['train']:,} tokens in "
+        f"{card['seconds']:,.1f} s; loaded again by {card['reloaded_by']}"
+    )
+    tables.print_paragraph(
+        f"on {judged['tokens']:,} tokens of other prompts: KL divergence {judged['kl']:.5f}, same next token "
+        f"{judged['top1']:.3f}, experts matched {judged['match']:.4f}"
+    )
+    for layer, experts in card["few_tokens"].items():
+        named = ", ".join(map(str, experts))
+        tables.print_paragraph(
+            f"  layer {layer}: fewer than {how['min_tokens']} tokens for experts {named}; their columns kept as is"
+        )

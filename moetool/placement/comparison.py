@@ -43,7 +43,8 @@ class Setting:
         sides: sides of Eq. 4, `both` or `send` (`moetool.placement.latency.Latency`).
         routing: choice of the copy for a token when plans are scored (`moetool.placement.latency.ROUTINGS`).
         value_bytes: bytes of one number of a hidden state in transit.
-        engine: engine that a plan is for (`_engine_slots.ENGINES`): every GPU gets equal slots of each layer.
+        engine: engine that a plan is for (`moetool.placement.engine_slots.ENGINES`): every GPU gets equal slots of each
+            layer.
 
     Raises:
         UsageError: the seed is below 0, or value_bytes is not above 0.

@@ -13,6 +13,7 @@ from moetool.report.figures import plots
 from moetool.report.html_page import Section, render_page
 from moetool.report.trace_measures import TraceMeasures
 from moetool.tuning.advice import Advice
+from moetool.tuning.replay_table import replay_table
 
 _FEW_USES = 20
 
@@ -22,7 +23,7 @@ def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
     notes, replayed = _notes(made), "Replayed policies, as by moetool replay"
     made_tables = {
         "Tasks": [_task_table(made)],
-        "Hit rates": [tables.replay_table(replayed, made.rows, whole_bytes=made.whole_bytes)],
+        "Hit rates": [replay_table(replayed, made.rows, whole_bytes=made.whole_bytes)],
     }
     return render_page(
         title=f"Routing of {made.routes.spec.name}",

@@ -69,7 +69,7 @@ def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) 
 
     Returns:
         `slots` to begin with, and `prefill_chunk`, `first_chunk`, `borrowed_slots`, `first_kv_tokens` and `kv_slots`
-        of `moetool.runtime.serve_options.ServeOptions` as far as they differ from the default or from `split`.
+        as far as they differ from the default or from `split`; `share_of` reads them.
     """
     made: dict[str, int] = {}
     each = model.kv_token_bytes + model.context_bytes

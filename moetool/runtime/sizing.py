@@ -1,4 +1,4 @@
-"""Division of a memory budget between weights, activations, KV cache and expert slots."""
+"""Arithmetic of `moetool.runtime.budget`: memory split between weights, activations, KV cache and expert slots."""
 
 from dataclasses import dataclass, replace
 

@@ -219,9 +219,11 @@ def test_a_plan_is_for_the_device_and_data_type_of_a_server_here(
         assert run(*planning, *given)[0] == 0
         found.append(CachePlan.load(plan))
     assert [each.dtype for each in found] == ["bfloat16", "float32"]
-    assert found[0].dense_bytes + found[0].kv_bytes < 0.6 * (found[1].dense_bytes + found[1].kv_bytes)
+    assert found[0].dense_bytes < 0.6 * found[1].dense_bytes
+    assert found[0].kv_bytes / found[0].kv_tokens < 0.6 * found[1].kv_bytes / found[1].kv_tokens
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (8 << 30, 8 << 30))
     make_profile(Trace(trace).spec, compute(device="cuda", dtype="bfloat16"), loads={"pinned": flat(1)}).save(profile)
     planning += ("--profile", profile)
     code, _, told = run(*planning)

@@ -1,4 +1,4 @@
-"""Hashes of what moetool computes, made before a change and compared after it (`moetool guide project`).
+"""Hashes of what moetool computes, made before a change and compared after it (`CONTRIBUTING.md`).
 
     python -m tests.frozen make build/frozen.json       record every case
     python -m tests.frozen compare build/frozen.json    run them again; 1 if one has changed

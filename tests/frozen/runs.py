@@ -1,4 +1,4 @@
-"""What a case runs. Only this module knows moetool; it is the one to mend when interfaces move."""
+"""Runs of the cases. Only this module calls moetool, so only it changes when interfaces move."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -78,7 +78,7 @@ class PlacedExperts(RemoteExperts):
         holding: the experts held here.
         runtime: computes the model's layers by them.
 
-    Effects: as of `LocalExperts` and `ExpertRuntime`. `close`, that of the runtime too, closes `peers`.
+    Effects: as of `LocalExperts` and `ExpertRuntime`. `close` and the runtime's `close` both close `peers`.
 
     Raises: as `LocalExperts`.
     """

@@ -9,6 +9,8 @@ compressed-tensors (`mxfp4-pack-quantized`) stores a weight [N, K] that would be
 
     X.weight_packed  uint8 [N, K / 2]
     X.weight_scale   uint8 [N, K / 32]
+
+Products read it packed: on a CPU as `moetool.kernels.cpu.kinds.MXFP4`, on a GPU by `moetool.kernels.gpu.slots`.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What a running model routes: gate logs, signals, recent events."""
+"""Routing of a running model, recorded: gate logs, routes of requests, comparison with other policies."""

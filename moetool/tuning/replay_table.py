@@ -1,0 +1,54 @@
+"""The table of a replay."""
+
+from collections.abc import Sequence
+
+from moetool.base.tables import TextTable, count, milliseconds, percent
+from moetool.tuning.replay import ReplayRow
+
+
+def replay_table(
+    title: str, rows: Sequence[ReplayRow], chosen: Sequence[ReplayRow] = (), whole_bytes: int = 0
+) -> TextTable:
+    """Compare policies, with times where there is a timeline.
+
+    Marked are the `chosen` rows, and those whose predictor was trained on the replayed requests.
+
+    With `whole_bytes`, the size of all experts, budgets are also shares. Host compute is not a load but reads weights,
+    which have their own column if there are any.
+    """
+    timed = any(row.timing is not None for row in rows)
+    hosted = any(row.host_bytes_per_decode_token for row in rows)
+    columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB/decode token"]
+    columns += ["MB on host/token"] if hosted else []
+    columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
+    table = []
+    for row in rows:
+        size = count(row.budget_bytes, "B")
+        cells = [
+            row.policy + " (auto)" * (row in chosen) + f" (trained on {row.trained_on})" * (row.trained_on > 0),
+            f"{size} ({percent(row.budget_bytes / whole_bytes, '.4g')})" if whole_bytes else size,
+            f"{row.slots:,}",
+            f"{row.counts.hit_rate:.3f}",
+            f"{row.decode.hit_rate:.3f}" if row.decode.needed else "-",
+            count(row.counts.loads),
+            count(row.loaded_bytes, "B"),
+            f"{row.bytes_per_decode_token / 1e6:,.3f}" if row.decode_tokens else "-",
+            *([f"{row.host_bytes_per_decode_token / 1e6:,.3f}"] if hosted else []),
+        ]
+        if timed:
+            assert row.timing is not None, "all rows have times, or none has"
+            timing = row.timing.to_json()
+            bounds = [timing["tpot_overlap_bound_s"], timing["tpot_serial_bound_s"]]
+            cells += [
+                *("-" if s is None else milliseconds(s) for s in (timing["ttft_p50_s"], timing["tpot_mean_s"])),
+                "-" if None in bounds else " to ".join(map(milliseconds, bounds)),
+                percent(timing["stall_share"]),
+                count(row.timing.total.late),
+            ]
+        table.append(cells)
+    notes = ["in decode: hit rate of new tokens; loads, loaded: on demand and ahead"]
+    if timed:
+        notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
+    if any(row.trained_on for row in rows):
+        notes.append("trained on: requests here that the predictor was trained on; on new ones it hits less")
+    return TextTable(title=title, columns=columns, rows=table, num_keys=3, notes=tuple(notes))

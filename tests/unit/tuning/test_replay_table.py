@@ -1,0 +1,43 @@
+"""The table of a replay: cells, and columns and marks that only some rows need."""
+
+from dataclasses import replace
+
+from moetool.caching.residency import Counts
+from moetool.tuning.replay import ReplayRow
+from moetool.tuning.replay_table import replay_table
+
+ROW = ReplayRow(
+    policy="lru",
+    budget_bytes=2_000_000,
+    slots=1_250,
+    prefill=Counts(kept=1, missed=3),
+    decode=Counts(kept=3, missed=1),
+    decode_tokens=2,
+    prefill_bytes=3_000_000,
+    decode_bytes=1_000_000,
+    decode_host_bytes=0,
+    digest="",
+)
+
+
+def test_cells_have_counts_of_all_forwards_and_of_new_tokens() -> None:
+    made = replay_table("", [ROW], whole_bytes=8_000_000)
+    cells = dict(zip(made.columns, made.rows[0], strict=True))
+    assert (cells["hit rate"], cells["in decode"], cells["slots"]) == ("0.500", "0.750", "1,250")
+    assert "25 %" in cells["budget"] and cells["MB/decode token"] == "0.500"
+    assert not {"MB on host/token", "TPOT ms"} & set(made.columns)
+
+
+def test_host_compute_has_a_column_if_a_row_has_some() -> None:
+    made = replay_table("", [ROW, replace(ROW, decode_host_bytes=4_000_000)])
+    at = made.columns.index("MB on host/token")
+    assert [row[at] for row in made.rows] == ["0.000", "2.000"]
+
+
+def test_chosen_rows_and_rows_of_known_requests_are_marked() -> None:
+    other = replace(ROW, policy="foresight", trained_on=7)
+    made = replay_table("", [ROW, other], chosen=[ROW])
+    first, second = (row[0] for row in made.rows)
+    assert "auto" in first and "auto" not in second and "7" in second
+    assert any("trained on" in note for note in made.notes)
+    assert not any("trained on" in note for note in replay_table("", [ROW]).notes)
