@@ -264,7 +264,7 @@ def _count(shapes: Mapping[str, Sequence[int]]) -> StoredCounts:
 
 
 def _compare(checkpoint: Checkpoint, layers: int, counts: StoredCounts, library: str) -> list[str]:
-    """Where the model as served, with this number of layers, differs from the counts of its files."""
+    """Differences between the served model, of this number of layers, and the counts of its files."""
     found = []
     if layers != counts.layers:
         found.append(f"layers: {counts.layers} in the files by {library}, {layers} as served")

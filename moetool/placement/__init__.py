@@ -1,4 +1,4 @@
-"""Where experts live on a cluster: planners, what they plan from, scores, migrations, and the one decision.
+"""Placement of experts on a cluster: planners, what they plan from, scores, migrations, and the one decision.
 
 planner                      inputs and common rules of planners; planners/ has one planner per file
 demand, recall               tokens that use each expert: from traces, and expected

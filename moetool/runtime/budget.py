@@ -50,7 +50,7 @@ _GPU_HEADROOM = 0.08  # of a GPU's free memory, for the CUDA context, workspaces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a machine allows, and what is known of its misses.
+    """Limits of a machine's memory, and its known miss curve.
 
     Attributes:
         limit_bytes: memory for weights, activations, KV cache and slots.
@@ -67,7 +67,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What is wanted of a division.
+    """Wishes for a division of memory.
 
     Attributes:
         options: device, data type and, where `why` names them, `kv_tokens` and `prefill_chunk`.
@@ -285,7 +285,7 @@ def this_machine(
     process_memory_bytes: int | None = None,
     planned: bool = False,
 ) -> Machine:
-    """What this machine has free for a model.
+    """This machine's free memory for a model.
 
     Args:
         policy: cache policy; `auto` divides by the misses of this model's last server.

@@ -385,7 +385,7 @@ def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | 
         else:
             predictor.load_state_dict(safetensors.torch.load_file(weights))
         predictor.validate()
-    except (RuntimeError, ValueError, OSError, safetensors.SafetensorError) as error:
+    except (RuntimeError, TypeError, ValueError, OSError, safetensors.SafetensorError) as error:  # torch on sizes
         reason = str(error).splitlines()[-1].strip()
         raise MismatchError(f"{weights} does not fit this version of {predictor.name} ({reason}); {again}") from None
     predictor.card = card

@@ -83,7 +83,7 @@ def _beside(found: str | None) -> str:
 
 
 def _instead(files: Collection[str]) -> str:
-    """What to do without weights, by the other files."""
+    """Advice where there are no weights, by the other files."""
     if pickled := [name for name in _PICKLED if name in files]:
         return (
             f"transformers reads {pickled[0]}, which moetool does not, since it is a pickle; convert it to safetensors"
