@@ -106,7 +106,7 @@ def slots_of(checkpoint: Checkpoint, values: dict[str, Any], memory: int) -> int
 
 
 def opened(checkpoint: Checkpoint, setup: ServeSetup) -> Engine:
-    engine = build_engine(checkpoint, options=setup.options, policy=setup.policy, budget=setup.budget)
+    engine = build_engine(checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=setup.budget)
     engine.runtime.window = EventWindow(10**6, 10**8)
     engine.state = "ready"
     return engine

@@ -69,7 +69,7 @@ def test_a_plan_of_the_reference_has_the_slots_of_a_server_without_it(
         planned=["kv_tokens", "dtype", "memory", "policy"],
         slots=plan.slots,
     )
-    for arguments in ({"budget": setup.budget}, {}):
+    for arguments in ({"device_memory_bytes": setup.budget}, {}):
         engine = build_engine(checkpoint, options=setup.options, plan=plan, **arguments)
         assert engine.store.num_slots == plan.slots
         engine.close()

@@ -46,7 +46,7 @@ def _open(checkpoint: Checkpoint, *, prefix_caching: bool = True) -> Engine:
     setup = choose(
         checkpoint, {**values, "prefix_caching": prefix_caching, "oracle_s": 0.0}, device_memory_bytes=memory
     )
-    engine = build_engine(checkpoint, options=setup.options, policy=setup.policy, budget=setup.budget)
+    engine = build_engine(checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=setup.budget)
     assert abs(engine.store.num_slots - slots) <= 1 and setup.policy == "foresight"
     engine.state = "ready"
     return engine

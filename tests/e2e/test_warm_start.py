@@ -46,7 +46,7 @@ def _policy(setup: ServeSetup) -> tuple[str, str]:
 def _open(policy: str = "foresight, equal slots per layer", **settings: Any) -> Engine:
     checkpoint, setup = Checkpoint.open("reference"), _setup(**settings)
     assert _policy(setup)[0] == policy
-    made = build_engine(checkpoint, options=setup.options, policy=setup.policy, budget=setup.budget)
+    made = build_engine(checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=setup.budget)
     made.state = "ready"
     return made
 
