@@ -115,8 +115,9 @@ def _head(folder: Path, orphan_s: float, *, detached: bool = True) -> "subproces
     made = f"Detached(folder=ClusterFolder('c', Path({str(folder)!r})), orphan_s={orphan_s})" if detached else "None"
     program = (
         "import time; from pathlib import Path; from moetool.cluster.cluster_folder import ClusterFolder; "
-        "from moetool.cluster.launch import Detached, Where, Workers; from tests.launched import build; "
-        f"made = Workers(Where(count=2), build, [{{'name': 'a'}}, {{'name': 'b'}}], {NAMES}, detached={made}); "
+        "from moetool.cluster.launch import Detached, ClusterAddress, Workers; from tests.launched import build; "
+        f"made = Workers(ClusterAddress(count=2), build, [{{'name': 'a'}}, {{'name': 'b'}}], {NAMES}, "
+        f"detached={made}); "
         "[made.call(n, 'say', 'x') for n in range(2)]; print(made.pid(0), made.pid(1), flush=True); time.sleep(600)"
     )
     return _process(program)
@@ -213,9 +214,9 @@ def test_a_call_that_hangs_keeps_no_orphan_alive(tmp_path: Path) -> None:
     program = (
         "import os, threading, time; from pathlib import Path; "
         "from moetool.cluster.cluster_folder import ClusterFolder; "
-        "from moetool.cluster.launch import Detached, Where, Workers; from tests.launched import build; "
+        "from moetool.cluster.launch import Detached, ClusterAddress, Workers; from tests.launched import build; "
         f"detached = Detached(folder=ClusterFolder('c', Path({str(tmp_path)!r})), orphan_s=1.0); "
-        "made = Workers(Where(count=1), build, [{'name': 'a'}], ['first'], detached=detached); "
+        "made = Workers(ClusterAddress(count=1), build, [{'name': 'a'}], ['first'], detached=detached); "
         "made.call(0, 'say', 'x'); print(made.pid(0), flush=True); made.call(0, 'sleep', 600.0, timeout_s=600.0)"
     )
     (pid,) = _killed(_process(program), after_s=1.0)
