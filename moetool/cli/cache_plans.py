@@ -151,7 +151,7 @@ def plan_cache(
 
 
 def device_budget(checkpoint: Any, options: Any, given: Collection[str], device_memory_bytes: int) -> Any:
-    """How `moetool serve` on this machine divides any device memory, in plain numbers for `plan_cache`.
+    """Return the division of `moetool serve` on this machine in plain numbers, for `plan_cache`.
 
     Args:
         options: completed for the machine.

@@ -242,7 +242,7 @@ def divide_with_slots(checkpoint: Checkpoint, options: ServeOptions, slots: int)
 def served_budgets(
     checkpoint: Checkpoint, options: ServeOptions, given: Collection[str]
 ) -> Callable[[int, int], Budget]:
-    """How `moetool serve --device-memory` on this machine divides any device memory beside a predictor of some bytes.
+    """Return the division of `moetool serve --device-memory` here, as a function of device and predictor bytes.
 
     Args:
         options: completed for the machine.

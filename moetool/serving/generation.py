@@ -228,10 +228,15 @@ class Exchange:
         for index in self._in_engine - self._begun - self._preempted.keys():
             self._preempt(index)
 
-    def preempt_running(self) -> bool:
-        """Take back the newest running choice that can go on later; return whether there is one."""
+    def preempt_running(self, least_turn: int = 0) -> bool:
+        """Take back the newest running choice that can go on later; return whether there is one.
+
+        Args:
+            least_turn: fewest tokens that it has had since it was last submitted.
+        """
         for index in sorted(self._begun - self._preempted.keys(), reverse=True):
-            if self.jobs[index].resumable and not self.choices[index].finished:
+            long = len(self._made[index]) - self._resumed[index] >= least_turn
+            if long and self.jobs[index].resumable and not self.choices[index].finished:
                 self._preempt(index)
                 return True
         return False
@@ -477,8 +482,7 @@ class Frontend:
                 self._no_longer_pending(exchange.client, 1)
 
     def _choose(self, exchanges: Iterable[Exchange]) -> Exchange:
-        """Choose among a client's waiting requests: the next one, or every other time, in a queue that stands, the
-        newest.
+        """Choose one of a client's waiting requests: the next one; the newest every other time, if the next waits long.
 
         The oldest of many may be abandoned, or read by nobody; a new one must not wait for all of them.
         """
@@ -527,7 +531,9 @@ class Frontend:
         theirs = [exchange for exchange in self.running if exchange.client == client]
         long = [e for e in theirs if e.turn_tokens >= _TURN_TOKENS <= e.tokens_left]  # others end soon
         long.sort(key=lambda exchange: exchange.turn_tokens, reverse=True)
-        self.preempted += sum(exchange.preempt_running() for exchange in long[: self._pending.of(client)[1]])
+        self.preempted += sum(
+            exchange.preempt_running(_TURN_TOKENS) for exchange in long[: self._pending.of(client)[1]]
+        )
 
     def _scored(self, work: "asyncio.Future[list[TokenLogprob | None]]") -> None:
         self._num_scoring -= 1
