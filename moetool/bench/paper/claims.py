@@ -10,8 +10,9 @@ from moetool.base import assets, config, plugins
 from moetool.base.bounded_read import TOML_BYTES, parse_toml, read_bytes
 from moetool.base.config import Span, require_within
 from moetool.base.errors import UsageError, unknown_name
-from moetool.bench.paper.named_machine import MachineChoice, recipe_names
+from moetool.bench.paper.named_machine import MachineChoice
 from moetool.bench.paper.verdict import Check
+from moetool.costing.machines import recipe_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

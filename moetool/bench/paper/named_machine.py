@@ -2,56 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from moetool.base import assets, config
-from moetool.base.bounded_read import parse_toml
+from moetool.base import config
 from moetool.base.config import POSITIVE, SHARE, Span, require_within
-from moetool.base.errors import UsageError, unknown_name
+from moetool.base.errors import UsageError
 from moetool.base.types import ModelSpec
 from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.costing.machines import NamedMachine, read_named_machine, read_recipe
 from moetool.simulation.simulated_costs import AssumedCosts
 
 _MATRICES = 3  # of an expert: gate, up and down
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedMachine:
-    """A machine of `recipes/machines`, with vendors' figures.
-
-    Attributes:
-        name: display name.
-        gpus: GPUs per node.
-        memory_bytes, memory_bytes_s: size and bandwidth of a GPU's memory.
-        half_flops: float16 operations per second of a GPU, without sparsity.
-        host_bytes_s: rate to a GPU from host memory, or from disk if the GPU shares host memory; one way.
-        gpu_link_bytes_s: rate of a GPU's link to others in its node, one way; 0: none.
-        node_link_bytes_s: total rate of a node's links to another, one way; 0: none.
-
-    Raises:
-        UsageError: a figure is impossible.
-    """
-
-    name: str
-    gpus: int = 1
-    memory_bytes: float
-    memory_bytes_s: float
-    half_flops: float
-    host_bytes_s: float
-    gpu_link_bytes_s: float = 0.0
-    node_link_bytes_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        positive = ("memory_bytes", "memory_bytes_s", "half_flops", "host_bytes_s")
-        require_within(self, f"machine {self.name}: ", **dict.fromkeys(positive, POSITIVE))
-        require_within(self, f"machine {self.name}: ", gpus=Span(1))
-        require_within(self, f"machine {self.name}: ", gpu_link_bytes_s=Span(0), node_link_bytes_s=Span(0))
-
-    def linked(self, links: float) -> "NamedMachine":
-        """Return this machine with the rates of all links multiplied by `links`."""
-        rates = ("host_bytes_s", "gpu_link_bytes_s", "node_link_bytes_s")
-        return replace(self, **{name: links * getattr(self, name) for name in rates})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +127,7 @@ class MachineChoice:
         """
         values: dict[str, float] = {}
         if self.machine:
-            machine, model = read_named_machine(self.machine), read_named_model(self.model)
+            machine, model = self.read()
             read_s = 1 / (machine.memory_bytes_s * self.memory_share)
             token_s = 2 / (machine.half_flops * self.compute_share)
             values = {
@@ -181,8 +142,11 @@ class MachineChoice:
         return replace(costs, load_s=costs.load_s / self.links)
 
     def read(self) -> tuple[NamedMachine, NamedModel]:
-        """Return machine and model. Raises: UsageError: a name is unknown."""
-        return read_named_machine(self.machine), read_named_model(self.model)
+        """Return machine and model. Raises: UsageError: a name is unknown, or the machine has no GPU."""
+        machine = read_named_machine(self.machine)
+        if not machine.gpus:
+            raise UsageError(f"machine {self.machine!r} has no GPU; name one that has")
+        return machine, read_named_model(self.model)
 
     def gpu_link_bytes_s(self) -> float:
         """Bytes per second between GPUs of a node. Raises: UsageError: they have no link."""
@@ -214,24 +178,6 @@ def simulated_costs(machine: AssumedMachine, batch: int = 1) -> AssumedCosts:
     )
 
 
-def recipe_names(kind: str) -> list[str]:
-    """Names of the recipes of a kind: `machines`, `models` or `papers`."""
-    return sorted(path.stem for path in assets.path("recipes", kind).glob("*.toml"))
-
-
-def read_named_machine(name: str) -> NamedMachine:
-    """Read a machine by name. Raises: UsageError: it is unknown."""
-    return config.parse(NamedMachine, _read("machine", name), f"machine {name}")
-
-
 def read_named_model(name: str) -> NamedModel:
     """Read a model by name. Raises: UsageError: it is unknown."""
-    return config.parse(NamedModel, _read("model", name), f"model {name}")
-
-
-def _read(kind: str, name: str) -> dict[str, Any]:
-    known = recipe_names(f"{kind}s")
-    if name not in known:
-        raise unknown_name(kind, name, known)
-    path: Path = assets.path("recipes", f"{kind}s", f"{name}.toml")
-    return parse_toml(path.read_text(encoding="utf-8"))
+    return config.parse(NamedModel, read_recipe("model", name), f"model {name}")

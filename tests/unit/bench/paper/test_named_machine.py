@@ -11,29 +11,19 @@ from moetool.bench.paper.claims import names, read_paper
 from moetool.bench.paper.named_machine import (
     MachineChoice,
     changed,
-    read_named_machine,
     read_named_model,
-    recipe_names,
     simulated_costs,
 )
+from moetool.costing.machines import read_named_machine, recipe_names
 
 
-def test_every_file_is_a_machine_or_a_model_and_names_its_sources() -> None:
-    assert {"rtx-3080", "rtx-a5000", "rtx-a6000", "h20-node", "h200-node", "jetson-agx-orin"} <= set(
-        recipe_names("machines")
-    )
+def test_every_model_costs_something_on_a_machine() -> None:
     assert {"deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b"} <= set(recipe_names("models"))
-    for name in recipe_names("machines"):
-        machine = read_named_machine(name)
-        assert machine.half_flops > machine.memory_bytes_s > machine.host_bytes_s, name
-        assert (machine.gpus > 1) == (machine.node_link_bytes_s > 0), name
-        lines = assets.path("recipes", "machines", f"{name}.toml").read_text().splitlines()
-        figures = [line for line in lines if " = " in line and "e" in line.partition(" = ")[2].partition("#")[0]]
-        assert all("[" in line.partition("#")[2] for line in figures if "bytes_s" in line or "flops" in line), name
-        assert any(line.startswith("# [1]") for line in lines), name
     for name in recipe_names("models"):
         assert MachineChoice(machine="h200-node", model=name).assumed().load_s > 0, name
         assert assets.path("recipes", "models", f"{name}.toml").read_text().startswith("# ")
+    with pytest.raises(UsageError, match="has no GPU"):
+        MachineChoice(machine="laptop-16gb", model="mixtral-8x7b").assumed()
 
 
 def test_sizes_are_those_of_the_published_configs() -> None:
