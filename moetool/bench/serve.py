@@ -27,7 +27,7 @@ from moetool.caching.policy import Policy, build_policy, parse_options, policy_c
 from moetool.measuring.probes.disk import THREADS, DiskProbe
 from moetool.models.experts.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel
-from moetool.runtime.decoding import kv_cache_bytes
+from moetool.runtime.decoding import cache_bytes
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 
 READINGS = 4  # disk readings per round and number of threads; the first is warm-up
@@ -167,7 +167,7 @@ def _builder(name: str, setup: ServingSetup, values: Mapping[str, Any], slots: i
 def _require_memory(setup: ServingSetup, entries: Sequence[BenchLine]) -> None:
     """Raises: CapacityError: the largest pool does not fit."""
     loaded, kv_tokens = setup.loaded, setup.workload.kv_tokens
-    kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
+    kv = cache_bytes(loaded.checkpoint, loaded.model.dtype, kv_tokens, 1)
     largest = max(entry.slots for entry in entries) * _files(loaded).slot_bytes
     if largest + kv > (free := memory_bytes()[1]):
         raise CapacityError(

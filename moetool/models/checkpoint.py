@@ -18,6 +18,7 @@ from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_l
 from moetool.base.json_files import decode_json, read_bounded
 from moetool.base.types import ModelSpec
 from moetool.kernels.cpu.scaled_weight import unpacked_at_once
+from moetool.models.cache_size import CacheSize, measure_cache
 from moetool.models.conversion import TensorSource, sources
 from moetool.models.experts.expert_files import ExpertFiles, ExpertWeights, bytes_of_slots, slot_forms, stored_bytes
 from moetool.models.experts.moe_layers import MoeLayer, moe_layers, offloaded, spec_of
@@ -74,6 +75,7 @@ class Checkpoint:
         self.name = name or str(path)
         self.weights = weights
         self._direct = direct
+        self._cache_sizes: dict[torch.dtype, CacheSize | None] = {}
         self._opened: weakref.WeakSet[Shards] = weakref.WeakSet()
         self._gguf = read_gguf(path, whole=weights) if path.is_file() else None
         self.quantization: Quantization | None
@@ -144,6 +146,14 @@ class Checkpoint:
             if config is not None:
                 config.dtype = dtype
         return model
+
+    def cache_size(self, dtype: torch.dtype) -> CacheSize | None:
+        """Size of requests' own caches (`measure_cache`); None for a family that has none, or that needs numbers."""
+        if not self.layers or not families.own_cache(self.config):
+            return None
+        if dtype not in self._cache_sizes:
+            self._cache_sizes[dtype] = measure_cache(self.empty_model(_PLACEHOLDER), dtype)
+        return self._cache_sizes[dtype]
 
     @cached_property
     def layers(self) -> list[MoeLayer]:

@@ -224,6 +224,7 @@ def _batcher(
         prefix_caching=options.prefix_caching and not options.deterministic,
         max_prompt_wait_s=options.max_prompt_wait,
         first_kv_tokens=first_kv_tokens,
+        own=loaded.checkpoint.cache_size(loaded.model.dtype),
     )
 
 

@@ -13,10 +13,11 @@ from moetool.base.tables import count
 from moetool.base.types import ModelSpec
 from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class
 from moetool.kernels.cpu.tiles import find_tiles
+from moetool.models.cache_size import RESERVED
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.packed_slot import stays_packed
 from moetool.models.loading import device_kind, parse_device, parse_dtype
-from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
+from moetool.runtime.decoding import PAGE_TOKENS, cache_bytes, kv_shape
 from moetool.runtime.expected_reads import PUBLISHED, ExpectedSplit, MissCurve, best_split, miss_curve
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.memory_share import MemoryShare, lendable, share_of
@@ -154,7 +155,7 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
     """
     options, why, memory = wishes.options, dict(wishes.why), wishes.device_memory_bytes
     model = footprint(checkpoint, options, wishes.predictor_bytes)
-    spare = kv_cache_bytes(checkpoint.config, parse_dtype(options.dtype), 0)
+    spare = _cache_bytes(checkpoint, options, 0)
     if not wishes.kv_cache:
         model, spare = replace(model, dense_bytes=model.dense_bytes - spare, kv_token_bytes=0), 0
     kv_tokens = options.kv_tokens if "kv_tokens" in why or machine is None else None
@@ -317,9 +318,8 @@ def this_machine(
 
 def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
     """Bytes of a model's dense weights and of its KV cache."""
-    dtype = parse_dtype(options.dtype)
-    dense = checkpoint.dense_bytes(dtype, options.device, options.products)
-    return dense, kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
+    dense = checkpoint.dense_bytes(parse_dtype(options.dtype), options.device, options.products)
+    return dense, _cache_bytes(checkpoint, options, options.kv_tokens)
 
 
 def slot_stride(checkpoint: Checkpoint, options: ServeOptions) -> int:
@@ -352,7 +352,7 @@ def _require_room(
 def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: int = 0) -> Footprint:
     """Memory of a checkpoint's parts on the options' device and in their dtype."""
     spec, config, dtype = checkpoint.spec, checkpoint.config, parse_dtype(options.dtype)
-    empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
+    empty, many = (_cache_bytes(checkpoint, options, pages * PAGE_TOKENS) for pages in (0, 64))
     return Footprint(
         dense_bytes=checkpoint.dense_bytes(dtype, options.device, options.products) + predictor_bytes + empty,
         slot_bytes=slot_stride(checkpoint, options),
@@ -364,6 +364,12 @@ def footprint(checkpoint: Checkpoint, options: ServeOptions, predictor_bytes: in
         token_experts=sum(spec.top_k_L),
         context_bytes=2 * max(1, (many - empty) // (64 * PAGE_TOKENS)) // len(config.per_layer_config),
     )
+
+
+def _cache_bytes(checkpoint: Checkpoint, options: ServeOptions, kv_tokens: int) -> int:
+    """Bytes of the KV cache for `kv_tokens`, with the fixed parts of own caches for as many requests as run."""
+    requests = 1 if options.deterministic else options.max_requests or RESERVED
+    return cache_bytes(checkpoint, parse_dtype(options.dtype), kv_tokens, requests)
 
 
 def _token_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:

@@ -10,6 +10,7 @@ import torch
 from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.base.types import ForwardInfo, Phase
 from moetool.base.validation import outside_vocabulary
+from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.request import Finish, SamplingParams, TokenLogprob
 
 NOT_NUMBERS = (
@@ -39,13 +40,19 @@ class Batch:
 
 
 def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
-    """Bytes of the KV cache for `kv_tokens`: whole pages, and two that the paged cache reserves.
+    """Bytes of the paged KV cache for `kv_tokens`: whole pages, and two that the paged cache reserves.
 
     Layers with a fixed-size state or a window are counted as if they kept all tokens.
     """
     shapes = [kv_shape(layer) for layer in config.per_layer_config]
     token_bytes = sum(2 * heads * head_dim for heads, head_dim in shapes) * dtype.itemsize
     return (-(-kv_tokens // PAGE_TOKENS) + 2) * PAGE_TOKENS * int(token_bytes)
+
+
+def cache_bytes(checkpoint: Checkpoint, dtype: torch.dtype, kv_tokens: int, max_requests: int) -> int:
+    """Bytes of the KV cache for `kv_tokens`, paged or in caches of at most `max_requests` requests."""
+    size = checkpoint.cache_size(dtype)
+    return kv_cache_bytes(checkpoint.config, dtype, kv_tokens) if size is None else size.of(kv_tokens, max_requests)
 
 
 def kv_shape(config: Any) -> tuple[int, int]:

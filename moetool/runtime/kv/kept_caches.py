@@ -5,11 +5,10 @@ attention, convolutions) hold their newest token's value only, so a copy of them
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers.cache_utils import (
     DynamicCache,
     DynamicIndexedLayer,
@@ -17,6 +16,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
+
+from moetool.models.cache_size import tensors_of
 
 _GROWING = (DynamicLayer, DynamicIndexedLayer)
 
@@ -74,7 +75,7 @@ def states_of(cache: Any) -> Any:
 
 def state_bytes(states: Any) -> int:
     """Bytes of states, as from `states_of`, or of a mapping to them."""
-    return sum(tensor.nbytes for tensor in _tensors(states))
+    return sum(tensor.nbytes for tensor in tensors_of(states))
 
 
 def name_linear_layers(cache: Any) -> None:
@@ -90,17 +91,7 @@ def name_linear_layers(cache: Any) -> None:
 
 def _copied(states: Any) -> Any:
     """A deep copy. A tensor that views a larger one is copied alone."""
-    return copy.deepcopy(states, {id(tensor): tensor.clone() for tensor in _tensors(states)})
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
-    elif type(value).__module__.startswith("transformers.") and hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))
+    return copy.deepcopy(states, {id(tensor): tensor.clone() for tensor in tensors_of(states)})
 
 
 def _grows(layer: Any) -> bool:

@@ -7,7 +7,7 @@ model's own attention and cache they run as in `generate`. The forwards of the r
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from moetool.base.families import own_cache, resumes_cache
 from moetool.base.types import ForwardInfo, Phase
+from moetool.models.cache_size import CacheSize
 from moetool.runtime.decoding import (
     Batch,
     check_request,
@@ -32,38 +33,23 @@ from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler
 from moetool.runtime.request import Output, SamplingParams
 
+_OF_PAGES = ("unreserved", "first_kv_tokens")
 
-def open_batcher(
-    model: Any,
-    *,
-    max_requests: int,
-    kv_tokens: int,
-    max_batch_tokens: int = 512,
-    unreserved: int | None = None,
-    prefix_caching: bool = False,
-    max_prompt_wait_s: float = 0.0,
-    first_kv_tokens: int = 0,
-) -> "Batcher | OwnCaches":
-    """Open the batcher for the model's family; arguments as for `Batcher`."""
-    if own_cache(model.config.get_text_config()):
-        return OwnCaches(
-            model,
-            max_requests=max_requests,
-            kv_tokens=kv_tokens,
-            max_batch_tokens=max_batch_tokens,
-            prefix_caching=prefix_caching,
-            max_prompt_wait_s=max_prompt_wait_s if resumes_cache(model.config.get_text_config()) else 0.0,
-        )
-    return Batcher(
-        model,
-        max_requests=max_requests,
-        kv_tokens=kv_tokens,
-        max_batch_tokens=max_batch_tokens,
-        unreserved=unreserved,
-        prefix_caching=prefix_caching,
-        max_prompt_wait_s=max_prompt_wait_s,
-        first_kv_tokens=first_kv_tokens,
-    )
+
+def open_batcher(model: Any, *, own: CacheSize | None = None, **settings: Any) -> "Batcher | OwnCaches":
+    """Open the batcher for the model's family.
+
+    Args:
+        own: size of a request's own cache, where it has one (`OwnCaches.size`).
+        settings: arguments of `Batcher`; requests with caches of their own have no use for some.
+    """
+    config = model.config.get_text_config()
+    if not own_cache(config):
+        return Batcher(model, **settings)
+    settings = {name: value for name, value in settings.items() if name not in _OF_PAGES}
+    if not resumes_cache(config):
+        settings["max_prompt_wait_s"] = 0.0
+    return OwnCaches(model, size=own, **settings)
 
 
 @dataclass(slots=True)
@@ -111,6 +97,7 @@ class OwnCaches:
         max_batch_tokens: most tokens of one forward, unless a single prompt has more.
         prefix_caching: keep caches of ended requests for prompts that begin alike.
         max_prompt_wait_s: as for `Batcher`, for families whose caches take several tokens at once (`resumes_cache`).
+        size: bytes of caches (default: as paged).
 
     Attributes:
         kv_bytes: upper bound of the caches' bytes; they grow with the requests.
@@ -128,11 +115,16 @@ class OwnCaches:
         max_batch_tokens: int = 512,
         prefix_caching: bool = False,
         max_prompt_wait_s: float = 0.0,
+        size: CacheSize | None = None,
     ) -> None:
         self.model = model
         self.max_requests = max_requests
         self.kv_tokens = kv_tokens
-        self.kv_bytes = kv_cache_bytes(model.config.get_text_config(), model.dtype, kv_tokens)
+        if size is None:
+            paged = kv_cache_bytes(model.config.get_text_config(), model.dtype, kv_tokens)
+            size = CacheSize(paged // kv_tokens)
+        self._size = size
+        self.kv_bytes = size.of(kv_tokens, max_requests)
         self.on_forward: Callable[[Batch], None] | None = None
         self.stalled_s: Callable[[], float] = float
         self._max_batch_tokens = max_batch_tokens
@@ -227,15 +219,16 @@ class OwnCaches:
         return logits
 
     def _admit(self) -> None:
-        free_tokens = self.kv_tokens - sum(request.num_tokens for request in self._inside)
+        free_bytes = self._free_bytes()
         for request in list(self._requests.values()):
             if request in self._inside:
                 continue
-            full = len(self._inside) == self.max_requests or request.num_tokens > free_tokens
+            needed = self._size.of(request.num_tokens, 1)
+            full = len(self._inside) == self.max_requests or needed > free_bytes
             if self._inside and full:
                 break
             self._inside.append(request)
-            free_tokens -= request.num_tokens
+            free_bytes -= needed
             if self._kept and not request.params.return_routes:
                 self._go_on(request)
         self._make_room()
@@ -250,21 +243,20 @@ class OwnCaches:
             if not cuttable(kept.cache):
                 request.marks[count] = kept.states_at(count)
 
+    def _free_bytes(self) -> int:
+        """Bytes that the running requests leave, each at full length."""
+        return self.kv_bytes - sum(self._size.of(request.num_tokens, 1) for request in self._inside)
+
     def _make_room(self) -> None:
         """Drop what does not fit beside the requests: kept caches, the least recently used first, then marks."""
-        free_tokens = self.kv_tokens - sum(request.num_tokens for request in self._inside)
-        free_tokens -= sum(self._tokens_of(request.marks) for request in self._inside)
-        kept_tokens = [len(kept.tokens) + self._tokens_of(kept.marks) for kept in self._kept]
+        free_bytes = self._free_bytes() - sum(state_bytes(request.marks) for request in self._inside)
+        kept_bytes = [self._size.of(len(kept.tokens), 1) + state_bytes(kept.marks) for kept in self._kept]
         most = max(1, self.max_requests - len(self._inside))
-        while self._kept and (len(self._kept) > most or sum(kept_tokens) > free_tokens):
-            del self._kept[0], kept_tokens[0]
-        if free_tokens < 0:
+        while self._kept and (len(self._kept) > most or sum(kept_bytes) > free_bytes):
+            del self._kept[0], kept_bytes[0]
+        if free_bytes < 0:
             for request in self._inside:
                 request.marks.clear()
-
-    def _tokens_of(self, marks: Mapping[int, Any]) -> int:
-        """Tokens whose keys and values take as many bytes as marks."""
-        return -(-state_bytes(marks) * self.kv_tokens // self.kv_bytes)
 
     def _keeps(self, cache: Any) -> bool:
         """Whether to keep a request's cache for later prompts."""
