@@ -24,7 +24,7 @@ The engine runs models:
     training      predictors as torch modules: contract, training, evaluation; quantize/, replicas of few bits
     predictors    (next to this package) predictors, one per file
     runtime       running a model larger than memory: loop/, kv/, experts/, recording/
-    measuring     profile, doctor, alpha, verify: a machine, and a served model against transformers
+    measuring     profile, doctor, fit, alpha, verify: a machine, and a served model against transformers
     capture       from a model and prompts to a trace
     serving       the OpenAI-compatible HTTP API
     cluster       live servers: edge (Prism) and parallel (DIRECTOR)

@@ -271,6 +271,11 @@ def shows_progress() -> bool:
     return sys.stderr.isatty() and logs.narrates()
 
 
+def asks() -> bool:
+    """Whether somebody can read a question on stderr and answer it on stdin."""
+    return sys.stdin.isatty() and shows_progress()
+
+
 def count(number: float, unit: str = "") -> str:
     """Format a number: `12.3 MB` for bytes (unit `B`), `12,345` otherwise."""
     if unit != "B":

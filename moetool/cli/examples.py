@@ -8,6 +8,10 @@ _CLUSTER = "--cluster recipes/reference/cluster.toml"
 _SERVERS = "--trace clinic=A --trace court=B --trace lab=C"
 
 EXAMPLES = {
+    "fit": (
+        "moetool fit qwen3-30b-a3b --machine pc-rtx-4090-ddr5",
+        "moetool fit org/model --memory 32GB --gpu-memory 24GB --disk-speed 3GB/s",
+    ),
     "advise": ("moetool advise trace --out advice.html", "moetool advise counts --bandwidth nvme,20GB --json"),
     "capture": (
         "moetool capture reference --data all --max-prompts 8 --batch-size 8 --out trace",

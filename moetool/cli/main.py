@@ -22,6 +22,7 @@ from moetool.cli import (
     cache_plans,
     capture,
     examples,
+    fit,
     guide,
     interrupt,
     machine,
@@ -50,7 +51,20 @@ _WrongLine: Any = typer.BadParameter.__base__
 """Click's UsageError, from the Click that Typer uses."""
 
 _ORDER = (
-    *("advise", "capture", "train", "evaluate", "replay", "plan", "serve", "chat", "verify", "simulate", "bench"),
+    *(
+        "fit",
+        "advise",
+        "capture",
+        "train",
+        "evaluate",
+        "replay",
+        "plan",
+        "serve",
+        "chat",
+        "verify",
+        "simulate",
+        "bench",
+    ),
     *("report", "trace", "profile", "models", "data", "doctor", "cache", "demo", "guide"),
 )
 
@@ -101,6 +115,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 _COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
     app: {
+        "fit": fit.fit,
         "advise": advise.advise,
         "capture": capture.capture,
         "train": training.train,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.flags import ApiKey, Model, Recipe, Revision, ServedDevice, ServedHostMemory, settable
 from moetool.models.files.hub import is_downloaded, parse_hub_name, with_revision
+
+if TYPE_CHECKING:
+    from moetool.models.checkpoint import Checkpoint
 
 
 def serve(
@@ -63,6 +66,7 @@ def serve(
         Path | None,
         typer.Option(help="Trace directory to record gate logits and cache decisions in, for 'moetool replay'."),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Download a model without asking on a terminal.")] = False,
     settings: Annotated[
         list[str],
         settable(
@@ -152,7 +156,9 @@ def serve(
             slots=chosen.slots if chosen is not None and memory is None and named == chosen.policy else None,
         )
         if (on_hub := parse_hub_name(model)) is not None and not (Path(model).exists() or is_downloaded(on_hub)):
-            choose_for(Checkpoint.open(model, weights=False))  # refuse too little memory before a long download
+            config = Checkpoint.open(model, weights=False)
+            choose_for(config)  # refuse too little memory before a long download
+            _ask_before_download(config, process_memory, yes)
         checkpoint = Checkpoint.open(model)
         setup = choose_for(checkpoint)
         options = setup.options
@@ -198,6 +204,23 @@ def serve(
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: gate log written to {log}")
+
+
+def _ask_before_download(config: "Checkpoint", process_memory: str | None, yes: bool) -> None:
+    """Print the estimate of a model that is not here yet, and on a terminal ask whether to download it.
+
+    Raises:
+        typer.Abort: the user declines.
+    """
+    from moetool.cli.fit import headline
+    from moetool.measuring.fit import FitOptions, fit
+
+    host_bytes = None if process_memory is None else parse_bytes(process_memory)
+    found = fit(config, FitOptions(host_bytes=host_bytes))
+    tables.narrate(f"moetool: {headline(found)}")
+    tables.narrate(f"moetool: more with 'moetool fit {config.name}'")
+    if not yes and tables.asks():
+        typer.confirm("Download it and serve it?", default=True, abort=True, err=True)
 
 
 def _policy_options(values: dict[str, Any], policy: str | None, plan: Any) -> dict[str, Any]:

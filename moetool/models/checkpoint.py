@@ -265,6 +265,19 @@ class Checkpoint:
         experts = offloaded(self.layers)
         return sum(p.numel() for name, p in self.skeleton.named_parameters() if name not in experts)
 
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the model, without those that its config ties and without layers for drafts."""
+        experts = sum(layer.form.num_experts * layer.form.num_elements for layer in self.layers)
+        return self._dense_elements + experts
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token multiplies: all but the experts that it does not use, and the embedding if untied."""
+        experts = sum(layer.top_k * layer.form.num_elements for layer in self.layers)
+        rows = 0 if head_is_tied(self.skeleton) else self.skeleton.get_input_embeddings().weight.numel()
+        return self._dense_elements - rows + experts
+
     # -- the weight files ----------------------------------------------------------------------------------------
 
     @cached_property

@@ -316,6 +316,15 @@ def this_machine(
     return Machine(limit_bytes=limit, source=source, library_bytes=beside, curve=curve)
 
 
+def gpu_with(memory_bytes: float, checkpoint: Checkpoint, options: ServeOptions) -> Machine:
+    """A machine whose GPU has this much memory, all of it free; `this_machine` with a limit stands for a CPU."""
+    return Machine(
+        limit_bytes=int(memory_bytes * (1 - _GPU_HEADROOM)),
+        source="the GPU's memory",
+        curve=_curve(checkpoint.spec, options.warm_start),
+    )
+
+
 def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
     """Bytes of a model's dense weights and of its KV cache."""
     dense = checkpoint.dense_bytes(parse_dtype(options.dtype), options.device, options.products)
@@ -378,7 +387,7 @@ def _token_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
     rows = max(spec.top_k_L) + spec.num_shared_experts
     intermediate = getattr(config, "intermediate_size", None) or 0
     width = getattr(config, "moe_intermediate_size", None) or intermediate
-    if parse_device(options.device).type == "cpu" and options.devices == 1:
+    if device_kind(options.device).type == "cpu" and options.devices == 1:
         # Outputs of its experts, their sum in float32, and one expert's rows, which may be those of every token.
         experts = rows * spec.hidden_size * size + 12 * spec.hidden_size + (2 * spec.hidden_size + 3 * width) * size
     else:  # rows of its experts are gathered, computed and summed together

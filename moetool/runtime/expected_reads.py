@@ -6,13 +6,17 @@ conversation has between `SHORTEST` tokens and the longest expected, evenly on a
 conversation that outgrows the KV cache is forwarded whole at each turn.
 """
 
+import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
+from moetool.base import assets
 from moetool.base.errors import CapacityError
 from moetool.base.types import ModelSpec
 from moetool.runtime.memory_share import MemoryShare, share_of
@@ -53,6 +57,31 @@ PUBLISHED = MissCurve(
     shares=(0, 0.125, 0.25, 0.5, 1), loads=(1, 0.614, 0.418, 0.207, 0), source="misses of DeepSeek-V2-Lite's routes"
 )
 """Misses of foresight with equal slots per layer on task law (`moetool bench policies`, `moetool guide benchmarks`)."""
+
+
+def published_curves() -> list[MissCurve]:
+    """Misses on published routes of several models (`data/miss_curves.json`, which `docs/miss_curves.py` computes)."""
+    return [_read_curve(curve) for curve in _published()]
+
+
+def nearest_curve(spec: ModelSpec) -> MissCurve:
+    """The published curve of the model with the nearest number of experts a layer, then the nearest top-k."""
+
+    def distance(curve: Mapping[str, Any]) -> tuple[float, float]:
+        experts, top_k = curve["num_experts"], curve["top_k"]
+        return abs(math.log(spec.num_experts / experts)), abs(math.log(max(spec.top_k_L) / top_k))
+
+    return _read_curve(min(_published(), key=distance))
+
+
+def _published() -> list[dict[str, Any]]:
+    content = json.loads(assets.path("data", "miss_curves.json").read_text(encoding="utf-8"))
+    return [{**curve, "policy": content["policy"]} for curve in content["curves"]]
+
+
+def _read_curve(curve: Mapping[str, Any]) -> MissCurve:
+    source = f"{curve['policy']} on {curve['tokens']:,} tokens of {curve['model']}'s routes"
+    return MissCurve(shares=tuple(curve["shares"]), loads=tuple(curve["loads"]), source=source)
 
 
 def miss_curve(spec: ModelSpec, routes_NP: np.ndarray) -> MissCurve | None:

@@ -21,6 +21,8 @@ from moetool.runtime.expected_reads import (
     best_split,
     expected_loads,
     miss_curve,
+    nearest_curve,
+    published_curves,
 )
 from moetool.runtime.memory_share import lendable
 from moetool.runtime.sizing import Footprint, divide
@@ -111,3 +113,17 @@ def test_the_table_says_what_is_expected_and_by_which_routes(tmp_path: Path, mon
     assert rows(warm_start=False)["expected reads"] == first["expected reads"]
     kept.path.write_bytes(kept.path.read_bytes()[:100])
     assert kept_routes(spec) is None and rows()["expected reads"] == first["expected reads"]
+
+
+def test_published_curves_fall_from_one_to_zero_and_the_nearest_has_like_experts() -> None:
+    curves = published_curves()
+    assert len(curves) == 3
+    for curve in curves:
+        assert (curve.at(0), curve.at(1)) == (1, 0)
+        assert list(curve.loads) == sorted(curve.loads, reverse=True)
+    assert "gpt-oss-20b" in nearest_curve(make_spec(2, 32, 4)).source
+    assert "deepseek-v2-lite" in nearest_curve(make_spec(2, 60, 4)).source
+    assert "qwen3-30b-a3b" in nearest_curve(make_spec(2, 256, 8)).source
+    known = next(curve for curve in curves if "deepseek" in curve.source)
+    for share in PUBLISHED.shares:  # an earlier replay of the same routes by another command
+        assert known.at(share) == pytest.approx(PUBLISHED.at(share), abs=0.02)

@@ -1,0 +1,114 @@
+"""The command `moetool fit`, and its first lines before a download."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moetool.base import tables
+from moetool.base.config import parse_bytes
+from moetool.cli.flags import Json, Revision
+
+if TYPE_CHECKING:
+    from moetool.measuring.fit import Fit, MemorySpeed
+
+
+def fit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="'reference', a directory with a config.json, a .gguf file, a hub name or a shape (qwen3-30b-a3b).",
+        ),
+    ],
+    memory: Annotated[str | None, typer.Option(help="Host memory for the process, e.g. 32GB (default: free).")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="GPU memory, e.g. 24GB (default: the GPU's, if there is one).")
+    ] = None,
+    disk_speed: Annotated[str | None, typer.Option(help="Disk reads, e.g. 3GB/s (default: measured).")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Another machine: a name (e.g. pc-rtx-4090-ddr5) or a TOML file (default: this one)."),
+    ] = None,
+    as_json: Json = False,
+    revision: Revision = None,
+) -> None:
+    """Estimate whether a model runs here or on another machine, how fast, and with which settings.
+
+    Reads the config or a GGUF header only; downloads no weights.
+    """
+    from moetool.measuring.fit import FitOptions
+    from moetool.measuring.fit import fit as estimate
+    from moetool.models.files.hub import with_revision
+
+    options = FitOptions(
+        machine=machine,
+        host_bytes=None if memory is None else parse_bytes(memory),
+        gpu_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
+        disk_bytes_s=None if disk_speed is None else float(parse_bytes(disk_speed.removesuffix("/s"))),
+    )
+    found = estimate(with_revision(model, revision), options)
+    if as_json:
+        tables.print_json(found.to_json())
+    else:
+        _print(found)
+
+
+def headline(found: "Fit") -> str:
+    """Model, machine and verdict."""
+    billions, active = found.parameters / 1e9, found.active_parameters / 1e9
+    size = f"{billions:.1f} B parameters, {active:.1f} B active, {tables.count(found.model_bytes, 'B')}"
+    return f"{found.model} ({size}) on {found.machine}: {found.verdict}"
+
+
+def _print(found: "Fit") -> None:
+    from moetool.measuring.fit import memory_parts
+
+    tables.print_paragraph(headline(found))
+    print()
+    if found.budget is not None and found.token is not None:
+        token, (least, most) = found.token, found.tokens_s_range
+        tables.print_lines([(name, tables.count(size, "B"), why) for name, size, why in memory_parts(found.budget)])
+        print()
+        tables.print_paragraph(
+            f"{found.tokens_s:.2g} tokens/s, {least:.2g} to {most:.2g} with the misses of other published routes; "
+            f"{token.limit} takes most of the {token.seconds * 1e3:,.0f} ms of a token:"
+        )
+        tiers = [
+            ("read in memory", token.memory_bytes, token.memory_s),
+            ("loaded over the link", token.link_bytes, token.link_s),
+            ("loaded from disk", token.disk_bytes, token.disk_s),
+        ]
+        rows = [
+            (f"  {name}", tables.count(num_bytes, "B"), f"{tables.milliseconds(seconds)} ms")
+            for name, num_bytes, seconds in tiers
+            if num_bytes
+        ]
+        tables.print_lines([*rows, ("  fixed time of layers", "", f"{tables.milliseconds(token.fixed_s)} ms")])
+    if found.sizes:
+        _print_speeds("speed by GPU memory" if found.has_gpu else "speed by memory", found.sizes)
+        worth = found.worth
+        gain = "no larger memory makes it 1.2 times as fast"
+        if worth is not None:
+            times = f", {worth.tokens_s / found.tokens_s:.1f} times as fast" if found.tokens_s else ""
+            gain = f"{worth.name} gains most per byte: {worth.tokens_s:.2g} tokens/s{times}"
+        tables.print_paragraph(f"  worth buying: {gain}")
+    if found.forms:
+        _print_speeds("the same model in other formats, same memory", found.forms)
+    tables.print_paragraph(found.command)
+    print()
+    tables.print_lines([(what, value, origin) for what, value, origin in found.facts])
+
+
+def _print_speeds(title: str, rows: "tuple[MemorySpeed, ...]") -> None:
+    sized = len({row.model_bytes for row in rows}) > 1
+    columns = ["memory" if not sized else "format", *(["weights"] if sized else []), "experts in slots", "tokens/s"]
+    cells = [
+        [
+            row.name,
+            *([tables.count(row.model_bytes, "B")] if sized else []),
+            tables.percent(row.share, ".0f"),
+            f"{row.tokens_s:.2g}" if row.tokens_s else "does not fit",
+        ]
+        for row in rows
+    ]
+    tables.print_table(title, columns, cells)

@@ -1,0 +1,99 @@
+"""`moetool fit`, and the estimate that `moetool serve` prints before a download."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.base import assets
+from moetool.cli import serving
+from tests import hub
+from tests.command_line import Run
+
+LAPTOP = ("--machine", "laptop-16gb")
+
+
+def test_a_verdict_and_all_parts(run: Run) -> None:
+    code, out, err = run("fit", "qwen3-30b-a3b", *LAPTOP)
+    assert code == 0, err
+    for part in ("30.5 B parameters", "200-word answer", "dense weights", "expert slots", "tokens/s", "32GB"):
+        assert part in out
+    assert "moetool serve qwen3-30b-a3b" in out and "laptop-16gb.toml" in out
+
+
+def test_json_has_the_same(run: Run) -> None:
+    code, out, _ = run("fit", "reference", *LAPTOP, "--memory", "4GB", "--disk-speed", "2GB/s", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["fits"] and found["command"] == "moetool serve reference --process-memory 4GB"
+    assert found["tokens_per_s"] == pytest.approx(1 / sum(found["token"][f"{p}_s"] for p in _PARTS))
+
+
+_PARTS = ("memory", "fixed", "link", "disk")
+
+
+def test_a_directory_with_a_config_alone(run: Run, tmp_path: Path) -> None:
+    shutil.copy(assets.path("recipes", "shapes", "deepseek-v2-lite") / "config.json", tmp_path)
+    code, out, err = run("fit", tmp_path, "--machine", "pc-rtx-3090-ddr4")
+    assert code == 0, err
+    assert "15.7 B parameters" in out and "link to the GPU" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        (("qwen3-30b-a3b", "--machine", "laptop-16"), "laptop-16gb"),
+        (("qwen3-30b-a3b", "--memory", "lots"), "lots"),
+        (("qwen3-30b-a3b", "--disk-speed", "fast/s"), "fast"),
+        (("qwen3-30b-a3", *LAPTOP), "qwen3-30b-a3b"),
+        (("/no/such/folder", *LAPTOP), "/no/such/folder"),
+    ],
+)
+def test_wrong_words_are_one_line(run: Run, arguments: tuple[str, ...], fact: str) -> None:
+    code, out, err = run("fit", *arguments)
+    assert code == 2 and out == "" and fact in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.fixture
+def on_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with hub.running(tmp_path / "cache", monkeypatch) as served:
+        served.folders["lab/toy"] = assets.path("data", "reference-moe")
+        yield served
+
+
+def test_a_hub_name_downloads_no_weights(run: Run, on_hub: hub.Hub) -> None:
+    code, out, err = run("fit", "lab/toy", *LAPTOP)
+    assert code == 0, err
+    assert "moetool serve lab/toy" in out
+    assert "config.json" in on_hub.sent and "model.safetensors" not in on_hub.sent
+
+
+@pytest.mark.parametrize(("answer", "yes"), [(False, False), (True, False), (None, True)])
+def test_serve_asks_before_it_downloads(
+    run: Run, on_hub: hub.Hub, monkeypatch: pytest.MonkeyPatch, answer: bool | None, yes: bool
+) -> None:
+    asked: list[str] = []
+
+    def confirm(text: str, **options: Any) -> bool:
+        asked.append(text)
+        if not answer:
+            raise serving.typer.Abort
+        return True
+
+    class Downloading(Exception):
+        """The next step after the answer."""
+
+    monkeypatch.setattr("moetool.base.tables.asks", lambda: True)
+    monkeypatch.setattr(serving.typer, "confirm", confirm)
+    monkeypatch.setattr("moetool.models.files.location.locate", lambda model: (_ for _ in ()).throw(Downloading()))
+    monkeypatch.setattr("moetool.models.checkpoint.locate", lambda model: (_ for _ in ()).throw(Downloading()))
+    arguments = ("serve", "lab/toy", "--port", "0", *(("--yes",) if yes else ()))
+    if answer or yes:
+        with pytest.raises(Downloading):
+            run(*arguments)
+    else:
+        code, _, err = run(*arguments)
+        assert code == 1 and "200-word answer" in err and err.strip().endswith("stopped")
+    assert bool(asked) is not yes
+    assert "model.safetensors" not in on_hub.sent

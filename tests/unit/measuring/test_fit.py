@@ -1,0 +1,111 @@
+"""Estimates of a model on a machine: sizes, memory as `serve` divides it, and speed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from moetool.measuring.fit import Fit, fit, spoken
+from moetool.measuring.fit_machine import FitOptions
+from moetool.models.checkpoint import Checkpoint
+from moetool.runtime.automatic import choose
+from tests.gguf_models import written
+
+GB = 10**9
+LAPTOP = FitOptions(machine="laptop-16gb", disk_bytes_s=3e9)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "parameters", "active"),
+    [
+        # published: openai/gpt-oss-120b "117B parameters with 5.1B active", DeepSeek-V3 "671B, 37B activated",
+        # GLM-5 "744B, 40B active", Qwen3-30B-A3B "30.5B, 3.3B activated" with its embedding of 0.3B
+        ("gpt_oss", {}, 116.8e9, 5.1e9),
+        ("deepseek_v3", {}, 671.0e9, 37e9),
+        ("glm_moe_dsa", {}, 744.0e9, 40.5e9),
+    ],
+)
+def test_parameters_are_those_that_the_publishers_name(
+    tmp_path: Path, family: str, changes: dict[str, int], parameters: float, active: float
+) -> None:
+    AutoConfig.for_model(family, **changes).save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path, weights=False)
+    assert checkpoint.num_parameters == pytest.approx(parameters, rel=1e-3)
+    assert checkpoint.num_active_parameters == pytest.approx(active, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Checkpoint:
+    return Checkpoint.open("qwen3-30b-a3b", weights=False)
+
+
+def test_a_shape_on_a_laptop(qwen: Checkpoint) -> None:
+    found = fit(qwen, LAPTOP)
+    assert found.parameters == pytest.approx(30.5e9, rel=2e-3)
+    assert found.budget is not None and found.token is not None
+    assert 0.1 < found.budget.slots / 6144 < 0.25
+    assert found.token.limit == "disk"
+    assert found.tokens_s_range[0] <= found.tokens_s <= found.tokens_s_range[1]
+    assert found.tokens_s == pytest.approx(1 / found.token.seconds)
+    assert found.command == "moetool serve qwen3-30b-a3b"
+    assert json.loads(json.dumps(found.to_json()))["memory_bytes"]["dense weights"] == found.budget.dense_bytes
+    assert {fact[0] for fact in found.facts} >= {"memory bandwidth", "disk", "misses", "sizes"}
+
+
+def test_more_memory_and_a_faster_disk_help(qwen: Checkpoint) -> None:
+    found = fit(qwen, LAPTOP)
+    assert [row.tokens_s for row in found.sizes] == sorted(row.tokens_s for row in found.sizes)
+    assert found.sizes[-1].share == 1 > found.sizes[0].share
+    assert found.worth is not None and found.worth.memory_bytes > 16 * GB
+    slower = fit(qwen, replace(LAPTOP, disk_bytes_s=1e9))
+    assert slower.tokens_s < found.tokens_s and slower.prompt_s > found.prompt_s
+    gpu = fit(qwen, replace(LAPTOP, machine="pc-rtx-4090-ddr5"))
+    assert gpu.has_gpu and gpu.tokens_s > 2 * found.tokens_s
+    assert {row.name for row in found.forms} == {form.name for form in found.forms} and len(found.forms) == 5
+    assert all(row.model_bytes < found.model_bytes for row in found.forms)
+
+
+def test_too_little_memory_names_what_is_missing(qwen: Checkpoint) -> None:
+    found = fit(qwen, replace(LAPTOP, host_bytes=2 * GB))
+    assert (found.budget, found.tokens_s) == (None, 0.0)
+    assert "does not fit" in found.verdict and "weights outside the experts take" in found.verdict
+    assert found.to_json()["fits"] is False
+    assert found.worth is not None  # some larger memory runs it
+
+
+def test_the_division_of_memory_is_that_of_serve() -> None:
+    checkpoint = Checkpoint.open("reference")
+    found = fit(checkpoint, replace(LAPTOP, host_bytes=3 * GB))
+    served = choose(checkpoint, {"device": "cpu"}, process_memory_bytes=3 * GB)
+    assert found.budget is not None
+    assert (found.budget.slots, found.budget.kv_tokens) == (served.budget.slots, served.budget.kv_tokens)
+    assert found.command == "moetool serve reference --process-memory 3GB"
+
+
+def test_this_machine_is_measured(qwen: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: Fit = fit(qwen, FitOptions(host_bytes=8 * GB))
+    origins = {what: origin for what, _, origin in found.facts}
+    assert origins["disk"] == f"measured in {tmp_path}" and origins["memory bandwidth"] == "measured here"
+    assert found.machine == "this machine"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_not_here_is_assumed(qwen: Checkpoint) -> None:
+    found = fit(qwen, FitOptions(gpu_bytes=24 * GB, disk_bytes_s=3e9, host_bytes=32 * GB))
+    assert found.has_gpu
+    assert any("assumed" in origin for what, _, origin in found.facts if what == "memory bandwidth")
+    assert found.command == "moetool serve qwen3-30b-a3b --device cuda --host-memory 32GB"
+
+
+def test_a_gguf_header_gives_exact_sizes(tmp_path: Path) -> None:
+    file, _ = written("qwen3_moe", tmp_path)
+    found = fit(str(file), LAPTOP)
+    assert ("sizes", "exact", "file headers") in found.facts
+    assert found.tokens_s > 0
+
+
+def test_seconds_in_words() -> None:
+    assert [spoken(s) for s in (0.42, 45.2, 138, 6000)] == ["0.42 s", "45 s", "2.3 minutes", "1.7 hours"]

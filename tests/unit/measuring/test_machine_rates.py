@@ -1,0 +1,25 @@
+"""Quick measurements of this machine."""
+
+from pathlib import Path
+
+import pytest
+
+from moetool.measuring.machine_rates import measured_rates
+
+
+def test_rates_are_plausible_and_leave_nothing_behind(tmp_path: Path) -> None:
+    rates, facts = measured_rates("cpu", tmp_path)
+    assert 1e8 < rates.memory_bytes_s < 1e12
+    assert 1e8 < rates.flops < 1e15
+    assert 1e-5 < rates.layer_s < 0.1
+    assert 1e6 < rates.disk_bytes_s < 1e11
+    assert rates.link_bytes_s == 0
+    assert {what for what, _, _ in facts} == {"memory bandwidth", "fixed time per layer", "disk"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, facts = measured_rates("cpu", tmp_path / "missing")
+    assert "assumed" in next(origin for what, _, origin in facts if what == "disk")
+    assert rates.disk_bytes_s > 0
+    assert measured_rates("cpu", tmp_path, 2.5e9)[0].disk_bytes_s == 2.5e9
