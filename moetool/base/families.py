@@ -42,7 +42,7 @@ class Family:
         renormalize: whether the top-k weights are divided by their sum; None: as in the checkpoint's config.
         exception: why the weights do not follow from the recorded logits by that rule; empty if they do.
         fixed: why experts cannot be substituted although the rule holds; empty if they can.
-        own_cache: why transformers' paged cache cannot hold it, so that each request keeps its own; empty if it can.
+        own_cache: why pages cannot hold it, so that each request keeps its own; empty if it can.
         appends: whether such a cache takes several tokens at once after the first forward, as for the next chat turn.
         refused: why it can be neither captured nor served; empty if it can.
         notes: further facts for display.

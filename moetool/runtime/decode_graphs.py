@@ -14,7 +14,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -111,8 +110,7 @@ class DecodeGraphs:
         model: a transformers model on a GPU.
         layers: its MoE layers.
         runtime: computes the experts.
-        announce: called once before each step with the model's arguments; returns them with additions.
-        locate: adds values that must be computed from them on the device, inside the graph.
+        locate: adds values to the model's arguments that must be computed on the device, inside the graph.
 
     Effects: keeps graphs and their memory on the GPU. Call it on a stream other than the default one.
     """
@@ -122,12 +120,10 @@ class DecodeGraphs:
         model: Any,
         layers: Sequence[MoeLayer],
         runtime: StepExperts,
-        announce: Callable[[dict[str, Any]], dict[str, Any]],
-        locate: Callable[[dict[str, Any]], dict[str, Any]],
+        locate: Callable[[dict[str, Any], int], dict[str, Any]],
     ) -> None:
         self._model = model
         self._runtime = runtime
-        self._announce = announce
         self._locate = locate
         self._layer_of = {layer.experts: layer for layer in layers}
         self._modules = [module for module in model.modules() if module is not model]
@@ -140,26 +136,24 @@ class DecodeGraphs:
         """Number of batch shapes with graphs."""
         return sum(program is not None for program in self._programs.values())
 
-    def forget(self) -> None:
-        """Drop all graphs, because the memory that they read, such as the KV cache, is about to be replaced."""
-        self._programs.clear()
+    def __call__(self, kwargs: dict[str, Any], room: int) -> torch.Tensor:
+        """Run a step; returns the logits, valid until the next step.
 
-    def _supports_logits_to_keep(self) -> bool:  # transformers asks a model for it
-        return bool(self._model._supports_logits_to_keep())
-
-    def __call__(self, **kwargs: Any) -> SimpleNamespace:
-        """Run a step; its `logits` are valid until the next step."""
-        kwargs = self._announce(kwargs)
-        program = self._program(kwargs)
+        Args:
+            kwargs: the model's arguments.
+            room: padded keys of each sequence.
+        """
+        program = self._program(kwargs, room)
         if program is None:
-            return SimpleNamespace(logits=self._model(**self._locate(kwargs)).logits)
+            logits: torch.Tensor = self._model(**self._locate(kwargs, room)).logits
+            return logits
         self._runtime.deferred_events, self._runtime.recorded = list(program.events), program.recorded
         try:
-            return SimpleNamespace(logits=program.replay())
+            return program.replay()
         finally:
             self._runtime.recorded = {}
 
-    def _program(self, kwargs: dict[str, Any]) -> "_Program | None":
+    def _program(self, kwargs: dict[str, Any], room: int) -> "_Program | None":
         """Return the step's graphs, recorded when its shape occurs for the second time; None if it has none."""
         num_requests = kwargs["input_ids"].shape[1]
         if self._failed or num_requests > _MOST_REQUESTS:
@@ -169,7 +163,7 @@ class DecodeGraphs:
             return None  # a gap within a gap
         whole = self._runtime.defers_events and not hooked
         gaps = [] if whole else [*self._layer_of, *(module for module in hooked if module not in self._layer_of)]
-        key = (num_requests, *kwargs["key_rooms"].values(), whole, *map(id, hooked))
+        key = (num_requests, room, whole, *map(id, hooked))
         if key not in self._programs:
             self._programs[key] = None
             return None
@@ -178,10 +172,10 @@ class DecodeGraphs:
         if program is not None:
             return program
         try:
-            program = self._programs[key] = self._record(kwargs, gaps)
+            program = self._programs[key] = self._record(kwargs, room, gaps)
         except Exception as error:  # a model's forward may do anything, and libraries fail in many ways
             self._failed = True
-            self.forget()
+            self._programs.clear()
             _LOG.warning("decode steps run without CUDA graphs: %s", error)
             return None
         recorded = [key for key, found in self._programs.items() if found is not None]
@@ -189,12 +183,12 @@ class DecodeGraphs:
             del self._programs[oldest]
         return program
 
-    def _record(self, kwargs: dict[str, Any], gaps: list[Any]) -> "_Program":
+    def _record(self, kwargs: dict[str, Any], room: int, gaps: list[Any]) -> "_Program":
         torch.cuda.synchronize(self._model.device)
         program = _Program(self._pool)
         try:
             with self._as_gaps(gaps, program), program.recording():
-                program.logits = self._model(**self._locate(kwargs)).logits
+                program.logits = self._model(**self._locate(kwargs, room)).logits
             program.events = self._runtime.deferred_events
         finally:
             self._runtime.deferred_events = []
@@ -266,7 +260,7 @@ class _Program:
         Raises:
             RuntimeError: the module's arguments or outputs include more than tensors at fixed positions.
         """
-        if "sequence_ends" in kwargs:
+        if "kv_batch" in kwargs:
             raise RuntimeError(f"{type(module).__name__} has hooks and receives values that change from step to step")
         self._graphs[-1].capture_end()
         output = make(*args, **kwargs)

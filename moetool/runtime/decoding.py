@@ -1,6 +1,6 @@
 """Common parts of both decoders: batch forward, admission, end of a request, cache size."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -40,13 +40,13 @@ class Batch:
 
 
 def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
-    """Bytes of the paged KV cache for `kv_tokens`: whole pages, and two that the paged cache reserves.
+    """Bytes of the KV cache for `kv_tokens`: whole pages, and one that belongs to nobody.
 
     Layers with a fixed-size state or a window are counted as if they kept all tokens.
     """
     shapes = [kv_shape(layer) for layer in config.per_layer_config]
     token_bytes = sum(2 * heads * head_dim for heads, head_dim in shapes) * dtype.itemsize
-    return (-(-kv_tokens // PAGE_TOKENS) + 2) * PAGE_TOKENS * int(token_bytes)
+    return (-(-kv_tokens // PAGE_TOKENS) + 1) * PAGE_TOKENS * int(token_bytes)
 
 
 def cache_bytes(checkpoint: Checkpoint, dtype: torch.dtype, kv_tokens: int, max_requests: int) -> int:
@@ -88,11 +88,19 @@ def check_request(model: Any, max_context: int, prompt: list[int], params: Sampl
 
 
 def score_prompt(
-    model: Any, request: int, prompt: list[int], forward_id: int, on_forward: Callable[[Batch], None] | None
+    model: Any,
+    request: int,
+    prompt: list[int],
+    forward_id: int,
+    on_forward: Callable[[Batch], None] | None,
+    **arguments: Any,
 ) -> Iterator[torch.Tensor]:
     """A plain forward of one prompt; gives its logits [t, V] float32 on the CPU, in pieces of at most `PIECE_BYTES`.
 
     The forward has run on return. Only the output head runs again for each further piece.
+
+    Args:
+        arguments: further arguments of the model's forward.
     """
     if on_forward is not None:
         on_forward(prefill(request, prompt, forward_id))
@@ -100,13 +108,13 @@ def score_prompt(
     tokens = torch.tensor([prompt], device=model.device)
     body, made = getattr(model, "model", model.base_model), list[Any]()
     if len(prompt) <= rows or body is model:
-        return iter([_logits(model, tokens, 0)])
+        return iter([_logits(model, tokens, 0, arguments)])
     hook = body.register_forward_hook(lambda module, args, output: made.append(output))
     try:
-        first = _logits(model, tokens, torch.arange(rows, device=model.device))
+        first = _logits(model, tokens, torch.arange(rows, device=model.device), arguments)
     finally:
         hook.remove()
-    return chain([first], _further_logits(model, body, tokens, rows, made[0]))
+    return chain([first], _further_logits(model, body, tokens, rows, made[0], arguments))
 
 
 def token_logprobs(pieces: Iterable[torch.Tensor], prompt: list[int], top: int) -> list[TokenLogprob | None]:
@@ -130,20 +138,23 @@ def token_logprobs(pieces: Iterable[torch.Tensor], prompt: list[int], top: int) 
     return found
 
 
-def _logits(model: Any, tokens: torch.Tensor, kept: int | torch.Tensor) -> torch.Tensor:
+def _logits(model: Any, tokens: torch.Tensor, kept: int | torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
     """Logits [t, V] float32 of some places of a prompt, on the CPU; 0 keeps all."""
     with torch.inference_mode():
-        logits: torch.Tensor = model(tokens, use_cache=False, logits_to_keep=kept).logits[0].float().cpu()
+        output = model(tokens, use_cache=False, logits_to_keep=kept, **arguments)
+        logits: torch.Tensor = output.logits[0].float().cpu()
     return logits
 
 
-def _further_logits(model: Any, body: Any, tokens: torch.Tensor, rows: int, made: Any) -> Iterator[torch.Tensor]:
+def _further_logits(
+    model: Any, body: Any, tokens: torch.Tensor, rows: int, made: Any, arguments: Mapping[str, Any]
+) -> Iterator[torch.Tensor]:
     """Logits after the first `rows`, from what the model without its head, its `body`, has made."""
     for start in range(rows, tokens.shape[1], rows):
         kept = torch.arange(start, min(tokens.shape[1], start + rows), device=tokens.device)
         body.forward = lambda *args, **kwargs: made  # what comes after it differs by family
         try:
-            piece = _logits(model, tokens, kept)
+            piece = _logits(model, tokens, kept, arguments)
         finally:
             del body.forward
         yield piece

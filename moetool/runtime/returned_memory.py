@@ -5,11 +5,9 @@ import functools
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _DONTNEED = 4  # of <linux/mman.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
@@ -43,25 +41,6 @@ def trim_heap() -> None:
     """Return freed memory that the C library keeps."""
     if (library := _library()) is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
-
-
-class UntouchedZeros(TorchFunctionMode):
-    """Let `torch.zeros` of many bytes on the CPU use fresh zero pages, without touching them."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = dict(kwargs or {})
-        size = args[0] if func is torch.zeros and len(args) == 1 and isinstance(args[0], int) else 0
-        on_cpu = torch.device(given.get("device") or "cpu").type == "cpu" and sys.platform == "linux"
-        if size >= _LARGE and on_cpu and given.get("dtype") is torch.uint8:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=torch.uint8)
-        return func(*args, **given)
 
 
 @functools.cache

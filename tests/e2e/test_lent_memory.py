@@ -9,6 +9,7 @@ import pytest
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.budget import divide_with_slots
+from moetool.runtime.kv.ledger import PageLedger
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.request import Output, SamplingParams
@@ -94,10 +95,9 @@ def test_long_requests_at_once_keep_to_the_memory_and_to_their_answers(
     broken = [client.ask(number) for number in range(4)]
     run(3)
     with monkeypatch.context() as patch:
-        patch.setattr(batcher.processor, "prepare_next_batch", lambda: 1 // 0)
+        patch.setattr(PageLedger, "begin_forward", lambda ledger: 1 // 0)
         engine.step()
     assert all(client.outputs[request][-1].finish == "error" for request in broken)
-    assert batcher.borrowed_kv_tokens == 0
     again = [client.ask(number) for number in range(4)]
     run(1000)
     assert [client.answer(request) for request in again] == alone

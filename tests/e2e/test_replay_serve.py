@@ -17,7 +17,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.budget import divide_with_slots, fixed_bytes
 from moetool.runtime.experts.copies import stride_of
-from moetool.runtime.kv import growing_pages
+from moetool.runtime.kv import ledger
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.memory_share import MemoryShare
 from moetool.runtime.request import SamplingParams
@@ -223,7 +223,7 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
     reference: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the answers are those of a server that lends nothing."""
-    monkeypatch.setattr(growing_pages, "IDLE_FORWARDS", 12)
+    monkeypatch.setattr(ledger, "IDLE_FORWARDS", 12)
     answers: list[list[int | None]] = []
     kept: dict[str, Any]
     prompts = MemoryShare(most_slots=24, chunk_tokens=700)

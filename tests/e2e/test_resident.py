@@ -19,7 +19,6 @@ from moetool.models.loading import load_full
 from moetool.prompts.gather import Prompt
 from moetool.runtime.decoding import Batch
 from moetool.runtime.experts.partial_forward import decoder_layers
-from moetool.runtime.kv.paged_attention import Unwritten
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.recording.recorder import GateRecorder
 from moetool.runtime.recording.resident_gates import ResidentForward, resident_counts
@@ -252,29 +251,3 @@ def test_latent_attention_and_prompts_in_pieces_stay_as_they_are(tmp_path: Path)
         assert np.array_equal(plain.token_id_T, beside.token_id_T)
         assert np.array_equal(plain.logits_TF, beside.logits_TF)
         assert beside.resident_TW is not None and beside.resident_TW.any()
-
-
-def test_a_cache_is_left_as_it_was() -> None:
-    class Allocator:
-        index = 0
-
-        def __init__(self) -> None:
-            self._kv_token_views = {3: (torch.arange(6.0)[:, None, None], -torch.arange(6.0)[:, None, None])}
-
-    class Cache:
-        def __init__(self) -> None:
-            self.layer_to_allocator = {3: Allocator()}
-
-        def update(self, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            views = self.layer_to_allocator[3]._kv_token_views[3]
-            for view, name in zip(views, ("key_states", "value_states"), strict=True):
-                view.index_copy_(0, given["kwargs"]["write_index"][0], given[name])
-            return views[0].clone(), views[1].clone()
-
-    cache = Cache()
-    new = torch.full((2, 1, 1), 9.0)
-    slots = {"write_index": [torch.tensor([1, 4])]}
-    key, value = Unwritten(cache).update(key_states=new, value_states=new, layer_idx=3, kwargs=slots)
-    assert key.flatten().tolist() == [0, 9, 2, 3, 9, 5] and value[4].item() == 9
-    views = cache.layer_to_allocator[3]._kv_token_views[3]
-    assert views[0].flatten().tolist() == [0, 1, 2, 3, 4, 5] and views[1][4].item() == -4

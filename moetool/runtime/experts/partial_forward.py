@@ -27,7 +27,8 @@ from moetool.base.errors import UsageError
 from moetool.models.experts.expert_form import Call
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.router_hooks import is_unrecorded, read_logits, unrecorded
-from moetool.runtime.kv.paged_attention import Unwritten
+from moetool.runtime.kv.paged_attention import plain_arguments
+from moetool.runtime.kv.pages import KvPages
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _CLOSE = 0.02  # tolerance relative to the largest logit: half precision depends on the summation order
@@ -161,7 +162,8 @@ class PartialForward:
         vocabulary = model.config.get_text_config().vocab_size
         try:
             with torch.inference_mode():
-                model(input_ids=torch.arange(min(8, vocabulary), device=model.device)[None], use_cache=False)
+                tokens = torch.arange(min(8, vocabulary), device=model.device)[None]
+                model(input_ids=tokens, use_cache=False, **plain_arguments(model))
         except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
             raise unsupported_layers(model, f"its layers take other arguments ({error})") from error
         finally:
@@ -182,10 +184,9 @@ class PartialForward:
 def _unwritten(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
     """Replace the caches among attention's arguments by ones that it leaves unchanged."""
     made: dict[str, Any] = {}
-    if (paged := kwargs.get("cache")) is not None:
-        made["cache"] = Unwritten(paged)
-    for name in ("past_key_values", "past_key_value"):
-        if (past := kwargs.get(name)) is not None:
+    for name in ("cache", "past_key_values", "past_key_value"):
+        past = kwargs.get(name)
+        if past is not None and not isinstance(past, KvPages):  # the model writes the same pages again
             made[name] = copy.copy(past)
             made[name].layers = list(past.layers)
             for layer in past.layers[attention.layer_idx :][:1]:  # a growing cache has none yet

@@ -1,9 +1,7 @@
 """The KV cache: pages, prefixes, and caches of single requests.
 
-transformers' paged cache gives sequences their pages, behind `moetool.runtime.loop.batching`.
-
-prefix_pages                 which pages are reused and evicted
-growing_pages                a paged cache that begins small
+pages                        rows of every layer, and the batch that a forward reads and writes
+ledger                       which request has which page, which are reused and evicted, growth
 paged_attention              attention over pages
 kept_caches                  prefixes of families with caches of their own
 """

@@ -1,33 +1,24 @@
-"""Attention over a paged KV cache, and over one plain sequence."""
+"""Attention over pages of keys and values, and over one plain sequence."""
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moetool.kernels.cpu.attention import OneQuery, attend_one_query, supports
+from moetool.kernels.cpu.attention import attend_one_query, supports
+from moetool.models.transformers_internals import attention_of
+from moetool.runtime.kv.pages import PLAIN, KvBatch
 
+PAGED = "moetool_paged"
+"""Name of `paged_attention` among transformers' attention functions. No mask function has it, so none is made."""
 _LEAST_ROOM = 256
 _ABSENT = 0  # the model passes no window; None: it passes that there is none
 # Without cuDNN, which would plan for each new shape.
 _WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _WITHOUT_MASK = [SDPBackend.FLASH_ATTENTION, *_WITH_MASK]
-
-
-class SequenceEnds(NamedTuple):
-    """Ends of a batch's sequences, on the CPU: read once per forward, since each read from a GPU waits.
-
-    Attributes:
-        queries: cumulative lengths, from 0.
-        keys: likewise, by the kind of layer.
-    """
-
-    queries: list[int]
-    keys: dict[str, list[int]]
 
 
 class DecodeRows(NamedTuple):
@@ -38,12 +29,12 @@ class DecodeRows(NamedTuple):
     Attributes:
         index_BN: positions in the cache, int64 [sequences, room]; 0 beyond a sequence's keys, a position without
             infinite values.
-        newest_B: flat indices of the new tokens' positions.
+        num_keys_B1: keys of each sequence.
         mask_B11N: 0 for keys of the sequence, minus infinity beyond them.
     """
 
     index_BN: torch.Tensor
-    newest_B: torch.Tensor
+    num_keys_B1: torch.Tensor
     mask_B11N: torch.Tensor
 
     @classmethod
@@ -55,49 +46,20 @@ class DecodeRows(NamedTuple):
         index_BN = torch.where(inside_BN, index[place_BN.clamp(max=len(index) - 1)], 0)
         mask_BN = torch.zeros(inside_BN.shape, dtype=dtype, device=index.device)
         mask_BN.masked_fill_(~inside_BN, float("-inf"))
-        newest_B = torch.arange(len(first), device=index.device) * room + (end - first - 1)[:, 0]
-        return cls(index_BN, newest_B, mask_BN[:, None, None])
+        return cls(index_BN, end - first, mask_BN[:, None, None])
 
     def within(self, window: int | None) -> "DecodeRows":
         """The same rows for layers with a sliding window of so many keys; None: without one."""
         if window is None:
             return self
-        room = self.index_BN.shape[1]
-        newest_B1 = self.newest_B[:, None] % room
-        beyond_BN = torch.arange(room, device=newest_B1.device) <= newest_B1 - window
+        room = torch.arange(self.index_BN.shape[1], device=self.index_BN.device)
+        beyond_BN = room < self.num_keys_B1 - window
         return self._replace(mask_B11N=self.mask_B11N.masked_fill(beyond_BN[:, None, None], float("-inf")))
 
     @staticmethod
     def room_for(num_keys: int) -> int:
         """Padded number of keys."""
         return max(_LEAST_ROOM, 1 << (num_keys - 1).bit_length())
-
-
-class Unwritten:
-    """A paged cache whose writes are undone at once, so that attention leaves it unchanged.
-
-    Args:
-        cache: paged cache of transformers' continuous batching.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self.layer_to_allocator = cache.layer_to_allocator
-
-    def update(
-        self, *, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cached keys and values of earlier tokens with those of the new ones."""
-        allocator = self.layer_to_allocator[layer_idx]
-        slots = kwargs["write_index"][allocator.index]
-        views = allocator._kv_token_views[layer_idx]
-        held = [view.index_select(0, slots) for view in views]
-        key, value = self._cache.update(
-            key_states=key_states, value_states=value_states, layer_idx=layer_idx, kwargs=kwargs
-        )
-        for view, values in zip(views, held, strict=True):
-            view.index_copy_(0, slots, values)
-        return key, value
 
 
 def paged_attention(
@@ -108,86 +70,66 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = _ABSENT,
-    cache: Any = None,
-    sequence_ends: SequenceEnds | None = None,
-    decode_rows: Sequence[DecodeRows] = (),
+    kv_batch: KvBatch | str | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a batch of concatenated sequences, each over its own keys only.
+    """Attention of a batch of concatenated sequences, each over its own keys only; writes the new keys and values.
 
     The arguments are those of every transformers attention function.
 
-    transformers' own sdpa path attends over the keys of all sequences at once under a mask, which takes several times
-    as long on a CPU.
+    An sdpa over the keys of all sequences at once, under a mask, takes several times as long on a CPU.
 
     Args:
-        sequence_ends: ends of each sequence's queries and keys.
-        decode_rows: by kind of layer, if every sequence has one new token: all attend in one call.
+        kv_batch: the batch and its pages; `PLAIN`: one whole sequence, without pages.
 
     Shapes:
         query [1, heads, sum of query lengths, head]; key and value likewise with the KV heads, new tokens only.
+
+    Raises:
+        RuntimeError: there is no `kv_batch`: sequences would attend to each other.
     """
     if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
         sliding_window = getattr(module, "sliding_window", None) or None
-    if cache is None:  # a plain forward of one whole sequence
+    if kv_batch == PLAIN:
         return attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
+    if not isinstance(kv_batch, KvBatch):
+        raise RuntimeError(f"{type(module).__name__} has not received the batch of its forward (kv_batch)")
+    views = kv_batch.pages.rows_of(module.layer_idx)
     width = value.shape[-1]
-    value = F.pad(value, (0, key.shape[-1] - width))  # latent attention has narrower values; the cache has one width
-    allocator = cache.layer_to_allocator[module.layer_idx]
-    if decode_rows and not isinstance(cache, Unwritten):
-        views, slots = allocator._kv_token_views[module.layer_idx], kwargs["write_index"][allocator.index]
-        rows = decode_rows[allocator.index].within(sliding_window)
-        return _decode(query, key, value, scaling, rows, views, slots)[..., :width], None
-    assert sequence_ends is not None
-    query_ends, key_ends = sequence_ends.queries, sequence_ends.keys[allocator.layer_type]
-    lengths = [end - first for first, end in pairwise(query_ends)]
-    positions = kwargs["read_index"][allocator.index]
-    views = allocator._kv_token_views[module.layer_idx]
-    usable = len(positions) and not isinstance(cache, Unwritten) and supports(query, views[0])
-    spans = [  # of the keys that a sequence's new tokens attend to
-        (max(first, end - sliding_window - length + 1) if sliding_window else first, end)
-        for (first, end), length in zip(pairwise(key_ends), lengths, strict=True)
-    ]
-    singles = [OneQuery(query_ends[i], *spans[i]) for i, length in enumerate(lengths) if length == 1 and usable]
-    if singles and len(singles) == len(lengths):
-        for view, new in zip(views, (key, value), strict=True):
-            view.index_copy_(0, kwargs["write_index"][allocator.index], new[0].transpose(0, 1))
-    else:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    value = F.pad(value, (0, views[1].shape[-1] - width))  # latent attention has narrower values than keys
+    for view, new in zip(views, (key, value), strict=True):
+        view.index_copy_(0, kv_batch.write_row_T, new[0].transpose(0, 1))
+    if kv_batch.decode is not None:
+        return _decode(query, views, kv_batch.decode.within(sliding_window), scaling)[..., :width], None
+    spans = kv_batch.spans(sliding_window, supports(query, views[0]))
     output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
-    if singles:
-        attend_one_query(query[0], views, positions, singles, scaling, output[0])
-    for i, length in enumerate(lengths):
-        if length > 1 or not singles:
-            queries, keys = slice(*query_ends[i : i + 2]), slice(*spans[i])
-            one = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
-            output[:, queries] = one.transpose(1, 2)
+    if spans.singles:
+        attend_one_query(query[0], views, kv_batch.key_rows, spans.singles, scaling, output[0])
+    if spans.rows is not None:
+        key, value = (view.index_select(0, spans.rows).transpose(0, 1)[None] for view in views)
+    for begin, end, first, last in spans.others:
+        keys = slice(first, last)
+        one = attend(query[:, :, begin:end], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
+        output[:, begin:end] = one.transpose(1, 2)
     return output[..., :width].contiguous(), None
 
 
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    rows: DecodeRows,
-    views: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """Attention [1, B, heads, head] of the new tokens of B sequences.
+def plain_arguments(model: Any) -> dict[str, Any]:
+    """Arguments of a forward of one whole sequence, whichever attention the model has."""
+    return {"kv_batch": PLAIN} if attention_of(model) == PAGED else {}
 
-    Args:
-        views: keys and values of the layer in the cache, [., KV heads, head].
-        slots: positions of the new ones, [B].
-    """
-    held = []
-    for view, new in zip(views, (key, value), strict=True):
-        new_BHD = new[0].transpose(0, 1)
-        found = view.index_select(0, rows.index_BN.flatten()).index_copy_(0, rows.newest_B, new_BHD)
-        held.append(found.view(*rows.index_BN.shape, *view.shape[1:]).transpose(1, 2))
-        view.index_copy_(0, slots, new_BHD)
+
+def _decode(
+    query: torch.Tensor, views: Sequence[torch.Tensor], rows: DecodeRows, scaling: float | None
+) -> torch.Tensor:
+    """Attention [1, B, heads, head] of the new tokens of B sequences over a layer's rows [., KV heads, head]."""
+    held = [
+        view.index_select(0, rows.index_BN.flatten()).view(*rows.index_BN.shape, *view.shape[1:]).transpose(1, 2)
+        for view in views
+    ]
     num_heads, batch, width = query.shape[1:]
-    query_BHGD = query[0].transpose(0, 1).reshape(batch, key.shape[1], num_heads // key.shape[1], width)
+    num_kv_heads = held[0].shape[1]
+    query_BHGD = query[0].transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, width)
     with sdpa_kernel(_WITH_MASK):
         output = F.scaled_dot_product_attention(query_BHGD, held[0], held[1], rows.mask_B11N, scale=scaling)
     return output.reshape(1, batch, num_heads, width)
@@ -225,7 +167,3 @@ def _causal_mask(num_q: int, num_k: int, window: int | None, device: torch.devic
         return None
     mask = torch.ones(num_q, num_k, dtype=torch.bool, device=device).tril(num_k - num_q)
     return mask if window is None else mask.triu(num_k - num_q - window + 1)
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return no mask, since `paged_attention` separates the sequences."""

@@ -1,24 +1,30 @@
-"""Adapter of transformers' continuous batching, which is private and changes between versions; nothing else uses it.
+"""Continuous batching: requests join and leave the batch between two forwards of the model.
 
-Its manager provides scheduling and a paged KV cache. Our own thread drives its loop, one forward per `step`. So the
-batch of every forward is known before it starts, capture composes batches deterministically, and a failing forward
-fails only its own requests.
+Source: Orca's iteration-level scheduling, and the scheduler of nano-vllm.
+
+Deviations:
+- Prompts are forwarded in chunks beside requests that decode (`moetool.runtime.loop.prompt_chunks`).
+- Requests run in order of arrival; none overtakes another. Beyond `unreserved`, one begins only if the KV cache holds
+  all running ones at full length. A running request that finds no page takes those of the newest one, which begins
+  again, from kept pages if there are any, once another has ended.
 """
 
 import contextlib
-import logging
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from moetool.base.errors import UsageError
 from moetool.base.types import ForwardInfo, Phase
 from moetool.kernels.cpu.attention import find_attention_kernel
 from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.transformers_internals import attention_of
 from moetool.runtime.decode_graphs import DecodeGraphs, StepExperts
 from moetool.runtime.decoding import (
     PAGE_TOKENS,
@@ -27,34 +33,51 @@ from moetool.runtime.decoding import (
     context_of,
     eos_ids,
     finish_of,
-    is_latent,
-    kv_shape,
     score_prompt,
 )
-from moetool.runtime.kv.growing_pages import GrowingPages
-from moetool.runtime.kv.paged_attention import DecodeRows, SequenceEnds, no_mask, paged_attention
-from moetool.runtime.kv.prefix_pages import PrefixPages
+from moetool.runtime.kv.ledger import PageLedger, PageTable
+from moetool.runtime.kv.paged_attention import PAGED, DecodeRows, paged_attention, plain_arguments
+from moetool.runtime.kv.pages import KvBatch, KvPages, cache_argument, row_shapes
+from moetool.runtime.loop.batched_sampling import on_device
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler
 from moetool.runtime.request import Output, SamplingParams
-from moetool.runtime.returned_memory import UntouchedZeros, release_pages
+from moetool.runtime.returned_memory import release_pages
 
-_LOG = logging.getLogger(__name__)
-_ATTENTION = "moetool_paged"
+_CROWDED = 0.15
+"""Share of free pages below which prompts wait for requests that decode."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
-    prompt: list[int]
+    """A request.
+
+    Attributes:
+        tokens: of its prompt, and of its answer so far.
+        table: its pages; it has none while it waits.
+        held: tokens in the KV cache.
+        whole: tokens to forward before the next new one; those of a request that lost its pages are all a prompt.
+        reused: prompt tokens with pages of earlier requests; None: not known yet.
+    """
+
+    number: int
     params: SamplingParams
-    done: int = 0  # new tokens reported so far
-    reused: int | None = None  # prompt tokens with cached pages
-    admitted: bool = False  # handed to the manager
+    tokens: list[int]
+    num_prompt: int
+    table: PageTable
+    whole: int = 0
+    held: int = 0
+    reused: int | None = None
 
     @property
     def num_pages(self) -> int:
         """KV cache pages that it needs at full length."""
-        return -(-(len(self.prompt) + self.params.max_tokens) // PAGE_TOKENS)
+        return -(-(self.num_prompt + self.params.max_tokens) // PAGE_TOKENS)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its prompt has been forwarded."""
+        return self.held >= self.whole
 
 
 class Batcher:
@@ -67,12 +90,12 @@ class Batcher:
         max_requests: requests per batch; others queue.
         kv_tokens: tokens in the KV cache, over all requests.
         max_batch_tokens: most tokens of one forward; longer prompts come in chunks.
-        unreserved: number of requests admitted whatever their length: if the KV cache proves too small, one of them
-            restarts. Further requests are admitted only if the cache holds all at full length.
+        unreserved: number of requests that begin whatever their length: if the KV cache proves too small, one of them
+            restarts. Further requests begin only if the cache holds all at full length.
         max_prompt_wait_s: time limit of a forward with prompt tokens while others decode
             (`moetool.runtime.loop.prompt_chunks.PromptChunks`; 0: chunks have full size).
         prefix_caching: keep the pages of finished requests, and forward only the part of a prompt without a page.
-        first_kv_tokens: initial tokens of the KV cache (`GrowingPages`); 0: all.
+        first_kv_tokens: initial tokens of the KV cache (`PageLedger`); 0: all.
 
     Attributes:
         kv_tokens: tokens in the KV cache.
@@ -82,10 +105,10 @@ class Batcher:
             a GPU, where many calls cost more than padding.
         stalled_s: returns the seconds that forwards have waited for experts so far.
 
-    Effects: switches the model to moetool's paged attention and hooks its forward; `close` undoes both.
+    Effects: switches the model to moetool's paged attention; `close` undoes that.
 
     Raises:
-        UsageError: transformers refuses continuous batching for this family.
+        UsageError: the family takes no attention function.
     """
 
     def __init__(
@@ -100,85 +123,88 @@ class Batcher:
         max_prompt_wait_s: float = 0.0,
         first_kv_tokens: int = 0,
     ) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
+        from transformers import AttentionInterface
 
-        AttentionInterface.register(_ATTENTION, paged_attention)
-        AttentionMaskInterface.register(_ATTENTION, no_mask)
+        AttentionInterface.register(PAGED, paged_attention)
         self.model = model
+        self._attention = attention_of(model)
         self.on_forward: Callable[[Batch], None] | None = None
         self.stalled_s: Callable[[], float] = float
         self.graphs: DecodeGraphs | None = None
         self.fixed_shapes = model.device.type == "cuda"
-        if model.device.type == "cpu" and model.dtype == torch.bfloat16:
-            for layer in model.config.per_layer_config:  # no request waits for a compiler
-                heads, width = kv_shape(layer)
-                queries = getattr(layer, "num_attention_heads", None) or 0
-                if heads and queries and queries % heads == 0:
-                    find_attention_kernel(queries // heads, width)
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
+        self._max_batch_tokens = max_batch_tokens
         self._eos = eos_ids(model)
         self._requests: dict[int, _Request] = {}
-        self._leaving: set[int] = set()  # cancelled, but the manager does not know yet
+        self._waiting: list[_Request] = []  # in the order in which they begin
+        self._running: list[_Request] = []  # in the order in which they have begun
+        self._restarts = False  # whether a request lost its pages, and none has ended since
         self._forward_id = 0
-        self._batch: Batch | None = None
-        self._generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self._eos) or [-1])
-        self._config = ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS,
-            num_blocks=-(-kv_tokens // PAGE_TOKENS),
-            max_batch_tokens=max_batch_tokens,
-            max_requests_per_batch=max_requests,
-            max_blocks_per_request=0,
-            allow_block_sharing=prefix_caching,
-            use_cuda_graph=False,
-            use_async_batching=False,
-            auto_switch_to_flash=False,  # looking for kernels may ask the hub
-            disable_nccl_graph_mixing=False,  # no CUDA graphs, so nothing to disable
+        shapes = row_shapes(model.config.get_text_config())
+        if model.device.type == "cpu" and model.dtype == torch.bfloat16:
+            for layer, (heads, width, _) in zip(model.config.per_layer_config, shapes, strict=True):
+                queries = getattr(layer, "num_attention_heads", None) or 0
+                if heads and queries and queries % heads == 0:  # no request waits for a compiler
+                    find_attention_kernel(queries // heads, width)
+        num_pages = -(-kv_tokens // PAGE_TOKENS)
+        self._pages = KvPages(shapes, num_pages, model.dtype, model.device)
+        self._ledger = PageLedger(
+            num_pages,
+            sharing=prefix_caching,
+            first_pages=-(-first_kv_tokens // PAGE_TOKENS),
+            release=self._release_memory,
         )
-        self._attention = model.config._attn_implementation
-        text = model.config.get_text_config()
-        self._latent = (text.num_key_value_heads, text.head_dim) if is_latent(text) else None
-        if self._latent is not None:  # the cache takes its shape from the config, and latent attention has another
-            text.num_key_value_heads, text.head_dim = kv_shape(text)
+        self.kv_tokens = num_pages * PAGE_TOKENS
+        self.kv_bytes = sum(tensor.nbytes for tensor in self._pages.tensors)
+        parameters = inspect.signature(model.forward).parameters
+        self._arguments = {cache_argument(model): self._pages, "use_cache": True}
+        self._keeps_logits = "logits_to_keep" in parameters
         self._sampler = Sampler(self._eos)
         self._chunks = PromptChunks(max_prompt_wait_s, max_batch_tokens)
-        self._first_kv_tokens = first_kv_tokens
-        self._growing: GrowingPages | None = None
-        self._manager: Any = None
-        self.processor: Any = None
-        self._build()
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._fixed: dict[str, torch.Tensor] = {}  # inputs of decode steps, where recorded steps read them
+        if self._stream is not None:
+            torch.cuda.synchronize(model.device)  # the pages were filled on another stream
+        model.set_attn_implementation(PAGED)
+        if attention_of(model) != PAGED:
+            raise UsageError(f"{type(model).__name__} cannot be batched: its attention stays {self._attention}")
 
     def close(self) -> None:
-        """Restore the model's attention and drop all requests."""
-        self._hook.remove()
-        self.processor = self._manager = self.graphs = None
-        self._restore()
+        """Restore the model's attention and drop all requests and the KV cache."""
+        self.model.set_attn_implementation(self._attention)
+        self._requests.clear()
+        self._waiting.clear()
+        self._running.clear()
+        self._fixed.clear()
+        self.graphs = None
+        self._pages.close()
 
     @property
     def running(self) -> int:
         """Requests in the batch."""
-        return len(self.processor.scheduler.active_requests) if self.processor is not None else 0
+        return len(self._running)
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._requests) - self.running
+        return len(self._waiting)
 
     @property
     def evicted_pages(self) -> int:
         """Number of pages of earlier requests that were evicted."""
-        return self._pages.evicted
+        return self._ledger.evicted
 
     @property
     def borrowed_kv_tokens(self) -> int:
         """Current KV cache tokens beyond the initial ones; all if it does not grow."""
-        return self.kv_tokens if self._growing is None else self._growing.borrowed_tokens
+        ledger = self._ledger
+        return PAGE_TOKENS * (ledger.limit - (ledger.first if ledger.first < ledger.num_pages else 0))
 
     @property
     def held_kv_bytes(self) -> int:
         """Bytes of `kv_bytes` that the cache does not use yet."""
-        return 0 if self._growing is None else self._growing.held_bytes
+        return (self._ledger.num_pages - self._ledger.limit) * (self.kv_bytes // (self._ledger.num_pages + 1))
 
     @property
     def idle(self) -> bool:
@@ -193,7 +219,7 @@ class Batcher:
     def record_steps(self, layers: Sequence[MoeLayer], runtime: StepExperts) -> None:
         """Record decode steps as CUDA graphs from now on, if their shapes are fixed."""
         if self.fixed_shapes:
-            self.graphs = DecodeGraphs(self.model, layers, runtime, self._announce, self._locate)
+            self.graphs = DecodeGraphs(self.model, layers, runtime, self._locate)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Refuse a request that cannot run, so that none fails inside the batch (`check_request`)."""
@@ -207,274 +233,233 @@ class Batcher:
         Args:
             drawn: as in `Sampler.add`.
         """
-        self._requests[request] = _Request(prompt, params)
+        table = PageTable(len(prompt) + params.max_tokens)
+        self._requests[request] = _Request(request, params, list(prompt), len(prompt), table)
+        self._waiting.append(self._requests[request])
         self._sampler.add(str(request), params, prompt, drawn)
 
     def cancel(self, request: int) -> None:
-        """Drop a request before the next forward; unknown ones are ignored."""
-        if (found := self._requests.pop(request, None)) is not None:
-            self._sampler.remove(str(request))
-            if found.admitted:
-                self._manager.cancel_request(str(request))
-                self._leaving.add(request)
+        """Drop a request; unknown ones are ignored."""
+        if (found := self._requests.get(request)) is not None:
+            self._end(found)
 
     def step(self) -> list[Output]:
         """Run one forward and report new tokens, finished requests and failures.
 
         A forward that raises fails only its own requests.
         """
-        with self._on_stream():
-            return self._step()
-
-    def _step(self) -> list[Output]:
-        outputs: list[Output] = []
-        prepared = False
-        try:
-            self._admit()
-            self._pages.begin_forward()
-            if self._growing is not None:
-                self._growing.begin_forward()
-            num_decoding = sum(request.done > 0 for request in self._requests.values())
-            chunk = self._chunks.tokens(decoding=num_decoding > 0)
-            self.processor.max_batch_tokens = min(self._config.max_batch_tokens, chunk + num_decoding)
-            prepared = self.processor.prepare_next_batch()
-            self._leaving.clear()
-            if not prepared:
-                return outputs
-            began, stalled_s = time.perf_counter(), self.stalled_s()
-            with torch.inference_mode():
-                self.processor._generation_step(
-                    self.graphs if self.graphs is not None and self._decodes else self.model
-                )
-            self.processor.update_batch()
-            self._chunks.observe(self._num_prompt_tokens, time.perf_counter() - began, self.stalled_s() - stalled_s)
-        except Exception as error:
-            outputs += self._recover(error, prepared)
-        else:
-            self._forward_id += 1
-        queue = self._manager.output_router.output_queue
-        while not queue.empty():
-            result = queue.get()
-            request = int(result.request_id)
-            if request in self._requests:
-                outputs.append(self._report(request, result))
-        return outputs
+        batch: list[tuple[_Request, int]] = []
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            try:
+                batch = self._schedule()
+                if not batch:
+                    return []
+                began, stalled_s = time.perf_counter(), self.stalled_s()
+                ready, sampled = self._forward(batch)
+                stalled_s = self.stalled_s() - stalled_s
+                num_prompt_tokens = sum(count for request, count in batch if not request.decodes)
+                self._chunks.observe(num_prompt_tokens, time.perf_counter() - began, stalled_s)
+            except Exception as error:
+                failed = [request for request, _ in batch] or list(self._requests.values())
+                return [self._fail(request, error) for request in failed]
+        self._forward_id += 1
+        for request, count in batch:
+            request.held += count
+            self._ledger.register(request.table, request.tokens, request.held)
+        return [self._report(request, token) for request, token in zip(ready, sampled, strict=True)]
 
     def score(self, request: int, prompt: list[int]) -> Iterator[torch.Tensor]:
         """Forward a prompt by itself, outside the batch; gives its logits [t, V] float32 in pieces (`score_prompt`)."""
-        logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward)
+        logits = score_prompt(
+            self.model, request, prompt, self._forward_id, self.on_forward, **plain_arguments(self.model)
+        )
         self._forward_id += 1
         return logits
 
-    def _admit(self) -> None:
-        """Pass requests to the manager in order of arrival."""
-        inside = [request for request in self._requests.values() if request.admitted]
-        if len(inside) == len(self._requests):
-            return
-        free_pages = self.kv_tokens // PAGE_TOKENS - sum(request.num_pages for request in inside)
-        num_inside = len(inside)
-        for number, request in self._requests.items():
-            if request.admitted or number in self._leaving:  # the manager would confuse the two
-                continue
-            if num_inside >= self._unreserved and (num_inside >= self.max_requests or request.num_pages > free_pages):
-                return
-            self._manager.add_request(
-                request.prompt,
-                request_id=str(number),
-                max_new_tokens=request.params.max_tokens,
-                streaming=True,
-                eos_token_id=-1 if request.params.ignore_eos else sorted(self._eos) or -1,
-            )
-            request.admitted = True
-            num_inside += 1
-            free_pages -= request.num_pages
+    def _schedule(self) -> list[tuple[_Request, int]]:
+        """Choose the requests of the next forward and the number of tokens of each, and give them pages.
 
-    @property
-    def _num_prompt_tokens(self) -> int:
-        """Prompt tokens of the last forward."""
-        return 0 if self._batch is None else sum(phase is Phase.PREFILL for phase in self._batch.info.phase_T)
-
-    def _may_reuse(self, name: str) -> bool:
-        """Whether a request may reuse cached pages: one whose routes are recorded must be forwarded."""
-        found = self._requests.get(int(name))
-        return found is not None and not found.params.return_routes
-
-    def _build(self) -> None:
-        from transformers.generation.continuous_batching.cb_logits_processors import (
-            ContinuousBatchingLogitsProcessorList,
-        )
-
-        if self.processor is not None:  # left by a failed batch, whose error may still refer to it
-            release_pages(self.processor.cache.cache_tensor)
-        try:
-            self.model.set_attn_implementation("sdpa")  # the manager accepts only known ones; ours is set right after
-            self._manager = self.model.init_continuous_batching(self._generation, self._config)
-            self._manager.logit_processor = ContinuousBatchingLogitsProcessorList([])
-            self._manager.logit_processor.logits_processor = [self._sampler.processor()]
-            self._manager.logit_processor.tensors_required = 1
-            self._manager.logit_processor.do_processing = True
-            self.model.set_attn_implementation(_ATTENTION)
-            with UntouchedZeros(), _whole_contexts(self.model.config.get_text_config()):
-                self.processor = self._manager._create_batch_processor()
-        except (ValueError, NotImplementedError, AttributeError, KeyError) as error:
-            self._restore()
-            raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # filled on another stream
-        self._manager.batch_processor = self.processor
-        if self.graphs is not None:
-            self.graphs.forget()
-        self._pages = PrefixPages(self.processor.cache, self._may_reuse)
-        self._growing = None
-        if self._first_kv_tokens:
-            self._growing = GrowingPages(self.processor.cache, self._pages, self._first_kv_tokens)
-        self._leaving.clear()
-        self.kv_tokens = int(self.processor.cache.num_blocks) * PAGE_TOKENS
-        self.kv_bytes = int(self.processor.cache.cache_tensor.numel())
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Use the manager's stream for its inputs and results too, so that no ordering is needed."""
-        stream = getattr(self.processor.inputs_and_outputs, "compute_stream", None)
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    def _restore(self) -> None:
-        """Undo the changes to the model."""
-        self.model.set_attn_implementation(self._attention)
-        if self._latent is not None:
-            text = self.model.config.get_text_config()
-            text.num_key_value_heads, text.head_dim = self._latent
-
-    def _recover(self, error: Exception, prepared: bool) -> list[Output]:
-        """After a failed forward, fail its requests; if that fails too, fail all and rebuild the manager."""
-        failed = [r.state.request_id for r in self.processor.inputs_and_outputs.requests_in_batch] if prepared else None
-        try:
-            if failed is None:
-                raise error
-            self.processor.handle_batch_error(error)
-        except Exception:
-            failed = [str(request) for request in self._requests]
-            _LOG.warning("restarting continuous batching; %d requests fail: %s", len(failed), error)
-            self._build()
-        outputs = []
-        for name in failed:
-            if self._requests.pop(int(name), None) is not None:
-                self._sampler.remove(name)
-                outputs.append(Output(int(name), None, finish="error", error=str(error)))
-        return outputs
-
-    def _report(self, request: int, result: Any) -> Output:
-        state = self._requests[request]
-        if (end := self._sampler.broken_end(str(request))) is not None:
-            self._pages.forget(str(request))
-            self.cancel(request)
-            return end
-        token = int(result.generated_tokens[-1])
-        state.done += 1
-        reused = (state.reused or 0) if state.done == 1 else 0
-        logprob = self._sampler.take(str(request), token)
-        finish = finish_of(token, state.done, state.params, self._eos)
-        if finish is not None:
-            del self._requests[request]
-            self._sampler.remove(str(request))
-        return Output(request, token, logprob, finish, reused=reused)
-
-    def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if self.processor is None or "cache" not in kwargs or "sequence_ends" in kwargs:
-            return args, kwargs  # a plain forward, or one already announced
-        kwargs = self._announce(kwargs)
-        return args, self._locate(kwargs) if self._decodes else kwargs
-
-    def _announce(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Report the batch to `on_forward`; returns the model's arguments with the ends of the batch's sequences."""
-        request_T: list[int] = []
-        phase_T: list[int] = []
-        iteration_T: list[int] = []
-        for future in self.processor.inputs_and_outputs.requests_in_batch:
-            request = int(future.state.request_id)
-            found = self._requests[request]
-            if found.reused is None:
-                found.reused = int(future.state.position_offset) - future.query_length
-            iteration = found.done
-            request_T += [request] * future.query_length
-            # No token since the request (re)started: a request that lost its KV cache is forwarded again from its
-            # beginning, as a prompt.
-            prefill = future.state.generated_len() == 0
-            phase_T += [Phase.PREFILL if prefill else Phase.DECODE] * future.query_length
-            iteration_T += [iteration] * future.query_length
-        keys = kwargs["cu_seq_lens_k"]
-        tokens, positions, queries, *ends = to_lists(
-            kwargs["input_ids"][0], kwargs["position_ids"][0], kwargs["cu_seq_lens_q"], *keys.values()
-        )
-        token_id_T = tuple(tokens)
-        batch = Batch(
-            info=ForwardInfo(
-                forward_id=self._forward_id,
-                request_T=tuple(request_T),
-                phase_T=tuple(phase_T),
-                position_T=tuple(positions),
-                token_id_T=token_id_T,
-            ),
-            token_id_T=token_id_T,
-            iteration_T=tuple(iteration_T),
-        )
-        self._batch = batch
-        if self.on_forward is not None:
-            self.on_forward(batch)
-        return {
-            **kwargs,
-            "sequence_ends": SequenceEnds(queries, dict(zip(keys, ends, strict=True))),
-            "key_rooms": self._key_rooms,
-        }
-
-    @property
-    def _key_rooms(self) -> dict[str, int]:
-        """Key slots for one sequence of the batch, by kind of layer."""
-        longest = self.processor.inputs_and_outputs.max_length_k
-        return {kind: min(DecodeRows.room_for(num_keys), self.kv_tokens) for kind, num_keys in longest.items()}
-
-    @property
-    def _decodes(self) -> bool:
-        """Whether the batch has one token per sequence and attends in one call.
-
-        False if lengths differ so much that the gathered keys would exceed the cache.
+        Requests that decode come first, then prompts that have begun, then waiting ones.
         """
-        batch = self.processor.inputs_and_outputs
-        if not self.fixed_shapes or batch.max_length_q != 1:
+        self._ledger.begin_forward()
+        decoding = [request for request in self._running if request.decodes]
+        room = min(self._max_batch_tokens, self._chunks.tokens(decoding=bool(decoding)) + len(decoding))
+        crowded = self._ledger.free_share < _CROWDED
+        batch: list[tuple[_Request, int]] = []
+        for request in [*decoding, *(request for request in self._running if not request.decodes)]:
+            if not room or (crowded and batch and not request.decodes):
+                break
+            count = min(len(request.tokens) - request.held, room)
+            if request in self._running and self._make_room(request, count, batch):
+                batch.append((request, count))
+                room -= count
+        while self._waiting and room and not (crowded and batch) and self._may_begin(self._waiting[0]):
+            request = self._waiting[0]
+            held = 0 if request.params.return_routes else self._ledger.match(request.table, request.tokens)
+            count = min(len(request.tokens) - held, room)
+            if not self._ledger.reserve(request.table, held + count):
+                self._ledger.release(request.table)
+                break
+            request.held, request.whole = held, len(request.tokens)
+            if request.reused is None:
+                request.reused = held
+            self._running.append(self._waiting.pop(0))
+            batch.append((request, count))
+            room -= count
+        return batch
+
+    def _may_begin(self, request: _Request) -> bool:
+        if not self._running:
+            return True
+        if self._restarts or len(self._running) >= self.max_requests:
             return False
-        return max(self._key_rooms.values()) * len(batch.requests_in_batch) <= self.kv_tokens
+        pages = sum(other.num_pages for other in self._running) + request.num_pages
+        return len(self._running) < self._unreserved or pages <= self._ledger.num_pages
 
-    def _locate(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Add the cache positions of its keys to a decode step's arguments."""
-        places = self.processor.inputs_and_outputs.read_index_storage
-        rows = []
-        for allocator in self.processor.cache.cache_allocators.values():
-            kind = allocator.layer_type
-            ends, room = kwargs["cu_seq_lens_k"][kind], kwargs["key_rooms"][kind]
-            rows.append(DecodeRows.of(places[allocator.index], ends, room, self.model.dtype))
-        return {**kwargs, "decode_rows": rows}
+    def _make_room(self, request: _Request, count: int, batch: list[tuple[_Request, int]]) -> bool:
+        """Give a running request pages for its next tokens, those of newer ones if need be.
 
+        Returns:
+            Whether it has them; otherwise it waits for another forward, or to begin again.
+        """
+        while not self._ledger.reserve(request.table, request.held + count):
+            kept = {id(scheduled) for scheduled, _ in batch}
+            newest = next(other for other in reversed(self._running) if id(other) not in kept)
+            assert len(self._running) > 1, "a request alone fits: it passed check"
+            self._running.remove(newest)
+            self._waiting.insert(0, newest)
+            self._ledger.release(newest.table)
+            newest.held = newest.whole = 0
+            self._restarts = True
+            if newest is request:
+                return False
+        return True
 
-@contextlib.contextmanager
-def _whole_contexts(config: Any) -> Iterator[None]:
-    """Let a cache that is built meanwhile hold every layer's whole context, so that later prompts can share pages.
+    def _forward(self, batch: list[tuple[_Request, int]]) -> tuple[list[_Request], list[int]]:
+        """Forward the batch; returns the requests that have a new token, and these tokens."""
+        info, kv_batch, inputs = self._compose(batch)
+        if self.on_forward is not None:
+            iteration_T = tuple(
+                len(request.tokens) - request.num_prompt for request, count in batch for _ in range(count)
+            )
+            assert info.token_id_T is not None
+            self.on_forward(Batch(info=info, token_id_T=info.token_id_T, iteration_T=iteration_T))
+        self._pages.batch = kv_batch
+        inputs |= {"kv_batch": kv_batch, **self._arguments}
+        ready = [request for request, count in batch if request.held + count == len(request.tokens)]
+        with torch.inference_mode():
+            room = self._room(kv_batch)
+            if room and self.graphs is not None:
+                logits = self.graphs(inputs, room)
+            else:
+                logits = self.model(**(self._locate(inputs, room) if room else inputs)).logits
+            logits_BV = logits[0] if self._keeps_logits else logits[0, [end - 1 for end in kv_batch.query_ends[1:]]]
+            # Only the batch's last request can be without a new token.
+            scores_BV = self._sampler.apply([str(request.number) for request in ready], logits_BV.float())
+            return ready, scores_BV.argmax(-1)[: len(ready)].tolist()
 
-    `paged_attention` applies sliding windows. The cache's memory is that of whole contexts in either case.
-    """
-    names = ("layer_types", "sliding_window")
-    own = {name: vars(config)[name] for name in names if name in vars(config)}
-    try:
-        if own.get("layer_types") is not None:
-            config.layer_types = ["full_attention"] * config.num_hidden_layers
-        elif own.get("sliding_window") is not None:
-            config.sliding_window = None
-        yield
-    finally:
-        for name, value in own.items():
-            setattr(config, name, value)
+    def _compose(self, batch: list[tuple[_Request, int]]) -> tuple[ForwardInfo, KvBatch, dict[str, Any]]:
+        """The batch for observers and for attention, and the model's inputs."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        request_T: list[int] = []
+        phase_T: list[Phase] = []
+        for request, count in batch:
+            tokens += request.tokens[request.held : request.held + count]
+            positions += range(request.held, request.held + count)
+            request_T += [request.number] * count
+            phase_T += [Phase.DECODE if request.decodes else Phase.PREFILL] * count
+        info = ForwardInfo(
+            forward_id=self._forward_id,
+            request_T=tuple(request_T),
+            phase_T=tuple(phase_T),
+            position_T=tuple(positions),
+            token_id_T=tuple(tokens),
+        )
+        query_ends = list(accumulate((count for _, count in batch), initial=0))
+        key_ends = list(accumulate((request.held + count for request, count in batch), initial=0))
+        rows = [(request.table.rows, request.held, request.held + count) for request, count in batch]
+        arrays = {
+            "tokens": np.array(tokens),
+            "positions": np.array(positions),
+            "write_rows": np.concatenate([row[held:end] for row, held, end in rows]),
+            "kept": np.array(query_ends[1:]) - 1,
+            "key_ends": np.array(key_ends),
+            "key_rows": np.concatenate([row[:end] for row, _, end in rows]),
+        }
+        found = self._tensors(arrays, fixed=self.fixed_shapes and len(tokens) == len(batch))
+        kv_batch = KvBatch(
+            pages=self._pages,
+            query_ends=query_ends,
+            key_ends=key_ends,
+            write_row_T=found["write_rows"],
+            key_rows=found["key_rows"],
+        )
+        inputs = {"input_ids": found["tokens"][None], "position_ids": found["positions"][None]}
+        return info, kv_batch, inputs | ({"logits_to_keep": found["kept"]} if self._keeps_logits else {})
 
+    def _tensors(self, arrays: dict[str, np.ndarray], *, fixed: bool) -> dict[str, torch.Tensor]:
+        """Integer vectors on the model's device, in one transfer; if fixed, always in the same memory.
 
-def to_lists(*vectors: torch.Tensor) -> list[list[int]]:
-    """Return the values of several integer vectors, with one transfer."""
-    values = torch.cat(vectors).tolist()
-    ends = list(accumulate(map(len, vectors)))
-    return [values[end - len(vector) : end] for vector, end in zip(vectors, ends, strict=True)]
+        A fixed vector of key rows has the length of the cache, with any values at its end.
+        """
+        if self._stream is None and not fixed:
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        packed = on_device(torch.from_numpy(np.concatenate(list(arrays.values()))), self.model.device)
+        found = dict(zip(arrays, packed.split([len(array) for array in arrays.values()]), strict=True))
+        if fixed and len(found["key_rows"]) <= self.kv_tokens:
+            for name, values in found.items():
+                size = self.kv_tokens if name == "key_rows" else self.max_requests + 1
+                memory = self._fixed.setdefault(name, torch.zeros(size, dtype=torch.int64, device=packed.device))
+                memory[: len(values)].copy_(values)
+                found[name] = memory if name == "key_rows" else memory[: len(values)]
+        return found
+
+    def _room(self, batch: KvBatch) -> int:
+        """Padded keys of a sequence, if all have one new token and attend in one call, otherwise 0.
+
+        0 too if lengths differ so much that the gathered keys would exceed the cache.
+        """
+        num_sequences = len(batch.query_ends) - 1
+        if not self.fixed_shapes or batch.query_ends[-1] != num_sequences:
+            return 0
+        longest = max(end - first for first, end in pairwise(batch.key_ends))
+        room = min(DecodeRows.room_for(longest), self.kv_tokens)
+        return room if room * num_sequences <= self.kv_tokens else 0
+
+    def _locate(self, inputs: dict[str, Any], room: int) -> dict[str, Any]:
+        """Add the rows of its keys to the inputs of a decode step."""
+        batch: KvBatch = inputs["kv_batch"]
+        ends = self._fixed["key_ends"][: len(batch.key_ends)]
+        rows = DecodeRows.of(batch.key_rows, ends, room, self.model.dtype)
+        return {**inputs, "kv_batch": replace(batch, decode=rows)}
+
+    def _report(self, request: _Request, token: int) -> Output:
+        name = str(request.number)
+        if (end := self._sampler.broken_end(name)) is not None:
+            self._end(request, keep=False)
+            return end
+        request.tokens.append(token)
+        done = len(request.tokens) - request.num_prompt
+        logprob = self._sampler.take(name, token)
+        finish = finish_of(token, done, request.params, self._eos)
+        if finish is not None:
+            self._end(request)
+        return Output(request.number, token, logprob, finish, reused=(request.reused or 0) if done == 1 else 0)
+
+    def _fail(self, request: _Request, error: Exception) -> Output:
+        self._end(request)
+        return Output(request.number, None, finish="error", error=str(error))
+
+    def _end(self, request: _Request, *, keep: bool = True) -> None:
+        """Forget a request; `keep` as in `PageLedger.release`."""
+        del self._requests[request.number]
+        self._sampler.remove(str(request.number))
+        (self._running if request in self._running else self._waiting).remove(request)
+        self._ledger.release(request.table, keep=keep)
+        self._restarts = False
+
+    def _release_memory(self, first: int, end: int) -> None:
+        """Return the memory of pages that the ledger gave up."""
+        for rows in self._pages.tensors:
+            release_pages(rows[first * PAGE_TOKENS : end * PAGE_TOKENS])

@@ -1,7 +1,7 @@
-"""Batches of requests that each keep a transformers cache of their own, for families that the paged cache cannot hold.
+"""Batches of requests that each keep a transformers cache of their own, for families that pages cannot hold.
 
-Transformers' paged cache does not support linear and chunked attention, fixed-size states and attention sinks; with the
-model's own attention and cache they run as in `generate`. The forwards of the requests meet at every MoE layer
+Pages do not hold linear and chunked attention, fixed-size states and attention sinks. With the model's own attention
+and cache they run as in `generate`. The forwards of the requests meet at every MoE layer
 (`moetool.runtime.loop.joint_forwards`), so that experts are loaded and multiplied once for all.
 """
 

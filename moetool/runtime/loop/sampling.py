@@ -1,8 +1,7 @@
-"""Sample tokens inside transformers' continuous batching: constraints, penalties, sampling and log-probabilities.
+"""Sample tokens: constraints, penalties, sampling and log-probabilities.
 
-The manager samples with one seed for all requests. So it runs greedily, and this processor makes the argmax a sample by
-the Gumbel-max rule. The noise depends only on a request's seed and the token's position: the text is the same alone
-and in any batch.
+The argmax of changed scores is a sample by the Gumbel-max rule. The noise depends only on a request's seed and the
+token's position: the text is the same alone and in any batch.
 
 The order is vLLM's: grammar, logit bias, penalties, temperature, min_p, top_k, top_p.
 """
@@ -71,7 +70,7 @@ class _Choice:
 
 
 class Sampler:
-    """Sampling parameters by request, and the logits processor that applies them.
+    """Sampling parameters by request, applied to the rows of a batch.
 
     Args:
         eos: tokens that end an answer; a grammar allows them only where the answer is complete.
@@ -177,31 +176,6 @@ class Sampler:
             choice.drawn += 1
         self._verdicts.append(_Verdicts(found, torch.stack([unsound_B, empty_B])))
         return scores_BV
-
-    def processor(self) -> Any:
-        """A logits processor of transformers' continuous batching that calls `apply`."""
-        from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
-
-        sampler = self
-
-        class Processor(ContinuousBatchingLogitsProcessor):
-            def __init__(self) -> None:
-                self.supported_kwargs: dict[str, type] = {}
-                self.ignored_kwargs = ()
-                self.requests: list[str] = []
-
-            def fill_defaults(self, int32_tensor: Tensor) -> None:
-                int32_tensor.zero_()
-
-            def prepare_tensor_args(self, requests_with_new_token: Any) -> Tensor:
-                # Only the order of the requests is needed: the sampler has their parameters.
-                self.requests = [future.state.request_id for future in requests_with_new_token]
-                return torch.zeros(len(self.requests), dtype=torch.int32)
-
-            def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-                return sampler.apply(self.requests, scores)
-
-        return Processor()
 
 
 class _Verdicts:

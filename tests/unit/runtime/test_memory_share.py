@@ -23,7 +23,7 @@ from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
-from moetool.runtime.returned_memory import UntouchedZeros, release_pages, return_freed_memory
+from moetool.runtime.returned_memory import release_pages, return_freed_memory
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 
@@ -45,19 +45,6 @@ def test_returned_pages_are_no_longer_resident() -> None:
     release_pages(memory)
     assert before - process.memory_info().rss > 60 << 20
     assert int(memory[1 << 20]) == 0
-
-
-def test_large_zeros_are_not_resident_before_they_are_touched() -> None:
-    process = psutil.Process()
-    before = process.memory_info().rss
-    with UntouchedZeros():
-        memory, small = torch.zeros(64 << 20, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-        other = torch.zeros(2, 3, device="cpu")
-    assert process.memory_info().rss - before < 8 << 20
-    assert memory.shape == (64 << 20,) and memory.dtype == torch.uint8 and not memory.any()
-    memory[5] = 7
-    release_pages(memory)
-    assert int(memory[5]) == 0 and not small.any() and other.shape == (2, 3)
 
 
 def test_few_compiled_products_are_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

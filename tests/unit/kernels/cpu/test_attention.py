@@ -1,14 +1,15 @@
 """Attention of one query a sequence by the compiled kernel, against float64, and beside torch's in one batch."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moetool.kernels.cpu.attention import OneQuery, attend_one_query, find_attention_kernel
-from moetool.runtime.kv.paged_attention import SequenceEnds, paged_attention
+from moetool.runtime.decoding import PAGE_TOKENS
+from moetool.runtime.kv.paged_attention import paged_attention
+from moetool.runtime.kv.pages import KvBatch, KvPages, RowShape
 
 SLOTS = 300
 
@@ -75,29 +76,6 @@ def test_what_the_kernel_does_not_compute_is_left_to_torch() -> None:
     assert find_attention_kernel(2, 32) is not None
 
 
-class _Allocator:
-    layer_type, index = "full_attention", 0
-
-    def __init__(self, cache: torch.Tensor) -> None:
-        self._kv_token_views = {0: tuple(cache)}
-
-
-class _Cache:
-    """The parts of transformers' paged cache that attention uses."""
-
-    def __init__(self, cache: torch.Tensor) -> None:
-        self.layer_to_allocator = {0: _Allocator(cache)}
-        self.cache, self.updates = cache, 0
-
-    def update(
-        self, *, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, ...]:
-        self.updates += 1
-        for view, new in zip(self.cache, (key_states, value_states), strict=True):
-            view[kwargs["write_index"][0]] = new[0].transpose(0, 1)
-        return tuple(view[kwargs["read_index"][0]].transpose(0, 1)[None] for view in self.cache)
-
-
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 6, 1), (4, 3)])
 def test_new_tokens_beside_prompts_are_computed_as_alone(lengths: tuple[int, ...], window: int | None) -> None:
@@ -112,21 +90,18 @@ def test_new_tokens_beside_prompts_are_computed_as_alone(lengths: tuple[int, ...
     for length, place in zip(lengths, keys, strict=True):
         query_ends.append(query_ends[-1] + length)
         key_ends.append(key_ends[-1] + len(place))
-    cache = _Cache(_cache(kv_heads, width))
-    output, _ = paged_attention(
-        SimpleNamespace(layer_idx=0),
-        query,
-        key,
-        value,
-        None,
-        sliding_window=window,
-        cache=cache,
-        sequence_ends=SequenceEnds(query_ends, {"full_attention": key_ends}),
-        read_index=[torch.cat(keys)],
-        write_index=[written],
+    pages = KvPages([RowShape(kv_heads, width, width)], SLOTS // PAGE_TOKENS, torch.bfloat16, torch.device("cpu"))
+    full = _cache(kv_heads, width)
+    for rows, held in zip((pages.keys[0], pages.values[0]), full, strict=True):
+        assert rows is not None
+        rows[:SLOTS] = held
+    batch = KvBatch(
+        pages=pages, query_ends=query_ends, key_ends=key_ends, write_row_T=written, key_rows=torch.cat(keys)
     )
-    assert cache.updates == (lengths != (1, 1, 1))
-    full = cache.cache
+    output, _ = paged_attention(
+        SimpleNamespace(layer_idx=0), query, key, value, None, sliding_window=window, kv_batch=batch
+    )
+    full = torch.stack([rows[:SLOTS] for rows in pages.rows_of(0)])
     assert torch.equal(full[0][written], key[0].transpose(0, 1))
     for n, length in enumerate(lengths):
         mine = query[0, :, query_ends[n] : query_ends[n + 1]]

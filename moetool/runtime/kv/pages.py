@@ -1,0 +1,182 @@
+"""Pages of keys and values, and the batch that one forward reads and writes there.
+
+A page is `PAGE_TOKENS` consecutive rows of every layer; `moetool.runtime.kv.ledger` says which request has it.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache
+
+from moetool.kernels.cpu.attention import OneQuery
+from moetool.runtime.decoding import PAGE_TOKENS, kv_shape
+
+PLAIN: Final = "one whole sequence"
+"""In place of a `KvBatch`, for a forward of one sequence without a cache."""
+
+
+class RowShape(NamedTuple):
+    """What a layer keeps of a token.
+
+    Attributes:
+        heads: KV heads.
+        key_width: numbers of a key.
+        value_width: numbers of a value; 0: the row is a latent and its rotary key, and there are no values.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of a row."""
+        return self.heads * (self.key_width + self.value_width)
+
+
+def row_shapes(config: Any) -> list[RowShape]:
+    """Shapes of a model's rows by layer, from its text config."""
+    return [RowShape(heads, width, width) for heads, width in map(kv_shape, config.per_layer_config)]
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the cache among the arguments and results of a model's forward: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class Spans(NamedTuple):
+    """The sequences of a batch, by how they attend in layers with one window.
+
+    Attributes:
+        singles: sequences with one new token that the compiled kernel takes; their keys are in `KvBatch.key_rows`.
+        others: for each other sequence, the ends of its queries, and of its keys in `rows`.
+        rows: rows of their keys; None: the new tokens are all keys.
+    """
+
+    singles: list[OneQuery]
+    others: list[tuple[int, int, int, int]]
+    rows: torch.Tensor | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class KvBatch:
+    """The sequences of one forward, and their rows of the pages.
+
+    Attributes:
+        pages: the rows of every layer.
+        query_ends: cumulative numbers of the sequences' new tokens, from 0.
+        key_ends: cumulative numbers of their keys, new tokens' included, from 0.
+        write_row_T: row of each new token, int64.
+        key_rows: rows of all keys, sequence by sequence, int64.
+        decode: the keys in tensors of fixed shapes (`moetool.runtime.kv.paged_attention.DecodeRows`), if every
+            sequence has one new token and all attend in one call.
+    """
+
+    pages: "KvPages"
+    query_ends: list[int]
+    key_ends: list[int]
+    write_row_T: torch.Tensor
+    key_rows: torch.Tensor
+    decode: Any = None
+    _spans: dict[tuple[int | None, bool], Spans] = field(default_factory=dict)
+
+    def spans(self, window: int | None, compiled: bool) -> Spans:
+        """Divide the sequences, once for all layers alike.
+
+        Args:
+            window: keys that a query attends to; None: all up to its own.
+            compiled: whether the compiled kernel takes sequences with one new token.
+        """
+        found = self._spans.get((window, compiled))
+        if found is None:
+            found = self._spans[window, compiled] = self._divide(window, compiled)
+        return found
+
+    def _divide(self, window: int | None, compiled: bool) -> Spans:
+        cached = self.key_ends[-1] > self.query_ends[-1]
+        singles: list[OneQuery] = []
+        others: list[tuple[int, int, int, int]] = []
+        rows: list[torch.Tensor] = []
+        num_rows = 0
+        for (begin, end), (first, last) in zip(pairwise(self.query_ends), pairwise(self.key_ends), strict=True):
+            length = end - begin
+            if window is not None:
+                first = max(first, last - window - length + 1)
+            if length == 1 and compiled and cached:
+                singles.append(OneQuery(begin, first, last))
+                continue
+            others.append((begin, end, num_rows, num_rows + last - first))
+            rows.append(self.key_rows[first:last])
+            num_rows += last - first
+        return Spans(singles, others, (rows[0] if len(rows) == 1 else torch.cat(rows)) if cached and rows else None)
+
+
+class KvPages(Cache):
+    """Rows of every layer, for any number of requests; to a model it is a cache without earlier tokens.
+
+    Args:
+        shapes: rows of each layer.
+        num_pages: pages that requests may have.
+        dtype: of the rows.
+
+    Attributes:
+        keys: by layer, [rows, heads, key_width], contiguous. Memory is used from the first write on. The first page
+            belongs to nobody and holds zeros, for positions beyond a sequence.
+        values: likewise, None for a layer with latents.
+        batch: the batch of the forward that runs.
+    """
+
+    def __init__(self, shapes: Sequence[RowShape], num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers=[])
+        self.shapes = list(shapes)
+        self.batch: KvBatch | None = None
+        num_rows = (num_pages + 1) * PAGE_TOKENS
+
+        def rows(heads: int, width: int) -> torch.Tensor:
+            made = torch.empty(num_rows, heads, width, dtype=dtype, device=device)
+            made[:PAGE_TOKENS].zero_()
+            return made
+
+        self.keys = [rows(shape.heads, shape.key_width) for shape in shapes]
+        self.values = [rows(shape.heads, shape.value_width) if shape.value_width else None for shape in shapes]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.batch = None
+        self.keys.clear()
+        self.values.clear()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The rows of all layers."""
+        return [*self.keys, *(value for value in self.values if value is not None)]
+
+    def rows_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values."""
+        value = self.values[layer]
+        assert value is not None, "latents have attention of their own"
+        return self.keys[layer], value
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's latents and rotary keys; keys and values are written where they are attended to.
+
+        Args:
+            key_states, value_states: [1, heads, T, width].
+
+        Returns:
+            The new tokens' states, as given.
+        """
+        if not self.shapes[layer_idx].value_width:
+            assert self.batch is not None
+            row_T1N = torch.cat([key_states, value_states], dim=-1)[0].transpose(0, 1)
+            self.keys[layer_idx].index_copy_(0, self.batch.write_row_T, row_T1N)
+        return key_states, value_states

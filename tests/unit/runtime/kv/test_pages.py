@@ -1,0 +1,75 @@
+"""Rows of the layers, and the division of a batch."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.kernels.cpu.attention import OneQuery
+from moetool.models.loading import LoadedModel
+from moetool.models.transformers_internals import attention_of
+from moetool.runtime.kv.paged_attention import PAGED, paged_attention
+from moetool.runtime.kv.pages import KvBatch, KvPages, RowShape, cache_argument
+
+CPU = torch.device("cpu")
+
+
+def _batch(pages: KvPages, query_ends: list[int], key_ends: list[int]) -> KvBatch:
+    rows = torch.arange(4, 4 + key_ends[-1])
+    return KvBatch(
+        pages=pages, query_ends=query_ends, key_ends=key_ends, write_row_T=rows[: query_ends[-1]], key_rows=rows
+    )
+
+
+def test_sequences_are_divided_by_what_computes_their_attention() -> None:
+    batch = _batch(KvPages([], 4, torch.float32, CPU), [0, 1, 4, 5], [0, 10, 15, 16])
+    spans = batch.spans(None, True)
+    assert spans.singles == [OneQuery(0, 0, 10), OneQuery(4, 15, 16)] and spans.others == [(1, 4, 0, 5)]
+    assert spans.rows is not None and spans.rows.tolist() == list(range(14, 19))
+    assert batch.spans(None, True) is spans
+    windowed = batch.spans(3, False)
+    assert windowed.others == [(0, 1, 0, 3), (1, 4, 3, 8), (4, 5, 8, 9)] and not windowed.singles
+    assert windowed.rows is not None and windowed.rows.tolist() == [11, 12, 13, *range(14, 19), 19]
+    assert _batch(batch.pages, [0, 1, 4], [0, 1, 4]).spans(None, True).rows is None  # nothing is cached
+
+
+def test_a_layer_of_latents_has_one_row_and_is_written_by_the_model() -> None:
+    pages = KvPages([RowShape(2, 8, 8), RowShape(1, 20, 0)], 3, torch.float32, CPU)
+    assert len(pages) == 2 and pages.values[1] is None
+    assert [tensor.shape for tensor in pages.tensors] == [(16, 2, 8), (16, 1, 20), (16, 2, 8)]
+    pages.batch = _batch(pages, [0, 2], [0, 2])
+    latent, rotary = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 4)
+    given = pages.update(latent, rotary, 1, kwargs={})
+    assert given[0] is latent and given[1] is rotary
+    assert torch.equal(pages.keys[1][4:6, 0], torch.cat([latent, rotary], -1)[0, 0])
+    before = pages.keys[0].clone()
+    pages.update(torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8), 0)
+    assert torch.equal(pages.keys[0], before)
+    assert not pages.keys[0][:4].any()
+
+
+def test_attention_without_its_batch_is_an_error_and_not_attention_of_one_sequence(full: LoadedModel) -> None:
+    query = torch.randn(1, 4, 3, 8)
+    with pytest.raises(RuntimeError, match="kv_batch"):
+        paged_attention(SimpleNamespace(layer_idx=0), query, query, query, None)
+    model, before = full.model, attention_of(full.model)
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PAGED, paged_attention)
+    model.set_attn_implementation(PAGED)
+    try:
+        with pytest.raises(RuntimeError, match="kv_batch"):
+            model(torch.tensor([[3, 4, 5]]), use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+
+
+def test_the_cache_has_the_name_that_the_model_gives_it(full: LoadedModel) -> None:
+    def newer(input_ids: Any = None, cache: Any = None) -> None: ...
+    def older(input_ids: Any = None, past_key_values: Any = None) -> None: ...
+
+    assert cache_argument(SimpleNamespace(forward=newer)) == "cache"
+    assert cache_argument(SimpleNamespace(forward=older)) == "past_key_values"
+    assert cache_argument(full.model) in inspect.signature(full.model.forward).parameters
