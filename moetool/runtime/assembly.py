@@ -32,7 +32,7 @@ from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.recording.gate_log import ServeLog
 from moetool.runtime.recording.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
-from moetool.runtime.returned_memory import return_freed_memory
+from moetool.runtime.returned_memory import release_code, return_freed_memory
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.warm_start import WarmStart, kept_routes
 from moetool.trace.rows import KEEP
@@ -207,6 +207,7 @@ def build_engine(
         if lends and budget.kept_slots < slots:
             engine.share_memory(budget.share)
         undo.pop_all()
+    release_code()
     return engine
 
 

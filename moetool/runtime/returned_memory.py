@@ -4,7 +4,9 @@ import ctypes
 import functools
 import mmap
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ import torch
 _DONTNEED = 4  # of <linux/mman.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _LARGE = 2 << 20
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (?:(r-xp) \S+ \S+ [1-9]\d*\s+/.*\.so[.\d]*$)?").match
+"""A line of /proc/self/smaps that begins a mapping; the third group is there for the code of a shared library."""
 _KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
@@ -41,6 +45,21 @@ def trim_heap() -> None:
     """Return freed memory that the C library keeps."""
     if (library := _library()) is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+def release_code() -> None:
+    """Return the pages of libraries' code, which the system reads again from its file cache where they are next run.
+
+    Imports and compilers run most of it once: 154 of the 533 MB of a server of the reference model before its slots.
+    """
+    if (library := _library()) is None:
+        return
+    code, clean = range(0), False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if (match := _MAPPING(line)) is not None:
+            code, clean = range(int(match[1], 16), int(match[2], 16)), match[3] is not None
+        elif line.split() == ["Anonymous:", "0", "kB"] and clean:  # no page differs from the file
+            library.madvise(ctypes.c_void_p(code.start), ctypes.c_size_t(len(code)), _DONTNEED)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import open_store
 from moetool.runtime.memory_share import MemoryShare, lendable
-from moetool.runtime.returned_memory import release_pages, return_freed_memory
+from moetool.runtime.returned_memory import release_code, release_pages, return_freed_memory
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 
@@ -45,6 +45,20 @@ def test_returned_pages_are_no_longer_resident() -> None:
     release_pages(memory)
     assert before - process.memory_info().rss > 60 << 20
     assert int(memory[1 << 20]) == 0
+
+
+def test_code_of_libraries_is_not_resident_until_it_runs_again() -> None:
+    torch.manual_seed(1)
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    expected, process = (a @ b).tolist(), psutil.Process()
+
+    def resident_code() -> int:
+        return sum(one.rss for one in process.memory_maps(grouped=False) if one.perms == "r-xp" and ".so" in one.path)
+
+    before = resident_code()
+    release_code()
+    assert before > 32 << 20 and resident_code() < before // 2
+    assert (a @ b).tolist() == expected
 
 
 def test_few_compiled_products_are_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
