@@ -82,12 +82,10 @@ def served(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[ServerProces
 def quarter_of_experts() -> list[str]:
     """Arguments that keep a quarter of the embedded model's experts in memory."""
     from moetool.models.checkpoint import Checkpoint
-    from moetool.runtime.budget import fixed_bytes
-    from moetool.runtime.experts.copies import stride_of
+    from moetool.runtime.budget import divide_with_slots
     from moetool.runtime.serve_options import ServeOptions
 
     checkpoint = Checkpoint.open("reference")
-    spec = checkpoint.spec
-    slots = spec.total_experts // 4 * stride_of(spec.slot_bytes)
-    memory = sum(fixed_bytes(checkpoint, ServeOptions(kv_tokens=2048))) + slots
+    options = ServeOptions(kv_tokens=2048)
+    memory = divide_with_slots(checkpoint, options, checkpoint.spec.total_experts // 4).device_bytes
     return ["reference", "--policy", "lru", "--device-memory", str(memory), "--set", "kv_tokens=2048"]

@@ -182,6 +182,11 @@ class Residency:
         self._requests: dict[int, None] = {}
 
     @property
+    def residencies(self) -> tuple["Residency"]:
+        """This residency alone, as `moetool.caching.devices.DevicePools` has several."""
+        return (self,)
+
+    @property
     def residents(self) -> list[int]:
         """Return the keys of the experts in slots, except pinned ones, the longest resident first."""
         return [key for key in self.slot_of if key not in self._pinned]

@@ -66,7 +66,7 @@ def run(out: Path) -> None:
     _say("4/5", "replay: cache policies at other memory sizes, without the model")
     _replay(out)
     _say("5/5", "serve: ask the same questions over HTTP under each policy, and of plain transformers")
-    served = _serve(out, plan, recipe["serve"])
+    served = _serve(out, recipe["serve"])
     tables.print_table(
         f"{len(QUESTIONS)} questions of {NEW_TOKENS} tokens, one at a time; foresight with the predictor",
         [
@@ -206,27 +206,24 @@ def _replay(out: Path) -> None:
     drawing.save(out / "memory.svg", 3.2, lambda figure: memory_curves.paint(figure, table, CURVES, ("MB", 1e6), of))
 
 
-def _serve(out: Path, plan: Any, recipe: dict[str, Any]) -> list[DemoAnswer]:
+def _serve(out: Path, recipe: dict[str, Any]) -> list[DemoAnswer]:
     plain = _plain_answers()
-    whole = plan.spec.total_experts * plan.spec.slot_bytes
     points = [("on_demand", SHARES[0]), *((policy, share) for share in SHARES for policy in ("lru", "foresight"))]
-    return [_serve_one(out, policy, int(share * whole), plain, recipe) for policy, share in points]
+    return [_serve_one(out, policy, share, plain, recipe) for policy, share in points]
 
 
-def _serve_one(out: Path, policy: str, pool_bytes: int, plain: list[str], recipe: dict[str, Any]) -> DemoAnswer:
+def _serve_one(out: Path, policy: str, share: float, plain: list[str], recipe: dict[str, Any]) -> DemoAnswer:
     from moetool.base.config import parse, parse_settings
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import build_engine
-    from moetool.runtime.budget import fixed_bytes
+    from moetool.runtime.budget import divide_with_slots
     from moetool.runtime.serve_options import ServeOptions
 
     options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
     predictor = out / "predictor" if policy == "foresight" else None
     checkpoint = Checkpoint.open("reference")
-    memory = sum(fixed_bytes(checkpoint, options)) + pool_bytes
-    if predictor is not None:
-        memory += (predictor / "predictor.safetensors").stat().st_size
-    engine = build_engine(checkpoint, options=options, policy=policy, predictor=predictor, device_memory_bytes=memory)
+    budget = divide_with_slots(checkpoint, options, int(share * checkpoint.spec.total_experts))
+    engine = build_engine(checkpoint, options=options, policy=policy, predictor=predictor, device_memory_bytes=budget)
     with _server(engine) as url:
         _ask(url, QUESTIONS[0])  # the first request after a start also loads pages and compiles kernels
         before, began = engine.metrics(), time.perf_counter()

@@ -276,7 +276,7 @@ class _Estimator:
 
     def divide(self, num_bytes: int | None) -> tuple[Budget | None, str]:
         """The division of this much memory, or why the model does not fit."""
-        wishes = Wishes(options=self._options, lends=not self._machine.has_gpu)
+        wishes = Wishes(options=self._options, share_slots=not self._machine.has_gpu)
         try:
             return divide_memory(self._checkpoint, wishes, self._memory(num_bytes)), ""
         except CapacityError as error:

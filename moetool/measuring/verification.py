@@ -26,7 +26,7 @@ from moetool.measuring.served_answers import Answers, Served
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import parse_device, parse_dtype, use_threads
 from moetool.prompts import gather
-from moetool.runtime.budget import fixed_bytes, slot_stride
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.serve_options import ServeOptions
 from moetool.training.predictor import build, save
 from moetool.training.tokens import Tokens
@@ -312,10 +312,9 @@ def _pool(checkpoint: Checkpoint, options: VerifyOptions, prompts: Sequence[Sequ
         return serve, options.device_memory_bytes
     device = parse_device(options.device)
     free = memory_bytes()[1] if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    slot = slot_stride(checkpoint, serve)
-    fixed = sum(fixed_bytes(checkpoint, serve))
-    half = max(MIN_SLOTS, checkpoint.spec.total_experts // 2)
-    slots = min(half, int((free * MEMORY_SHARE - fixed) // slot))
+    budget = divide_with_slots(checkpoint, serve, max(MIN_SLOTS, checkpoint.spec.total_experts // 2))
+    slot, fixed = budget.slots_bytes // budget.slots, budget.device_bytes - budget.slots_bytes
+    slots = min(budget.slots, int((free * MEMORY_SHARE - fixed) // slot))
     if slots < MIN_SLOTS:
         raise CapacityError(
             f"{checkpoint.name} needs {count(fixed + MIN_SLOTS * slot, 'B')} for dense weights, KV cache and "

@@ -25,7 +25,7 @@ from moetool.runtime.budget import Budget, Wishes, divide_memory
 from moetool.runtime.experts.device_stores import Store, fill_device, load_residents, open_stores
 from moetool.runtime.experts.expected_use import read_order
 from moetool.runtime.experts.forward import ExpertRuntime
-from moetool.runtime.experts.store import ExpertStore, open_store
+from moetool.runtime.experts.store import open_store
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
@@ -148,19 +148,18 @@ def build_engine(
             resident=budget.kept_slots >= loaded.spec.total_experts,
         )
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
-        changes: PolicyChanges | None = None
+        single, changes = residency.residencies[0], None
         plain = not pinned and predicts is None and kind.lossless and built.columns <= {"experts"}
-        if options.change_policy and isinstance(residency, Residency) and plain and not built.computes_on_host:
-            learned = changes = PolicyChanges(residency, PolicyChoice(name, options.pool or "one"), policy_options)
+        if options.change_policy and options.devices == 1 and plain and not built.computes_on_host:
+            learned = changes = PolicyChanges(single, PolicyChoice(name, options.pool or "one"), policy_options)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
-        if options.warm_start and log is None and state is None and isinstance(residency, Residency):
+        if options.warm_start and log is None and state is None and options.devices == 1:
             if options.remember_policy and changes is not None:
-                warm = WarmStart.of_all(changes, lambda: residency.residents, residency.num_slots)
+                warm = WarmStart.of_all(changes, lambda: single.residents, residency.num_slots)
             else:
-                warm = WarmStart(loaded.spec, name, learned, lambda: residency.residents)
-            assert isinstance(store, ExpertStore)
+                warm = WarmStart(loaded.spec, name, learned, lambda: single.residents)
             load_residents(warm.restore(), residency, store)
             save = warm.save
         order = ""

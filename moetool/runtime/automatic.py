@@ -82,7 +82,7 @@ def choose(
         device_memory_bytes=device_memory_bytes,
         predictor_bytes=predictor_bytes,
         slots=slots,
-        lends=automatic and options.device == "cpu" and options.devices == 1,
+        share_slots=automatic and options.device == "cpu" and options.devices == 1,
         planned="memory" in planned,
     )
     machine = this_machine(checkpoint, options, policy=policy, process_memory_bytes=process_memory_bytes)

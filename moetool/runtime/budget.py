@@ -20,7 +20,7 @@ from moetool.models.loading import device_kind, parse_device, parse_dtype
 from moetool.runtime.decoding import PAGE_TOKENS, cache_bytes, kv_shape
 from moetool.runtime.expected_reads import PUBLISHED, ExpectedSplit, MissCurve, best_split, miss_curve
 from moetool.runtime.experts.copies import stride_of
-from moetool.runtime.memory_share import MemoryShare, lendable, share_of
+from moetool.runtime.memory_share import MemoryShare, fixed_share, flexible_share
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import (
     GOOD_CONTEXT,
@@ -76,7 +76,7 @@ class Wishes:
         device_memory_bytes: limit of dense weights, predictor, KV cache and slots.
         predictor_bytes: device memory of the policy's predictor.
         slots: most expert slots; None: as many as fit.
-        lends: whether slots are lent to prompts and KV cache where nothing fixes these sizes.
+        share_slots: whether prompts and KV cache borrow slots where nothing fixes their sizes.
         planned: whether `device_memory_bytes` holds whatever the machine has free.
         kv_cache: whether the KV cache is a part.
     """
@@ -86,7 +86,7 @@ class Wishes:
     device_memory_bytes: int | None = None
     predictor_bytes: int = 0
     slots: int | None = None
-    lends: bool = False
+    share_slots: bool = False
     planned: bool = False
     kv_cache: bool = True
 
@@ -170,8 +170,11 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
         if wishes.planned and memory is not None:
             tokens = kv_tokens or model.max_context
             limit = max(limit, memory + tokens * model.context_bytes + (chunk or LEAST_CHUNK) * model.token_bytes)
-        lend = partial(_lent, checkpoint, model, why) if wishes.lends and memory is None else _none_lent
-        found = divide(model, limit, chunk_tokens=chunk, lend=lend)
+        share_slots: Callable[[MemorySplit], MemoryShare] = fixed_share
+        if wishes.share_slots and memory is None:
+            cache = "kv_tokens" not in why and not own_cache(checkpoint.config)
+            share_slots = partial(flexible_share, model, chunk="prefill_chunk" not in why, cache=cache)
+        found = divide(model, limit, chunk_tokens=chunk, share=share_slots)
     chunk_why = why.get("prefill_chunk", "as set" if found is None else found.split.why["chunk_tokens"])
     source = "" if machine is None else machine.source
     if found is None and memory is None:
@@ -194,8 +197,8 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
             free -= split.kv_tokens * (model.kv_token_bytes + model.context_bytes)
             grown.append(with_rest(model, replace(split, unused_bytes=free)))
         split = min(grown, key=lambda one: one.kv_tokens)  # both limits hold
-    share, first = share_of(split, found.lent), found.lent.get("first_kv_tokens", 0)
-    slots = found.lent.get("slots", split.slots)
+    share = found.share if split is found.split else fixed_share(split)
+    first, slots = split.kv_tokens - share.kv_tokens if share.kv_slots else 0, share.slots
     if wishes.slots is not None:
         slots = min(slots, wishes.slots)
     kept = slots - share.most_slots - share.kv_slots
@@ -206,7 +209,7 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
         slots_why = f"{kept} beside a long prompt and a full KV cache"
     if first:
         kv_why = f"begins with {first:,}, grows into expert slots" + (f"; {kv_why}" if kv_tokens is None else "")
-    if "prefill_chunk" in found.lent:
+    if share.most_slots:
         chunk_why = f"beyond {share.first_chunk} tokens it borrows expert slots"
     dense = model.dense_bytes - wishes.predictor_bytes - spare
     kv_bytes, slots_bytes = spare + (first or split.kv_tokens) * model.kv_token_bytes, slots * model.slot_bytes
@@ -325,12 +328,6 @@ def gpu_with(memory_bytes: float, checkpoint: Checkpoint, options: ServeOptions)
     )
 
 
-def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
-    """Bytes of a model's dense weights and of its KV cache."""
-    dense = checkpoint.dense_bytes(parse_dtype(options.dtype), options.device, options.products)
-    return dense, _cache_bytes(checkpoint, options, options.kv_tokens)
-
-
 def slot_stride(checkpoint: Checkpoint, options: ServeOptions) -> int:
     """Bytes from one expert slot to the next."""
     fastest = parse_dtype(options.dtype) if options.products and options.device == "cpu" else None
@@ -402,16 +399,6 @@ def _curve(spec: ModelSpec, warm: bool) -> MissCurve:
     """Return misses by slots, from routes that the model's last server kept, else from published ones."""
     routes = kept_routes(spec) if warm else None
     return PUBLISHED if routes is None else miss_curve(spec, routes) or PUBLISHED
-
-
-def _none_lent(split: MemorySplit) -> dict[str, int]:
-    return {}
-
-
-def _lent(checkpoint: Checkpoint, model: Footprint, given: Mapping[str, str], split: MemorySplit) -> dict[str, int]:
-    """Return what prompt chunks and KV cache borrow from expert slots, where nothing fixes their sizes."""
-    cache = "kv_tokens" not in given and not own_cache(checkpoint.config)
-    return lendable(model, split, chunk="prefill_chunk" not in given, cache=cache)
 
 
 def _state_bytes(spec: ModelSpec, policy: str, options: ServeOptions) -> int:

@@ -10,7 +10,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from moetool.base import assets
 from moetool.base.errors import CapacityError
 from moetool.base.types import ModelSpec
-from moetool.runtime.memory_share import MemoryShare, share_of
+from moetool.runtime.memory_share import MemoryShare, fixed_share
 from moetool.runtime.sizing import LEAST_CONTEXT, Footprint, MemorySplit, divide
 
 SHORTEST = 256
@@ -122,13 +122,13 @@ class ExpectedSplit:
 
     Attributes:
         split: weights, activations, KV cache and slots at full size.
-        lent: options for borrowing slots (`moetool.runtime.memory_share.lendable`).
+        share: slots that prompts and the KV cache borrow.
         loads: expected loads of experts per turn.
         others: tokens of KV cache and expected loads of the smallest and the largest cache that were compared.
     """
 
     split: MemorySplit
-    lent: Mapping[str, int]
+    share: MemoryShare
     loads: float
     others: tuple[tuple[int, float], ...] = ()
 
@@ -141,7 +141,7 @@ def best_split(
     chunk_tokens: int | None,
     longest: int,
     curve: MissCurve = PUBLISHED,
-    lend: Callable[[MemorySplit], Mapping[str, int]] = lambda split: {},
+    share: Callable[[MemorySplit], MemoryShare] = fixed_share,
 ) -> ExpectedSplit:
     """Choose the largest KV cache whose expected loads per turn exceed the minimum by at most `_NEAR`.
 
@@ -149,7 +149,7 @@ def best_split(
         memory_bytes, chunk_tokens: as for `divide`.
         kv_tokens: fixed by the user; None: chosen, at least `LEAST_CONTEXT`.
         longest: tokens of the longest expected conversation, limited by the model's context.
-        lend: options for borrowing slots with a given division.
+        share: slots that prompts and the KV cache borrow, in a given division.
 
     Raises:
         CapacityError: as for `divide`.
@@ -165,28 +165,25 @@ def best_split(
             if not found:
                 raise
             break
-        lent = lend(split)
-        found.append(ExpectedSplit(split=split, lent=lent, loads=expected_loads(model, split, lent, curve, context)))
+        made = share(split)
+        found.append(ExpectedSplit(split=split, share=made, loads=expected_loads(model, split, made, curve, context)))
     most = (1 + _NEAR) * min(one.loads for one in found)
     best = next(one for one in reversed(found) if one.loads <= most)
     if kv_tokens is not None:
         return best
     ends = tuple((one.split.kv_tokens, one.loads) for one in (found[0], found[-1]))
-    return ExpectedSplit(split=best.split, lent=best.lent, loads=best.loads, others=ends)
+    return replace(best, others=ends)
 
 
-def expected_loads(
-    model: Footprint, split: MemorySplit, lent: Mapping[str, int], curve: MissCurve, longest: int
-) -> float:
+def expected_loads(model: Footprint, split: MemorySplit, share: MemoryShare, curve: MissCurve, longest: int) -> float:
     """Expected loads of experts per turn, answer included."""
-    first = lent.get("first_kv_tokens", split.kv_tokens)
-    share = share_of(split, lent)
+    first = split.kv_tokens - share.kv_tokens
     shortest = min(SHORTEST, longest)
     total = 0.0
     for number in range(_LENGTHS):
         length = shortest * (longest / shortest) ** ((number + 0.5) / _LENGTHS)
         grown = max(0, int(min(length, split.kv_tokens)) - first)
-        slots = lent.get("slots", split.slots) - share.borrowed_by_cache(grown)
+        slots = share.slots - share.borrowed_by_cache(grown)
         new = min(TURN_PROMPT, length) if length <= split.kv_tokens else length
         total += TURN_ANSWER * model.token_experts * curve.at(slots / model.num_experts)
         total += (1 - _BEGINNING) * _prompt_loads(model, share, slots, new)

@@ -1,6 +1,5 @@
 """Memory shared by expert slots, activations of prompt chunks and the KV cache."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moetool.runtime.decoding import PAGE_TOKENS
@@ -14,12 +13,13 @@ _LEAST_FIRST_CHUNK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """Numbers of expert slots that a forward borrows for activations, and the KV cache for its growth.
+    """Expert slots that give way to the activations of a forward, and to the growth of the KV cache.
 
     A forward of up to `first_chunk` tokens borrows nothing; a longer one borrows in sixteenths of `most_slots`.
     A forward that cannot be split, such as a scored prompt, borrows more than a full chunk.
 
     Attributes:
+        slots: slots while prompts are short and the KV cache is small.
         most_slots: slots that a full chunk borrows.
         chunk_tokens: tokens of a full chunk, more than `first_chunk` where it borrows.
         first_chunk: most tokens of a forward that borrows nothing.
@@ -27,7 +27,8 @@ class MemoryShare:
         kv_tokens: tokens by which it may grow.
     """
 
-    most_slots: int
+    slots: int
+    most_slots: int = 0
     chunk_tokens: int
     first_chunk: int = LEAST_CHUNK
     kv_slots: int = 0
@@ -46,19 +47,13 @@ class MemoryShare:
         return -(-self.kv_slots * min(num_tokens, self.kv_tokens) // self.kv_tokens) if self.kv_tokens else 0
 
 
-def share_of(split: MemorySplit, lent: Mapping[str, int]) -> MemoryShare:
-    """The slots that are lent with a division and the numbers of `lendable`."""
-    return MemoryShare(
-        most_slots=lent.get("borrowed_slots", 0),
-        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
-        first_chunk=lent.get("first_chunk", LEAST_CHUNK),
-        kv_slots=lent.get("kv_slots", 0),
-        kv_tokens=split.kv_tokens - lent.get("first_kv_tokens", split.kv_tokens),
-    )
+def fixed_share(split: MemorySplit) -> MemoryShare:
+    """The share in which every part keeps its size."""
+    return MemoryShare(slots=split.slots, chunk_tokens=split.chunk_tokens)
 
 
-def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) -> dict[str, int]:
-    """Slots beyond those of `split` that fit while prompts are short and the KV cache is small.
+def flexible_share(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) -> MemoryShare:
+    """The share with the slots that fit while prompts are short and the KV cache is small.
 
     A chunk that borrows may be longer than that of `split`, as long as half of the slots stay: a prompt in fewer chunks
     reads fewer experts twice.
@@ -66,12 +61,7 @@ def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) 
     Args:
         split: division of the memory with a full chunk and a full KV cache.
         chunk, cache: which of the two borrow.
-
-    Returns:
-        `slots` to begin with, and `prefill_chunk`, `first_chunk`, `borrowed_slots`, `first_kv_tokens` and `kv_slots`
-        as far as they differ from the default or from `split`; `share_of` reads them.
     """
-    made: dict[str, int] = {}
     each = model.kv_token_bytes + model.context_bytes
     part = (split.slots * model.slot_bytes + split.kv_tokens * each) // _FIRST_PART
     first_chunk = min(LEAST_CHUNK, max(_LEAST_FIRST_CHUNK, part // model.token_bytes))
@@ -80,17 +70,21 @@ def lendable(model: Footprint, split: MemorySplit, *, chunk: bool, cache: bool) 
     borrowed = min(activations // model.slot_bytes, model.num_experts - split.slots) if chunk else 0
     free = model.num_experts - split.slots - borrowed
     first = max(_FIRST_KV_TOKENS, min(LEAST_CONTEXT, part // each)) // PAGE_TOKENS * PAGE_TOKENS
-    if cache and (slots := min(max(0, split.kv_tokens - first) * each // model.slot_bytes, free)):
-        made |= {"first_kv_tokens": first, "kv_slots": slots}
-    slots = split.slots + borrowed + made.get("kv_slots", 0)
+    kv_slots = min(max(0, split.kv_tokens - first) * each // model.slot_bytes, free) if cache else 0
+    slots, chunk_tokens = split.slots + borrowed + kv_slots, split.chunk_tokens
     longest = min(MOST_CHUNK, split.kv_tokens)
-    if chunk and slots < model.num_experts and split.chunk_tokens < longest:
+    if chunk and slots < model.num_experts and chunk_tokens < longest:
         own = activations - borrowed * model.slot_bytes
         missing = -(-((longest - first_chunk) * model.token_bytes - own) // model.slot_bytes)
         most = split.slots + borrowed - max(model.min_slots, (split.slots + borrowed) // 2)
         borrowed = max(borrowed, min(missing, most))
         tokens = first_chunk + (own + borrowed * model.slot_bytes) // model.token_bytes
-        made["prefill_chunk"] = max(split.chunk_tokens, min(longest, tokens))
-    if borrowed:
-        made |= {"borrowed_slots": borrowed} | ({"first_chunk": first_chunk} if first_chunk != LEAST_CHUNK else {})
-    return made | {"slots": slots}
+        chunk_tokens = max(chunk_tokens, min(longest, tokens))
+    return MemoryShare(
+        slots=slots,
+        most_slots=borrowed,
+        chunk_tokens=chunk_tokens,
+        first_chunk=first_chunk if borrowed else LEAST_CHUNK,
+        kv_slots=kv_slots,
+        kv_tokens=split.kv_tokens - first if kv_slots else 0,
+    )

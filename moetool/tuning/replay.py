@@ -22,7 +22,7 @@ from moetool.caching.layer_slots import POOL_FORMS, SHARES, equal_slots, require
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
-from moetool.caching.residency import Counts, Residency, Step, StepKind
+from moetool.caching.residency import Counts, Step, StepKind
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.costing.timeline import MeteredPredictor, Timeline
@@ -351,8 +351,9 @@ class _Run:
         self._lent = deque(setup.lent)
         self._changing: PolicyChanges | None = None
         if setup.changes:
-            assert isinstance(self._residency, Residency), "policies change on one device"
-            self._changing = PolicyChanges(self._residency, PolicyChoice(name), setup.options.get(name, {}))
+            self._changing = PolicyChanges(
+                self._residency.residencies[0], PolicyChoice(name), setup.options.get(name, {})
+            )
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
@@ -377,8 +378,7 @@ class _Run:
             assert self._changing is not None
             self._changing.change(self._changes.popleft()[1])
         while self._lent and self._lent[0][0] <= info.recorded_id:
-            assert isinstance(self._residency, Residency), "slots are lent on one device"
-            self._residency.lend(self._lent.popleft()[1])
+            self._residency.residencies[0].lend(self._lent.popleft()[1])
         steps = self._weigh(self._residency.begin_forward(info))
         if self._timeline is not None:
             self._timeline.begin_forward(info, steps)

@@ -12,7 +12,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,18 +34,17 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.location import locate_config
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.automatic import ServeSetup, choose
-from moetool.runtime.budget import fixed_bytes
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
-from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.experts.event_window import EventWindow, WindowForward
 from moetool.runtime.loop.batching import Batcher
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.loop.prompt_chunks import LEAST_WAITED_CHUNK
-from moetool.runtime.memory_share import MemoryShare, lendable
+from moetool.runtime.memory_share import MemoryShare, fixed_share, flexible_share
 from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.serve_options import ServeOptions
-from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, MemorySplit, divide
+from moetool.runtime.sizing import GOOD_CONTEXT, MemorySplit, divide
 from moetool.trace.foreign.model_facts import ModelFacts
 from moetool.trace.formats import route_csv
 from tests import families
@@ -380,7 +379,7 @@ def test_four_requests(family: str, layers_and_experts: tuple[int, int, int], tm
     streams, live = [], []
     for together in (False, True):
         options = ServeOptions(kv_tokens=512, prefill_chunk=256, pool="layer", oracle_s=0.0, threads=1)
-        memory = sum(fixed_bytes(made, options)) + slots * stride_of(made.spec.slot_bytes)
+        memory = divide_with_slots(made, options, slots).device_bytes
         engine = build_engine(made, options=options, policy="foresight", device_memory_bytes=memory)
         engine.state, engine.runtime.window = "ready", EventWindow(10**6, 10**8)
         for prompt in prompts:
@@ -501,13 +500,15 @@ def test_default_settings_on_published_routes(count: int, prompt: int, new: int)
     found, memory = default_split(round(SHARE * DEEPSEEK_V2_LITE.num_experts))
     hand = divide(DEEPSEEK_V2_LITE, memory, kv_tokens=prompt + new, chunk_tokens=prompt)
     by_hand = {
-        f"{name}{' by layer' if by_layer else ''}": _served(spec, chats, hand, {}, name, by_layer=by_layer)
+        f"{name}{' by layer' if by_layer else ''}": _served(
+            spec, chats, hand, fixed_share(hand), name, by_layer=by_layer
+        )
         for name, by_layer in (("foresight", True), ("foresight", False), ("lfru", True), ("lru", True))
     }
-    ours = _served(spec, chats, found.split, found.lent, "foresight", by_layer=True)
+    ours = _served(spec, chats, found.split, found.share, "foresight", by_layer=True)
     best = min(by_hand.values())
     print(
-        f"\n  {len(chats)} of {prompt} + {new}: without flags {found.split} {found.lent}; "
+        f"\n  {len(chats)} of {prompt} + {new}: without flags {found.split} {found.share}; "
         f"{hand.slots} slots by hand: {by_hand}"
     )
     print(f"  {ours} loads without flags, {ours / best:.3f} x the best")
@@ -522,11 +523,12 @@ def test_chats_by_size_of_the_cache_on_published_routes(kv_tokens: int | None) -
     turns = [(length, 48) for length in (200, 312, 424, 1000, 1112, 2200, 2312)]
     chats = [(rows[start : start + 2400], turns) for start in (0, 2400)]
     found, memory = default_split(round(SHARE * DEEPSEEK_V2_LITE.num_experts))
-    split, lent = found.split, found.lent
+    split, share = found.split, found.share
     if kv_tokens is not None:
-        split, lent = divide(DEEPSEEK_V2_LITE, memory, kv_tokens=kv_tokens), {}
-    loads = _served(spec, chats, split, lent, "foresight", by_layer=True)
-    print(f"\n  KV cache {kv_tokens}: {lent.get('slots', split.slots)} slots, {loads} loads")
+        split = divide(DEEPSEEK_V2_LITE, memory, kv_tokens=kv_tokens)
+        share = fixed_share(split)
+    loads = _served(spec, chats, split, share, "foresight", by_layer=True)
+    print(f"\n  KV cache {kv_tokens}: {share.slots} slots, {loads} loads")
 
 
 def default_split(slots: int) -> tuple[ExpectedSplit, int]:
@@ -539,7 +541,7 @@ def default_split(slots: int) -> tuple[ExpectedSplit, int]:
             kv_tokens=None,
             chunk_tokens=None,
             longest=GOOD_CONTEXT,
-            lend=partial(lendable, DEEPSEEK_V2_LITE, chunk=True, cache=True),
+            share=partial(flexible_share, DEEPSEEK_V2_LITE, chunk=True, cache=True),
         )
         if found.split.slots >= slots:
             return found, memory
@@ -570,7 +572,7 @@ def _served(
     spec: ModelSpec,
     chats: Sequence[tuple[np.ndarray, Sequence[tuple[int, int]]]],
     split: MemorySplit,
-    lent: Mapping[str, int],
+    share: MemoryShare,
     name: str,
     *,
     by_layer: bool,
@@ -579,16 +581,9 @@ def _served(
 
     A chat that outgrows the KV cache drops its oldest tokens.
     """
-    slots, first = lent.get("slots", split.slots), lent.get("first_kv_tokens", 0)
+    slots = share.slots
     residency = Residency(build_policy(name, spec, {}, slots), layer_slots=equal_slots(spec, slots) if by_layer else ())
-    share = MemoryShare(
-        most_slots=lent.get("borrowed_slots", 0),
-        chunk_tokens=lent.get("prefill_chunk", split.chunk_tokens),
-        first_chunk=lent.get("first_chunk", LEAST_CHUNK),
-        kv_slots=lent.get("kv_slots", 0),
-        kv_tokens=split.kv_tokens - first if first else 0,
-    )
-    batcher = _small_batcher(split, share, first)
+    batcher = _small_batcher(split, share, split.kv_tokens - share.kv_tokens if share.kv_tokens else 0)
     now: dict[int, np.ndarray] = {}  # routes of each request, by position
 
     def forward(batch: Batch) -> None:

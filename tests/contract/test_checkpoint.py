@@ -15,7 +15,7 @@ from moetool.base.families import FAMILIES
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.files import tensor_index
 from moetool.runtime.assembly import build_engine
-from moetool.runtime.budget import fixed_bytes
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.serve_options import ServeOptions
 from tests import families
 
@@ -50,7 +50,7 @@ def test_an_engine_reads_and_builds_everything_once(reference: Path, monkeypatch
     try:
         with Checkpoint.open("reference") as checkpoint:
             options = ServeOptions(kv_tokens=512)
-            memory = sum(fixed_bytes(checkpoint, options)) + 20 * checkpoint.spec.slot_bytes
+            memory = divide_with_slots(checkpoint, options, 20).device_bytes
             engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
             assert engine.spec is checkpoint.spec and engine.tokenizer is checkpoint.tokenizer
             engine.close()

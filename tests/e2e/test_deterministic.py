@@ -9,8 +9,7 @@ import pytest
 from moetool.base.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
-from moetool.runtime.budget import fixed_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.serve_options import ServeOptions
@@ -42,7 +41,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def _open(checkpoint: Checkpoint, policy: str = "lru", slots: int = SLOTS, **settings: Any) -> Engine:
     values = {"dtype": "bfloat16", "kv_tokens": 1024, "prefill_chunk": 16, "oracle_s": 0.0, "threads": 1, **settings}
     options = ServeOptions(**values)
-    memory = sum(fixed_bytes(checkpoint, options)) + slots * stride_of(checkpoint.spec.slot_bytes)
+    memory = divide_with_slots(checkpoint, options, slots).device_bytes
     engine = build_engine(checkpoint, options=options, policy=policy, device_memory_bytes=memory)
     engine.state = "ready"
     return engine

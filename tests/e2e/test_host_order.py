@@ -10,7 +10,7 @@ import pytest
 from moetool.caching.plan import CachePlan
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
-from moetool.runtime.budget import fixed_bytes
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.experts.copies import stride_of
 from moetool.runtime.experts.expected_use import BY_LAYER, read_order
 from moetool.runtime.experts.source import ExpertSource
@@ -63,7 +63,7 @@ def _open(policy: str, *, host_experts: int = HOST_EXPERTS, plan: CachePlan | No
     options = ServeOptions(
         kv_tokens=256, host_memory_bytes=host_experts * slot, io_threads=1, warm_start=True, oracle_s=0
     )
-    memory = sum(fixed_bytes(checkpoint, options)) + 48 * slot
+    memory = divide_with_slots(checkpoint, options, 48).device_bytes
     engine = build_engine(checkpoint, options=options, policy=policy, device_memory_bytes=memory, plan=plan)
     engine.state = "ready"
     return engine

@@ -18,7 +18,7 @@ from moetool.trace.reader import Trace
 from moetool.tuning.replay import SERVED, replay
 
 KV_TOKENS, CHUNK, SLOTS = 2560, 700, 80
-SHARE = MemoryShare(most_slots=16, chunk_tokens=CHUNK, kv_slots=24, kv_tokens=KV_TOKENS - 128)
+SHARE = MemoryShare(slots=SLOTS, most_slots=16, chunk_tokens=CHUNK, kv_slots=24, kv_tokens=KV_TOKENS - 128)
 PROMPTS = [[3 + (7 * i + 11 * n + i * i) % 4000 for i in range(300 + 130 * n)] for n in range(4)]
 
 

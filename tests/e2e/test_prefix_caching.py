@@ -112,7 +112,7 @@ def test_a_chat_is_answered_alike_and_its_log_replays(kv_tokens: int, tmp_path: 
 def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chats of 200 tokens in turn lose their prefixes once to a KV cache of 256; other prompts let it shrink."""
     monkeypatch.setattr(ledger, "IDLE_FORWARDS", 8)
-    share = MemoryShare(most_slots=0, chunk_tokens=256, kv_slots=8, kv_tokens=768)
+    share = MemoryShare(slots=64, chunk_tokens=256, kv_slots=8, kv_tokens=768)
     talk = Talk(_open(1024, caching=True, chunk=256, first_kv_tokens=256, share=share))
     chats, reused, sizes = [[50 + i] * 200 for i in range(2)], [], []
     for turn in range(6):

@@ -15,8 +15,7 @@ from moetool.caching.layer_slots import equal_slots
 from moetool.caching.policy_changes import PolicyChoice
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
-from moetool.runtime.budget import divide_with_slots, fixed_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.kv import ledger
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.memory_share import MemoryShare
@@ -174,7 +173,7 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, 
     log = tmp_path / "log"
     checkpoint = Checkpoint.open(reference)
     options = ServeOptions(kv_tokens=512, pool="layer", change_policy=True, oracle_s=0.0, log_segment_s=60.0)
-    memory = sum(fixed_bytes(checkpoint, options)) + 64 * stride_of(checkpoint.spec.slot_bytes)
+    memory = divide_with_slots(checkpoint, options, 64).device_bytes
     made = build_engine(checkpoint, options=options, policy="foresight", device_memory_bytes=memory, log=log)
     made.state = "ready"
     choices = [PolicyChoice("lru"), PolicyChoice("foresight"), PolicyChoice("lfu", "layer")]
@@ -226,8 +225,8 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
     monkeypatch.setattr(ledger, "IDLE_FORWARDS", 12)
     answers: list[list[int | None]] = []
     kept: dict[str, Any]
-    prompts = MemoryShare(most_slots=24, chunk_tokens=700)
-    both = MemoryShare(most_slots=12, chunk_tokens=700, kv_slots=20, kv_tokens=960)
+    prompts = MemoryShare(slots=60, most_slots=24, chunk_tokens=700)
+    both = MemoryShare(slots=60, most_slots=12, chunk_tokens=700, kv_slots=20, kv_tokens=960)
     for kept in ({}, {"share": prompts}, {"share": both, "first_kv_tokens": 64}):
         log, tokens, seen = tmp_path / str(len(kept)), list[int | None](), set[tuple[int, int]]()
         checkpoint = Checkpoint.open(reference)

@@ -8,8 +8,7 @@ import pytest
 from moetool.caching.residency import Counts
 from moetool.models.checkpoint import Checkpoint
 from moetool.runtime.assembly import build_engine
-from moetool.runtime.budget import fixed_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.loop.own_caches import OwnCaches
 from moetool.runtime.request import SamplingParams
 from moetool.runtime.serve_options import ServeOptions
@@ -31,7 +30,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory, reference: Path) -> Checkp
 
 def _serve(checkpoint: Checkpoint, pool: str, *, together: bool) -> tuple[Counts, dict[int, list[int | None]]]:
     options = ServeOptions(kv_tokens=256, pool=pool, oracle_s=0.0, threads=1)
-    memory = sum(fixed_bytes(checkpoint, options)) + SLOTS * stride_of(checkpoint.spec.slot_bytes)
+    memory = divide_with_slots(checkpoint, options, SLOTS).device_bytes
     engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
     assert isinstance(engine.batcher, OwnCaches) and engine.store.num_slots == SLOTS
     engine.state = "ready"

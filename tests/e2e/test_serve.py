@@ -250,14 +250,14 @@ def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, m
 def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: Path) -> None:
     from moetool.capture.run import CaptureOptions, capture
     from moetool.prompts.gather import load
-    from moetool.runtime.budget import fixed_bytes
+    from moetool.runtime.budget import divide_with_slots
     from moetool.tuning.cache_planning import plan_cache
     from tests.plans import fixed_parts
 
     trace = Trace(capture("reference", load(["chat"], max_prompts=6), tmp_path / "t", CaptureOptions()).out)
     options = ServeOptions(kv_tokens=512)
-    dense, kv = fixed_bytes(Checkpoint.open(reference), options)
-    parts = fixed_parts(trace.spec, 20_000_000, dense_bytes=dense, kv_bytes=kv, kv_tokens=512)
+    made = divide_with_slots(Checkpoint.open(reference), options, 8)
+    parts = fixed_parts(trace.spec, 20_000_000, dense_bytes=made.dense_bytes, kv_bytes=made.kv_bytes, kv_tokens=512)
     plan = plan_cache(trace, parts)
     as_planned = build_engine(Checkpoint.open("reference"), options=options, plan=plan)
     assert as_planned.store.num_slots == plan.slots
@@ -273,7 +273,7 @@ def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: P
     assert without.residency.limits == PrefetchLimits()
     for engine in (as_planned, more_kv, with_pins, without):
         metrics = engine.metrics()
-        assert dense + metrics["kv_bytes"] + metrics["slots_bytes"] <= plan.device_memory_bytes
+        assert made.dense_bytes + metrics["kv_bytes"] + metrics["slots_bytes"] <= plan.device_memory_bytes
         engine.close()
 
 

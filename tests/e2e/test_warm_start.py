@@ -14,8 +14,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.runtime import warm_start
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.automatic import ServeSetup, choose
-from moetool.runtime.budget import fixed_bytes
-from moetool.runtime.experts.copies import stride_of
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import SamplingParams
 from moetool.runtime.serve_options import ServeOptions
@@ -33,8 +32,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _setup(num_slots: int = 64, **settings: Any) -> ServeSetup:
     checkpoint = Checkpoint.open("reference")
     values = {"kv_tokens": 256, "prefill_chunk": 128, "dtype": "float32", "device": "cpu", **settings}
-    fixed = sum(fixed_bytes(checkpoint, ServeOptions(kv_tokens=256)))
-    return choose(checkpoint, values, device_memory_bytes=fixed + num_slots * stride_of(checkpoint.spec.slot_bytes))
+    memory = divide_with_slots(checkpoint, ServeOptions(kv_tokens=256), num_slots).device_bytes
+    return choose(checkpoint, values, device_memory_bytes=memory)
 
 
 def _policy(setup: ServeSetup) -> tuple[str, str]:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moetool.base.errors import CapacityError, UsageError
+from moetool.caching.policy import MIN_SLOTS
 from moetool.cluster.certificates import Identity
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement.plan import PlacementPlan
-from moetool.runtime.budget import fixed_bytes
+from moetool.runtime.budget import divide_with_slots
 from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server_options import ServerOptions
 
@@ -116,7 +117,8 @@ def held_by(plan: PlacementPlan, server: int) -> tuple[tuple[int, int], ...]:
 
 def beyond_reserved(checkpoint: Checkpoint, plan: PlacementPlan, options: ServeOptions) -> dict[str, Any]:
     """Servers whose first GPU reserves too little for dense weights and KV cache, by name: (needed, reserved) bytes."""
-    needs = sum(fixed_bytes(checkpoint, options))
+    budget = divide_with_slots(checkpoint, options, MIN_SLOTS)
+    needs = budget.dense_bytes + budget.kv_bytes
     return {
         server.name: (needs, server.gpus[0].reserved_bytes)
         for server in plan.cluster.servers

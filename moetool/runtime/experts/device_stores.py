@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import torch
 
-from moetool.caching.devices import DevicePools, Pool
+from moetool.caching.devices import Pool
 from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel, parse_devices
 from moetool.runtime.experts.copies import Copies
@@ -19,6 +19,7 @@ class Stores:
     """One store per device; slots are numbered across devices, and an expert's key determines its host tier.
 
     Attributes:
+        stores: those of the devices, in their order.
         devices: the device of each store's slots.
         meter: None, as costs are measured on one device only.
         files: the expert files that all stores read.
@@ -30,13 +31,13 @@ class Stores:
     meter = None
 
     def __init__(self, stores: Sequence[ExpertStore]) -> None:
-        self._stores = tuple(stores)
+        self.stores = tuple(stores)
         self._starts = [0]
-        for store in self._stores:
+        for store in self.stores:
             self._starts.append(self._starts[-1] + store.num_slots)
-        self.devices: tuple[torch.device, ...] = tuple(store.copies.device for store in self._stores)
-        self.files = self._stores[0].files
-        self.copies: Copies = self._stores[0].copies
+        self.devices: tuple[torch.device, ...] = tuple(store.copies.device for store in self.stores)
+        self.files = self.stores[0].files
+        self.copies: Copies = self.stores[0].copies
 
     @property
     def num_slots(self) -> int:
@@ -46,29 +47,29 @@ class Stores:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all slots."""
-        return sum(store.pool_bytes for store in self._stores)
+        return sum(store.pool_bytes for store in self.stores)
 
     @property
     def host_pool_bytes(self) -> int:
         """Bytes of all host tiers."""
-        return sum(store.host_pool_bytes for store in self._stores)
+        return sum(store.host_pool_bytes for store in self.stores)
 
     @property
     def stats(self) -> StoreStats:
         """Sum of all devices' counters; simultaneous waits of two devices count twice."""
-        every = [store.stats for store in self._stores]
+        every = [store.stats for store in self.stores]
         return StoreStats(**{f.name: sum(getattr(stats, f.name) for stats in every) for f in fields(StoreStats)})
 
     def device_of(self, key: int) -> int:
         """Device number of an expert."""
-        return key % len(self._stores)
+        return key % len(self.stores)
 
     def read_ahead(self, keys: Iterable[int]) -> None:
         """See `ExpertStore.read_ahead`; each expert into the host memory of its own device."""
-        own: list[list[int]] = [[] for _ in self._stores]
+        own: list[list[int]] = [[] for _ in self.stores]
         for key in keys:
             own[self.device_of(key)].append(key)
-        for store, its in zip(self._stores, own, strict=True):
+        for store, its in zip(self.stores, own, strict=True):
             store.read_ahead(its)
 
     def load(self, key: int, slot: int, prefetch: bool) -> None:
@@ -78,11 +79,11 @@ class Stores:
 
     def load_together(self, loads: Iterable[tuple[int, int]]) -> None:
         """See `ExpertStore.load_together`; one batch per device."""
-        own: list[list[tuple[int, int]]] = [[] for _ in self._stores]
+        own: list[list[tuple[int, int]]] = [[] for _ in self.stores]
         for key, slot in loads:
             device = self.device_of(key)
             own[device].append((key, slot - self._starts[device]))
-        for store, its in zip(self._stores, own, strict=True):
+        for store, its in zip(self.stores, own, strict=True):
             store.load_together(its)
 
     def holds(self, key: int, slot: int) -> bool:
@@ -112,16 +113,16 @@ class Stores:
 
     def host(self, key: int) -> AbstractContextManager[tuple[Weight, ...]]:
         """See `ExpertStore.host`; uses the host tier of the expert's device."""
-        return self._stores[self.device_of(key)].host(key)
+        return self.stores[self.device_of(key)].host(key)
 
     def close(self) -> None:
         """End all stores' threads."""
-        for store in self._stores:
+        for store in self.stores:
             store.close()
 
     def _at(self, slot: int) -> tuple[ExpertStore, int]:
         device = bisect_right(self._starts, slot) - 1
-        return self._stores[device], slot - self._starts[device]
+        return self.stores[device], slot - self._starts[device]
 
 
 Store = ExpertStore | Stores
@@ -129,7 +130,7 @@ Store = ExpertStore | Stores
 
 
 def open_stores(loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memory_bytes: int | None = None) -> Store:
-    """Open the store of a model from `load_lazy`: on the model's device, or one on each device of a fleet.
+    """Open the store of a model from `load_lazy`: on the model's device, or one on each device that shares it.
 
     Args:
         num_threads: I/O threads of each device.
@@ -139,9 +140,9 @@ def open_stores(loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memo
         UsageError: the machine has fewer GPUs.
         CapacityError: as for `ExpertStore`.
     """
-    if not isinstance(pool, DevicePools):
-        return open_store(loaded, pool, num_threads, host_memory_bytes)
     count = len(pool.residencies)
+    if count == 1:
+        return open_store(loaded, pool.residencies[0], num_threads, host_memory_bytes)
     devices = parse_devices(loaded.device.type, count, loaded.device.index or 0)
     host = None if host_memory_bytes is None else host_memory_bytes // count
     stores: list[ExpertStore] = []

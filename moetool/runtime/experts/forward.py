@@ -17,7 +17,7 @@ from moetool.base.families import find
 from moetool.base.types import ForwardInfo, GateEvent
 from moetool.caching.devices import Pool
 from moetool.caching.program import run
-from moetool.caching.residency import Residency, Step, StepKind
+from moetool.caching.residency import Step, StepKind
 from moetool.models.experts.expert_form import Call
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.families import router_rules
@@ -33,7 +33,6 @@ from moetool.runtime.experts.machines import ExpertMachine, ExpertPool, RowMachi
 from moetool.runtime.experts.pooled_experts import PooledExperts, PoolMachine
 from moetool.runtime.experts.resident_look import ResidentLook
 from moetool.runtime.experts.signals import Signals, request_means
-from moetool.runtime.experts.store import ExpertStore
 
 _IMPLEMENTATION = "moetool"
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
@@ -142,8 +141,8 @@ class ExpertRuntime:
         self._pooled: PooledExperts | None = None
         one_pool = remote is None and len(store.devices) == 1
         wanted = store.copies.device.type == "cuda" if pooled is None else pooled
-        if wanted and one_pool and isinstance(residency, Residency):
-            self._pooled = PooledExperts(loaded, residency, self._pool)
+        if wanted and one_pool:
+            self._pooled = PooledExperts(loaded, residency.residencies[0], self._pool)
         policy = residency.policy
         self._predicts_beside = one_pool and policy.prediction_lag is not None
         self._may_defer = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
@@ -303,10 +302,9 @@ class ExpertRuntime:
         """Most rows, of this type, of an expert of the layer on a `RowMachine`."""
         if self._remote is not None or len(self.store.devices) > 1 or self.store.copies.staged:
             return 0
-        assert isinstance(self.store, ExpertStore)
         files = self.store.files
         layout = files.layout_of(self.residency.policy.spec.expert_key(layer.index, 0))
-        return layer.form.max_rows(files.views(self.store.slots[0], layout), dtype)
+        return layer.form.max_rows(files.views(self.store.stores[0].slots[0], layout), dtype)
 
     def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
         """Return the residency's steps for an event, and count them."""

@@ -22,7 +22,6 @@ from moetool.models.experts.slot_unpacking import SlotUnpacking
 from moetool.models.loading import LoadedModel
 from moetool.runtime.experts.copies import to_device
 from moetool.runtime.experts.machines import ExpertPool, StoreMachine
-from moetool.runtime.experts.store import ExpertStore
 
 Parts = tuple[torch.Tensor | PackedPart, ...]
 """Parts of a layer's experts in all slots."""
@@ -51,8 +50,7 @@ class PooledExperts:
     """
 
     def __init__(self, loaded: LoadedModel, residency: Residency, pool: ExpertPool) -> None:
-        store = pool.store
-        assert isinstance(store, ExpertStore), "one pool has one device"
+        (store,) = pool.store.stores
         self.pool = pool
         self._residency = residency
         self.store = store

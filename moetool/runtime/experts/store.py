@@ -109,6 +109,11 @@ class ExpertStore:
             thread.start()
 
     @property
+    def stores(self) -> tuple["ExpertStore"]:
+        """This store alone, as `moetool.runtime.experts.device_stores.Stores` has several."""
+        return (self,)
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of the slots, as `Stores` has several."""
         return (self.copies.device,)

@@ -24,7 +24,7 @@ from moetool.runtime.expected_reads import (
     nearest_curve,
     published_curves,
 )
-from moetool.runtime.memory_share import lendable
+from moetool.runtime.memory_share import fixed_share, flexible_share
 from moetool.runtime.sizing import Footprint, divide
 from moetool.runtime.warm_start import WarmStart, kept_routes
 from tests.synthetic import DEEPSEEK_V2_LITE, make_forward, make_spec, run_forwards
@@ -34,8 +34,8 @@ MEMORY = 9 * 10**9
 
 
 def best(model: Footprint = MODEL, curve: MissCurve = PUBLISHED, longest: int = 8192, **lend: bool) -> ExpectedSplit:
-    made = partial(lendable, model, **lend) if lend else lambda split: {}
-    return best_split(model, MEMORY, kv_tokens=None, chunk_tokens=None, longest=longest, curve=curve, lend=made)
+    share = partial(flexible_share, model, **lend) if lend else fixed_share
+    return best_split(model, MEMORY, kv_tokens=None, chunk_tokens=None, longest=longest, curve=curve, share=share)
 
 
 @pytest.mark.parametrize("lend", [{}, {"chunk": True, "cache": True}], ids=str)
@@ -43,8 +43,8 @@ def test_no_other_size_of_the_cache_is_expected_to_read_clearly_less(lend: dict[
     found = best(**lend)
     for tokens in range(1024, 8193, 512):
         split = divide(MODEL, MEMORY, kv_tokens=tokens)
-        lent = lendable(MODEL, split, **lend) if lend else {}
-        assert found.loads <= 1.021 * expected_loads(MODEL, split, lent, PUBLISHED, 8192)
+        share = flexible_share(MODEL, split, **lend) if lend else fixed_share(split)
+        assert found.loads <= 1.021 * expected_loads(MODEL, split, share, PUBLISHED, 8192)
     assert {tokens for tokens, _ in found.others} == {1024, 8192}
 
 

@@ -22,21 +22,21 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import CPU, load_lazy
 from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.experts.store import open_store
-from moetool.runtime.memory_share import MemoryShare, lendable
+from moetool.runtime.memory_share import MemoryShare, flexible_share
 from moetool.runtime.returned_memory import release_code, release_pages, return_freed_memory
 from moetool.runtime.serve_options import ServeOptions
 from moetool.runtime.sizing import LEAST_CHUNK, MOST_CHUNK, Footprint, divide
 
 
 def test_longer_chunks_borrow_more_and_never_less_than_their_activations() -> None:
-    share = MemoryShare(most_slots=30, chunk_tokens=2070)
+    share = MemoryShare(slots=60, most_slots=30, chunk_tokens=2070)
     found = [share.borrowed(tokens) for tokens in range(3000)]
     assert found == sorted(found)
     assert set(found[: LEAST_CHUNK + 1]) == {0} and found[LEAST_CHUNK + 1] > 0 and found[2070] == 30 < found[2999]
     assert len(set(found[:2071])) <= 17
     slot_tokens = (2070 - LEAST_CHUNK) / 30
     assert all((tokens - LEAST_CHUNK) / slot_tokens <= slots for tokens, slots in enumerate(found))
-    assert MemoryShare(most_slots=0, chunk_tokens=64).borrowed(3000) == 0
+    assert MemoryShare(slots=60, chunk_tokens=64).borrowed(3000) == 0
 
 
 def test_returned_pages_are_no_longer_resident() -> None:
@@ -108,28 +108,17 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
         context_bytes=4096,
     )
     split = divide(model, memory, kv_tokens=kv_tokens)
-    made = lendable(model, split, chunk=chunk, cache=cache)
-    borrowed, kv_slots = made.get("borrowed_slots", 0), made.get("kv_slots", 0)
-    first, longest = made.get("first_kv_tokens", split.kv_tokens), made.get("prefill_chunk", split.chunk_tokens)
-    first_chunk = made.get("first_chunk", LEAST_CHUNK)
-    share = MemoryShare(
-        most_slots=borrowed,
-        chunk_tokens=longest,
-        first_chunk=first_chunk,
-        kv_slots=kv_slots,
-        kv_tokens=split.kv_tokens - first,
-    )
-    beyond = int(grown * (split.kv_tokens - first))
-    slots = made["slots"] - share.borrowed(min(tokens, longest)) - share.borrowed_by_cache(beyond)
-    activations = max(first_chunk if borrowed else longest, min(tokens, longest))
+    share = flexible_share(model, split, chunk=chunk, cache=cache)
+    borrowed, longest, first = share.most_slots, share.chunk_tokens, split.kv_tokens - share.kv_tokens
+    beyond = int(grown * share.kv_tokens)
+    slots = share.slots - share.borrowed(min(tokens, longest)) - share.borrowed_by_cache(beyond)
+    activations = max(share.first_chunk if borrowed else longest, min(tokens, longest))
     kv_bytes = (first + beyond) * (model.kv_token_bytes + model.context_bytes)
-    assert (
-        max(model.min_slots, split.slots // 2) <= slots <= made["slots"] <= num_experts
-        and longest >= split.chunk_tokens
-    )
+    assert max(model.min_slots, split.slots // 2) <= slots <= share.slots <= num_experts
+    assert longest >= split.chunk_tokens
     assert model.dense_bytes + slots * model.slot_bytes + kv_bytes + activations * model.token_bytes <= memory
     whole = longest == min(MOST_CHUNK, split.kv_tokens)
-    assert not chunk or whole or made["slots"] == num_experts or borrowed >= split.slots // 2 - 1
+    assert not chunk or whole or share.slots == num_experts or borrowed >= split.slots // 2 - 1
 
 
 def test_small_experts_are_borrowed_by_short_prompts_too() -> None:
@@ -145,10 +134,10 @@ def test_small_experts_are_borrowed_by_short_prompts_too() -> None:
         token_experts=32,
     )
     split = divide(toy, 12_000_000, kv_tokens=1024)
-    made = lendable(toy, split, chunk=True, cache=False)
-    assert made["first_chunk"] == 16 and made["borrowed_slots"] > 50 and made["slots"] >= split.slots + 50
-    large = lendable(replace(toy, token_bytes=100), divide(toy, 12_000_000, kv_tokens=1024), chunk=True, cache=False)
-    assert "first_chunk" not in large
+    share = flexible_share(toy, split, chunk=True, cache=False)
+    assert share.first_chunk == 16 and share.most_slots > 50 and share.slots >= split.slots + 50
+    large = flexible_share(replace(toy, token_bytes=100), split, chunk=True, cache=False)
+    assert large.first_chunk == LEAST_CHUNK
 
 
 @pytest.mark.parametrize(

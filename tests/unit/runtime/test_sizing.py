@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moetool.base.errors import CapacityError
 from moetool.runtime.decoding import PAGE_TOKENS
 from moetool.runtime.expected_reads import ExpectedSplit, best_split
-from moetool.runtime.memory_share import lendable
+from moetool.runtime.memory_share import flexible_share
 from moetool.runtime.sizing import (
     GOOD_CONTEXT,
     LEAST_CHUNK,
@@ -83,15 +83,15 @@ def test_more_memory_never_takes_slots_away_and_never_adds_reads() -> None:
 
 
 def test_a_prompt_is_one_forward_where_memory_is_not_tight() -> None:
-    lent = best_split(
+    found = best_split(
         MODEL,
         24 * 10**9,
         kv_tokens=None,
         chunk_tokens=None,
         longest=GOOD_CONTEXT,
-        lend=partial(lendable, MODEL, chunk=True, cache=True),
+        share=partial(flexible_share, MODEL, chunk=True, cache=True),
     )
-    split = lent.split
+    split = found.split
     assert split.kv_tokens == GOOD_CONTEXT
     assert split.chunk_tokens == MOST_CHUNK
     assert 1500 < split.slots < MODEL.num_experts
