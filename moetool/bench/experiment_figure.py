@@ -101,8 +101,8 @@ def _values(axes: "Axes", found: ExperimentResult) -> None:
         if min(values) >= 0:  # an interval that reaches below 0 ends at the axis
             axes.set_xlim(left=0)
     axes.set_yticks(places, names)
-    beside = 0.6 + (max(0, _FEW - len(names)) / 2 if found.curves else 0)
-    axes.set_ylim(len(names) - 1 + beside, -beside)
+    margin = 0.6 + (max(0, _FEW - len(names)) / 2 if found.curves else 0)
+    axes.set_ylim(len(names) - 1 + margin, -margin)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(fill(f"{found.what}, {unit}" if unit else found.what, _ABSCISSA if found.curves else _TITLE))
 

@@ -90,9 +90,9 @@ class DevicePools:
         count = len(self.residencies)
         return self.policy.route(event, lambda key: key in self.residencies[key % count].slot_of)
 
-    def event(self, event: GateEvent, look: object = None) -> list[Step]:
-        """Return the program of an event (`Residency.event`). `look` must be None on several devices."""
-        assert look is None, "an event is completed on one device"
+    def event(self, event: GateEvent, complete: object = None) -> list[Step]:
+        """Return the program of an event (`Residency.event`). `complete` must be None on several devices."""
+        assert complete is None, "an event is completed on one device"
         programs = [residency.event(event) for residency in self.residencies]
         return self._emit(event.forward.forward_id, event.layer, programs)
 

@@ -218,7 +218,7 @@ class Residency:
         return None if self.policy.lossless else self.policy.route(event, self.slot_of.__contains__)
 
     def event(
-        self, event: GateEvent, look: Callable[[GateEvent, Sequence[Step]], GateEvent] | None = None
+        self, event: GateEvent, complete: Callable[[GateEvent, Sequence[Step]], GateEvent] | None = None
     ) -> list[Step]:
         """Return the program of one gate event.
 
@@ -226,7 +226,7 @@ class Residency:
         evicted before it is computed. An event larger than the pool passes through it in waves.
 
         Args:
-            look: completes the event for `Policy.after_first_expert`. It is called with the program up to the first
+            complete: completes the event for `Policy.after_first_expert`. It is called with the program up to the first
                 computed expert. The loads in it may already start: they evict nothing that the event needs.
 
         Raises:
@@ -261,11 +261,11 @@ class Residency:
         if self._pinned:
             hits = [key for key in hits if key not in self._pinned]
         answered = self._own(policy.gate(event, hits, list(misses)))
-        to_load, beside = deque(answered), deque[int]()
+        to_load, extra_loads = deque(answered), deque[int]()
         if answered != misses:
             if len(to_load) != len(misses):
                 missing = set(misses)
-                beside = deque(key for key in to_load if key not in missing)
+                extra_loads = deque(key for key in to_load if key not in missing)
                 to_load = deque(key for key in to_load if key in missing)
             if sorted(to_load) != misses:
                 raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
@@ -291,17 +291,17 @@ class Residency:
                 steps.append(_step((_LOAD, key, slot, evicted)))
                 locked.add(key)
                 to_compute.append(key)
-            if beside and not to_load:
-                self._load_ahead(StepKind.LOAD, beside, locked, wanted, steps)
+            if extra_loads and not to_load:
+                self._load_ahead(StepKind.LOAD, extra_loads, locked, wanted, steps)
             key = to_compute.popleft()
             steps.append(_step((_COMPUTE, key, slot_of[key], -1)))
             locked.discard(key)
             if prefetches is None:
-                prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
-            if prefetches and not to_load and not (beside and to_compute):
+                prefetches = deque(self._own(policy.after_first_expert(complete(event, steps) if complete else event)))
+            if prefetches and not to_load and not (extra_loads and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         if prefetches is None:  # every expert is on the host or on another device
-            prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
+            prefetches = deque(self._own(policy.after_first_expert(complete(event, steps) if complete else event)))
             self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
             self._give_up(key, ())

@@ -134,8 +134,8 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 
 def _train(out: Path, recipe: dict[str, Any]) -> None:
     from moetool.base.config import parse_settings
-    from moetool.prediction.match_tables import overview, print_matches
     from moetool.training.evaluate import evaluate
+    from moetool.training.match_tables import overview, print_matches
     from moetool.training.training import train
 
     options = parse_settings(recipe["settings"])

@@ -83,7 +83,7 @@ def serve(
     model = with_revision(model, revision)
     flags: dict[str, Any] = {"allowed_hosts": allowed_host, "cors_origins": cors_origin}
     flags |= {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
-    values = _settled(settings, flags, host, api_key)
+    values = _with_access_flags(settings, flags, host, api_key)
     values |= {} if device is None else {"device": device}
     values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
     _require_api_key(api_key)
@@ -243,7 +243,9 @@ def _policy_options(values: dict[str, Any], policy: str | None, plan: Any) -> di
     return {**kept, "policy": {**options, **values[str(served)]}} if isinstance(options, dict) else values
 
 
-def _settled(given: Sequence[str], flags: Mapping[str, Any], host: str, api_key: str | None) -> dict[str, Any]:
+def _with_access_flags(
+    given: Sequence[str], flags: Mapping[str, Any], host: str, api_key: str | None
+) -> dict[str, Any]:
     """Return the values of `--set` with the access flags among the server's."""
     from moetool.serving.web_names import host_name
 

@@ -97,8 +97,8 @@ def evaluate(
     from moetool.costing.costs import CostProfile
 
     costs = CostProfile.load(profile) if profile is not None else None
-    from moetool.prediction.match_tables import print_evaluations
     from moetool.training.evaluate import evaluate as run
+    from moetool.training.match_tables import print_evaluations
 
     with tables.stages() as on_progress:
         rows = run(predictors, trace, unseen_task, costs, parse_settings(settings), on_progress)

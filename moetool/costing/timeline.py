@@ -167,7 +167,7 @@ class Timeline:
         self._began = 0
         self._seen: dict[str, tuple[int, int]] = {}  # busy nanoseconds and bytes by tier, at the last forward's end
         self._prompt_began: dict[int, int] = {}
-        self._prompt_took: dict[int, int] = {}
+        self._prompt_ns: dict[int, int] = {}
         self._decodes: list[int] = []
         self._requests: dict[int, list[int]] = {}  # nanoseconds of a request's forwards, with prompt tokens and without
 
@@ -256,12 +256,12 @@ class Timeline:
         for request, phase in zip(info.request_T, info.phase_T, strict=True):
             if phase == Phase.PREFILL:
                 began = self._prompt_began.setdefault(request, self._began)
-                self._prompt_took[request] = self.now - began
+                self._prompt_ns[request] = self.now - began
 
     def timing(self) -> Timing:
         """Return the times of the forwards so far."""
         decodes = [ns / 1e9 for ns in self._decodes]
-        prompts = [ns / 1e9 for ns in self._prompt_took.values()]
+        prompts = [ns / 1e9 for ns in self._prompt_ns.values()]
         tpot_p50, tpot_p95 = percentiles(decodes)
         ttft_p50, ttft_p95 = percentiles(prompts)
         return Timing(

@@ -32,7 +32,7 @@ SEES: Mapping[str, str] = {
 }
 """DIRECTOR's modes (§ III, § VIII-B), and the requests that each plans for: none, the last served ones, the waiting
 ones, or predictions for the waiting ones. vanilla starts uniform, the others from the history."""
-_SPARES = (0, 1)
+_FREE_SLOTS = (0, 1)
 """Slots per GPU that the planner leaves free, in the order of tries: one only if moves otherwise have no room."""
 
 
@@ -171,17 +171,17 @@ def decide(
     spec, cluster, old_GLE = in_force.spec, in_force.cluster, in_force.placed_GLE
     batched = replanner.weighs == "latency"
 
-    def propose(tokens_GLE: np.ndarray, spare: int) -> np.ndarray:
+    def propose(tokens_GLE: np.ndarray, free_slots: int) -> np.ndarray:
         demand = Demand(
-            spec=spec, cluster=planner.with_reserved(cluster, spare * spec.slot_bytes), tokens_GLE=tokens_GLE
+            spec=spec, cluster=planner.with_reserved(cluster, free_slots * spec.slot_bytes), tokens_GLE=tokens_GLE
         )
         problem = Problem(demand=demand, latency=costs.latency, seed=replanner.seed, start_GLE=old_GLE)
         return planner.place(replanner.planner, problem, dict(replanner.options))
 
     stuck: CapacityError | None = None
-    for spare in _SPARES:
+    for free_slots in _FREE_SLOTS:
         try:
-            new_GLE = propose(observed.tokens_GLE, spare) if target_GLE is None else target_GLE
+            new_GLE = propose(observed.tokens_GLE, free_slots) if target_GLE is None else target_GLE
             moves = order_moves(spec, cluster, old_GLE, new_GLE, buffered=batched)
             break
         except CapacityError as error:
@@ -189,7 +189,7 @@ def decide(
     else:
         assert stuck is not None
         raise stuck
-    judged = [(judge_GLE, propose(made_GLE, spare)) for made_GLE, judge_GLE in observed.held_out if moves]
+    judged = [(judge_GLE, propose(made_GLE, free_slots)) for made_GLE, judge_GLE in observed.held_out if moves]
     plan = _eq4(in_force, new_GLE, moves, judged or [(observed.tokens_GLE, new_GLE)], observed.horizon_tokens, costs)
     gain_s, cost_s = plan.saved_s, max(plan.eq3_s, plan.seconds)
     if batched:

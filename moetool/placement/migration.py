@@ -100,10 +100,10 @@ class _Mover:
                 self.adds[g].remove(fits)
                 self._copy(g, fits)
             else:
-                spare = next((place for place in self.drops[g] if len(self.held[place]) > 1), None)
-                if spare is None:
+                redundant = next((place for place in self.drops[g] if len(self.held[place]) > 1), None)
+                if redundant is None:
                     break
-                self._drop(g, spare)
+                self._drop(g, redundant)
             done += 1
         return done
 

@@ -45,7 +45,7 @@ def _compiled(loop: Any) -> Any:
 
 
 @_compiled
-def settle(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyped-def]
+def record_use(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyped-def]
     """Record, for `last` and the tokens before it, how soon the token after `last` used `keys`."""
     for key in keys:
         if key >= 0:
@@ -84,7 +84,7 @@ def begin(before_N, old_N, now_N, count):  # type: ignore[no-untyped-def]
 
 @_compiled
 def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyped-def]
-    """Replace a layer of the window by the chosen `keys`, and `settle` them for the token `last` (-1: none).
+    """Replace a layer of the window by the chosen `keys`, and record their use before the token `last` (-1: none).
 
     Args:
         stored: uses_AB, before_N, the runs' start_N, soon_NA and worth_D of the memory.
@@ -107,7 +107,7 @@ def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyp
                     shared_B[index] += (uses_B[index] >> bit) & 1
     for item in range(count):
         now_N[item] += shared_N[item]
-    settle(keys, last, before_N, soon_NA, worth_D)
+    record_use(keys, last, before_N, soon_NA, worth_D)
 
 
 @_compiled

@@ -334,7 +334,7 @@ class TokenMemory:
 
     def _put(self, path_P: np.ndarray, item: int, last: int) -> None:
         if last >= 0:
-            self._kernels.settle(path_P, last, self._before_N, self._soon_NA, self._worth_D)
+            self._kernels.record_use(path_P, last, self._before_N, self._soon_NA, self._worth_D)
         self._kernels.store(
             path_P, item, last, self._path_NP, self._uses_AB, self._soon_NA, self._before_N, self._after_N
         )

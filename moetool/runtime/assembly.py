@@ -140,11 +140,11 @@ def build_engine(
         if state is not None and restore_state(state, name, learned) is not None:
             facts["state"] = durable.sha256_file(state)
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
-        lends = device.type == "cpu" and options.devices == 1 and not pinned and not built.computes_on_host
+        shares_memory = device.type == "cpu" and options.devices == 1 and not pinned and not built.computes_on_host
         batcher = _batcher(
             loaded,
             options,
-            first_kv_tokens=budget.first_kv_tokens if lends else 0,
+            first_kv_tokens=budget.first_kv_tokens if shares_memory else 0,
             resident=budget.kept_slots >= loaded.spec.total_experts,
         )
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
@@ -203,7 +203,7 @@ def build_engine(
             changes=changes,
         )
         engine.compare_with(oracle, changes)
-        if lends and budget.kept_slots < slots:
+        if shares_memory and budget.kept_slots < slots:
             engine.share_memory(budget.share)
         undo.pop_all()
     release_code()

@@ -155,9 +155,9 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
     """
     options, why, memory = wishes.options, dict(wishes.why), wishes.device_memory_bytes
     model = footprint(checkpoint, options, wishes.predictor_bytes)
-    spare = _cache_bytes(checkpoint, options, 0)
+    empty_kv = _cache_bytes(checkpoint, options, 0)
     if not wishes.kv_cache:
-        model, spare = replace(model, dense_bytes=model.dense_bytes - spare, kv_token_bytes=0), 0
+        model, empty_kv = replace(model, dense_bytes=model.dense_bytes - empty_kv, kv_token_bytes=0), 0
     kv_tokens = options.kv_tokens if "kv_tokens" in why or machine is None else None
     chunk = options.prefill_chunk if "prefill_chunk" in why or machine is None else None
     if memory is not None:
@@ -183,8 +183,8 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
     if memory is not None:
         chunk = options.prefill_chunk if found is None else found.split.chunk_tokens
         activations = chunk * model.token_bytes
-        beside = activations + (0 if found is None else found.split.kv_tokens * model.context_bytes)
-        if limit is None or wishes.planned or memory + beside < limit:
+        outside = activations + (0 if found is None else found.split.kv_tokens * model.context_bytes)
+        if limit is None or wishes.planned or memory + outside < limit:
             counted = replace(model, context_bytes=0)
             found = divide(counted, memory + activations, chunk_tokens=chunk)
             source = why.get("memory", "--device-memory")
@@ -211,12 +211,14 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
         kv_why = f"begins with {first:,}, grows into expert slots" + (f"; {kv_why}" if kv_tokens is None else "")
     if share.most_slots:
         chunk_why = f"beyond {share.first_chunk} tokens it borrows expert slots"
-    dense = model.dense_bytes - wishes.predictor_bytes - spare
-    kv_bytes, slots_bytes = spare + (first or split.kv_tokens) * model.kv_token_bytes, slots * model.slot_bytes
+    dense = model.dense_bytes - wishes.predictor_bytes - empty_kv
+    kv_bytes, slots_bytes = empty_kv + (first or split.kv_tokens) * model.kv_token_bytes, slots * model.slot_bytes
     parts = dense + wishes.predictor_bytes + kv_bytes + slots_bytes
     alone = min(share.first_chunk, share.chunk_tokens) if share.most_slots else share.chunk_tokens
     bound = memory if counted is not model else limit
-    beside = 0 if counted is not model else alone * model.token_bytes + (first or split.kv_tokens) * model.context_bytes
+    outside = (
+        0 if counted is not model else alone * model.token_bytes + (first or split.kv_tokens) * model.context_bytes
+    )
     return Budget(
         limit_bytes=None if machine is None and wishes.device_memory_bytes is None else bound,
         dense_bytes=dense,
@@ -226,7 +228,7 @@ def divide_memory(checkpoint: Checkpoint, wishes: Wishes, machine: Machine | Non
         slots_bytes=slots_bytes,
         host_bytes=options.host_memory_bytes,
         library_bytes=0 if machine is None else machine.library_bytes,
-        unused_bytes=max(0, (bound or 0) - parts - beside),
+        unused_bytes=max(0, (bound or 0) - parts - outside),
         slots=slots,
         base_slots=split.slots,
         kv_tokens=split.kv_tokens,
@@ -309,14 +311,14 @@ def this_machine(
             raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
         free = int(torch.cuda.mem_get_info(device)[0] * (1 - _GPU_HEADROOM))
         return Machine(limit_bytes=free, source="free on the GPU", curve=curve)
-    beside = _reserve_bytes(checkpoint, options) + _state_bytes(checkpoint.spec, policy, options)
+    libraries = _reserve_bytes(checkpoint, options) + _state_bytes(checkpoint.spec, policy, options)
     try:
-        limit, source = _process_limit(process_memory_bytes, beside)
+        limit, source = _process_limit(process_memory_bytes, libraries)
     except CapacityError:
         if not planned:
             raise
         limit, source = 0, ""
-    return Machine(limit_bytes=limit, source=source, library_bytes=beside, curve=curve)
+    return Machine(limit_bytes=limit, source=source, library_bytes=libraries, curve=curve)
 
 
 def gpu_with(memory_bytes: float, checkpoint: Checkpoint, options: ServeOptions) -> Machine:
@@ -419,21 +421,21 @@ def _reserve_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
     return _RESERVE_BYTES + by_torch * _TORCH_PRODUCTS_BYTES
 
 
-def _process_limit(process_memory_bytes: int | None, beside_bytes: int) -> tuple[int, str]:
+def _process_limit(process_memory_bytes: int | None, library_bytes: int) -> tuple[int, str]:
     """Memory for weights, activations, KV cache and slots in this process, and what sets it.
 
     Args:
-        beside_bytes: what the process needs besides, and does not hold yet.
+        library_bytes: what the process needs besides, and does not hold yet.
     """
     taken = resident_bytes()
     allowed = memory_bytes()[1] + taken
     limit, source = allowed, "free memory"
     if process_memory_bytes is not None:
         limit, source = process_memory_bytes, "--process-memory"
-    beside = taken + beside_bytes
-    left = limit - beside
+    needed = taken + library_bytes
+    left = limit - needed
     if left <= 0:
         raise CapacityError(
-            f"{source} allows {limit:,} bytes, but the process needs {beside:,} before it loads a model; allow more"
+            f"{source} allows {limit:,} bytes, but the process needs {needed:,} before it loads a model; allow more"
         )
     return left, source

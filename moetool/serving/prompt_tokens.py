@@ -71,7 +71,7 @@ def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -
             raise
     kept = [message for message in body.messages if message.role in _INSTRUCTIONS]
     starts = [at for at, message in enumerate(body.messages) if message.role == "user"][1:]
-    spare = min(options.default_max_tokens, engine.max_context // 4)
+    answer_tokens = min(options.default_max_tokens, engine.max_context // 4)
 
     def without(turns: int, least: int) -> PromptTokens:
         """Return the conversation from this turn on."""
@@ -81,7 +81,7 @@ def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -
 
     def fits(turns: int) -> bool:
         try:
-            return bool(without(turns, spare))
+            return bool(without(turns, answer_tokens))
         except Refusal as refusal:
             if not _outgrows(refusal):
                 raise

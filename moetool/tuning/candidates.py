@@ -104,7 +104,7 @@ class Candidates:
         *,
         names: Sequence[str] | None = None,
         predictor_bytes: int = 0,
-        room: Callable[[int, int], int] = lambda budget_bytes, beside_bytes: budget_bytes - beside_bytes,
+        room: Callable[[int, int], int] = lambda budget_bytes, predictor_bytes: budget_bytes - predictor_bytes,
     ) -> None:
         self.trace, self.spec = trace, trace.spec
         self.used, self.held_out = used, held_out

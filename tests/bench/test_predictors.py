@@ -27,7 +27,6 @@ from moetool.base.errors import MismatchError
 from moetool.capture.run import CaptureOptions, capture
 from moetool.costing.costs import CostProfile
 from moetool.measuring.profile import ProfileOptions, profile
-from moetool.prediction.match_tables import print_evaluations
 from moetool.prediction.unseen_requests import unseen_by_all
 from moetool.prompts import gather as prompt_sets
 from moetool.simulation.simulation_results import interval
@@ -36,6 +35,7 @@ from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
 from moetool.training.evaluate import Evaluation, evaluate
 from moetool.training.fit_options import FitOptions
+from moetool.training.match_tables import print_evaluations
 from moetool.training.predictor import load_predictor
 from moetool.training.training import train
 from moetool.tuning.replay import ReplaySetup, replay

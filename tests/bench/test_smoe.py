@@ -19,9 +19,9 @@ PARTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("lru", "lru", {}),
     ("smoe, alpha 0, no prefetch", "smoe", {"alpha": 0.0, "prefetch": False}),
     ("smoe, alpha 0, later gates", "smoe", {"alpha": 0.0}),
-    ("smoe, alpha 0, partial forward", "smoe", {"alpha": 0.0, "look": "resident"}),
+    ("smoe, alpha 0, partial forward", "smoe", {"alpha": 0.0, "predict_from": "resident"}),
     ("smoe, alpha 0.3, later gates", "smoe", {"alpha": 0.3}),
-    ("smoe, alpha 0.3, partial forward", "smoe", {"alpha": 0.3, "look": "resident"}),
+    ("smoe, alpha 0.3, partial forward", "smoe", {"alpha": 0.3, "predict_from": "resident"}),
 )
 
 

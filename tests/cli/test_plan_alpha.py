@@ -41,10 +41,10 @@ def test_the_least_alpha_that_is_fast_enough_becomes_a_plan(
 
 
 def test_host_memory_and_the_partial_forward_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ("--host-memory", "20MB", "--set", "serve.policy.look=resident", "--set", "serve.policy.live=true")
+    given = ("--host-memory", "20MB", "--set", "serve.policy.predict_from=resident", "--set", "serve.policy.live=true")
     assert _run(monkeypatch, tmp_path / "plan.json", *given) == 0
     plan = CachePlan.load(tmp_path / "plan.json")
-    assert plan.options["look"] == "resident" and plan.options["live"]
+    assert plan.options["predict_from"] == "resident" and plan.options["live"]
     assert [point["alpha"] for point in plan.evidence] == [0.0, 0.4, 0.8]
 
 

@@ -63,11 +63,11 @@ class EdgeTestbed:
 
     Args:
         head: started head of the servers.
-        spare: a placement from which every other can be reached.
+        start: a placement from which every other can be reached.
     """
 
-    def __init__(self, head: EdgeHead, spare: PlacementPlan, turn: "_Turn") -> None:
-        self.head, self._spare, self._turn = head, spare, turn
+    def __init__(self, head: EdgeHead, start: PlacementPlan, turn: "_Turn") -> None:
+        self.head, self._start, self._turn = head, start, turn
 
     @property
     def urls(self) -> list[str]:
@@ -80,7 +80,7 @@ class EdgeTestbed:
         Raises:
             MoetoolError: no migration path exists.
         """
-        for target in (plan, self._spare, plan):
+        for target in (plan, self._start, plan):
             wanted = {n: frozenset(held_by(target, n)) for n in range(len(self.head.names))}
             held = dict(enumerate(self.head.held()))
             if held == wanted:
@@ -133,7 +133,7 @@ class _Turn:
 
 
 @contextmanager
-def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site) -> Iterator[EdgeTestbed]:
+def open_stand(model: str, start: PlacementPlan, serve: ServeOptions, site: Site) -> Iterator[EdgeTestbed]:
     """Start the servers of a plan's cluster with its placement and emulated links.
 
     Effects: starts and ends processes.
@@ -148,21 +148,21 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
     )
     settings = worker_settings(
         Checkpoint.open(model),
-        spare,
+        start,
         identify=Authority.new().issue,
         endpoints=site.endpoints,
         options=serve,
         limits=ServerOptions(),
         cluster=options,
     )
-    names = [server.name for server in spare.cluster.servers]
+    names = [server.name for server in start.cluster.servers]
     turn = _Turn()
-    site.link(spare.cluster)
+    site.link(start.cluster)
     processes = site.start(Worker, [{"settings": one} for one in settings], names)
-    head = EdgeHead(processes, settings, names, spare.spec.num_experts_L, options=options, scheduler=turn)
+    head = EdgeHead(processes, settings, names, start.spec.num_experts_L, options=options, scheduler=turn)
     try:
         head.start()
-        yield EdgeTestbed(head, spare, turn)
+        yield EdgeTestbed(head, start, turn)
     finally:
         head.close()
 

@@ -76,8 +76,8 @@ def bench_cluster(
         plans = inputs.plans(cluster, lines, options.seed)
         stand = None
         if plans:
-            spare = plans.get("uniform") or inputs.plans(cluster, ["uniform"], options.seed)["uniform"]
-            stand = undo.enter_context(open_stand(model, spare, serve, site))
+            start = plans.get("uniform") or inputs.plans(cluster, ["uniform"], options.seed)["uniform"]
+            stand = undo.enter_context(open_stand(model, start, serve, site))
             warm(stand.urls, model, inputs.texts[0][0])
         runner = _Runner(inputs, options, stand, alone, plans)
         told = {line: _simulate(inputs, cluster, options, line, plan) for line, plan in plans.items()}

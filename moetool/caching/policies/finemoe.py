@@ -116,7 +116,7 @@ class Policy(policy.Policy):
     @property
     def store(self) -> MapStore:
         """The maps, those of the last forward included."""
-        self._settle()
+        self._finish_joining()
         return self._store
 
     @classmethod
@@ -219,7 +219,7 @@ class Policy(policy.Policy):
         self._requests = {}
 
     def end_request(self, request: int) -> None:
-        self._settle()
+        self._finish_joining()
         self._last.pop(request, None)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -246,7 +246,7 @@ class Policy(policy.Policy):
         self._uses_X, self._used_X = state["uses_X"].astype(np.int64), state["used_X"].astype(np.int64)
         self._time = int(self._used_X.max(initial=0))
 
-    def _settle(self) -> None:
+    def _finish_joining(self) -> None:
         """Wait until the last forward's iterations have joined the store."""
         joining, self._joining = self._joining, None
         if joining is not None:

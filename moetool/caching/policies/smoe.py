@@ -21,20 +21,23 @@ class Options(HostCosts):
             replace others; 0 keeps the router's choice.
         window: number of iterations before the last one in mean scores (n of Eq. 3).
         prefetch: whether to prefetch experts with high predicted scores in the next layer.
-        look: input of the next router for that prediction: `ahead`, the hidden states at this layer's router; or
-            `resident`, those after resident and shared experts and the next attention, as in the paper.
+        predict_from: input of the next router for that prediction: `ahead`, the hidden states at this layer's router;
+            or `resident`, those after resident and shared experts and the next attention, as in the paper.
         split: side of each miss in Algorithm 2: `sums`, the side that is free first, as printed; or `finish`, the side
             that would finish the expert first.
         evict_lower_only: whether a prefetch may evict only experts whose mean score is below the predicted one. The
             paper has no such rule.
     """
 
-    REFUSED: ClassVar[dict[str, str]] = {"spare": "it is called evict_lower_only"}
+    REFUSED: ClassVar[dict[str, str]] = {
+        "look": "it is called predict_from",
+        "spare": "it is called evict_lower_only",
+    }
 
     alpha: float = 0.3
     window: int = 3
     prefetch: bool = True
-    look: Literal["ahead", "resident"] = "ahead"
+    predict_from: Literal["ahead", "resident"] = "ahead"
     split: Literal["sums", "finish"] = "sums"
     evict_lower_only: bool = False
 
@@ -69,12 +72,12 @@ class Policy(policy.Policy):
           computed, and prefetched experts until their layer's router has chosen. They are evicted only if nothing else
           can be.
         - The paper predicts the next layer's scores by a forward through resident and shared experts, the next
-          attention and the next gate. With `look` = `resident`, a server runs that forward while a layer's misses load,
-          through the experts that are resident after substitution (`moetool.runtime.experts.resident_look`), and logs
-          the scores. A trace captured with `--keep resident` holds scores from the residents of its own cache
-          (`moetool.runtime.recording.resident_gates`). By default the next router gets the hidden states at this
-          layer's router (the column `ahead`), which is cheaper and may predict worse. Band C of the prediction is
-          prefetched, the highest scores first.
+          attention and the next gate. With `predict_from` = `resident`, a server runs that forward while a layer's
+          misses load, through the experts that are resident after substitution, and logs the scores
+          (`moetool.runtime.experts.resident_forward`). A trace captured with `--keep resident` holds scores from the
+          residents of its own cache (`moetool.runtime.recording.resident_gates`). By default the next router gets the
+          hidden states at this layer's router (the column `ahead`), which is cheaper and may predict worse. Band C of
+          the prediction is prefetched, the highest scores first.
         - Algorithm 2 takes its costs from past timings, as `live` does. A server logs the costs it used, so that a
           replay decides alike. Otherwise costs are options, and without them the host computes nothing. Experts are
           ordered by their scores, averaged over the event's tokens. The cost of further tokens is an addition for
@@ -96,7 +99,7 @@ class Policy(policy.Policy):
 
     @property
     def columns(self) -> frozenset[str]:
-        return super().columns | {self.options.look} if self.options.prefetch else super().columns
+        return super().columns | {self.options.predict_from} if self.options.prefetch else super().columns
 
     def route(self, event: GateEvent, resident: Callable[[int], bool]) -> Sequence[Sequence[int]] | None:
         if not self.options.alpha:
@@ -124,11 +127,11 @@ class Policy(policy.Policy):
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         if not self.options.prefetch or event.layer + 1 == self.spec.num_layers:
             return ()
-        if self.options.look == "resident":
+        if self.options.predict_from == "resident":
             scores_TE = event.resident_TE
         else:
             scores_TE = None if event.ahead_ATE is None else event.ahead_ATE[0]
-        assert scores_TE is not None, f"the policy needs the column {self.options.look}"
+        assert scores_TE is not None, f"the policy needs the column {self.options.predict_from}"
         self._ahead = top_score(self.spec, event.layer + 1, scores_TE, self.options.alpha)
         return list(self._ahead)
 

@@ -364,7 +364,7 @@ class EdgeHead:
     def _supervise(self, n: int, is_there: bool) -> None:
         """Supervise one server: check its health, and repair it after a failure."""
         if not is_there:
-            self._bring_back(n)
+            self._restart(n)
         while not self._closing.is_set():
             if not self._died[n].wait(self._options.ping_s):
                 try:
@@ -381,7 +381,7 @@ class EdgeHead:
                 return
             self._narrate(f"server {self.names[n]} is gone: {reason}")
             self._lose(n)
-            self._bring_back(n)
+            self._restart(n)
 
     def _lose(self, n: int) -> None:
         """Remove a server from the table, and place its experts on other servers."""
@@ -415,22 +415,22 @@ class EdgeHead:
             except MoetoolError as error:
                 _LOG.info("server %s cannot adopt an unplaced expert: %s", self.names[server], error)
                 continue
-            if self._table.lend(server, at):
+            if self._table.add_adopted(server, at):
                 return True
         return False
 
     def _make_room(self, server: int) -> bool:
         """Have a server drop an expert that another also holds; `_restore` brings it back."""
-        if (spare := self._table.give_up_spare(server)) is None:
+        if (redundant := self._table.drop_redundant(server)) is None:
             return False
         self.publish()
         try:
-            self._ask(server, "drop", *spare)
+            self._ask(server, "drop", *redundant)
         except MoetoolError:
             return False
         return True
 
-    def _bring_back(self, n: int) -> None:
+    def _restart(self, n: int) -> None:
         """Restart a server until it serves, and give it its experts back."""
         wait, most = RESTART_S
         waits_for_machine = False
@@ -467,7 +467,7 @@ class EdgeHead:
     def _restore(self) -> None:
         """After a server is back, drop experts adopted for it, and restore those dropped for them."""
         with self._mending, self._moving():
-            if back := self._table.take_back():
+            if back := self._table.drop_replaced():
                 self.publish()
             for server, at in back:
                 with contextlib.suppress(MoetoolError):  # it may have ended and lost the expert

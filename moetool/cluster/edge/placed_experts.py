@@ -233,7 +233,7 @@ class PlacedExperts(RemoteExperts):
                     )
                 done = self._compute_here(layer, event, here, rows)
                 for expert in nowhere:  # one at a time: there may be only one slot for them
-                    done += self._compute_here(layer, event, [expert], rows, borrowed=True)
+                    done += self._compute_here(layer, event, [expert], rows, from_disk=True)
             finally:
                 answers = [self._collect(layer, call, tried) for call in calls]
             for answer in answers:
@@ -336,28 +336,28 @@ class PlacedExperts(RemoteExperts):
         rows: RowsByExpert,
         *,
         own: bool = True,
-        borrowed: bool = False,
+        from_disk: bool = False,
     ) -> list[int]:
         """Compute experts from the pool; returns the computed ones.
 
         Args:
             own: whether for the server's own users.
-            borrowed: whether to read experts that are not held from disk for this event; otherwise they are skipped.
+            from_disk: whether to read experts that are not held from disk for this event; otherwise they are skipped.
         """
         keys = {self._key(layer.index, expert): expert for expert in experts}
         with self.holding.computing:
-            found = [expert for key, expert in keys.items() if borrowed or key in self.holding]
+            found = [expert for key, expert in keys.items() if from_disk or key in self.holding]
             if found:
                 began = time.perf_counter()
                 mine = GateEvent(forward=event.forward, layer=layer.index, experts_TK=(tuple(found),))
                 try:
                     self.runtime.compute(layer, mine, rows)
                 finally:
-                    if borrowed:
+                    if from_disk:
                         self.holding.give_back(keys)
                 pairs = sum(len(rows.rows_of[expert]) for expert in found)
                 self.meter.computed(pairs, time.perf_counter() - began, own=own)
-        if borrowed:
+        if from_disk:
             self.meter.count("last_resort", len(found))
             _LOG.info("no server holds experts %s of MoE layer %d: reading from disk", found, layer.index)
         elif own and len(found) < len(experts):

@@ -13,7 +13,7 @@ from moetool.placement.plan import Place
 class PlacementTable:
     """Live servers and their experts. Methods may be called from any thread; none waits for a server.
 
-    An expert is *at home* on the servers of the current placement, and *lent* to a server that adopted it for a missing
+    An expert is *at home* on the servers of the current placement, and *adopted* by one that holds it for a missing
     one.
 
     Args:
@@ -28,7 +28,7 @@ class PlacementTable:
         self._infos: list[WorkerInfo | None] = [None] * len(home)
         self._held: list[set[Place]] = [set() for _ in home]
         self._home: list[set[Place]] = [set(own) for own in home]
-        self._lent: set[tuple[int, Place]] = set()
+        self._adopted: set[tuple[int, Place]] = set()
         self._changed: dict[Place, int] = {}  # version of the last change of its servers
         self._holders = ExpertLocations(
             version=0, servers_LE=tuple(((),) * num for num in num_experts_L), peers=(None,) * len(home)
@@ -98,7 +98,7 @@ class PlacementTable:
             if self._infos[server] is None or self._held[server] == set(held):
                 return False
             self._held[server] = set(held)
-            self._lent = {(n, at) for n, at in self._lent if n != server or at in self._held[n]}
+            self._adopted = {(n, at) for n, at in self._adopted if n != server or at in self._held[n]}
             return True
 
     def lost(self, server: int) -> None:
@@ -106,13 +106,13 @@ class PlacementTable:
         with self._lock:
             self._infos[server] = None
             self._held[server].clear()
-            self._lent = {(n, at) for n, at in self._lent if n != server}
+            self._adopted = {(n, at) for n, at in self._adopted if n != server}
 
     def moved_in(self, server: int, at: Place) -> None:
         """Add an expert to a server in a new placement."""
         with self._lock:
             self._home[server].add(at)
-            self._lent.discard((server, at))
+            self._adopted.discard((server, at))
             if self._infos[server] is not None:
                 self._held[server].add(at)
 
@@ -131,7 +131,7 @@ class PlacementTable:
                 )
             self._held[server].discard(at)
             self._home[server].discard(at)
-            self._lent.discard((server, at))
+            self._adopted.discard((server, at))
 
     def uncovered(self) -> list[Place]:
         """Experts that no server holds."""
@@ -150,38 +150,38 @@ class PlacementTable:
         server = max(room, key=lambda n: (room[n], -n), default=None)
         return None if server is None else (server, room[server])
 
-    def lend(self, server: int, at: Place) -> bool:
+    def add_adopted(self, server: int, at: Place) -> bool:
         """Record an expert adopted for another server; returns whether the adopter still lives."""
         with self._lock:
             if self._infos[server] is None:
                 return False
             self._held[server].add(at)
-            self._lent.add((server, at))
+            self._adopted.add((server, at))
             return True
 
-    def give_up_spare(self, server: int) -> Place | None:
+    def drop_redundant(self, server: int) -> Place | None:
         """Remove from a server the expert with the most other holders; None if it has none."""
         with self._lock:
             holders = Counter(at for held in self._held for at in held)
-            spare = max(
-                (at for at in self._held[server] if holders[at] > 1 and (server, at) not in self._lent),
+            redundant = max(
+                (at for at in self._held[server] if holders[at] > 1 and (server, at) not in self._adopted),
                 key=lambda at: (holders[at], at),
                 default=None,
             )
-            if spare is not None:
-                self._held[server].discard(spare)
-            return spare
+            if redundant is not None:
+                self._held[server].discard(redundant)
+            return redundant
 
-    def take_back(self) -> list[tuple[int, Place]]:
-        """Remove lent experts that another server holds again."""
+    def drop_replaced(self) -> list[tuple[int, Place]]:
+        """Remove adopted experts that another server holds again."""
         with self._lock:
             back = sorted(
                 (server, at)
-                for server, at in self._lent
-                if any(at in held for n, held in enumerate(self._held) if (n, at) not in self._lent)
+                for server, at in self._adopted
+                if any(at in held for n, held in enumerate(self._held) if (n, at) not in self._adopted)
             )
             for server, at in back:
-                self._lent.discard((server, at))
+                self._adopted.discard((server, at))
                 self._held[server].discard(at)
             return back
 

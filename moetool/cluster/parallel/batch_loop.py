@@ -264,7 +264,7 @@ class BatchLoop:
         """Add waiting requests to the running batch while seats are free."""
         if self.began is None or not self.requests.pending or self.ranks.there != self.ranks.members:
             return
-        chosen = self._choose(beside=True)
+        chosen = self._choose(keeps_running=True)
         for gpu, requests in self.requests.begin(chosen).items():
             self.ranks.send(gpu, {"kind": "requests", "requests": requests})
         self._late |= {request.id for request in chosen}
@@ -289,9 +289,9 @@ class BatchLoop:
         free = seats - len(self.requests.running)
         return free > 0 and (len(pending) >= free or time.monotonic() - pending[0].began >= self.gather_s)
 
-    def _choose(self, beside: bool) -> list[RankRequest]:
+    def _choose(self, keeps_running: bool) -> list[RankRequest]:
         """Choose the requests for the next batch, each with its GPU."""
-        return self.requests.choose(self._seating, self.ranks.members, self._seats, beside=beside)
+        return self.requests.choose(self._seating, self.ranks.members, self._seats, keeps_running=keeps_running)
 
     def _decide(self) -> None:
         """Start one decision about the next batch, if all ranks are present."""
@@ -308,7 +308,7 @@ class BatchLoop:
                 new_tokens=request.params.max_tokens - len(request.made),
                 gpu=request.gpu,
             )
-            for request in self._choose(beside=False)
+            for request in self._choose(keeps_running=False)
         ]
         began = self.began
         self.placing.ask(coming, waiting, None if began is None else time.monotonic() - began)
@@ -326,7 +326,7 @@ class BatchLoop:
         """
         self._migrate(self.placing.stages())
         back = self.ranks.there != self.ranks.members
-        chosen = self._choose(beside=True) if joins and not back else []
+        chosen = self._choose(keeps_running=True) if joins and not back else []
         self.batch += 1
         self._cohort += bool(chosen)
         self.began, self._first_token, self._ending = time.monotonic(), False, False

@@ -141,12 +141,12 @@ class ExpertTransfer:
 
     def _run(self) -> None:
         try:
-            self._bring_stages()
+            self._fetch_stages()
         except Exception as error:  # such as a disk error; `require_well` raises it in the rank's own thread
             _LOG.warning("GPU %d stopped receiving experts: %s", self._gpu, error)
             self._failure = error
 
-    def _bring_stages(self) -> None:
+    def _fetch_stages(self) -> None:
         while not self._closed:
             asked = self._stages.get()
             if asked is None:
@@ -156,14 +156,14 @@ class ExpertTransfer:
                 self._state.wait_for(lambda: self._in_force >= stage.version - 1 or self._epoch != epoch)  # noqa: B023
             for layer, expert, gpu, source in stage.copies:
                 if gpu == self._gpu and self._epoch == epoch:
-                    self._bring(self._spec.expert_key(layer, expert), source, epoch)
+                    self._fetch(self._spec.expert_key(layer, expert), source, epoch)
             with self._state:
                 if self._epoch == epoch:
                     _LOG.debug("GPU %d has the experts of placement %d", self._gpu, stage.version)
                     self.arrived = stage.version
                     self._state.notify_all()
 
-    def _bring(self, key: int, source: int, epoch: int) -> None:
+    def _fetch(self, key: int, source: int, epoch: int) -> None:
         if key in self._buffers:
             return
         buffer = self._buffers.allocate()

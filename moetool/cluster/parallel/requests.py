@@ -83,15 +83,15 @@ class Requests:
         return None
 
     def choose(
-        self, seating: RankAssignment, members: Sequence[int], seats: int, *, beside: bool = True
+        self, seating: RankAssignment, members: Sequence[int], seats: int, *, keeps_running: bool = True
     ) -> list[RankRequest]:
         """Choose the waiting requests that join next, and set the GPU of each.
 
         Args:
             seats: seats per member.
-            beside: whether running requests keep their seats; otherwise all seats count as free.
+            keeps_running: whether running requests keep their seats; otherwise all seats count as free.
         """
-        taken = Counter(request.gpu for request in self.running.values()) if beside else None
+        taken = Counter(request.gpu for request in self.running.values()) if keeps_running else None
         dealt = seating.deal([request.id for request in self.pending], members, seats, taken)
         chosen = [request for request, _ in zip(self.pending, dealt, strict=False)]
         for request, gpu in zip(chosen, dealt, strict=True):

@@ -88,8 +88,8 @@ def with_buffer(cluster: Cluster, spec: ModelSpec) -> Cluster:
         CapacityError: the remaining room does not hold every expert once.
     """
     slots_G = np.minimum(cluster.slots_G(spec.slot_bytes), spec.total_experts)
-    spare = int(slots_G.sum()) - spec.total_experts
-    buffer = max(1, spare // (2 * len(slots_G)))
+    redundant_slots = int(slots_G.sum()) - spec.total_experts
+    buffer = max(1, redundant_slots // (2 * len(slots_G)))
     smaller = planner.with_reserved(cluster, buffer * spec.slot_bytes)
     planner.require_room(spec, smaller)
     return smaller

@@ -33,12 +33,12 @@ def choose_weights(files: Collection[str], where: str, named: object = None) -> 
     shards = sorted(name for name in files if _DISTRIBUTED.fullmatch(name))
     if shards:
         raise UsageError(
-            f"{where} holds {shards[0]}{_beside(found)}, a part of a distributed checkpoint, which transformers reads "
+            f"{where} holds {shards[0]}{_and(found)}, a part of a distributed checkpoint, which transformers reads "
             "first and moetool cannot read; save the model with save_pretrained, or remove these files"
         )
     if _ADAPTER in files:
         raise UsageError(
-            f"{where} holds an adapter ({_ADAPTER}{_beside(found)}), which transformers applies to the weights if peft "
+            f"{where} holds an adapter ({_ADAPTER}{_and(found)}), which transformers applies to the weights if peft "
             "is installed, and moetool cannot apply; merge it into the weights, or remove its files"
         )
     if named not in (None, found):
@@ -78,7 +78,7 @@ def second_set(index: Path, files: Collection[str], where: str) -> str:
     )
 
 
-def _beside(found: str | None) -> str:
+def _and(found: str | None) -> str:
     return f" beside {found}" if found else ""
 
 

@@ -188,17 +188,17 @@ class UnclaimedTensors:
         """A tensor, claimed."""
         return self._tensors.pop(name, None)
 
-    def need(self, name: str, beside: Tensor, what: str) -> Tensor:
+    def need(self, name: str, sibling: Tensor, what: str) -> Tensor:
         """Claim a tensor. Raises: MismatchError: it is missing.
 
         Args:
-            beside: another tensor of the same weight.
+            sibling: another tensor of the same weight.
             what: description of the tensor, for the error.
         """
         tensor = self.take(name)
         if tensor is None:
             raise MismatchError(
-                f"{self._files[beside.file]}: {name}, {what} of a weight, is missing; download the model again"
+                f"{self._files[sibling.file]}: {name}, {what} of a weight, is missing; download the model again"
             )
         return tensor
 

@@ -65,10 +65,10 @@ def allocate(problem: Problem, options: Options) -> np.ndarray:
     for layer, num_experts in enumerate(experts_L.tolist()):
         while total_L[layer] < num_experts:
             for n in by_memory:
-                spare_L = np.where(count_NL[n] > 0, total_L - experts_L, 0)
-                lender = int(spare_L.argmax())
+                surplus_L = np.where(count_NL[n] > 0, total_L - experts_L, 0)
+                lender = int(surplus_L.argmax())
                 empty = slots_N[n] > count_NL[n].sum() and not (total_L > experts_L).any()
-                if count_NL[n, layer] >= num_experts or (spare_L[lender] <= 0 and not empty):
+                if count_NL[n, layer] >= num_experts or (surplus_L[lender] <= 0 and not empty):
                     continue
                 if not empty:
                     count_NL[n, lender] -= 1

@@ -1,8 +1,6 @@
 """The figures of a report, one file per subject."""
 
-from moetool.report.figures import affinity_heatmap as affinity
-from moetool.report.figures import entropy, load
-from moetool.report.figures import hit_rates as caching
+from moetool.report.figures import affinity_heatmap, entropy, hit_rates, load
 from moetool.report.figures.plot import Plot
 from moetool.report.trace_measures import TraceMeasures
 
@@ -11,9 +9,9 @@ _SECTIONS = {
     "Tasks": (load.by_task, load.by_layer, load.task_maps, load.tasks_apart),
     "Load skew": (load.skew, load.coverage),
     "Entropy": (entropy.levels, entropy.spread, entropy.router),
-    "Affinity": (affinity.affinity_maps, affinity.affinity),
-    "Reuse": (caching.distances, caching.layer_distances),
-    "Hit rates": (caching.budgets,),
+    "Affinity": (affinity_heatmap.affinity_maps, affinity_heatmap.affinity),
+    "Reuse": (hit_rates.distances, hit_rates.layer_distances),
+    "Hit rates": (hit_rates.budgets,),
 }
 
 

@@ -8,5 +8,5 @@ source, host_tier, copies    bytes from host memory or disk, and copies to the d
 host_compute, cost_meter     experts computed in host memory, and what that costs
 signals, event_window        what policies and predictors see
 expected_use                 the order of reading ahead
-resident_look, partial_forward  the next router's logits after resident experts
+resident_forward, partial_forward  the next router's logits after resident experts
 """

@@ -31,7 +31,7 @@ from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows, RowsByEx
 from moetool.runtime.experts.host_compute import HostCompute
 from moetool.runtime.experts.machines import ExpertMachine, ExpertPool, RowMachine
 from moetool.runtime.experts.pooled_experts import PooledExperts, PoolMachine
-from moetool.runtime.experts.resident_look import ResidentLook
+from moetool.runtime.experts.resident_forward import PooledResidentForward
 from moetool.runtime.experts.signals import Signals, request_means
 
 _IMPLEMENTATION = "moetool"
@@ -120,7 +120,7 @@ class ExpertRuntime:
             loaded.model.config.get_text_config(), loaded.layers[0].router
         )
         self.window = EventWindow()
-        self._look: ResidentLook | None = None
+        self._resident_forward: PooledResidentForward | None = None
         self.on_costs: Callable[[int, float, float], None] | None = None
         if residency.policy.live_costs:
             if len(store.devices) > 1:
@@ -144,20 +144,20 @@ class ExpertRuntime:
         if wanted and one_pool:
             self._pooled = PooledExperts(loaded, residency.residencies[0], self._pool)
         policy = residency.policy
-        self._predicts_beside = one_pool and policy.prediction_lag is not None
+        self._predicts_during_loads = one_pool and policy.prediction_lag is not None
         self._may_defer = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
         self.recorded: Mapping[int, RecordedExperts] = {}
         self.deferred_events: list[tuple[MoeLayer, torch.Tensor]] = []
         self.max_rows_L = [self._layer_max_rows(layer, loaded.model.dtype) for layer in loaded.layers]
         if "resident" in self._needs:
-            self._look = ResidentLook(
+            self._resident_forward = PooledResidentForward(
                 loaded,
                 residency,
                 self._pool if remote is None else None,
                 load_first=self._load_first,
                 pooled=self._pooled,
             )
-            self._look.require_equal_logits(loaded.model)
+            self._resident_forward.require_equal_logits(loaded.model)
 
     def begin_forward(self, info: ForwardInfo) -> None:
         """Announce the next forward, and start its first prefetches.
@@ -203,15 +203,15 @@ class ExpertRuntime:
 
     def watch_looks(self, on_logits: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call `on_logits` with the partial forward's logits [T, E] of each layer except the first."""
-        assert self._look is not None, "no partial forward runs"
-        return self._look.watch(on_logits)
+        assert self._resident_forward is not None, "no partial forward runs"
+        return self._resident_forward.watch(on_logits)
 
     def close(self) -> None:
         """End the store's threads and remove the hooks of the model's routers."""
         if self._remote is not None:
             self._remote.close()
-        if self._look is not None:
-            self._look.close()
+        if self._resident_forward is not None:
+            self._resident_forward.close()
         self._signals.close()
         self._pool.host.close()
         self.store.close()
@@ -220,8 +220,8 @@ class ExpertRuntime:
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """Return the output [T, D] of a layer's routed experts. Raises: MoetoolError: an expert could not be read."""
-        if self._look is not None and self._look.aside is not None:
-            return self._look.aside(hidden_TD)
+        if self._resident_forward is not None and self._resident_forward.aside is not None:
+            return self._resident_forward.aside(hidden_TD)
         num_tokens, top_k = index_TK.shape
         recorded = self._usable_graph(layer, hidden_TD, index_TK)
         if self._pooled is not None and self._defers:
@@ -235,8 +235,8 @@ class ExpertRuntime:
             event = self._event(layer, index_TK, weights_TK)
             if (routed := self.residency.route(event)) is not None:
                 event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
-            if self._look is not None:
-                self._look.begin(layer, index_TK, weights_TK)
+            if self._resident_forward is not None:
+                self._resident_forward.begin(layer, index_TK, weights_TK)
             if self._pooled is not None:
                 graph = partial(recorded.run, index_TK, weights_TK) if recorded is not None else None
                 wave = PoolMachine(self._pooled, layer, hidden_TD, top_k, index_TK, len(event.needed), graph)
@@ -311,9 +311,9 @@ class ExpertRuntime:
         self.window.add(event)
         expert_of, needed = self.residency.policy.spec.expert_of, set(event.needed)
         self._pool.started.clear()
-        if self._look is not None:
-            steps = self._look.program(event)
-        elif self._predicts_beside and not event.forward.prefill:
+        if self._resident_forward is not None:
+            steps = self._resident_forward.program(event)
+        elif self._predicts_during_loads and not event.forward.prefill:
             steps = self.residency.event(event, self._load_first)
         else:
             steps = self.residency.event(event)

@@ -89,7 +89,7 @@ def unsupported_layers(model: Any, why: str) -> UsageError:
     return UsageError(
         f"cannot run a partial forward of {name}: {why}; expected consecutive MoE layers, each with an "
         f"input_layernorm, self_attn, post_attention_layernorm and its experts; leave resident out of --keep, or set "
-        f"policy.look=ahead"
+        f"policy.predict_from=ahead"
     )
 
 

@@ -173,7 +173,7 @@ def _draw(samples: Samples, options: Options) -> str:
 
 def look_through(lines: Mapping[str, PolicyLine]) -> bool:
     """Whether a policy uses a partial forward through resident experts."""
-    return any(line.options.get("look") == "resident" for line in lines.values())
+    return any(line.options.get("predict_from") == "resident" for line in lines.values())
 
 
 def measure(

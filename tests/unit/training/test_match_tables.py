@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from moetool.prediction.match_tables import by_task, overview, print_evaluations, tables_of
 from moetool.training.evaluate import Evaluation, evaluate
+from moetool.training.match_tables import by_task, overview, print_evaluations, tables_of
 from moetool.training.training import train
 from tests.synthetic_routes import make_spec, write_trace
 

@@ -23,7 +23,7 @@ from moetool.runtime.experts.pooled_experts import PooledExperts
 from moetool.trace.events import next_scores
 
 
-class ResidentLook(PartialForward):
+class PooledResidentForward(PartialForward):
     """Fills `GateEvent.resident_TE` of a running model, as in its log.
 
     Resident experts are the event's experts with a slot when the router chose, after substitution. The next layer's
@@ -64,7 +64,7 @@ class ResidentLook(PartialForward):
         if why:
             raise UsageError(
                 f"cannot run a partial forward through resident experts (the column resident): {why}; set "
-                f"policy.look=ahead, or replay a trace captured with --keep topk,logits,resident"
+                f"policy.predict_from=ahead, or replay a trace captured with --keep topk,logits,resident"
             )
         assert pool is not None
         super().__init__(loaded.model, loaded.layers)

@@ -53,7 +53,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _listened(model: Path, slots: int, alpha: float) -> list[GateEvent]:
-    options = smoe.Options(look="resident", alpha=alpha)
+    options = smoe.Options(predict_from="resident", alpha=alpha)
     policy = Listening(Checkpoint.open(model).spec, options, slots, None)
     made = engine(model, None, policy, slots)
     generate(made, _prompts(), 5)
@@ -77,7 +77,7 @@ def _right(events: list[GateEvent]) -> float:
 @pytest.mark.parametrize("pooled", [False, True])
 def test_with_every_expert_resident_it_says_what_the_next_router_says(model: Path, pooled: bool) -> None:
     spec = Checkpoint.open(model).spec
-    policy = Listening(spec, smoe.Options(look="resident"), spec.total_experts, None)
+    policy = Listening(spec, smoe.Options(predict_from="resident"), spec.total_experts, None)
     warm = engine(model, None, policy, spec.total_experts, pooled=pooled)
     for layer in range(spec.num_layers):
         for expert in range(spec.num_experts_L[layer]):
@@ -95,7 +95,7 @@ def test_it_changes_no_bit(model: Path, pooled: bool) -> None:
     made = {}
     for look in ("ahead", "resident"):
         for slots in (5, 16):
-            served = engine(model, None, "smoe", slots, options={"alpha": 0.0, "look": look}, pooled=pooled)
+            served = engine(model, None, "smoe", slots, options={"alpha": 0.0, "predict_from": look}, pooled=pooled)
             made[look, slots] = generate(served, _prompts(), 6)
             assert served.residency.counts.prefetch_loads
             served.close()
@@ -107,7 +107,7 @@ def test_it_changes_no_bit(model: Path, pooled: bool) -> None:
 
 @pytest.mark.parametrize(("slots", "alpha", "pooled"), [(4, 0.0, False), (12, 0.4, True), (18, 0.9, False)])
 def test_replay_decides_as_serve_did(model: Path, slots: int, alpha: float, pooled: bool, tmp_path: Path) -> None:
-    options = {"alpha": alpha, "look": "resident"}
+    options = {"alpha": alpha, "predict_from": "resident"}
     made = engine(model, None, "smoe", slots, log=tmp_path / "log", options=options, pooled=pooled)
     for n, prompt in enumerate(_prompts()):
         made.submit(prompt, SamplingParams(max_tokens=3 + 2 * n, ignore_eos=True), lambda output: None)
@@ -121,7 +121,7 @@ def test_replay_decides_as_serve_did(model: Path, slots: int, alpha: float, pool
 
 def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) -> None:
     loaded = load_lazy(Checkpoint.open(model), torch.float32)
-    two = [build_policy("smoe", loaded.spec, {"look": "resident"}, 6) for _ in range(2)]
+    two = [build_policy("smoe", loaded.spec, {"predict_from": "resident"}, 6) for _ in range(2)]
     pool = open_pool(two)
     stores = open_stores(loaded, pool, 1)
     with pytest.raises(UsageError, match="not all in one device's pool"):
@@ -132,5 +132,5 @@ def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) 
         engine(model, None, "promoe", 8, predictor=told)
     families.save("granitemoe", tmp_path / "other", residual_multiplier=0.25)
     with pytest.raises(UsageError, match="granitemoe: layer 1 has other logits in a partial forward"):
-        engine(tmp_path / "other", None, "smoe", 8, options={"look": "resident"})
+        engine(tmp_path / "other", None, "smoe", 8, options={"predict_from": "resident"})
     loaded.close()
