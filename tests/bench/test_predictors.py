@@ -221,7 +221,7 @@ POLICIES: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
     ("mixtral_offloading", None, {}),
     ("moe_infinity", None, {}),
     ("smoe", None, {"alpha": 0.0}),
-    ("smoe", None, {"alpha": 0.0, "look": "resident"}),
+    ("smoe", None, {"alpha": 0.0, "predict_from": "resident"}),
     *(("duoserve", name, {"slots_per_layer": 16}) for name in ("affinity", "expert_mlp", "next_use", "gate_ahead")),
     *(("duoserve", name, {"slots_per_layer": 16}) for name in ("promoe", "fused", "resident_forward")),
     *(("promoe", name, {}) for name in ("affinity", "gate_ahead", "promoe", "fused")),

@@ -16,6 +16,7 @@ from moetool.models.loading import load_full, load_lazy
 from tests import gguf_oracle
 from tests.gguf_models import ARCHITECTURES, written
 from tests.greedy import generated, prompts, require_same_under_every_policy, served
+from tests.refusals import refused
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 gguf = pytest.importorskip("gguf")
@@ -97,10 +98,10 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     one, split = (Checkpoint.open(file, weights=False) for file in (whole, files[0]))
     assert one.spec.expert_bytes_L == split.spec.expert_bytes_L
     files[2].rename(tmp_path / "kept")
-    with pytest.raises(UsageError, match=r"m-00003-of-00003\.gguf is missing"):
+    with refused(UsageError, "m-00003-of-00003.gguf"):
         Checkpoint.open(files[0])
     shutil.copy(files[1], files[2])
-    with pytest.raises(MismatchError, match="is part 2 of 3 by its header, expected 3 of 3"):
+    with refused(MismatchError, "2 of 3", "3 of 3"):
         Checkpoint.open(files[0])
 
 

@@ -1,6 +1,5 @@
 """Layers, prediction blocks and experts of a GGUF file are those of its tensors, whatever its header counts."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from moetool.base.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from tests.greedy import prompts, served
+from tests.logs import warnings
 
 gguf = pytest.importorskip("gguf")
 from tests.gguf_models import rewritten  # noqa: E402  # needs the package
@@ -43,22 +43,16 @@ def _block(name: str, number: int, *, predicting: bool) -> dict[str, Any]:
     return found
 
 
-def _warnings(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """Warnings of moetool; a record may arrive twice."""
-    records = [r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING]
-    return {record.getMessage() for record in records}
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_prediction_block_that_the_file_lacks_takes_no_layer(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = GOLDEN / f"{name}.gguf"
     expected = Checkpoint.open(whole).spec
-    assert not _warnings(caplog)
+    assert not warnings(caplog)
     path = _changed(name, tmp_path, nextn_predict_layers=1)
     assert Checkpoint.open(path).spec.layer_ids_L == expected.layer_ids_L
-    (said,) = _warnings(caplog)
+    (said,) = warnings(caplog)
     assert "1 layers (block_count 2, nextn_predict_layers 1), its tensors 2" in said and str(path) in said
     assert served(path, "lru", prompts(3)) == served(whole, "lru", prompts(3))
 
@@ -72,14 +66,14 @@ def test_only_a_block_with_tensors_of_prediction_is_one(
     block = _block(name, 2, predicting=True)
     path = _changed(name, tmp_path, block, block_count=blocks, nextn_predict_layers=predicting)
     assert Checkpoint.open(path).spec.layer_ids_L == Checkpoint.open(GOLDEN / f"{name}.gguf").spec.layer_ids_L
-    assert len(_warnings(caplog)) == (blocks - (predicting or 0) != 2)
+    assert len(warnings(caplog)) == (blocks - (predicting or 0) != 2)
     assert served(path, "lru", prompts(3)) == served(GOLDEN / f"{name}.gguf", "lru", prompts(3))
 
 
 def test_a_layer_that_the_header_does_not_count_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = _changed("qwen3moe", tmp_path, _block("qwen3moe", 2, predicting=False), block_count=2)
     assert Checkpoint.open(path).spec.layer_ids_L == (0, 1, 2)
-    assert len(_warnings(caplog)) == 1
+    assert len(warnings(caplog)) == 1
 
 
 def test_layers_that_the_tensors_lack_are_refused(tmp_path: Path) -> None:
@@ -105,7 +99,7 @@ def test_experts_are_counted_from_routers_and_stacks(
     path = _changed(name, tmp_path, expert_count=count)
     expected = Checkpoint.open(GOLDEN / f"{name}.gguf").spec
     assert Checkpoint.open(path).spec.num_experts_L == expected.num_experts_L
-    (said,) = _warnings(caplog)
+    (said,) = warnings(caplog)
     assert f"{count} experts (expert_count), its tensors 4" in said
     assert served(path, "lru", prompts(3)) == served(GOLDEN / f"{name}.gguf", "lru", prompts(3))
 

@@ -32,6 +32,7 @@ from moetool.training.quantize.layer_forward import Layerwise
 from moetool.training.quantize.replica import make_replica
 from moetool.training.quantize.replica_layers import ReplicaOptions
 from tests import families
+from tests.refusals import refused
 
 OPTIONS = ReplicaOptions(group=16, grid=2, min_tokens=4)
 DRAW = torch.Generator().manual_seed(8)
@@ -266,7 +267,7 @@ def test_an_expert_that_is_packed_otherwise_than_its_layer_is_refused(tmp_path: 
         lambda name: name.endswith("_proj.weight") and "layers.1.mlp.experts.5" not in name,
         ["lm_head", r"re:.*mlp\.gate$"],
     )
-    with pytest.raises(MismatchError, match=r"\(expert 5\) is stored as dense of weight, and that of expert 0 as int4"):
+    with refused(MismatchError, "expert 5", "expert 0", "int4"):
         load_lazy(Checkpoint.open(tmp_path), torch.float32)
 
 
@@ -369,21 +370,21 @@ def test_what_cannot_be_made_is_refused_before_a_weight_is_read(
     path, out = tmp_path / "model", tmp_path / "out"
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr("moetool.models.checkpoint.Shards", _Untouched)
-    with pytest.raises(UsageError, match=r"group 64 does not divide the widths 16, 32 of the weights, .* does: 16$"):
+    with refused(UsageError, 64, 16, 32):
         make_replica(Checkpoint.open(path), out, CALIBRATION, replace(OPTIONS, group=64))
-    with pytest.raises(UsageError, match=r"--asymmetric: transformers unpacks stacked experts without zero points"):
+    with refused(UsageError, "--asymmetric"):
         make_replica(Checkpoint.open(path), out, CALIBRATION, replace(OPTIONS, symmetric=False))
-    with pytest.raises(UsageError, match=r"gpt_oss models cannot have a replica: .* transposed, .* with biases"):
+    with refused(UsageError, "gpt_oss"):
         make_replica(Checkpoint.open(tmp_path / "gpt_oss"), out, CALIBRATION, OPTIONS)
-    with pytest.raises(UsageError, match="ernie4_5_moe models cannot have a replica"):
+    with refused(UsageError, "ernie4_5_moe"):
         make_replica(Checkpoint.open(tmp_path / "ernie4_5_moe"), out, CALIBRATION, OPTIONS)
-    with pytest.raises(UsageError, match=r"stores model.layers.0.mlp.experts.down_proj as .* save the model again"):
+    with refused(UsageError, "model.layers.0.mlp.experts.down_proj"):
         make_replica(Checkpoint.open(tmp_path / "stacked"), out, CALIBRATION, OPTIONS)
-    with pytest.raises(MismatchError, match=r"lacks model.layers.0.mlp.experts.down_proj"):
+    with refused(MismatchError, "model.layers.0.mlp.experts.down_proj"):
         make_replica(Checkpoint.open(tmp_path / "less"), out, CALIBRATION, OPTIONS)
     (tmp_path / "out.resume").mkdir()
     (tmp_path / "out.resume" / "theirs").touch()
-    with pytest.raises(UsageError, match=r"out.resume holds other files; .* rm -r"):
+    with refused(UsageError, "out.resume", "rm -r"):
         make_replica(Checkpoint.open(path), out, CALIBRATION, OPTIONS)
     shutil.rmtree(tmp_path / "out.resume")
     assert sorted(tmp_path.iterdir()) == before

@@ -1,6 +1,5 @@
 """A head that the config ties: both ways of loading follow transformers, whatever the files hold of it."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from moetool.models.loading import load_full, load_lazy
 from moetool.models.stored_embedding import StoredEmbedding
 from tests import families, quantized
 from tests.greedy import generated, prompts, served
+from tests.logs import warnings
 
 SUPPORTED = sorted({name for name, family in FAMILIES.items() if not family.refused} - {"dbrx"})  # dbrx refuses ties
 UNTIED = ("bailing_hybrid", "kimi_linear", "nemotron_h")
@@ -58,11 +58,6 @@ def _weights(model: object) -> tuple[torch.Tensor, torch.Tensor]:
     return model.get_input_embeddings().weight, model.get_output_embeddings().weight  # type: ignore[attr-defined]
 
 
-def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = (r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING)
-    return [record.getMessage() for record in found]
-
-
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_head_of_its_own_is_used_in_every_family(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -76,7 +71,7 @@ def test_a_head_of_its_own_is_used_in_every_family(
             assert torch.equal(ours, expected)
         resident = sum(weight.nbytes for weight in loaded.model.parameters() if not weight.is_meta)
         assert resident >= checkpoint.dense_bytes(torch.float32, "cuda")
-    said = _said(caplog)
+    said = warnings(caplog)
     assert len(said) == (family not in UNTIED)
     assert all(HEAD in line and str(folder) in line for line in said)
 
@@ -93,7 +88,7 @@ def test_one_stored_tensor_or_two_equal_ones_are_shared(
             assert torch.equal(ours, expected)
         assert _weights(lazy)[0] is _weights(lazy)[1]
         assert checkpoint.dense_token_bytes(torch.float32) >= _weights(lazy)[1].nbytes
-    assert not _said(caplog)
+    assert not warnings(caplog)
 
 
 def test_served_tokens_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +117,4 @@ def test_a_quantized_head_of_its_own_is_used(tmp_path: Path, caplog: pytest.LogC
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         for load in (load_full, load_lazy):
             assert torch.allclose(load(checkpoint, torch.float32).model.lm_head.weight, meant, rtol=1e-6)
-    assert len(_said(caplog)) == 1
+    assert len(warnings(caplog)) == 1

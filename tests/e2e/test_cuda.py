@@ -318,7 +318,7 @@ def test_attention_of_a_chunk_is_that_of_the_cpu(
 def test_a_partial_forward_changes_no_bit(slots: int, reference: Path, tokenizer: Any, cuda: torch.device) -> None:
     ids, made = [tokenizer(text)["input_ids"] for text in MIXED], []
     for look in ("ahead", "resident"):
-        served = engine(reference, tokenizer, "smoe", slots, device=cuda, options={"alpha": 0.0, "look": look})
+        served = engine(reference, tokenizer, "smoe", slots, device=cuda, options={"alpha": 0.0, "predict_from": look})
         made.append(generate(served, ids, 8))
         served.close()
     assert made[0][0] == made[1][0]

@@ -11,6 +11,7 @@ from moetool.bench.policy_table import BY_LAYER, PolicyTableOptions, bench_polic
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.command_line import exit_code
+from tests.refusals import refused
 from tests.synthetic_routes import make_spec, write_trace
 
 
@@ -80,7 +81,7 @@ def test_warm_tokens_count_in_no_row(folders: list[Path]) -> None:
 def test_refusals(folders: list[Path]) -> None:
     with pytest.raises(UsageError, match="expected shares"):
         PolicyTableOptions(shares=(0.0,), tokens=9)
-    with pytest.raises(UsageError, match=r"warm is 1\.0"):
+    with refused(UsageError, "warm", 1.0):
         PolicyTableOptions(shares=(0.5,), tokens=9, warm=1.0)
     with pytest.raises(UsageError, match="same directory name"):
         bench_policies([folders[0], folders[0]], PolicyTableOptions(shares=(0.5,), tokens=9))

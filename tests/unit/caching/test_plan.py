@@ -16,6 +16,7 @@ from predictors import next_use
 from tests import traces
 from tests.plans import choose_cache
 from tests.profiles import compute, flat, line, make_profile
+from tests.refusals import refused
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
 CANDIDATES = {
@@ -82,7 +83,7 @@ def test_the_fastest_need_not_move_the_fewest_bytes(trace: Trace) -> None:
 
 
 def test_a_policy_that_needs_more_slots_is_refused_when_asked_for(trace: Trace) -> None:
-    with pytest.raises(CapacityError, match=r"moesys needs at least 16 expert slots .* and 10 fit"):
+    with refused(CapacityError, "moesys", 16, 10):
         choose_cache(trace, 10_000, policies=["lru", "moesys"])
     plan = choose_cache(trace, 16_000, policies=["moesys"])
     assert (plan.slots, plan.prefetch_distance) == (16, 1)
@@ -115,9 +116,9 @@ def test_a_plan_comes_back_as_it_was_saved_even_when_its_folder_has_moved(trace:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(trace: Trace) -> None:
-    with pytest.raises(CapacityError, match="5,000 bytes hold 1 expert slots"):
+    with refused(CapacityError, "5,000", 1):
         choose_cache(trace, 5_000, dense_bytes=3_000, kv_bytes=300)
-    with pytest.raises(UsageError, match="has 1 request that the predictor was not trained on"):
+    with refused(UsageError, 1):
         choose_cache(trace, 10_000, trained_on=range(5))
 
 
@@ -127,24 +128,23 @@ def test_foreign_and_damaged_plans_are_refused_in_one_line(trace: Trace, tmp_pat
     plan.save(path)
     values = json.loads(path.read_text())
 
-    def refused(text: str, error: type[Exception], match: str) -> None:
+    def refuses(text: str, *facts: object) -> None:
         path.write_text(text)
-        with pytest.raises(error, match=match) as caught:
+        with refused(MismatchError, path, *facts):
             CachePlan.load(path)
-        assert "\n" not in str(caught.value)
 
-    refused("{", MismatchError, "is damaged")
-    refused("[]", MismatchError, "no JSON object")
-    refused("{}", MismatchError, "something else of schema version None, expected a cache_plan of version 1")
-    refused(json.dumps({**values, "schema_version": 9}), MismatchError, "of schema version 9, expected")
-    refused(json.dumps({**values, "slots": "many"}), MismatchError, "slots: .*integer.*again")
-    refused(json.dumps({**values, "colour": 1}), MismatchError, "'colour'")
+    refuses("{")
+    refuses("[]", "JSON object")
+    refuses("{}", None, "cache_plan", 1)
+    refuses(json.dumps({**values, "schema_version": 9}), 9, 1)
+    refuses(json.dumps({**values, "slots": "many"}), "slots", "integer")
+    refuses(json.dumps({**values, "colour": 1}), "colour")
     values.pop("policy")
-    refused(json.dumps(values), MismatchError, "policy: ")
+    refuses(json.dumps(values), "policy")
     with pytest.raises(UsageError, match="no plan at"):
         CachePlan.load(tmp_path / "absent.json")
     other = replace(make_spec(layers=5), name="other")
-    with pytest.raises(MismatchError, match=r"the plan was made for synthetic .* but the model is of other"):
+    with refused(MismatchError, "synthetic", "other"):
         plan.check(other)
 
 

@@ -13,6 +13,7 @@ from moetool.base.types import GateEvent, Phase
 from moetool.caching.policies.duoserve import likeliest
 from moetool.caching.policy import SharedPredictor, build_policy, slots_within
 from moetool.caching.residency import Residency, Step, StepKind
+from tests.refusals import refused
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec, random_stream, run_forwards
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH
@@ -203,18 +204,18 @@ def test_likeliest_is_the_union_by_summed_score() -> None:
 
 def test_what_cannot_be_built_is_refused_in_one_line() -> None:
     spec = make_spec()
-    with pytest.raises(UsageError, match="did you mean 'lfu'"):
+    with refused(UsageError, "lfu"):
         build_policy("lfuu", spec, {}, 4)
-    with pytest.raises(UsageError, match=r"unknown option 'forgot' of policy lfu: did you mean 'forget'\?"):
+    with refused(UsageError, "forgot", "lfu", "forget"):
         build_policy("lfu", spec, {"forgot": True}, 4)
-    with pytest.raises(UsageError, match=r"policy duoserve: slots_per_layer: .*integer"):
+    with refused(UsageError, "duoserve", "slots_per_layer", "integer"):
         build_policy("duoserve", spec, {"slots_per_layer": "many"}, 4)
-    with pytest.raises(UsageError, match="policy duoserve: lag is -1, expected at least 0"):
+    with refused(UsageError, "duoserve", "lag", -1, 0):
         build_policy("duoserve", spec, {"lag": -1}, 4, predictor=MadeUpPredictor(spec))
-    with pytest.raises(UsageError, match="needs a predictor"):
+    with refused(UsageError, "predictor"):
         build_policy("duoserve", spec, {}, 4)
-    with pytest.raises(MismatchError, match="the predictor was made for synthetic"):
+    with refused(MismatchError, "synthetic"):
         build_policy("duoserve", spec, {}, 4, predictor=MadeUpPredictor(make_spec(layers=9)))
-    with pytest.raises(CapacityError, match=r"1,999 bytes holds 1 .* at least 2,000"):
+    with refused(CapacityError, "1,999", 1, "2,000"):
         slots_within(spec, 1999)
     assert slots_within(spec, 1 << 40) == spec.total_experts

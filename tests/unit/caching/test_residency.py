@@ -10,6 +10,7 @@ from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import Policy, build_policy
 from moetool.caching.residency import Residency, Step, StepKind
+from tests.refusals import refused
 from tests.synthetic import make_forward, make_spec, random_stream
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH
@@ -190,7 +191,7 @@ def test_requests_are_announced_once_and_ended_once() -> None:
 
 
 def test_too_small_a_pool_is_refused() -> None:
-    with pytest.raises(CapacityError, match=r"1 expert slots .* smallest legal one has 2 \(2,000 bytes"):
+    with refused(CapacityError, 1, 2, "2,000"):
         Residency(Scripted(1))
 
 
@@ -299,7 +300,7 @@ def test_prefetches_stay_within_their_bytes() -> None:
         policy.ahead = [8, 9, 10, 11, 12, 13]
         residency.begin_forward(info)
         residency.event(event([3]))
-    with pytest.raises(UsageError, match="min_recall is 2"):
+    with refused(UsageError, "min_recall", 2):
         PrefetchLimits(min_recall=2)
 
 

@@ -16,6 +16,7 @@ from moetool.cluster.ray_check import (
     require_fitting,
     token_source,
 )
+from tests.refusals import refused
 
 HERE = JoinedMachine(address="127.0.0.1")
 
@@ -29,7 +30,7 @@ def closed_port() -> Iterator[int]:
 
 
 def test_nobody_listens(closed_port: int) -> None:
-    with pytest.raises(UsageError, match=rf"no Ray head at 127.0.0.1:{closed_port} \(Connection refused\); start one"):
+    with refused(UsageError, f"127.0.0.1:{closed_port}"):
         ask_head(f"127.0.0.1:{closed_port}")
     (check,) = check_cluster(f"127.0.0.1:{closed_port}")
     assert (check.name, check.good) == ("head", False)
@@ -47,10 +48,10 @@ def test_versions_and_joining() -> None:
     ray = pytest.importorskip("ray")
     fits = HeadAnswer(asks_token=True, versions={"Ray": ray.__version__}, machines=(HERE,))
     require_fitting("a:1", fits)
-    with pytest.raises(UsageError, match=f"runs Ray 1.0, this machine {ray.__version__}; install the same"):
+    with refused(UsageError, 1.0, ray.__version__):
         require_fitting("a:1", HeadAnswer(asks_token=True, versions={"Ray": "1.0"}, machines=(HERE,)))
     other = JoinedMachine(address="192.0.2.77")
-    with pytest.raises(UsageError, match="has not joined the Ray head at a:1; join with: ray start --address=a:1"):
+    with refused(UsageError, "ray start --address=a:1"):
         require_fitting("a:1", HeadAnswer(asks_token=True, versions={}, machines=(other,)))
 
 
@@ -59,7 +60,7 @@ def test_a_head_without_a_token_where_one_is_wanted(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     require_fitting("a:1", open_head)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with pytest.raises(UsageError, match="asks for no token, but RAY_AUTH_MODE is token here"):
+    with refused(UsageError, "RAY_AUTH_MODE"):
         require_fitting("a:1", open_head)
 
 

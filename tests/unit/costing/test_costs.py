@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moetool.base.errors import MismatchError, UsageError
 from moetool.base.machine import Machine
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
+from tests.refusals import refused
 from tests.synthetic import make_spec
 
 MACHINE = Machine(
@@ -125,9 +126,9 @@ def test_costs_are_found_by_device_data_type_tier_and_threads() -> None:
     assert profile.on().dtype == "bfloat16"
     assert profile.on("cpu", "float32").expert(3) == pytest.approx(0.006)
     assert [profile.tier("disk", threads).threads for threads in (1, 2, 3, 8)] == [1, 1, 4, 4]
-    with pytest.raises(MismatchError, match="no costs of any dtype on cuda, only of float32 on cpu, bfloat16 on cpu"):
+    with refused(MismatchError, "cuda", "float32 on cpu", "bfloat16 on cpu"):
         profile.on("cuda")
-    with pytest.raises(MismatchError, match="no load costs of tier pinned, only of disk"):
+    with refused(MismatchError, "pinned", "disk"):
         profile.tier("pinned")
 
 
@@ -148,7 +149,7 @@ def test_a_profile_serves_every_model_of_its_shape_and_no_other() -> None:
     profile = make_profile()
     profile.check(replace(make_spec(), name="a fine-tune", revision="f" * 64))
     profile.check(make_spec(layers=9))
-    with pytest.raises(MismatchError, match=r"the profile is of synthetic .*, but the model is .*hidden size 7\)"):
+    with refused(MismatchError, "synthetic", "hidden size 7"):
         profile.check(replace(make_spec(), hidden_size=7))
 
 
@@ -156,20 +157,18 @@ def test_foreign_and_damaged_profiles_are_refused_in_one_line(tmp_path: Path) ->
     path = tmp_path / "p.json"
     values = make_profile().to_json()
 
-    def refused(text: str, match: str) -> None:
+    def refuses(text: str, *facts: object) -> None:
         path.write_text(text)
-        with pytest.raises(MismatchError, match=match) as caught:
+        with refused(MismatchError, path, "moetool profile", *facts):
             CostProfile.load(path)
-        assert "\n" not in str(caught.value)
-        assert "moetool profile" in str(caught.value)
 
-    refused("{", "is damaged")
-    refused("[]", "no JSON object")
-    refused("{}", "something else of schema version None, expected a cost_profile of version 1")
-    refused(json.dumps({**values, "kind": "cache_plan"}), "holds cache_plan")
-    refused(json.dumps({**values, "schema_version": 9}), "of schema version 9, expected")
-    refused(json.dumps({**values, "colour": 1}), "'colour'")
-    refused(json.dumps({**values, "link": {"x": [2, 1], "y": [1, 2]}}), "link: .*must rise")
-    refused(json.dumps({**values, "loads": [{"tier": "disk"}]}), r"loads\.0\.threads")
+    refuses("{")
+    refuses("[]", "JSON object")
+    refuses("{}", None, "cost_profile", 1)
+    refuses(json.dumps({**values, "kind": "cache_plan"}), "cache_plan")
+    refuses(json.dumps({**values, "schema_version": 9}), 9, 1)
+    refuses(json.dumps({**values, "colour": 1}), "colour")
+    refuses(json.dumps({**values, "link": {"x": [2, 1], "y": [1, 2]}}), "link")
+    refuses(json.dumps({**values, "loads": [{"tier": "disk"}]}), "loads.0.threads")
     with pytest.raises(UsageError, match="no profile at"):
         CostProfile.load(tmp_path / "absent.json")

@@ -22,6 +22,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.location import shape_names
 from moetool.models.packed_linear import PackedLinear
 from tests import families, quantized
+from tests.refusals import refused
 
 TINY = {
     "model_type": "deepseek_v2",
@@ -151,27 +152,27 @@ def test_the_shapes_that_come_along_are_those_of_the_models() -> None:
 
 
 def test_what_cannot_be_profiled_is_said_before_anything_is_measured(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"deepseek-v2-lite is a shape without weights; .* --config-only"):
+    with refused(UsageError, "deepseek-v2-lite", "--config-only"):
         profile("deepseek-v2-lite")
-    with pytest.raises(UsageError, match=r"holds no .safetensors weights; .* --config-only"):
+    with refused(UsageError, ".safetensors", "--config-only"):
         profile(str(tiny))
-    with pytest.raises(UsageError, match="unknown shape 'deepseek-v2-light': did you mean 'deepseek-v2-lite'"):
+    with refused(UsageError, "deepseek-v2-light", "deepseek-v2-lite"):
         profile("deepseek-v2-light", ProfileOptions(config_only=True))
     with pytest.raises(UsageError, match="no config at"):
         profile(str(tmp_path / "none"), ProfileOptions(config_only=True))
-    with pytest.raises(UsageError, match="leave out --config-only or --predictor"):
+    with refused(UsageError, "--config-only", "--predictor"):
         profile(str(tiny), ProfileOptions(config_only=True, predictor=tmp_path))
-    with pytest.raises(UsageError, match="unknown dtype 'float31'"):
+    with refused(UsageError, "float31"):
         profile("reference", ProfileOptions(dtype="float31"))
-    with pytest.raises(UsageError, match="'there' is not an address"):
+    with refused(UsageError, "there"):
         profile("reference", ProfileOptions(peer="there"))
-    with pytest.raises(MoetoolError, match=r"no answer from 127.0.0.1:1 .*moetool profile --listen"):
+    with refused(MoetoolError, "127.0.0.1:1", "moetool profile --listen"):
         profile("reference", ProfileOptions(peer="1"))
 
 
 def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "memory_bytes", lambda: (10**6, 1000))
-    with pytest.raises(CapacityError, match=r"are needed for the embedding.* 1,000 are free"):
+    with refused(CapacityError, "1,000"):
         layer.layer_curves(Checkpoint.open(tiny), torch.float32, "cpu", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
     with pytest.raises(CapacityError, match="has 5 bytes free"), disk.scratch_shards(tiny, 100):

@@ -1,7 +1,6 @@
 """Layers and experts in safetensors files are those of the config, or the model is refused."""
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,9 @@ from safetensors.torch import load_file, save_file
 from moetool.base.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from tests import families
+from tests.logs import warnings
 
 EXPERTS = {"qwen3_moe": "num_local_experts", "deepseek_v3": "n_routed_experts"}
-
-
-def _warnings(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """Warnings of moetool; other libraries log too, and a record may arrive twice."""
-    records = [r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING]
-    return {record.getMessage() for record in records}
 
 
 def _model(folder: Path, family: str = "qwen3_moe", **changed: Any) -> Path:
@@ -59,7 +53,7 @@ def test_a_prediction_block_is_no_layer(
     names = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
     _add(tmp_path, {**block, **{f"model.layers.3.{name}.weight": torch.ones(4) for name in names}})
     assert Checkpoint.open(tmp_path).spec.layer_ids_L[-1] == 2
-    assert not _warnings(caplog)
+    assert not warnings(caplog)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -83,8 +77,8 @@ def test_experts_with_a_gap_in_their_numbers_are_refused(tmp_path: Path) -> None
 def test_weights_that_layers_do_not_take_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _model(tmp_path)
     _ = Checkpoint.open(tmp_path).spec
-    assert not _warnings(caplog)
+    assert not warnings(caplog)
     _add(tmp_path, {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)})
     _ = Checkpoint.open(tmp_path).spec
-    (said,) = _warnings(caplog)
+    (said,) = warnings(caplog)
     assert "ignores 1 weights" in said and "model.layers.1.self_attn.q_proj.bias" in said and str(tmp_path) in said

@@ -22,6 +22,7 @@ from moetool.placement.planners.director import Options
 from moetool.placement.scoring import remote_call_s
 from moetool.trace.reader import Trace
 from tests.clusters import make_cluster, make_problem
+from tests.refusals import refused
 from tests.synthetic import make_spec, write_trace
 
 CLUSTER = """
@@ -98,10 +99,10 @@ def test_a_wrong_cluster_is_refused_by_field(tmp_path: Path, old: str, new: str,
 
 
 def test_no_cluster_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot read the cluster file"):
+    with refused(UsageError, "none.toml"):
         load_cluster(tmp_path / "none.toml")
     (tmp_path / "empty.toml").write_text("servers = []")
-    with pytest.raises(UsageError, match="servers: found 0, expected 1 or more"):
+    with refused(UsageError, "empty.toml", "servers", 0, 1):
         load_cluster(tmp_path / "empty.toml")
 
 
@@ -140,7 +141,7 @@ def test_scores_are_of_the_requests_and_starts_that_they_say(
     other = write_trace(tmp_path / "other", make_spec(), num_requests=6, seed=7)
     assert score_plan(plan, {"lab": other}).requests == "other"
     assert score_plan(plan, {**traces, "lab": other}).requests == "partly planned on"
-    with pytest.raises(UsageError, match="is the trace of server lab, expected one of an unseen"):
+    with refused(UsageError, "lab"):
         compare(traces, cluster, ["uniform"], unseen=traces["lab"])
 
 
@@ -159,7 +160,7 @@ def test_tokens_start_where_they_are_told(cluster: Cluster, traces: dict[str, Tr
     chance = [read_demand(traces, cluster, starts="random", seed=3).tokens_GLE for _ in range(2)]
     assert (chance[0] == chance[1]).all()
     assert first[0].sum() == read_demand(traces, cluster).tokens_GLE[:2].sum()
-    with pytest.raises(UsageError, match="unknown --set starts 'last'"):
+    with refused(UsageError, "--set starts", "last"):
         read_demand(traces, cluster, starts="last")
 
 
@@ -183,19 +184,19 @@ def test_planners_side_by_side(cluster: Cluster, traces: dict[str, Trace], tmp_p
 
 def test_wrong_traces_are_refused(cluster: Cluster, traces: dict[str, Trace], tmp_path: Path) -> None:
     other = write_trace(tmp_path / "other", make_spec(4), num_requests=2)
-    with pytest.raises(MismatchError, match=r"the trace of lab is of synthetic .* but that of clinic"):
+    with refused(MismatchError, "lab", "clinic", "synthetic"):
         plan_placement({**traces, "lab": other}, cluster, "uniform", {})
-    with pytest.raises(UsageError, match="unknown server 'moon' in --trace, expected one of clinic, lab"):
+    with refused(UsageError, "moon", "--trace", "clinic, lab"):
         plan_placement({"moon": other}, cluster, "uniform", {})
     with pytest.raises(UsageError, match="no trace to plan from"):
         plan_placement({}, cluster, "uniform", {})
     plan, _ = plan_placement(traces, cluster, "uniform", {})
-    with pytest.raises(MismatchError, match="the plan was made for synthetic"):
+    with refused(MismatchError, "synthetic"):
         score_plan(plan, {"lab": other})
     for given in ("lab", "=x", "lab="):
-        with pytest.raises(UsageError, match="write --trace SERVER=DIR"):
+        with refused(UsageError, "--trace SERVER=DIR"):
             open_traces([given])
-    with pytest.raises(UsageError, match="names the server 'lab' twice"):
+    with refused(UsageError, "lab"):
         open_traces([f"lab={other.path}", f"lab={other.path}"])
 
 
@@ -204,27 +205,24 @@ def test_damaged_plans_are_refused_in_one_line(cluster: Cluster, traces: dict[st
     values = json.loads(json.dumps(plan.to_json()))
     path = tmp_path / "plan.json"
 
-    def refused(error: type[Exception], message: str, **changes: Any) -> None:
+    def refuses(error: type[Exception], *facts: object, **changes: Any) -> None:
         path.write_text(json.dumps({**values, **changes}))
-        with pytest.raises(error, match=message) as caught:
+        with refused(error, path, *facts):
             PlacementPlan.load(path)
-        assert "\n" not in str(caught.value)
 
     experts = values["experts_LG"]
-    refused(MismatchError, "holds cache_plan of schema version 1, expected a placement_plan", kind="cache_plan")
-    refused(
-        MismatchError, "experts_LG: found 2 layers of up to 3 GPUs, expected 3 layers of 3 GPUs", experts_LG=experts[:2]
-    )
-    refused(MismatchError, "experts_LG.0: found expert 0 unplaced", experts_LG=[[[1], [2], [3]], *experts[1:]])
-    refused(MismatchError, "expected different ones of 0 to 7", experts_LG=[[[1, 1], [2], [3]], *experts[1:]])
+    refuses(MismatchError, "cache_plan", "placement_plan", kind="cache_plan")
+    refuses(MismatchError, "experts_LG", "2 layers", "3 layers", experts_LG=experts[:2])
+    refuses(MismatchError, "experts_LG.0", "expert 0", experts_LG=[[[1], [2], [3]], *experts[1:]])
+    refuses(MismatchError, "experts_LG.0", "0 to 7", experts_LG=[[[1, 1], [2], [3]], *experts[1:]])
     small = json.loads(json.dumps(values["cluster"]))
     small["servers"][1]["gpus"][0]["memory_bytes"] = 1000
-    refused(CapacityError, "bytes of experts on GPU 2, expected at most 1,000", cluster=small)
-    refused(MismatchError, "seed", seed="x")
+    refuses(CapacityError, "GPU 2", "1,000", cluster=small)
+    refuses(MismatchError, "seed", seed="x")
     spec = {**values["spec"], "expert_bytes_L": [1000, 1000]}
-    refused(MismatchError, "spec.expert_bytes_L: found 2 values, expected 3", spec=spec)
+    refuses(MismatchError, "spec.expert_bytes_L", 2, 3, spec=spec)
     path.write_text("[]")
-    with pytest.raises(MismatchError, match="no JSON object"):
+    with refused(MismatchError, path):
         PlacementPlan.load(path)
     with pytest.raises(UsageError, match="no plan at"):
         PlacementPlan.load(tmp_path / "none.json")
@@ -277,7 +275,7 @@ def test_a_full_cluster_without_host_memory_cannot_swap() -> None:
     moves = order_moves(spec, cluster, old_GLE, old_GLE[::-1])
     assert [move.kind for move in moves].count("stage") == 1
     bare = replace(cluster, servers=(replace(cluster.servers[0], host_memory_bytes=0),))
-    with pytest.raises(CapacityError, match="the host of server s0 lacks 1,000 bytes"):
+    with refused(CapacityError, "s0", "1,000"):
         order_moves(spec, bare, old_GLE, old_GLE[::-1])
 
 
@@ -338,7 +336,7 @@ def test_a_remote_call_of_a_model_of_unknown_width_must_be_measured() -> None:
     spec = replace(make_spec(1, 2, top_k=1), hidden_size=0)
     problem = make_problem(spec, make_cluster([[2], [2]]))
     plan = _plan(spec, problem.cluster, place("uniform", problem))
-    with pytest.raises(MismatchError, match=r"the hidden size of synthetic is unknown, .* give --call-ms"):
+    with refused(MismatchError, "synthetic", "--call-ms"):
         plan_migration(plan, plan, problem.demand, horizon_tokens=1)
     assert plan_migration(plan, plan, problem.demand, horizon_tokens=1, call_s=0.01).call_s == 0.01
 
@@ -368,7 +366,7 @@ def test_sglang_gets_every_hidden_layer_and_no_other_key(equal_plan: PlacementPl
         assert (tuple(row[:3]), tuple(row[3:])) == gpus
     assert "--ep-num-redundant-experts 2" in lines[0]
     assert json.loads((tmp_path / "s.json.about.json").read_text())["planner"] == "made_up"
-    with pytest.raises(UsageError, match="num_hidden_layers is 3, but the model has layer 3"):
+    with refused(UsageError, "num_hidden_layers", 3):
         sglang.write_plan(equal_plan, tmp_path / "s.json", 3)
 
 
@@ -408,7 +406,7 @@ def test_ktransformers_gets_the_counts_behind_the_plan(
     ktransformers.write_plan(half, tmp_path / "k.pt")
     count_LE = torch.load(tmp_path / "k.pt", weights_only=True)["logical_count"]
     assert (count_LE.numpy() == read_demand(traces, cluster, planned_share(0.5)).tokens_LE).all()
-    with pytest.raises(MismatchError, match=r"made from 3 of the 6 requests of .* and does not say which; plan again"):
+    with refused(MismatchError, 3, 6):
         ktransformers.write_plan(replace(half, split=1.0), tmp_path / "k.pt")
     with pytest.raises(MismatchError, match="names no trace"):
         ktransformers.write_plan(replace(plan, traces=()), tmp_path / "k.pt")

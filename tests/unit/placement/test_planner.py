@@ -29,6 +29,7 @@ from moetool.placement.relaxation import relax
 from moetool.placement.rounding import round_layer
 from moetool.placement.scoring import balancedness, messages, score
 from tests.clusters import make_cluster, make_problem
+from tests.refusals import refused
 from tests.synthetic import make_spec
 
 # The example in the README of github.com/deepseek-ai/EPLB, and its output.
@@ -90,16 +91,16 @@ def test_eplb_never_puts_an_expert_twice_on_a_gpu_and_fills_the_slot() -> None:
 
 def test_the_published_eplb_refuses_unequal_gpus() -> None:
     problem = make_problem(make_spec(2, 6), make_cluster([[6], [8]]))
-    with pytest.raises(UsageError, match="the published eplb needs GPUs of one size"):
+    with refused(UsageError, "eplb"):
         place("eplb", problem, {"form": "published"})
 
 
 def test_eplb_deals_unequal_layers_where_equal_ones_would_not_hold_everything() -> None:
     problem = make_problem(make_spec(3, 4), make_cluster([[4, 4, 4]]))  # four slots a layer, on three GPUs
     assert place("eplb", problem).sum() == 12
-    with pytest.raises(CapacityError, match="1 slots of a layer on every GPU has 3 for 4 experts; use --set form="):
+    with refused(CapacityError, 1, 3, "4 experts", "--set form"):
         place("eplb", problem, {"form": "published"})
-    with pytest.raises(CapacityError, match="with slots_per_gpu 1; raise slots_per_gpu, or spread"):
+    with refused(CapacityError, "slots_per_gpu 1"):
         place("eplb", problem, {"slots_per_gpu": 1})
 
 
@@ -242,7 +243,7 @@ def test_costs_from_a_profile_and_the_links_of_a_cluster() -> None:
     over = profiled_latency(cluster, spec, measured).comm_s(np.full((3, 3), 5.0))
     assert over[0, 2] == pytest.approx(1.8)
     assert over[0, 1] == pytest.approx(80 / 20e9)
-    with pytest.raises(MismatchError, match="hidden size of synthetic is unknown"):
+    with refused(MismatchError, "hidden size", "synthetic"):
         unknown = replace(spec, hidden_size=0)
         profiled_latency(cluster, unknown, replace(profile, spec=unknown))
 
@@ -386,25 +387,25 @@ def test_loads_of_servers_are_split_over_their_gpus() -> None:
     demand = spread(make_spec(1, 2), cluster, np.array([[[4.0, 2.0]], [[1.0, 0.0]]]))
     assert demand.tokens_GLE.tolist() == [[[2, 1]], [[2, 1]], [[1, 0]]]
     assert demand.frequency_NLE.tolist() == [[[4, 2]], [[1, 0]]]
-    with pytest.raises(UsageError, match="of 1 servers, but the cluster has 2"):
+    with refused(UsageError, 1, 2):
         spread(make_spec(1, 2), cluster, np.ones((1, 1, 2)))
 
 
 def test_what_planners_refuse() -> None:
     problem = make_problem(make_spec(2, 8), make_cluster([[8], [8]]))
-    with pytest.raises(UsageError, match=r"unknown planner 'prizm': did you mean 'prism'"):
+    with refused(UsageError, "prizm", "prism"):
         place("prizm", problem)
-    with pytest.raises(UsageError, match="unknown option 'kick' of planner director"):
+    with refused(UsageError, "kick", "director"):
         place("director", problem, {"kick": 1})
-    with pytest.raises(CapacityError, match="with c_max 3; raise c_max"):
+    with refused(CapacityError, "c_max 3"):
         place("director", problem, {"c_max": 3})
     with pytest.raises(CapacityError, match="too many to try"):
         place("exhaustive", make_problem(make_spec(2, 16), make_cluster([[16], [16]])), {"objective": "latency"})
-    with pytest.raises(UsageError, match="unknown objective"):
+    with refused(UsageError, "speed"):
         place("exhaustive", problem, {"objective": "speed"})
-    with pytest.raises(UsageError, match="0 < cold <= hot"):
+    with refused(UsageError, "hot", "cold"):
         place("annealing", problem, {"hot": 0.0})
-    with pytest.raises(UsageError, match="seconds >= 0"):
+    with refused(UsageError, "seconds"):
         place("director", problem, {"seconds": -1.0})
 
 
@@ -429,7 +430,7 @@ def test_a_planner_whose_time_is_over_returns_a_placement(planner: str, monkeypa
 
 def test_programmes_without_an_optimum_in_time_say_so() -> None:
     problem = make_problem(make_spec(2, 32), make_cluster([[20] * 2] * 2))
-    with pytest.raises(CapacityError, match=r"prism_exact: a linear programme of 128 variables took too long"):
+    with refused(CapacityError, "prism_exact", 128):
         place("prism_exact", problem, {"seconds": 1e-9})
     assert place("prism_exact", problem, {"seconds": 60.0}).any(axis=0).all()
 

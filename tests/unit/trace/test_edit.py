@@ -11,6 +11,7 @@ from moetool.trace.merge import merge
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import traces
+from tests.refusals import refused
 
 LENGTHS = [(4, 3), (2, 2), (5, 1)]
 COLUMNS = ("weights", "logits", "hidden")
@@ -43,7 +44,7 @@ def test_all_layers_keep_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [{"layers": 0}, {"layers": 4}, {"requests": 4}])
 def test_more_than_there_is_is_refused(asked: dict[str, int], tmp_path: Path) -> None:
     whole = traces.write(tmp_path / "whole", traces.alone(LENGTHS), LENGTHS)
-    with pytest.raises(UsageError, match=r"--\w+ is \d, and .* has 3; give 1 to 3"):
+    with refused(UsageError, 3, "1 to 3"):
         head(whole, tmp_path / "head", **asked)
 
 
@@ -114,11 +115,11 @@ def test_shares_are_evenly_spread_and_together_the_whole(many: Trace, tmp_path: 
     for shares in ([], [0.0], [1.0], [0.7, 0.7], [-0.5], [float("nan")]):
         with pytest.raises(UsageError, match="expected shares above 0"):
             split(many, tmp_path / "x", by="request", shares=shares)
-    with pytest.raises(UsageError, match=r"part 1 .* would have no request"):
+    with refused(UsageError, "part 1"):
         split(many, tmp_path / "x", by="request", shares=[0.99])
-    with pytest.raises(UsageError, match="--share is for --by request"):
+    with refused(UsageError, "--share", "--by request"):
         split(many, tmp_path / "x", by="task", shares=[0.5])
-    with pytest.raises(UsageError, match="did you mean 'task'"):
+    with refused(UsageError, "task"):
         split(many, tmp_path / "x", by="tasks")
 
 
@@ -159,11 +160,11 @@ def test_a_merge_says_what_it_leaves_out(tmp_path: Path) -> None:
 
 def test_what_cannot_be_merged_is_refused(many: Trace, tmp_path: Path) -> None:
     other = head(many, tmp_path / "other", layers=2)
-    with pytest.raises(MismatchError, match="was made for tiny, 2 MoE layers"):
+    with refused(MismatchError, "tiny", 2):
         merge([many, other], tmp_path / "x")
     with pytest.raises(UsageError, match="is the same trace as"):
         merge([many, Trace(many.path)], tmp_path / "x")
-    with pytest.raises(UsageError, match="1 trace to merge, expected at least two"):
+    with refused(UsageError, 1):
         merge([many], tmp_path / "x")
     with pytest.raises(UsageError, match="exists already"):
         merge([many, head(many, tmp_path / "s", requests=1)], tmp_path / "other")

@@ -19,6 +19,7 @@ from moetool.trace.reader import Trace
 from moetool.trace.rows import SIGNALS, TokenBatch
 from moetool.tuning.replay import replay
 from tests import traces
+from tests.refusals import refused
 from tests.synthetic import make_spec
 
 LENGTHS = [(3, 3), (2, 4)]
@@ -93,7 +94,7 @@ def test_shuffled_rows_are_refused_though_their_hashes_are_right(tmp_path: Path)
 
 def test_a_replay_of_experts_that_are_not_there_is_refused(tmp_path: Path) -> None:
     trace = corrupted(tmp_path / "t", setting("experts_TS", (0, 0), 60_000))
-    with pytest.raises(MismatchError, match="uses expert 60000"):
+    with refused(MismatchError, 60000):
         replay(trace, ["lru"], [500])
 
 
@@ -110,29 +111,28 @@ def test_counts_that_disagree_are_refused(tmp_path: Path) -> None:
     file = trace.path / "manifest.json"
     whole = json.loads(file.read_text())
 
-    def refused(says: str, **changes: Any) -> None:
+    def refuses(*facts: object, **changes: Any) -> None:
         file.write_text(json.dumps({**whole, **changes}))
-        with pytest.raises(MismatchError, match=f"{says}.*again") as caught:
+        with refused(MismatchError, trace.path, *facts):
             Trace(trace.path)
-        assert "\n" not in str(caught.value)
 
-    refused("2 requests of 10 tokens, but the manifest says 2 and 1,000,000,000,000,000", tokens=10**15)
-    refused("tokens: found -1", tokens=-1)
-    refused("manifest says 3 and 10", requests=3)
-    refused("ahead: found -1, expected 0 or more", ahead=-1)
-    refused("ahead: found 1,000,000,000, expected at most", ahead=10**9)
-    refused("resident: found 1.5, expected a number from 0 to 1", resident=1.5)
-    refused("columns: found colour", columns=[*whole["columns"], "colour"])
-    refused("columns: found no experts", columns=["request"])
-    refused("composition.kind: found None", composition={})
-    refused("files: found ../x.parquet", files={**whole["files"], "../x.parquet": {"bytes": 1, "sha256": ""}})
-    refused("spec.top_k_L.0: found 0", spec={**whole["spec"], "top_k_L": [0, 2, 3]})
-    refused("model spec.*num_experts_L", spec={**whole["spec"], "num_experts_L": "eight"})
+    refuses(10, "1,000,000,000,000,000", tokens=10**15)
+    refuses("tokens", -1, tokens=-1)
+    refuses(3, 10, requests=3)
+    refuses("ahead", -1, 0, ahead=-1)
+    refuses("ahead", "1,000,000,000", ahead=10**9)
+    refuses("resident", 1.5, "0 to 1", resident=1.5)
+    refuses("columns", "colour", columns=[*whole["columns"], "colour"])
+    refuses("columns", "experts", columns=["request"])
+    refuses("composition.kind", None, composition={})
+    refuses("files", "x.parquet", files={**whole["files"], "../x.parquet": {"bytes": 1, "sha256": ""}})
+    refuses("spec.top_k_L.0", 0, spec={**whole["spec"], "top_k_L": [0, 2, 3]})
+    refuses("num_experts_L", spec={**whole["spec"], "num_experts_L": "eight"})
     table = pq.read_table(trace.path / "requests.parquet")
     tokens = table["tokens"].to_pylist()
     moved = table.set_column(8, "tokens", pa.array([tokens[0] + 1, tokens[1] - 1], pa.int32()))
     _replace(trace.path, "requests.parquet", moved, whole)
-    with pytest.raises(MismatchError, match="holds 5 of the 6 tokens of request 0"):
+    with refused(MismatchError, 5, 6, "request 0"):
         list(Trace(trace.path).batches())
     twice = table.set_column(0, "request", pa.array([0, 0], pa.int32()))
     _replace(trace.path, "requests.parquet", twice, whole)
@@ -140,11 +140,11 @@ def test_counts_that_disagree_are_refused(tmp_path: Path) -> None:
         Trace(trace.path)
     other = table.set_column(0, "request", pa.array([0, 9], pa.int32()))
     _replace(trace.path, "requests.parquet", other, whole)
-    with pytest.raises(MismatchError, match="has rows of request 1, which it does not list"):
+    with refused(MismatchError, "request 1"):
         list(Trace(trace.path).batches())
     empty = table.set_column(1, "dataset", pa.array(["d", None], pa.string()))
     _replace(trace.path, "requests.parquet", empty, whole)
-    with pytest.raises(MismatchError, match="column dataset lacks values"):
+    with refused(MismatchError, "dataset"):
         Trace(trace.path)
 
 
@@ -205,11 +205,11 @@ def test_counts_that_cannot_be_are_refused(tmp_path: Path) -> None:
     values = [[-1] * 24, [1] * 24]
     table = table.set_column(1, "tokens", pa.array(values, table["tokens"].type))
     _replace(folder, FILE, table, json.loads((folder / "manifest.json").read_text()))
-    with pytest.raises(MismatchError, match="a count of tokens is -1, expected 0 or more"):
+    with refused(MismatchError, -1):
         ExpertCounts(folder)
     (folder / FILE).unlink()
     os.mkfifo(folder / FILE)
-    with pytest.raises(MismatchError, match="it is a named pipe"):
+    with refused(MismatchError, "named pipe"):
         ExpertCounts(folder)
     with pytest.raises(UsageError, match="no counts at"):
         ExpertCounts(tmp_path / "none")

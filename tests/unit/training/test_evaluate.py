@@ -24,6 +24,7 @@ from moetool.training.tally import MatchTally
 from moetool.training.tokens import Tokens, stream
 from moetool.training.training import split_requests, train
 from tests.profiles import compute, line, make_profile
+from tests.refusals import refused
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 
 
@@ -175,7 +176,7 @@ def test_all_predictors_are_scored_on_requests_unseen_by_all(tmp_path: Path) -> 
     assert {row.num_requests for row in rows} == {len(tests[0])}
     other = next(s for s in range(99) if not tests[0] & set(split_requests(Trace(trace), s, 0.05).test))
     train("affinity", trace, tmp_path / "few", seed=other, fit=FitOptions(held_out=0.05))
-    with pytest.raises(UsageError, match=r"none of the 20 requests of .* unseen by all .* affinity 1\); train them on"):
+    with refused(UsageError, 20, "affinity 1"):
         evaluate([tmp_path / "popularity", tmp_path / "few"], trace)
     twice = _repeating(tmp_path / "a", trace, range(20))
     doubled, _ = merge([Trace(twice), Trace(_repeating(tmp_path / "b", trace, range(5), name="2"))], tmp_path / "twice")
@@ -188,7 +189,7 @@ def test_all_predictors_are_scored_on_requests_unseen_by_all(tmp_path: Path) -> 
 def test_another_models_trace_is_refused(tmp_path: Path) -> None:
     train("popularity", write_trace(tmp_path / "trace"), tmp_path / "popularity")
     other = write_trace(tmp_path / "other", make_spec(revision="b" * 64))
-    with pytest.raises(MismatchError, match="was made for synthetic"):
+    with refused(MismatchError, "synthetic"):
         evaluate([tmp_path / "popularity"], other)
 
 
@@ -269,7 +270,7 @@ def test_an_unseen_task_is_scored_too(tmp_path: Path) -> None:
     ]
     assert rows[2].scores == evaluate([tmp_path / "affinity"], other)[0].scores
     assert (rows[0].training_tokens, rows[1].training_tokens) == (14 * 20, None)
-    with pytest.raises(UsageError, match="is the trace that affinity was trained on"):
+    with refused(UsageError, "affinity"):
         evaluate([tmp_path / "affinity"], trace, trace)
 
 
@@ -362,5 +363,5 @@ def test_prompt_predictions_agree_with_plain_loops(tmp_path: Path) -> None:
 
 def test_scores_that_are_not_finite_are_refused() -> None:
     tally = MatchTally(_Oracle(torch.zeros(1, 4, 2, dtype=torch.int64), 0), [1])
-    with pytest.raises(MoetoolError, match="of MoE layer 1 that are not finite"):
+    with refused(MoetoolError, "layer 1"):
         tally.count(1, 1, torch.full((1, 8), float("nan")), torch.tensor([[0, 1]]), torch.ones(1))

@@ -14,6 +14,7 @@ from moetool.costing.pricing import TimelineOptions
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
 from tests.profiles import compute, flat, make_profile
+from tests.refusals import refused
 from tests.synthetic import MadeUpPredictor, make_spec, run_forwards, write_trace
 
 ALL = ["on_demand", "lru", "lfu", "duoserve", "belady"]
@@ -106,14 +107,14 @@ def test_steps_of_one_run(trace: Trace) -> None:
 
 
 def test_what_cannot_be_replayed_is_refused(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CapacityError, match=r"1,999 bytes holds 1 expert slots of 1,000 .* at least 2,000 bytes"):
+    with refused(CapacityError, "1,999", 1, "1,000", "2,000"):
         replay(trace, ["lru"], [1999])
-    with pytest.raises(UsageError, match="did you mean 'belady'"):
+    with refused(UsageError, "belady"):
         replay(trace, ["beladi"], [6000])
-    with pytest.raises(UsageError, match="needs a predictor"):
+    with refused(UsageError, "predictor"):
         replay(trace, ["duoserve"], [6000])
     monkeypatch.setattr("moetool.caching.policies.lru.Policy.needs", frozenset({"experts", "logits"}))
-    with pytest.raises(MismatchError, match="policy lru needs logits"):
+    with refused(MismatchError, "lru", "logits"):
         replay(trace, ["lru"], [6000])
 
 
@@ -203,7 +204,7 @@ def test_a_profile_that_does_not_say_what_the_policy_costs_is_refused(trace: Tra
     replay(trace, ["lru"], [9000], ReplaySetup(predictor=predictor, profile=profile))
     options = TimelineOptions(prediction_ms=0.0)
     replay(trace, ["duoserve"], [9000], ReplaySetup(predictor=predictor, profile=profile, timeline=options))
-    with pytest.raises(MismatchError, match="on cuda"):
+    with refused(MismatchError, "cuda"):
         replay(trace, ["lru"], [9000], ReplaySetup(profile=profile, timeline=TimelineOptions(device="cuda")))
 
 
@@ -215,11 +216,11 @@ def test_a_pool_in_bytes_is_never_larger_than_its_budget_and_holds_more(trace: T
     assert (everything, whole_bytes(trace)) == (8 * 2400, 24 * 1000)
     whole, less = replay(trace, ["lru"], [everything, everything - 1], ReplaySetup(pool_unit="bytes"))
     assert whole.counts.missed <= 24 < less.counts.missed
-    with pytest.raises(UsageError, match="did you mean 'bytes'"):
+    with refused(UsageError, "bytes"):
         replay(trace, ["lru"], [9000], ReplaySetup(pool_unit="byte"))
-    with pytest.raises(UsageError, match=r"unknown pool 'slots'.*known: layer, mixed, one"):
+    with refused(UsageError, "slots", "layer, mixed, one"):
         replay(trace, ["lru"], [9000], ReplaySetup(pool="slots"))
-    with pytest.raises(UsageError, match="pool layer counts slots"):
+    with refused(UsageError, "layer"):
         replay(trace, ["lru"], [9000], ReplaySetup(pool="layer", pool_unit="bytes"))
 
 

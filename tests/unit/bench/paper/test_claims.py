@@ -23,6 +23,7 @@ from moetool.costing.pricing import Prices
 from moetool.trace.reader import Trace
 from moetool.training.predictor import build
 from moetool.training.tokens import Tokens
+from tests.refusals import refused
 from tests.synthetic_routes import make_spec, write_trace
 
 PRINTED = {
@@ -185,11 +186,11 @@ def test_predictors_of_one_class_are_replayed_separately(tmp_path: Path) -> None
 
 
 def test_unmeasured_names_are_refused() -> None:
-    with pytest.raises(UsageError, match="did you mean 'prism'"):
+    with refused(UsageError, "prism"):
         _judge(Check(lowest="prsm"), prism=[1.0])
     with pytest.raises(UsageError, match="an empty check"):
         Check(order=("alone",))
-    with pytest.raises(UsageError, match="derivation of 'x'"):
+    with refused(UsageError, "x"):
         derive({"a": [1.0]}, {"x": {"lss": ("a", "a")}})
 
 
@@ -252,7 +253,7 @@ def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.
     alone = rows(1)
     assert [row["links"] for row in alone] == [1.0, 0.5] and alone[0]["values"] != alone[1]["values"]
     monkeypatch.setattr(remote_share, "run", refuse)
-    with pytest.raises(UsageError, match="unknown measured value '9 % remote'"):
+    with refused(UsageError, "9 % remote"):
         run(2, bad, good)
     assert rows(2) == alone
 
@@ -307,7 +308,7 @@ def test_claims_are_chosen_by_table_and_figure() -> None:
     claims = read_paper("prism").claim
     assert {claim.id for claim in choose(claims, ["figure 8"])} == {"Figure 8(a)", "Figure 8(b)"}
     assert {claim.id for claim in choose(claims, ["Table I"])} == {"Table I"}
-    with pytest.raises(UsageError, match="unknown claim 'Figure 80'"):
+    with refused(UsageError, "Figure 80"):
         choose(claims, ["Figure 80"])
 
 

@@ -15,6 +15,7 @@ from moetool.bench.paper.named_machine import (
     simulated_costs,
 )
 from moetool.costing.machines import read_named_machine, recipe_names
+from tests.refusals import refused
 
 
 def test_every_model_costs_something_on_a_machine() -> None:
@@ -58,7 +59,7 @@ def test_a_given_cost_replaces_a_derived_one() -> None:
     assert changed(other, {"load_s": 1.0}).load_s == 1.0
     with pytest.raises(UsageError, match="name both"):
         MachineChoice(machine="rtx-a5000")
-    with pytest.raises(UsageError, match="did you mean 'rtx-a5000'"):
+    with refused(UsageError, "rtx-a5000"):
         MachineChoice(machine="rtx-a500", model="mixtral-8x7b").assumed()
 
 

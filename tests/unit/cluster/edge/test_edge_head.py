@@ -27,6 +27,7 @@ from moetool.runtime.serve_options import ServeOptions
 from moetool.serving.server_options import ServerOptions
 from tests.clusters import make_cluster, make_plan
 from tests.identities import NOBODY, identity
+from tests.refusals import refused
 from tests.servers import eventually
 from tests.synthetic import make_spec
 
@@ -234,7 +235,7 @@ def test_everybody_is_told_what_all_hold(start: Callable[..., _Cluster]) -> None
     assert cluster.agree() and cluster.processes[0].holders[-1].version > before
     cluster.head.drop(0, 0, 0)
     assert cluster.agree() and (0, 0) not in cluster.processes[0].held
-    with pytest.raises(MoetoolError, match="s1 is the only one that holds expert 0 of MoE layer 0"):
+    with refused(MoetoolError, "s1", "expert 0", "layer 0"):
         cluster.head.drop(1, 0, 0)
     assert cluster.head.holders() == cluster.processes[2].holders[-1]
 
@@ -269,7 +270,7 @@ def test_an_expert_that_arrived_though_nobody_heard_of_it_is_known(start: Callab
     if method == "adopt_all":
         assert [at for _, at, _ in cluster.head.move([], [(1, (0, 0), 0)]).failed] == [(0, 0)]
     else:
-        with pytest.raises(MoetoolError, match="did not answer adopt"):
+        with refused(MoetoolError, "adopt"):
             cluster.head.adopt(1, 0, 0, 0)
     assert (0, 0) in cluster.processes[1].held
     eventually(lambda: (0, 0) in cluster.head.held()[1] and cluster.agree())
@@ -292,9 +293,9 @@ def test_a_server_that_goes_is_replaced_and_comes_back(start: Callable[..., _Clu
         cluster.processes.die(0)
     eventually(lambda: cluster.covered() == ALL and cluster.agree())  # by the two others
     assert cluster.head.infos()[0] is None and cluster.head.stats()[0] is None
-    with pytest.raises(MoetoolError, match="server s0 is unavailable"):
+    with refused(MoetoolError, "s0"):
         cluster.head.adopt(0, 0, 0, -1)
-    with pytest.raises(MoetoolError, match="server s0 is unavailable"):
+    with refused(MoetoolError, "s0"):
         cluster.head.drop(0, 0, 0)
     cluster.processes.may_start.set()
     eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
@@ -485,9 +486,9 @@ def test_settings_of_each_server(reference: Path) -> None:
     assert [one.options.first_device for one in given] == [2, 2]
     with pytest.raises(UsageError, match="state is for policies that learn"):
         _settings(reference, options=ServeOptions(state="x"))
-    with pytest.raises(UsageError, match="port 65535 leaves none for the last server"):
+    with refused(UsageError, 65535):
         _settings(reference, port=65535)
-    with pytest.raises(CapacityError, match=r"found .* bytes of experts on GPU 0"):
+    with refused(CapacityError, "GPU 0"):
         _settings(reference, slots=127)
     with pytest.raises(MismatchError, match="make the plan again for this model"):
         worker_settings(
@@ -507,15 +508,15 @@ def _other_plan(spec: Any) -> PlacementPlan:
 
 
 def test_options_that_make_no_sense() -> None:
-    with pytest.raises(UsageError, match=r"cluster.ping_s is 0, expected above 0"):
+    with refused(UsageError, "cluster.ping_s", 0):
         ClusterOptions(ping_s=0)
-    with pytest.raises(UsageError, match=r"cluster.slots is -1, expected at least 0"):
+    with refused(UsageError, "cluster.slots", -1, 0):
         ClusterOptions(slots=-1)
 
 
 def test_the_own_address_on_the_way_to_another() -> None:
     assert own_address("127.0.0.1:6379") == own_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(MoetoolError, match=r"no route to nowhere\.invalid"):
+    with refused(MoetoolError, "nowhere.invalid"):
         own_address("nowhere.invalid:6379")
 
 

@@ -23,6 +23,7 @@ from moetool.models.files.location import locate, locate_config
 from tests import gguf_oracle
 from tests.command_line import exit_code
 from tests.hub import COMMIT, Hub, running
+from tests.refusals import refused
 
 NAME = "org/small-moe"
 
@@ -120,7 +121,7 @@ def test_one_gguf_file_is_asked_for_by_name(hub: Hub) -> None:
     assert _downloaded(hub) == {"m-Q4.gguf"}
     assert locate(f"{NAME}/m-big-00001-of-00002.gguf").is_file()
     assert _downloaded(hub) == {"m-Q4.gguf", "m-big-00001-of-00002.gguf", "m-big-00002-of-00002.gguf"}
-    with pytest.raises(UsageError, match=r"one of 5, such as org/small-moe/m-Q4.gguf, org/small-moe/m-Q8.gguf"):
+    with refused(UsageError, 5, "org/small-moe/m-Q4.gguf", "org/small-moe/m-Q8.gguf"):
         locate(NAME)
     with pytest.raises(UsageError, match=r"does not name one of its GGUF files"):
         locate(f"{NAME}/m-Q5.gguf")
@@ -156,7 +157,7 @@ def test_of_a_gguf_file_the_header_alone_comes(gguf_hub: Hub, ranges: bool, monk
     gguf_hub.folders.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert Checkpoint.open(f"{NAME}/one.gguf", weights=False).spec == found.spec
-    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
+    with refused(UsageError, "HF_HUB_OFFLINE"):
         Checkpoint.open(f"{NAME}/one.gguf")
 
 
@@ -216,7 +217,7 @@ def test_the_next_command_continues_what_an_earlier_one_left(hub: Hub, capsys: p
 
 def test_bytes_that_are_not_the_hubs_are_never_used(hub: Hub, tmp_path: Path) -> None:
     hub.corrupts.add("model-0.safetensors")
-    with pytest.raises(MismatchError, match=r"model-0.safetensors has sha256 \w{12}, expected \w{12}"):
+    with refused(MismatchError, "model-0.safetensors", "sha256"):
         locate(NAME)
     hub.corrupts.clear()
     file = locate(NAME) / "model-0.safetensors"
@@ -287,7 +288,7 @@ def test_an_interruption_ends_the_wait_for_another_process(
 def test_a_disk_that_is_too_small_is_found_before_anything_comes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage(0, 0, 1_000_000))
-    with pytest.raises(CapacityError, match=r"org/small-moe needs [\d.]+ MB more on the disk of .* 1.0 MB free"):
+    with refused(CapacityError, "org/small-moe", "1.0 MB"):
         locate(NAME)
     assert not any(path.endswith(".safetensors") for path in _downloaded(hub))
 
@@ -297,7 +298,7 @@ def test_a_disk_that_fills_up_on_the_way_is_said(hub: Hub, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
-    with pytest.raises(CapacityError, match=r"; make room there, or set HF_HOME to a larger disk"):
+    with refused(CapacityError, "HF_HOME"):
         locate(NAME)
 
 
@@ -336,14 +337,14 @@ def test_without_the_hub_the_cache_is_used(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert locate(NAME) == locate(f"{NAME}@{COMMIT}") == path
     assert "cannot be reached" in capsys.readouterr().err
-    with pytest.raises(MoetoolError, match=r"cannot get 'org/other' .* cannot be reached .*; check the network"):
+    with refused(MoetoolError, "org/other"):
         locate("org/other")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert locate(NAME) == path
-    with pytest.raises(UsageError, match=r"cannot get 'org/other' .* HF_HUB_OFFLINE is set: unset it"):
+    with refused(UsageError, "org/other", "HF_HUB_OFFLINE"):
         locate("org/other")
     (path / "model-1.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"without model-1.safetensors, and HF_HUB_OFFLINE is set"):
+    with refused(UsageError, "model-1.safetensors", "HF_HUB_OFFLINE"):
         locate(NAME)
 
 

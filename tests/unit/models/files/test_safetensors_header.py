@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from moetool.base.errors import MismatchError, UsageError
 from moetool.models.files.safetensors_header import DTYPE_BITS, HeaderEntry, read_header
 from moetool.models.files.tensor_index import read_index
+from tests.refusals import refused
 
 _Header = dict[str, Any]
 
@@ -191,9 +192,9 @@ def test_indexes_that_are_refused(weight_map: Any, reason: str, tmp_path: Path) 
 
 
 def test_a_missing_file_and_a_tensor_in_two(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"three.safetensors is missing"):
+    with refused(UsageError, "three.safetensors"):
         read_index(_sharded(tmp_path, {"a": "three.safetensors"}))
     _sharded(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.safetensors")
-    with pytest.raises(MismatchError, match=r"a is in .*one.safetensors and in .*two.safetensors, expected it once"):
+    with refused(MismatchError, "one.safetensors", "two.safetensors"):
         read_index(tmp_path)

@@ -1,7 +1,6 @@
 """Which files of a directory are the checkpoint: transformers' choice, or a refusal that names what is there."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.files.location import locate
 from moetool.models.loading import load_full, load_lazy
 from tests import families
+from tests.logs import warnings
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -62,11 +62,6 @@ def _add_gguf(folder: Path) -> None:
         (folder / name).write_bytes(b"GGUF")
 
 
-def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = (r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING)
-    return [record.getMessage() for record in found]
-
-
 @pytest.mark.parametrize(
     "add",
     [
@@ -99,7 +94,7 @@ def test_an_index_is_read_beside_other_names(model: Path) -> None:
 def test_two_sets_of_weights_are_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     _add_shards(model)
     assert Checkpoint.open(model).index.tensors
-    (said,) = _warnings(caplog)
+    (said,) = warnings(caplog)
     assert f"{ONE} is read" in said and SHARDS[0] in said and str(model) in said
     caplog.clear()
     for file in SHARDS:
@@ -107,7 +102,7 @@ def test_two_sets_of_weights_are_told(model: Path, caplog: pytest.LogCaptureFixt
     assert Checkpoint.open(model).index.tensors
     (model / INDEX).write_text("{")  # transformers does not open it
     assert Checkpoint.open(model).index.tensors
-    assert not _warnings(caplog)
+    assert not warnings(caplog)
 
 
 @pytest.mark.parametrize(

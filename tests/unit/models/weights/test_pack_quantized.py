@@ -17,6 +17,7 @@ from moetool.models.weight_index import index_weights
 from moetool.models.weights.pack_quantized import PackQuantized
 from moetool.models.weights.packed import Scheme, quantization_config, round_weight, to_tensors
 from moetool.models.weights.quantization_config import Quantization, Targets, quantization_of
+from tests.refusals import refused
 
 PATH = Path("model")
 
@@ -88,14 +89,14 @@ def _saved(folder: Path, scheme: Scheme, change: Callable[[dict[str, torch.Tenso
 def test_act_order_is_refused_by_name(tmp_path: Path) -> None:
     order = torch.arange(48, dtype=torch.int32) // 16
     path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.update({"a.weight_g_idx": order}))
-    with pytest.raises(UsageError, match=r"orders the groups of a weight by activation \(a.weight_g_idx\)"):
+    with refused(UsageError, "a.weight_g_idx"):
         index_weights(read_index(path), _quantization())
 
 
 @pytest.mark.parametrize("shape", [[12, 40], [11, 48], [48, 12], [12]], ids=str)
 def test_a_shape_that_contradicts_the_packed_weight_is_refused(shape: list[int], tmp_path: Path) -> None:
     path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.update({"a.weight_shape": torch.tensor(shape)}))
-    with pytest.raises(MismatchError, match=r"a.weight_packed has shape .*a.weight_shape says"):
+    with refused(MismatchError, "a.weight_packed", "a.weight_shape"):
         index_weights(read_index(path), _quantization())
 
 
@@ -127,7 +128,7 @@ def test_zero_points_of_another_shape_are_refused(tmp_path: Path) -> None:
     path = _saved(
         tmp_path, Scheme(group=16, symmetric=False), lambda tensors: tensors.update({"a.weight_zero_point": zero})
     )
-    with pytest.raises(MismatchError, match=r"a.weight_zero_point is stored as I8, expected I32"):
+    with refused(MismatchError, "a.weight_zero_point", "I8", "I32"):
         index_weights(read_index(path), _quantization(symmetric=False))
 
 

@@ -16,6 +16,7 @@ from moetool.trace.foreign.importing import formats_with, import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay
+from tests.refusals import refused
 from tests.synthetic import make_spec, random_experts
 
 LAYERS, EXPERTS, TOP_K, PROMPT, TOKENS = 3, 8, 2, 4, 7
@@ -141,7 +142,7 @@ def test_several_files_of_one_model_are_tasks_of_one_trace(tmp_path: Path) -> No
     assert [task["task"] for task in Trace(tmp_path / "t").describe()["tasks"]] == ["code", "law"]
     alone = import_trace([code], "topk_parquet", tmp_path / "u")
     assert made.revision == alone.revision
-    with pytest.raises(UsageError, match=r"both have the sequence .* of the task 'law'"):
+    with refused(UsageError, "law"):
         import_trace([law, law], "topk_parquet", tmp_path / "v")
     other = write_parquet(tmp_path / "c.parquet", task="chat", model="lab/other")
     with pytest.raises(MismatchError, match="lab/other"):
@@ -158,11 +159,11 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     routes, law = write_csv(tmp_path / "r.csv", HEADER + csv_rows()), write_parquet(tmp_path / "law.parquet")
     out = tmp_path / "t"
     assert {"route_csv", "topk_parquet"} <= set(formats_with("read_routes"))
-    with pytest.raises(UsageError, match="did you mean 'route_csv'"):
+    with refused(UsageError, "route_csv"):
         import_trace([routes], "routes_csv", out)
-    with pytest.raises(UsageError, match="leave out --as"):
+    with refused(UsageError, "--as"):
         import_trace([routes], "route_csv", out, tokens_as="decode")
-    with pytest.raises(UsageError, match=r"did you mean 'decode'\?"):
+    with refused(UsageError, "decode"):
         import_trace([law], "topk_parquet", out, tokens_as="decod")
     with pytest.raises(UsageError, match="no file at"):
         import_trace([tmp_path / "none.csv"], "route_csv", out)

@@ -20,6 +20,7 @@ from moetool.trace.foreign.importing import formats_with, import_trace
 from moetool.trace.reader import Trace
 from tests import foreign
 from tests.foreign import EXPERTS, IDS, LAYERS, PROMPT, ROUTES, TOKENS
+from tests.refusals import refused
 
 SAID = {"num_experts": EXPERTS, "expert_bytes": 1000}
 
@@ -142,13 +143,13 @@ def test_columns_are_mapped_by_name_or_number(tmp_path: Path) -> None:
     )
     made = bring(plain, "layer=1,expert=2,token=3,request=4,weight=5,rank=6")
     assert {row["prompt_id"] for row in made.requests.to_pylist()} == {"plain/0", "plain/1"}
-    with pytest.raises(UsageError, match="no such column; there are l, x"):
+    with refused(UsageError, "l, x"):
         bring(tmp_path / "f.tsv", "expert=y")
-    with pytest.raises(UsageError, match="did you mean 'expert'"):
+    with refused(UsageError, "expert"):
         parse_map(["exprt=x"])
     with pytest.raises(UsageError, match="none is known to be the expert"):
         bring(tmp_path / "f.tsv", "layer=l")
-    with pytest.raises(UsageError, match="leave out --map"):
+    with refused(UsageError, "--map"):
         import_trace([foreign.write_policylang(tmp_path / "p")], "policylang", tmp_path / "u", mapping={"layer": "l"})
 
 
