@@ -36,6 +36,10 @@ class Phase(IntEnum):
     DECODE = 1
 
 
+UNKNOWN_BYTES = 1
+"""Bytes of an expert whose size a foreign file does not say: experts are counted, and memory is a share of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Model facts that expert decisions depend on.
@@ -87,6 +91,18 @@ class ModelSpec:
     def slot_bytes(self) -> int:
         """Return the bytes of a slot that fits any expert of the model."""
         return max(self.expert_bytes_L)
+
+    def require_sizes(self, path: object) -> None:
+        """Refuse bytes of memory for a model whose experts have an unknown size.
+
+        Raises:
+            UsageError: they have.
+        """
+        if self.slot_bytes == UNKNOWN_BYTES:
+            raise UsageError(
+                f"{path} does not say how large an expert of {self.name} is; give memory as a share, such as 25%, or "
+                f"import it again with --set expert_bytes=NUMBER"
+            )
 
     @property
     def all_experts_bytes(self) -> int:

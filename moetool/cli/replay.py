@@ -38,6 +38,12 @@ def replay(
     order: Annotated[
         str, typer.Option(help="Order of requests: auto, sequential (one after the other) or recorded.")
     ] = "auto",
+    requests: Annotated[
+        str,
+        typer.Option(
+            help="Requests to replay: all, or unseen: those that --predictor was not trained on (default: unseen)."
+        ),
+    ] = "unseen",
     pool: Annotated[
         str,
         typer.Option(
@@ -59,7 +65,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
-    from moetool.trace.same_prompts import trained_on
+    from moetool.trace.same_prompts import Overlap, trained_on
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import ReplaySetup, whole_bytes
     from moetool.tuning.replay import replay as run
@@ -69,6 +75,8 @@ def replay(
     if order not in orders:
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
     source = open_trace(trace)
+    if not all(text.strip().endswith("%") for text in listed(budget)):
+        source.spec.require_sizes(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool, pool_unit)) for text in listed(budget)]
     asked, options = listed(policy), parse_settings(settings)
     devices = options.pop("devices", 1)
@@ -81,10 +89,27 @@ def replay(
     require_policies(names, options)
     left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options, devices)
     names = [name for name in names if name not in left_out]
+    if requests not in ("unseen", "all"):
+        raise UsageError(f"unknown --requests {requests!r}: known are unseen, all")
+    with_tokens = frozenset(row["request"] for row in source.requests.to_pylist() if row["tokens"])
+    seen = Overlap(repeated=frozenset(), undecided=0) if predicts is None else trained_on(source, predicts.card)
+    unseen = with_tokens - seen.repeated
+    held_out = requests == "unseen" and 0 < len(unseen) < len(with_tokens)
+    if held_out:
+        tables.narrate(
+            f"moetool: {len(unseen)} of {tables.numbered(len(with_tokens), 'request')} are replayed, since the "
+            f"predictor was trained on the others; --requests all includes them"
+        )
+    if seen.undecided:
+        tables.narrate(
+            f"moetool: {tables.numbered(seen.undecided, 'request')} may repeat prompts of the predictor's training, "
+            f"which one of the traces did not record"
+        )
     with tables.stages() as on_progress:
         setup = ReplaySetup(
             predictor=predicts,
-            trained_on=() if predicts is None else trained_on(source, predicts.card),
+            trained_on=seen.repeated,
+            requests=unseen if held_out else None,
             sequential=orders[order],
             options=options,
             pool=pool,
@@ -105,5 +130,7 @@ def replay(
         return
     among = f", {devices} devices" if devices > 1 else ""
     size = f"{tables.numbered(len(source.requests), 'request')}, {tables.numbered(source.num_tokens, 'token')}"
+    if held_out:
+        size = f"{tables.numbered(len(unseen), 'held-out request')} of {len(with_tokens)}"
     title = f"{trace}: {size}{among}"
     replay_table(title, rows, chosen).print()

@@ -44,6 +44,10 @@ def info(
     tables.print_paragraph(
         f"columns {', '.join(found['columns'])}; composition {found['composition']}; {describe_state(source)}"
     )
+    if found["unrecorded_prompts"]:
+        tables.print_paragraph(
+            f"prompt not recorded of {tables.numbered(found['unrecorded_prompts'], 'request')}: new tokens only"
+        )
     rows = [
         [
             f"{row['dataset']} / {row['task'] or '-'}",
@@ -178,7 +182,8 @@ def import_files(
         str | None,
         typer.Option(
             "--as",
-            help="Phase if the files have none: prefill, or decode with one forward per token (default: decode).",
+            help="Phase if the files have none: prefill, decode (one forward per token, the first is the prompt) or "
+            "answer (new tokens only, prompt not recorded) (default: decode).",
         ),
     ] = None,
     settings: Annotated[

@@ -7,7 +7,7 @@ from typing import Any
 from moetool.base.errors import UsageError
 from moetool.base.tables import numbered
 from moetool.trace.reader import Trace
-from moetool.trace.same_prompts import repeated
+from moetool.trace.same_prompts import Overlap, overlap
 
 Part = Collection[int] | Mapping[int, range]
 """Some requests of a trace: whole, or with the range of their tokens, counted in the order of their forwards."""
@@ -24,18 +24,23 @@ class Unseen:
         requests: `test` (of the training trace of one of them), `end` (the last tokens of each request, after a split
             in time) or `all`.
         num_skipped: number of other requests with tokens.
+        undecided: number of requests that may repeat a training prompt (`moetool.trace.same_prompts.Overlap`).
     """
 
     part: Part
     requests: str
     num_skipped: int
+    undecided: int = 0
 
 
-def held_out(card: Card, trace: Trace) -> frozenset[int]:
+def held_out(card: Card, trace: Trace, known: Overlap | None = None) -> frozenset[int]:
     """Return the requests of a trace that are wholly unseen by a predictor.
 
     Prompts are identified by content (`moetool.trace.same_prompts`). On its training trace these are its test requests,
     except those that repeat another prompt.
+
+    Args:
+        known: `overlap(trace, card["seen_prompts"])`, if computed before.
 
     Raises:
         UsageError: there are none.
@@ -47,7 +52,8 @@ def held_out(card: Card, trace: Trace) -> frozenset[int]:
         )
     rows = [row["request"] for row in trace.requests.to_pylist() if row["tokens"]]
     own = card["trace"]["sha256"] == trace.sha256
-    unseen = (frozenset(card["requests"]["test"]) if own else frozenset(rows)) - repeated(trace, card["seen_prompts"])
+    known = known or overlap(trace, card["seen_prompts"])
+    unseen = (frozenset(card["requests"]["test"]) if own else frozenset(rows)) - known.repeated
     if not unseen:
         raise UsageError(
             f"{card['predictor']} was trained on all of {trace.path} ({numbered(len(rows), 'prompt')}), expected some "
@@ -72,7 +78,7 @@ def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
     """
     tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
     left = {request: range(count) for request, count in tokens.items()}
-    ended = False
+    ended, undecided = False, 0
     found: dict[str, int] = {}
     made: dict[str, dict[int, range]] = {}
     for card in cards:
@@ -80,8 +86,12 @@ def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
         if key not in made:
             spans = in_time(card, trace)
             ended = ended or spans is not None
-            whole = spans is None
-            made[key] = {r: range(tokens[r]) for r in held_out(card, trace)} if whole else (spans or {})["test"]
+            if spans is None:
+                known = overlap(trace, card["seen_prompts"])
+                made[key] = {r: range(tokens[r]) for r in held_out(card, trace, known)}
+                undecided = max(undecided, 0 if card["trace"]["sha256"] == trace.sha256 else known.undecided)
+            else:
+                made[key] = spans["test"]
         mine = made[key]
         found[str(card["predictor"])] = len(mine)
         left = {r: part for r, span in left.items() if r in mine and (part := _common(span, mine[r]))}
@@ -96,6 +106,7 @@ def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
         part=left if ended else frozenset(left),
         requests="end" if ended else "test" if own else "all",
         num_skipped=len(tokens) - len(left),
+        undecided=min(undecided, len(left)),
     )
 
 

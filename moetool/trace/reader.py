@@ -2,7 +2,7 @@
 
     manifest.json           schema version, ModelSpec, batch composition, provenance, sha256 of each file, and whether
                             the trace is closed; the log of a running server is open
-    requests.parquet        one row per request
+    requests.parquet        one row per request; prompt_tokens is 0 where the recording holds new tokens only
     tokens/*.parquet        one row per forwarded token, in the order of the forwards
     iterations/*.parquet    one row per iteration of a request: the mean output of the embedding layer; in the log of a
                             server, one row per forward of the iteration
@@ -201,6 +201,12 @@ class Trace:
                 f"and {self.num_tokens:,}; capture again"
             )
 
+    @property
+    def unrecorded_prompts(self) -> int:
+        """Return the number of requests with new tokens only, whose prompts the recording program left out."""
+        found = self.requests.select(["prompt_tokens", "tokens"]).to_pydict()
+        return sum(tokens > 0 and not prompt for prompt, tokens in zip(*found.values(), strict=True))
+
     def require(self, columns: Iterable[str], user: str) -> None:
         """Raise MismatchError if a column that `user` needs was not recorded."""
         if missing := sorted(set(columns) - self.columns):
@@ -235,6 +241,7 @@ class Trace:
             "composition": " ".join(str(value) for value in composition.values()),
             "closed": self.closed,
             "tokens": self.num_tokens,
+            "unrecorded_prompts": self.unrecorded_prompts,
             "bytes": sum(size for size, _ in self._files.values()),
             **{name: sum(total[i] for total in totals.values()) for i, name in enumerate(counted)},
             "tasks": [

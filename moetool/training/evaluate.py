@@ -39,7 +39,7 @@ class Evaluation(JsonRecord):
         baseline: source of a baseline's counts; None for others.
         trace: folder of the trace.
         unseen_task: whether the trace was given as one of an unseen task.
-        requests, num_skipped: as in `moetool.prediction.unseen_requests.Unseen`.
+        requests, num_skipped, undecided: as in `moetool.prediction.unseen_requests.Unseen`.
         num_requests: number of scored requests.
         num_tokens: number of scored tokens.
         top_k: K of the model.
@@ -68,6 +68,7 @@ class Evaluation(JsonRecord):
     requests: str
     num_requests: int
     num_skipped: int
+    undecided: int
     num_tokens: int
     top_k: int
     parameters: int
@@ -237,6 +238,7 @@ def _evaluate(
         requests=unseen.requests,
         num_requests=len(requests),
         num_skipped=unseen.num_skipped,
+        undecided=unseen.undecided,
         num_tokens=tally.num_tokens,
         top_k=predictor.top_k,
         parameters=sum(parameter.numel() for parameter in predictor.parameters()),

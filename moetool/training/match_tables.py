@@ -111,7 +111,8 @@ def scope(rows: Sequence[Any]) -> str:
         "all": f"{requests} of an unseen task" if first.unseen_task else f"{requests} not used in training",
     }[first.requests]
     others = f" ({first.num_skipped} left out)" if first.num_skipped and first.requests == "all" else ""
-    return f"{where}{others}, {first.num_tokens:,} tokens"
+    doubt = f"; {first.undecided} may repeat training prompts, which were not recorded" if first.undecided else ""
+    return f"{where}{others}, {first.num_tokens:,} tokens{doubt}"
 
 
 def _share(value: float | None) -> str:

@@ -97,7 +97,7 @@ class PlanPredictor:
             predictor=predictor,
             predictor_bytes=predictor.num_bytes,
             reference=PredictorReference(name=predictor.name, sha256=predictor.sha256, path=str(folder.resolve())),
-            trained_on=trained_on(trace, predictor.card),
+            trained_on=trained_on(trace, predictor.card).repeated,
         )
 
 

@@ -26,7 +26,12 @@ def test_rows_on_requests_of_the_training_are_marked(run: Run, trace: Path, pred
     card = json.loads((predictor / "card.json").read_text())
     seen = len(card["requests"]["train"]) + len(card["requests"]["validation"])
     given = ("--trace", trace, "--policy", "lru,duoserve", "--budget", "25%", "--predictor", predictor)
+    code, out, err = run(*given, "--json")
+    assert {row["trained_on"] for row in json.loads(out)} == {0} and f"of {len(Trace(trace).requests)} requests" in err
+    needed = json.loads(out)[0]["needed"]
+    given = (*given, "--requests", "all")
     code, out, _ = run(*given, "--json")
+    assert json.loads(out)[0]["needed"] > needed
     assert code == 0
     assert {row["policy"]: row["trained_on"] for row in json.loads(out)} == {"lru": 0, "duoserve": seen}
     _, out, _ = run(*given)
@@ -44,7 +49,7 @@ def test_copies_of_them_in_another_trace_are_known_and_new_ones_are_not(
     known = {*card["requests"]["train"], *card["requests"]["validation"]}
     expected = sum(names[r["dataset"], r["prompt_id"]] in known for r in copied.requests.to_pylist())
     assert expected > 0
-    given = ("--policy", "duoserve", "--budget", "25%", "--predictor", predictor, "--json")
+    given = ("--policy", "duoserve", "--budget", "25%", "--predictor", predictor, "--requests", "all", "--json")
     _, out, _ = run("--trace", copied.path, *given)
     assert json.loads(out)[0]["trained_on"] == expected
     # Nothing is marked where the predictor was trained on other prompts.

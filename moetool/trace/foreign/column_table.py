@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.base.errors import MismatchError, UsageError, first_line, unknown_name
-from moetool.trace.foreign.file_sample import FileSample
+from moetool.trace.foreign.file_sample import FileSample, is_gzip, read_head, read_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +30,7 @@ FIELDS = {
     "token_id": "token_id input_id",
     "task": "task dataset domain category label",
     "count": "count counts hits activations frequency freq num_tokens",
+    "time": "time timestamp window iteration step training_step pass epoch",
 }
 """Meanings of columns, and their known names (case-insensitive)."""
 
@@ -40,15 +41,23 @@ class MappedColumns:
 
     Attributes:
         names: column of each field that has one.
+        blank_rows: rows with neither a layer nor an expert, which are left out.
     """
 
     table: "pa.Table"
     names: Mapping[str, str]
+    blank_rows: int = 0
 
     @property
     def used(self) -> str:
         """Return the mapping in the form of --map, for the provenance."""
         return ",".join(f"{field}={name}" for field, name in self.names.items())
+
+    @property
+    def notes(self) -> list[str]:
+        """Return notes on how the file was read."""
+        left_out = f"{self.blank_rows:,} rows without layer and expert (metadata or blank) left out"
+        return [f"columns were read as {self.used}", *([left_out] if self.blank_rows else [])]
 
 
 def parse_map(texts: Sequence[str]) -> dict[str, str]:
@@ -62,6 +71,7 @@ def parse_map(texts: Sequence[str]) -> dict[str, str]:
         field, equals, column = (piece.strip() for piece in part.partition("="))
         if not equals or not column:
             raise UsageError(f"--map {part!r}: expected field=column, as in layer=l,expert=e")
+        field = next((name for name, known in FIELDS.items() if field in (name, *known.split())), field)
         if field not in FIELDS:
             raise unknown_name("field of --map", field, FIELDS)
         if field in found:
@@ -92,12 +102,14 @@ def match(columns: Sequence[str], said: Mapping[str, str]) -> dict[str, str]:
 
 
 def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
-    """Read a whole file.
+    """Read a whole file. Rows with neither a layer nor an expert, such as a line of metadata, are left out.
 
     Raises:
         MismatchError: it is damaged, or not a table.
         UsageError: no column is known to be the layer or the expert.
     """
+    import pyarrow.compute as pcompute
+
     table = _table(path)
     names = match(table.column_names, said)
     for field in ("layer", "expert"):
@@ -106,9 +118,12 @@ def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
                 f"{path} has the columns {', '.join(table.column_names)}, of which none is known to be the {field}; "
                 f"name it with --map {field}=COLUMN"
             )
+    num_rows = len(table)
+    blank = pcompute.and_(*(pcompute.is_null(table[names[field]]) for field in ("layer", "expert")))
+    table = table.filter(pcompute.invert(blank))
     if not len(table):
         raise MismatchError(f"{path} has no rows, expected some; download it again")
-    return MappedColumns(table=table, names=names)
+    return MappedColumns(table=table, names=names, blank_rows=num_rows - len(table))
 
 
 def column_names(sample: FileSample) -> list[str]:
@@ -116,10 +131,18 @@ def column_names(sample: FileSample) -> list[str]:
     if sample.parquet is not None:
         return list(sample.parquet.names)
     if sample.first_object:
-        return list(sample.first_object)
+        return list(dict.fromkeys([*sample.first_object, *_keys_of(sample.lines[1:2])]))  # the first may be metadata
     first = sample.lines[0] if sample.lines else ""
     cells = re.split(_separator(first), first)
     return [] if _is_numeric(cells) else [cell.strip().strip('"') for cell in cells]
+
+
+def _keys_of(lines: Sequence[str]) -> list[str]:
+    try:
+        found = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError):
+        return []
+    return [key for one in found if isinstance(one, dict) for key in one]
 
 
 def _separator(line: str) -> str:
@@ -134,29 +157,27 @@ def _table(path: Path) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with path.open("rb") as file:
-        head = file.read(1 << 16)
+    head = read_head(path, 1 << 16)
     try:
         if head[:4] == b"PAR1":
             return pq.read_table(path)
         first = next((line for line in head.decode("utf-8-sig", "ignore").splitlines() if line.strip()), "")
         if first.lstrip()[:1] == "[":
-            return pa.Table.from_pylist(_objects(path, json.loads(path.read_bytes())))
-        if first.lstrip()[:1] == "{":
-            return _json_lines(path)
-        return _delimited(path, first)
+            return pa.Table.from_pylist(_objects(path, json.loads(read_whole(path))))
+        source = pa.BufferReader(read_whole(path)) if is_gzip(path) else path
+        return _json_lines(path, source) if first.lstrip()[:1] == "{" else _delimited(source, first)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise MismatchError(f"{path} is not a complete table ({first_line(error)[:200]}); download it again") from None
 
 
-def _json_lines(path: Path) -> "pa.Table":
+def _json_lines(path: Path, source: Any) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.json as pj
 
     try:
-        whole = json.loads(path.read_bytes())
+        whole = json.loads(read_whole(path))
     except ValueError:
-        return pj.read_json(path)
+        return pj.read_json(source)
     # One object: its columns as lists, or a single row.
     if isinstance(whole, dict) and whole and all(isinstance(values, list) for values in whole.values()):
         return pa.table(whole)
@@ -169,13 +190,13 @@ def _objects(path: Path, whole: Any) -> list[dict[str, Any]]:
     return whole
 
 
-def _delimited(path: Path, first: str) -> "pa.Table":
+def _delimited(source: Any, first: str) -> "pa.Table":
     import pyarrow.csv as pc
 
     separator = _separator(first)
     cells = first.split(separator)
     return pc.read_csv(
-        path,
+        source,
         read_options=pc.ReadOptions(
             column_names=[str(i) for i in range(1, len(cells) + 1)] if _is_numeric(cells) else None
         ),

@@ -13,7 +13,8 @@ import numpy as np
 from moetool import __version__
 from moetool.base import config, durable, plugins
 from moetool.base.errors import MismatchError, UsageError, unknown_name
-from moetool.base.types import ModelSpec, Phase
+from moetool.base.tables import numbered
+from moetool.base.types import UNKNOWN_BYTES, ModelSpec, Phase
 from moetool.trace import expert_counts
 from moetool.trace.expert_counts import Counted
 from moetool.trace.foreign.detection import guess
@@ -24,7 +25,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 
 DATASET = "routes"
-TOKENS_AS = ("decode", "prefill")
+TOKENS_AS = ("decode", "prefill", "answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,8 @@ def import_trace(
         format: one of `formats_with("read_routes", "read_counts")`, or the dotted name of such a module; None detects
             it.
         tokens_as: phase of sequences without a marked prompt: `decode` (the first token is the prompt, each later one
-            an iteration; the default) or `prefill` (all tokens are the prompt).
+            an iteration; the default), `prefill` (all tokens are the prompt) or `answer` (all are new tokens; the
+            prompt was not recorded).
         settings: facts about the model, by the names of `Settings`.
         mapping: column of each field, for formats with `TAKES_MAP`.
         find_model: finds the model that `settings` names (`moetool.models.shape.shape_of`).
@@ -159,7 +161,8 @@ def _sha256(path: Path) -> str | dict[str, str]:
     """Return the digest of a file, or of each file in a folder."""
     if path.is_file():
         return durable.sha256_file(path)
-    return {file.name: durable.sha256_file(file) for file in sorted(path.iterdir()) if file.is_file()}
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return {file.relative_to(path).as_posix(): durable.sha256_file(file) for file in files}
 
 
 _Source = tuple[Path, Any, Routes]
@@ -171,7 +174,7 @@ def _check_sources(sources: Sequence[_Source], task: str | None, tokens_as: str 
     for i, (file, _, other) in enumerate(sources):
         routes.spec.require_same(other.spec, str(first), str(file))
         if not other.sequences:
-            raise MismatchError(f"{file} has no request with a prompt, expected some; record again from the beginning")
+            raise MismatchError(f"{file} has no request, expected some; record again")
         if tokens_as and any(sequence.prompt_tokens is not None for sequence in other.sequences):
             raise UsageError(f"{file} marks prompts and new tokens itself; leave out --as")
         for sequence in other.sequences:
@@ -183,6 +186,12 @@ def _check_sources(sources: Sequence[_Source], task: str | None, tokens_as: str 
                     f"and import files of one task one by one"
                 )
             names[key] = i
+
+
+def _unknown_size(spec: ModelSpec) -> list[str]:
+    if spec.slot_bytes != UNKNOWN_BYTES:
+        return []
+    return ["the size of an expert is unknown: memory is a share of the experts, such as 25%; --set expert_bytes tells"]
 
 
 def _twins(sources: Sequence[_Source]) -> list[str]:
@@ -213,6 +222,10 @@ def _write_routes(
         notes.append(
             "new tokens are counted by their rows; the last token of an answer is never forwarded and has none"
         )
+    notes += _unknown_size(spec)
+    unrecorded = sum(_prompt_tokens(sequence, tokens_as) == 0 for sequence in every)
+    if unrecorded:
+        notes.append(f"prompt not recorded of {numbered(unrecorded, 'request')}: the file holds new tokens only")
     tasks: list[str] = []
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
         with TraceWriter(folder, spec, ["topk", *(["logits"] if logits else [])], weights=weights) as writer:
@@ -262,7 +275,8 @@ def _write_routes(
 def _write_counts(
     counted: Counted, files: Sequence[Path], out: Path, provenance: dict[str, Any], overwrite: bool
 ) -> Imported:
-    notes = [*counted.notes, "counts only: enough to plan and score a placement, not for replay"]
+    only = "counts only: enough to plan and score a placement, not for replay"
+    notes = [*counted.notes, *_unknown_size(counted.spec), only]
     imported = {
         **provenance["imported"],
         "files": [{"name": file.name, "sha256": _sha256(file)} for file in files],
@@ -304,7 +318,7 @@ def _imported(
 def _prompt_tokens(sequence: RouteSequence, tokens_as: str | None) -> int:
     if sequence.prompt_tokens is not None:
         return sequence.prompt_tokens
-    return len(sequence.experts_TS) if tokens_as == "prefill" else 1
+    return {"prefill": len(sequence.experts_TS), "answer": 0}.get(tokens_as or "", 1)
 
 
 def _rows(sequence: RouteSequence, request: int, first_forward: int, prompt_tokens: int) -> TokenBatch:

@@ -48,7 +48,8 @@ class TokenRows:
         experts_TLK, weights_TLK: as in the file.
         forward_T: running number of the forward.
         starts: first token of each request.
-        prompt_tokens: number of prompt tokens of each request; None if it begins with new tokens.
+        prompt_tokens: number of prompt tokens of each request; if it begins with new tokens 0 where the file marks
+            them, else None.
         filled: number of prompt tokens that had no row in the last layer.
     """
 
@@ -72,7 +73,9 @@ class TokenRows:
             MismatchError: the rows are invalid, or the file and the given model differ.
         """
         num_tokens, num_layers, top_k = self.experts_TLK.shape
-        spec = facts.spec_of(path, layers=self.layers, top_k_L=[top_k] * num_layers)
+        num_experts, more = facts.num_experts_or(self.experts_TLK)
+        spec = facts.spec_of(path, layers=self.layers, num_experts=num_experts, top_k_L=[top_k] * num_layers)
+        notes = [*notes, *more]
         experts_TS, weights_TS = self.experts_TLK.reshape(num_tokens, -1), None
         if self.weights_TLK is not None:
             weights_TS = self.weights_TLK.reshape(num_tokens, -1).astype(np.float16)
@@ -141,7 +144,7 @@ def by_token(path: Path, rows: LayerRows) -> TokenRows:
     if weights_TLK is not None:
         weights_TLK[absent_T, -1] = 0
     decode_F = tokens_F <= rows.most_drafts if rows.decode_R is None else rows.decode_R[start_FL[:, 0]]
-    starts, prompts = _requests(decode_F, tokens_F, first_F)
+    starts, prompts = _requests(decode_F, tokens_F, first_F, marked=rows.decode_R is not None)
     return TokenRows(
         layers=layers.tolist(),
         experts_TLK=rows.experts_RK[row_TL],
@@ -173,13 +176,15 @@ def _check_forwards(path: Path, layers: np.ndarray, tokens_FL: np.ndarray) -> No
         )
 
 
-def _requests(decode_F: np.ndarray, tokens_F: np.ndarray, first_F: np.ndarray) -> tuple[list[int], list[int | None]]:
+def _requests(
+    decode_F: np.ndarray, tokens_F: np.ndarray, first_F: np.ndarray, *, marked: bool
+) -> tuple[list[int], list[int | None]]:
     starts: list[int] = []
     prompts: list[int | None] = []
     for forward, decode in enumerate(decode_F.tolist()):
         if forward == 0 or (not decode and decode_F[forward - 1]):
             starts.append(int(first_F[forward]))
-            prompts.append(None if decode else 0)
+            prompts.append(None if decode and not marked else 0)
         if not decode:
             before = prompts[-1]
             assert before is not None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moetool.base.errors import MismatchError, UsageError
-from moetool.base.types import ModelSpec
+from moetool.base.types import UNKNOWN_BYTES, ModelSpec
 
 MOST_EXPERTS = 1 << 16
 """Limit of experts per layer: a trace stores an expert's number in 16 bits."""
@@ -95,6 +95,23 @@ class ModelFacts(GivenFacts):
             return max(self.spec.layer_ids_L) + 1
         return None
 
+    def num_experts_or(self, experts: np.ndarray) -> tuple[int | None, list[str]]:
+        """Return the number of experts in each layer of a file that does not tell it, and a note.
+
+        Args:
+            experts: all expert numbers of the file; the highest one counts where no fact is given.
+        """
+        if self.known("num_experts") is not None or not experts.size:
+            return None, []
+        found = int(experts.max()) + 1
+        return found, [f"{found} experts per layer, from the highest number in the file; --set num_experts tells more"]
+
+    def top_k_or_one(self) -> tuple[int | None, list[str]]:
+        """Return 1 for a file of counts that does not tell the experts per token, and a note."""
+        if self.known("top_k") is not None:
+            return None, []
+        return 1, ["the experts per token are unknown: each use of an expert counts as a token; --set top_k tells"]
+
     def spec_of(
         self,
         path: object,
@@ -112,7 +129,7 @@ class ModelFacts(GivenFacts):
             MismatchError: the file and the given facts differ.
         """
         num_layers = len(layers)
-        given = {"num_experts": num_experts, "top_k": top_k_L, "expert_bytes": None}
+        given = {"num_experts": num_experts, "top_k": top_k_L}
         missing = [what for what, value in given.items() if value is None and self.known(what) is None]
         if len(missing) > 1:
             numbers = " ".join(f"--set {what}=NUMBER" for what in missing)
@@ -122,7 +139,7 @@ class ModelFacts(GivenFacts):
         else:
             num_experts_L = (num_experts or self.said(path, "num_experts"),) * num_layers
         top_k_L = tuple(top_k_L or [self.said(path, "top_k")] * num_layers)
-        expert_bytes = self.said(path, "expert_bytes")
+        expert_bytes = self.known("expert_bytes") or UNKNOWN_BYTES
         facts = {"layers": list(layers), "num_experts": num_experts_L, "top_k": top_k_L, "bytes": expert_bytes}
         found = spec_from_routes(
             self.name or name,

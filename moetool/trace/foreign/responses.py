@@ -5,14 +5,16 @@ A file holds one response, a JSON list of responses, or one response per line.
 
 import base64
 import binascii
+import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.base.errors import MismatchError
+from moetool.base.errors import MismatchError, first_line
 from moetool.base.types import ModelSpec
 from moetool.trace.foreign.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
 from moetool.trace.foreign.routes import Routes, RouteSequence, check, prompt_rows, whole_requests
@@ -24,36 +26,6 @@ NOTES = [
     "top-k only: no weights, no scores over all experts, no embeddings",
     "the file does not record which requests ran together: they are imported one after the other",
 ]
-
-
-def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return every response of a file, with its place for messages.
-
-    Raises:
-        MismatchError: the file is not text, or not JSON; the error names the line.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise MismatchError(f"{path} is not text ({error.reason}), expected JSON responses") from None
-    try:
-        whole = json.loads(text)
-        every = whole if isinstance(whole, list) else [whole]
-        responses = [(f"{path}, response {i}", response) for i, response in enumerate(every)]
-    except (ValueError, RecursionError):
-        responses = []
-        for i, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                try:
-                    responses.append((f"{path}, line {i}", json.loads(line)))
-                except (ValueError, RecursionError) as error:
-                    raise MismatchError(f"{path}, line {i} is not JSON ({error}); the file is cut off") from None
-    for where, response in responses:
-        if not isinstance(response, dict):
-            raise MismatchError(f"{where} is {str(response)[:40]!r}, expected a JSON object")
-    if not responses:
-        raise MismatchError(f"{path} has no response, expected some; download it again")
-    return responses
 
 
 def field(where: str, holder: Any, name: str, kind: type) -> Any:
@@ -82,70 +54,197 @@ def decoded(where: str, text: str) -> bytes:
         raise MismatchError(f"{where} has routed_experts that are not base64 ({error}); it is cut off") from None
 
 
-def sequence(
-    where: str,
-    name: str,
-    experts_THK: np.ndarray,
-    facts: ModelFacts,
-    *,
-    prompt_tokens: int | None,
-    new_tokens: int | None,
-    token_ids: list[int] | None = None,
-) -> tuple[RouteSequence, ModelSpec, int]:
-    """Return the routes of one answer, its model, and the position of the first row.
+def reused_tokens(where: str, usage: Any) -> int:
+    """Return the prompt tokens that an engine took from its cache, by its usage (OpenAI's or SGLang's form)."""
+    details = field(where, usage, "prompt_tokens_details", dict)
+    return field(where, details, "cached_tokens", int) or field(where, usage, "cached_tokens", int) or 0
 
-    There is one row less than tokens, since the last token is never forwarded. Further missing rows are those at the
-    beginning that the client did not request.
 
-    Args:
+def experts(where: str, value: Any, facts: ModelFacts) -> np.ndarray:
+    """Return experts_THK of a nested list, or of base64 of an `.npy` file or of raw int32; -1 in blank rows.
+
+    Raises:
+        MismatchError: it is damaged, or its rows differ in shape.
+        UsageError: the layers or top-k of raw bytes are not given.
+    """
+    if isinstance(value, list):
+        return nested(where, value)
+    if not isinstance(value, str):
+        raise MismatchError(f"{where} has routed_experts {str(value)[:40]!r}, expected a list or base64")
+    raw = decoded(where, value)
+    return npy(where, raw) if raw.startswith(b"\x93NUMPY") else raw_int32(where, raw, facts)
+
+
+def raw_int32(where: str, raw: bytes, facts: ModelFacts) -> np.ndarray:
+    """Return experts_THK of SGLang's bytes, which lack their shape.
+
+    Raises:
+        MismatchError: their number does not fit the model.
+        UsageError: the layers or top-k are not given.
+    """
+    num_hidden, top_k = facts.said(where, "num_hidden_layers"), facts.said(where, "top_k")
+    if not raw or len(raw) % (4 * num_hidden * top_k):
+        raise MismatchError(
+            f"{where} has {len(raw):,} bytes of routed experts, expected a multiple of {4 * num_hidden * top_k:,}: "
+            f"int32 for {num_hidden} layers and top-{top_k}; it is cut off, or of another model"
+        )
+    return np.frombuffer(raw, "<i4").reshape(-1, num_hidden, top_k)
+
+
+def npy(where: str, raw: bytes) -> np.ndarray:
+    """Return experts_THK int64 of a `.npy` file; its header is checked against its length before allocation.
+
+    Raises:
+        MismatchError: it is damaged, or no array of whole numbers with three dimensions.
+    """
+    stream = io.BytesIO(raw)
+    try:
+        version = np.lib.format.read_magic(stream)
+        reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, fortran, dtype = reads[version](stream)
+    except Exception as error:  # NumPy reads the header with Python's tokenizer and raises any of its errors
+        raise MismatchError(f"{where} has routed_experts that are not an .npy file ({first_line(error)})") from None
+    left = len(raw) - stream.tell()
+    whole = dtype.itemsize * int(np.prod(shape, dtype=object))
+    if len(shape) != 3 or dtype.kind not in "iu" or fortran or left != whole or not whole:
+        raise MismatchError(
+            f"{where} has routed_experts of {dtype} {shape} in {left:,} bytes, expected whole numbers (tokens, layers, "
+            f"top_k); it is cut off or no routed experts"
+        )
+    experts_THK: np.ndarray = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(shape).astype(np.int64)
+    return experts_THK
+
+
+def nested(where: str, rows: list[Any]) -> np.ndarray:
+    """Return experts_THK of a nested list; null or [] becomes -1.
+
+    Raises:
+        MismatchError: its rows differ in shape, or hold other values.
+    """
+    first = next((row for row in rows if row), None)
+    shape = np.shape(first) if isinstance(first, list) and _is_even(first) else ()
+    if len(shape) != 2:
+        raise MismatchError(f"{where} has routed_experts {str(rows)[:40]!r}, expected tokens, layers and experts")
+    blank = np.full(shape, -1).tolist()
+    try:
+        found = np.array([row or blank for row in rows])
+    except ValueError:
+        found = np.zeros(0)
+    if found.shape != (len(rows), *shape) or found.dtype.kind not in "iu" or found.min() < -1:
+        raise MismatchError(
+            f"{where} has routed_experts of uneven rows or other values, expected {shape[0]} layers x {shape[1]} whole "
+            f"numbers from 0 for each token, or -1"
+        )
+    return found.astype(np.int64)
+
+
+def _is_even(rows: list[Any]) -> bool:
+    return all(isinstance(row, list) for row in rows) and len({len(row) for row in rows}) == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The text of one answer.
+
+    Attributes:
         prompt_tokens: the engine's count of prompt tokens.
         new_tokens: number of new tokens in this answer; if None, the rows must begin with the prompt.
         token_ids: token ids of prompt and answer.
+        reused_tokens: tokens of the prompt's beginning that the engine took from its cache and did not forward.
+        task: task of this answer, if the file has several.
+    """
+
+    prompt_tokens: int | None
+    new_tokens: int | None
+    token_ids: list[int] | None = None
+    reused_tokens: int = 0
+    task: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One answer: its routes and model, the position of the first row, and the rows left out as reused or blank."""
+
+    sequence: RouteSequence
+    spec: ModelSpec
+    start: int
+    reused: int
+    blank: int
+
+
+def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, answer: Answer) -> Found:
+    """Return the routes of one answer.
+
+    There is one row less than tokens, since the last token is never forwarded. Further missing rows are those at the
+    beginning that the client did not request. Rows of reused tokens repeat those of an earlier answer and are left out,
+    as are blank ones (-1).
 
     Raises:
-        MismatchError: the numbers of rows and tokens do not fit, or no row is of the prompt.
+        MismatchError: the numbers of rows and tokens do not fit, or no row is left.
     """
     num_rows, num_hidden, top_k = experts_THK.shape
     layers = facts.layers_of(where, num_hidden)
-    spec = facts.spec_of(where, layers=layers, top_k_L=[top_k] * len(layers))
-    start = 0
+    num_experts, _ = facts.num_experts_or(experts_THK)
+    spec = facts.spec_of(where, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
+    start, prompt_tokens = 0, answer.prompt_tokens
     if prompt_tokens is not None:
-        start = prompt_tokens + new_tokens - 1 - num_rows if new_tokens is not None else 0
-        if start < 0 or num_rows < prompt_tokens - start:
-            tokens = f"{prompt_tokens} prompt tokens" + (f" and {new_tokens} new ones" if new_tokens else "")
-            raise MismatchError(f"{where} has {num_rows} rows for {tokens}, expected one less; request it again")
-        if start >= prompt_tokens:
+        start = prompt_tokens + answer.new_tokens - 1 - num_rows if answer.new_tokens is not None else 0
+        if start < 0 or not num_rows or num_rows < prompt_tokens - start:
+            new = f" and {answer.new_tokens} new ones" if answer.new_tokens else ""
             raise MismatchError(
-                f"{where} has no row of its prompt of {prompt_tokens} tokens; ask for the routes from its beginning"
+                f"{where} has {num_rows} rows for {prompt_tokens} prompt tokens{new}, expected one less; request it "
+                f"again"
             )
+    position_T = np.arange(start, start + num_rows, dtype=np.int32)
+    blank_T = (experts_THK[:, list(layers)] == -1).all(axis=(1, 2))
+    reused_T = position_T < answer.reused_tokens
+    keep_T = ~(blank_T | reused_T)
+    if not keep_T.any():
+        raise MismatchError(f"{where} has no token with experts that was forwarded, expected some; request it again")
+    dense = [layer for layer in range(num_hidden) if layer not in layers]
+    experts_THK = experts_THK[keep_T]
+    experts_THK[:, dense] = np.maximum(experts_THK[:, dense], 0)  # blank is -1 or 0
     experts_TS = without_dense(where, experts_THK, layers)
     check(where, spec, experts_TS, None)
-    ids = None
-    if token_ids is not None and len(token_ids) > start + num_rows:
-        ids = np.array(token_ids[start : start + num_rows], np.int32)
-    return (
-        RouteSequence(
-            name=name,
-            prompt_tokens=None if prompt_tokens is None else prompt_tokens - start,
-            experts_TS=experts_TS.astype(np.uint16),
-            token_id_T=ids,
-            position_T=np.arange(start, start + num_rows, dtype=np.int32),
-            new_tokens=None if prompt_tokens is None else num_rows + 1 - (prompt_tokens - start),
-        ),
-        spec,
-        start,
+    ids = answer.token_ids
+    token_id_T = None
+    if ids is not None and len(ids) >= start + num_rows:
+        token_id_T = np.array(ids[start : start + num_rows], np.int32)[keep_T]
+    prompt_rows = None if prompt_tokens is None else int(np.count_nonzero(position_T[keep_T] < prompt_tokens))
+    sequence = RouteSequence(
+        name=name,
+        prompt_tokens=prompt_rows,
+        experts_TS=experts_TS.astype(np.uint16),
+        token_id_T=token_id_T,
+        position_T=position_T[keep_T],
+        new_tokens=None if prompt_tokens is None else num_rows + 1 - max(prompt_tokens - start, 0),
+        task=answer.task,
+    )
+    return Found(
+        sequence=sequence,
+        spec=spec,
+        start=start,
+        reused=int(reused_T.sum()),
+        blank=int((blank_T & ~reused_T).sum()),
     )
 
 
-def routes(path: Path, found: list[tuple[RouteSequence, ModelSpec, int]]) -> Routes:
+def routes(path: Path, found: list[Found]) -> Routes:
     """Return all answers of a file."""
-    sequences, spec = [one for one, _, _ in found], found[0][1]
+    spec = max((one.spec for one in found), key=lambda spec: spec.num_experts)
     notes = list(NOTES)
-    if any(start for _, _, start in found):
+    if any(one.start for one in found):
         notes.append("some prompts were recorded from a later position: their earlier tokens are missing")
-    if any(one.prompt_tokens is None for one in sequences):
+    if any(one.sequence.prompt_tokens is None for one in found):
         notes.append("responses without a usage do not mark the first new token")
-    return Routes(spec=spec, task=path.stem, sequences=sequences, notes=notes)
+    if reused := sum(one.reused for one in found):
+        notes.append(
+            f"{reused:,} rows of prompt tokens that the engine took from its cache are left out: no forward ran, and "
+            f"they repeat the routes of an earlier answer"
+        )
+    if blank := sum(one.blank for one in found):
+        notes.append(f"{blank:,} tokens without experts (blank rows) left out")
+    return Routes(spec=spec, task=path.stem, sequences=[one.sequence for one in found], notes=notes)
 
 
 def write_responses(

@@ -33,7 +33,8 @@ class RouteSequence:
 
     Attributes:
         name: name, unique within its task.
-        prompt_tokens: number of prompt rows; None where the file does not mark them (teacher-forced).
+        prompt_tokens: number of prompt rows; None where the file does not mark them (teacher-forced); 0 where it holds
+            new tokens only, since the prompt was not recorded.
         new_tokens: number of generated tokens (default: the rows after the prompt). An engine counts one more, which it
             samples and never forwards.
         task: task of this sequence, if a file has several.
@@ -99,6 +100,24 @@ def whole_requests(trace: "Trace", columns: Sequence[str] = ()) -> "Iterator[tup
 def prompt_rows(rows: "TokenBatch") -> int:
     """Return the number of prompt rows of a request."""
     return int(np.count_nonzero(rows.phase_T == Phase.PREFILL))
+
+
+def prompt_length(where: str, decode_T: np.ndarray) -> int:
+    """Return the number of prompt rows of a sequence; 0 where its prompt was not recorded.
+
+    Args:
+        where: file and sequence, for messages.
+        decode_T: whether each row is a new token.
+
+    Raises:
+        MismatchError: prompt rows come after new tokens.
+    """
+    prompt = int(np.count_nonzero(~decode_T))
+    if decode_T[:prompt].any():
+        raise MismatchError(
+            f"{where} has prompt rows after new tokens, expected them before; rows are missing or mixed"
+        )
+    return prompt
 
 
 def run_order(num_layers: int, prompt: int, num_tokens: int) -> Iterator[tuple[int, int]]:

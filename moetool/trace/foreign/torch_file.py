@@ -18,23 +18,41 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         MismatchError: it is damaged, needs more than tensors, or holds something else.
     """
+    pack = load_any(path)
+    if not isinstance(pack, dict):
+        raise MismatchError(f"{path} holds a {type(pack).__name__}, expected a dictionary of SGLang's recorder")
+    return pack
+
+
+def load_any(path: Path) -> Any:
+    """Load a `.pt` file: tensors, numbers, lists and dictionaries.
+
+    Raises:
+        MismatchError: it is damaged, or needs more.
+    """
     import pickle
 
     import torch
 
     try:
-        pack = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged archive raises many types, some of them in the zip reader
         if isinstance(error, pickle.UnpicklingError) and (asked := re.search(r"GLOBAL (\S+)", str(error))):
             raise MismatchError(
                 f"{path} needs {asked[1]}, expected only tensors, lists and numbers, since moetool runs no code of "
-                f"a file; record again with SGLang"
+                f"a file; save plain tensors"
             ) from None
         reason = "not made by torch.save" if isinstance(error, pickle.UnpicklingError) else first_line(error)[:200]
         raise MismatchError(f"{path} is not a complete .pt file ({reason}); record again") from None
-    if not isinstance(pack, dict):
-        raise MismatchError(f"{path} holds a {type(pack).__name__}, expected a dictionary of SGLang's recorder")
-    return pack
+
+
+def to_array(value: Any) -> Any:
+    """Return a dense tensor as an array (bfloat16 as float32), and anything else as it is."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.is_sparse or value.is_quantized:
+        return value
+    return (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
 
 
 def array(where: object, holder: dict[str, Any], key: str, dimensions: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Any table of counts: a row for each layer and expert with a number of tokens.
 
-Columns are identified by name or `--map` (`moetool.trace.foreign.column_table`).
+With a column for the time (a window, a training step), each time is a pass of its own. Columns are identified by name
+or `--map` (`moetool.trace.foreign.column_table`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ def recognize(sample: FileSample) -> str | None:
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, str] | None = None) -> Counted:
-    """Return the counts of each file as a pass; an expert without a row has 0.
+    """Return the counts of each file, or of each time in it, as a pass; an expert without a row has 0.
 
     Raises:
         MismatchError: a file is damaged, or has an expert of a layer twice.
@@ -45,21 +46,27 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
             ],
             axis=1,
         )
-        if len(np.unique(rows_R3[:, :2], axis=0)) < len(rows_R3):
+        time_R, times = np.zeros(len(rows_R3), np.int64), [""]
+        if "time" in mapped.names:
+            time_R, times = column_table.labels(mapped.table[mapped.names["time"]])
+        if len(np.unique(np.column_stack([time_R, rows_R3[:, :2]]), axis=0)) < len(rows_R3):
             raise MismatchError(
                 f"{path} has an expert of a layer twice, expected one row for each; is it a table of tokens?"
             )
-        found.append(rows_R3)
-        notes.append(f"{path.name}: columns were read as {mapped.used}")
+        found += [rows_R3[time_R == time] for time in range(len(times))]
+        notes += [f"{path.name}: {note}" for note in mapped.notes]
     rows = np.concatenate(found)
     layers = np.unique(rows[:, 0])
-    num_experts = facts.known("num_experts") or int(rows[:, 1].max()) + 1
-    if facts.known("num_experts") is None:
-        notes.append(f"{num_experts} experts per layer, from the highest number in the files")
+    guessed, more = facts.num_experts_or(rows[:, 1])
+    num_experts = guessed or facts.said(paths[0], "num_experts")
     if rows[:, 1].max() >= num_experts:
         raise MismatchError(f"{paths[0]} counts expert {rows[:, 1].max()}, expected 0 to {num_experts - 1}")
-    spec = facts.spec_of(paths[0], layers=layers.tolist(), num_experts=num_experts)
-    counts_WLE = np.zeros((len(paths), len(layers), num_experts), np.int64)
+    top_k, unknown = facts.top_k_or_one()
+    notes += [*more, *unknown]
+    spec = facts.spec_of(
+        paths[0], layers=layers.tolist(), num_experts=num_experts, top_k_L=top_k and [top_k] * len(layers)
+    )
+    counts_WLE = np.zeros((len(found), len(layers), num_experts), np.int64)
     for w, rows_R3 in enumerate(found):
         counts_WLE[w, np.searchsorted(layers, rows_R3[:, 0]), rows_R3[:, 1]] = rows_R3[:, 2]
     return Counted(spec=spec, counts_WLE=counts_WLE, notes=notes)

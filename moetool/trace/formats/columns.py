@@ -17,7 +17,7 @@ from moetool.trace.foreign.column_table import MappedColumns
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.layer_runs import LayerRows, by_token
 from moetool.trace.foreign.model_facts import ModelFacts
-from moetool.trace.foreign.routes import Routes, RouteSequence, check, renormalized
+from moetool.trace.foreign.routes import Routes, RouteSequence, check, prompt_length, renormalized
 
 GENERIC = True
 TAKES_MAP = True
@@ -112,7 +112,8 @@ class _Rows:
         shape = len(start_T), width
         experts_TS = self.expert_R[order].reshape(shape)
         weights_TS = None if self.weight_R is None else self.weight_R[order].reshape(shape).astype(np.float16)
-        spec = facts.spec_of(self.path, layers=layers.tolist(), top_k_L=top_k_L.tolist())
+        num_experts, notes = facts.num_experts_or(self.expert_R)
+        spec = facts.spec_of(self.path, layers=layers.tolist(), num_experts=num_experts, top_k_L=top_k_L.tolist())
         check(self.path, spec, experts_TS, weights_TS)
         spec = renormalized(spec, facts, weights_TS)
         sequences = []
@@ -130,7 +131,7 @@ class _Rows:
                     task=self._task(rows),
                 )
             )
-        return Routes(spec=spec, task=self.path.stem, sequences=sequences, notes=self._notes())
+        return Routes(spec=spec, task=self.path.stem, sequences=sequences, notes=[*self._notes(), *notes])
 
     def by_order(self, facts: ModelFacts) -> Routes:
         """Return sequences by the order of the rows, layer by layer."""
@@ -161,13 +162,7 @@ class _Rows:
     def _prompt(self, rows: np.ndarray) -> int | None:
         if self.decode_R is None:
             return None
-        decode_T = self.decode_R[rows]
-        if decode_T[0] or (np.diff(decode_T.astype(np.int8)) < 0).any():
-            raise MismatchError(
-                f"{self.path}: request {self.requests[self.request_R[rows[0]]]!r} decodes before or without a prompt; "
-                f"rows are missing or mixed"
-            )
-        return int((~decode_T).sum())
+        return prompt_length(f"{self.path}: request {self.requests[self.request_R[rows[0]]]!r}", self.decode_R[rows])
 
     def _task(self, rows: np.ndarray) -> str | None:
         found = np.unique(self.task_R[rows])
@@ -179,7 +174,7 @@ class _Rows:
         return self.tasks[found[0]] or None
 
     def _notes(self) -> list[str]:
-        notes = [f"columns were read as {self.mapped.used}", "the file does not name the model"]
+        notes = [*self.mapped.notes, "the file does not name the model"]
         if self.weight_R is None:
             notes.append("top-k only: no weights, no scores over all experts")
         return notes

@@ -88,7 +88,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         sequences=[
             RouteSequence(
                 name=path.stem,
-                prompt_tokens=sum(row[0]["phase"] == "prompt" for row in grid) or None,
+                prompt_tokens=sum(row[0]["phase"] == "prompt" for row in grid),
                 experts_TS=experts_TS.astype(np.uint16),
                 weights_TS=weights_TS,
                 token_id_T=None if None in ids else np.array(ids, np.int32),

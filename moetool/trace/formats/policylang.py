@@ -22,7 +22,7 @@ from moetool.base.types import Phase
 from moetool.trace.events import router_scores
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.model_facts import ModelFacts
-from moetool.trace.foreign.routes import Routes, RouteSequence, check, renormalized, whole_requests
+from moetool.trace.foreign.routes import Routes, RouteSequence, check, prompt_length, renormalized, whole_requests
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 
@@ -214,18 +214,14 @@ def _sequences(
         number, mine = int(prompt_T[start]), slice(start, end)
         if unknown := sorted({str(phase) for phase in phases[mine]} - {*_PHASES, "None"}):
             raise MismatchError(f"{path}, prompt {number} has the phase {unknown[0]!r}, expected {', '.join(_PHASES)}")
-        decodes = [_PHASES.get(phase) == Phase.DECODE for phase in phases[mine]]
+        decode_T = np.array([_PHASES.get(phase) == Phase.DECODE for phase in phases[mine]])
         told = None not in phases[mine]
-        if told and (decodes[0] or decodes != sorted(decodes)):
-            raise MismatchError(
-                f"{path}, prompt {number} decodes before or without a prompt; rows are missing or mixed"
-            )
         if len(set(tasks[mine])) > 1:
             raise MismatchError(f"{path}, prompt {number} has several domain tags, expected one")
         sequences.append(
             RouteSequence(
                 name=str(number),
-                prompt_tokens=decodes.count(False) if told else None,
+                prompt_tokens=prompt_length(f"{path}, prompt {number}", decode_T) if told else None,
                 experts_TS=experts_TS[mine].astype(np.uint16),
                 weights_TS=None if weights_TS is None else weights_TS[mine],
                 logits_TF=None if logits_TF is None else logits_TF[mine].astype(np.float16),

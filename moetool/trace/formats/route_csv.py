@@ -200,10 +200,11 @@ def _turn(
     experts[place], weights[place] = expert_R, weight_R
     np.add.at(times, place, 1)
     prompt_tokens = num_tokens - len(np.unique(token_R[phase_R == 1]))
-    if not prompt_tokens or token_R[phase_R == 0].max(initial=-1) != prompt_tokens - 1:
-        raise MismatchError(f"{where} has new tokens before or without a prompt (phase 0); rows are missing or mixed")
+    if token_R[phase_R == 0].max(initial=-1) != prompt_tokens - 1:
+        raise MismatchError(f"{where} has new tokens (phase 1) before its prompt (phase 0); rows are missing or mixed")
     wrong_TL = (times != 1).any(axis=2)
-    wrong_TL[: prompt_tokens - 1, -1] &= times[: prompt_tokens - 1, -1].any(axis=1)  # these rows may be absent
+    before = max(prompt_tokens - 1, 0)
+    wrong_TL[:before, -1] &= times[:before, -1].any(axis=1)  # these rows may be absent
     if wrong_TL.any():
         at, layer = np.argwhere(wrong_TL)[0]
         raise MismatchError(
@@ -222,5 +223,9 @@ def _turn(
     experts_TS, weights_TS = experts.reshape(num_tokens, -1), weights.reshape(num_tokens, -1).astype(np.float16)
     check(where, spec, experts_TS, weights_TS)
     return RouteSequence(
-        name=str(turn), prompt_tokens=prompt_tokens, experts_TS=experts_TS.astype(np.uint16), weights_TS=weights_TS
+        name=str(turn),
+        prompt_tokens=prompt_tokens,
+        experts_TS=experts_TS.astype(np.uint16),
+        weights_TS=weights_TS,
+        position_T=None if prompt_tokens else steps.astype(np.int32),
     )

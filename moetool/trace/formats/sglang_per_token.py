@@ -12,7 +12,7 @@ The records do not name requests. `extend_seq_lens` separates the chunks of prom
 belongs to the sequence whose next position is its own; among several, to the first in the order of the batch, which
 SGLang keeps. A sequence that is missing from a decode pass has ended. A chunk of a prompt continues a sequence that
 has no decoded token yet and this next position. Otherwise it begins a new sequence, above position 0 if the engine had
-the prefix in its cache. Tokens of sequences that began before the recording are left out. The notes count ambiguous
+the prefix in its cache. A sequence that began before the recording has new tokens only. The notes count ambiguous
 tokens.
 
 The ranks of one tensor-parallel group record the same tokens: import one file of each.
@@ -179,7 +179,7 @@ def _sequences(path: Path, found: list[_Record]) -> tuple[list[_Sequence], list[
     """Return the requests of a file in the order of their beginning, and notes on ambiguities."""
     every: list[_Sequence] = []
     live: list[_Sequence] = []
-    base = lost = shared = 0
+    base = shared = 0
     for number, record in enumerate(found):
         at = place = 0
         for length in record.lengths:
@@ -199,13 +199,11 @@ def _sequences(path: Path, found: list[_Record]) -> tuple[list[_Sequence], list[
                 place = next((i for i in fitting if i >= place), fitting[0])
                 one = live[place]
                 one.decoded += decodes
-            elif record.mode == _DECODE:
-                lost += 1
-                continue
             else:
                 one = _Sequence(first)
                 every.append(one)
                 live.append(one)
+                one.decoded += record.mode == _DECODE  # began before the recording
             one.rows += rows
             one.next_position += length
             one.last_record = number
@@ -213,11 +211,9 @@ def _sequences(path: Path, found: list[_Record]) -> tuple[list[_Sequence], list[
             live = [one for one in live if one.last_record == number]
         base += len(record.ids)
     notes = []
-    if lost:
-        notes.append(f"{lost} tokens of sequences that began before the recording are left out")
     if shared:
         notes.append(f"{shared} tokens fit several sequences and went to the first in the order of the batch")
-    if cached := sum(one.next_position > len(one.rows) for one in every):
+    if cached := sum(one.next_position > len(one.rows) > one.decoded for one in every):
         notes.append(f"{cached} sequences begin after a prefix that the engine had in its cache")
     return every, notes
 

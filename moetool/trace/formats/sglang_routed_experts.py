@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.base.errors import MismatchError
-from moetool.base.types import ModelSpec
 from moetool.trace.foreign import responses
-from moetool.trace.foreign.file_sample import FileSample
+from moetool.trace.foreign.file_sample import FileSample, read_objects
 from moetool.trace.foreign.model_facts import ModelFacts
-from moetool.trace.foreign.responses import decoded, field, read_responses
-from moetool.trace.foreign.routes import Routes, RouteSequence
+from moetool.trace.foreign.responses import Answer, Found, field, reused_tokens
+from moetool.trace.foreign.routes import Routes
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
@@ -43,35 +42,31 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         MismatchError: one is damaged or has no routed experts, or the model is another one.
         UsageError: layers, top-k, the number of experts or their bytes are not given.
     """
-    answers = [_read(where, i, response, facts) for i, (where, response) in enumerate(read_responses(path))]
+    answers = [_read(where, i, response, facts) for i, (where, response) in enumerate(read_objects(path))]
     return responses.routes(path, answers)
 
 
-def _read(where: str, i: int, response: dict[str, Any], facts: ModelFacts) -> tuple[RouteSequence, ModelSpec, int]:
+def _read(where: str, i: int, response: dict[str, Any], facts: ModelFacts) -> Found:
     meta = field(where, response, "meta_info", dict)
     usage = meta if meta is not None else field(where, response, "usage", dict)
     holder = meta if meta is not None else field(where, response, "sglext", dict)
     choices = field(where, response, "choices", list) or []
-    text = field(where, holder, "routed_experts", str)
-    if text is None:
+    value = holder.get("routed_experts") if holder is not None else None
+    if value is None:
         raise MismatchError(
             f"{where} has no routed_experts in meta_info or sglext; start SGLang with --enable-return-routed-experts "
             f"and ask with return_routed_experts: true"
         )
-    raw = decoded(where, text)
-    num_hidden, top_k = facts.said(where, "num_hidden_layers"), facts.said(where, "top_k")
-    if not raw or len(raw) % (4 * num_hidden * top_k):
-        raise MismatchError(
-            f"{where} has {len(raw):,} bytes of routed experts, expected a multiple of {4 * num_hidden * top_k:,}: "
-            f"int32 for {num_hidden} layers and top-{top_k}; it is cut off, or of another model"
-        )
     return responses.sequence(
         where,
         str((meta if meta is not None else response).get("id") or i),
-        np.frombuffer(raw, "<i4").reshape(-1, num_hidden, top_k),
+        responses.experts(where, value, facts),
         facts,
-        prompt_tokens=field(where, usage, "prompt_tokens", int),
-        new_tokens=field(where, usage, "completion_tokens", int) if len(choices) < 2 else None,
+        Answer(
+            prompt_tokens=field(where, usage, "prompt_tokens", int),
+            new_tokens=field(where, usage, "completion_tokens", int) if len(choices) < 2 else None,
+            reused_tokens=reused_tokens(where, usage),
+        ),
     )
 
 

@@ -3,8 +3,8 @@ flat.
 
 The schema metadata holds `model`, `moe_layers` (such as "1..26"), `num_experts`, `top_k`, `layout` and `task`; for a
 model unknown to this module also `expert_bytes`. Source: the routes that DeepSeek published with ESFT
-(github.com/deepseek-ai/ESFT, results/expert_scores). Tokens are teacher-forced: the file does not separate the prompt
-from new tokens.
+(github.com/deepseek-ai/ESFT, results/expert_scores). The file does not separate the prompt from new tokens, unless its
+metadata say `positions` from the first generated token: then it holds new tokens only, and no prompt.
 """
 
 import re
@@ -21,6 +21,7 @@ from moetool.trace.foreign.model_facts import ModelFacts, require_even, spec_fro
 from moetool.trace.foreign.routes import Routes, RouteSequence, check, one_task, renormalized, whole_requests
 from moetool.trace.reader import Trace
 
+_ANSWERS = "first generated token"
 _KEYS = ("model", "moe_layers", "num_experts", "top_k", "layout")
 _MODELS: dict[str, dict[str, int]] = {
     # config.json: hidden_size 2048, moe_intermediate_size 1408, n_shared_experts 2; three bfloat16 matrices per expert
@@ -52,15 +53,21 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     check(path, spec, columns["expert_ids"], columns["weights"])
     sums_TL = columns["weights"].astype(np.float32).reshape(len(table), spec.num_layers, -1).sum(axis=2)
     task = header.get("task", path.stem)
+    answers = _ANSWERS in header.get("positions", "")
     notes = [
         "top-k only: no scores over all experts, no embeddings, no token ids",
-        "teacher-forced: the file does not separate the prompt from new tokens",
+        "positions count from the first new token"
+        if answers
+        else "teacher-forced: the file does not separate the prompt from new tokens",
         f"{task}: the top-k weights of a layer add up to {sums_TL.mean():.2f} on average",
     ]
     if "expert_bytes" not in header:
         notes.append("bytes of an expert and hidden size are those of the model's published config, in bfloat16")
     return Routes(
-        spec=renormalized(spec, facts, columns["weights"]), task=task, sequences=_sequences(path, columns), notes=notes
+        spec=renormalized(spec, facts, columns["weights"]),
+        task=task,
+        sequences=_sequences(path, columns, 0 if answers else None),
+        notes=notes,
     )
 
 
@@ -75,6 +82,7 @@ def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) 
     require_even(spec, "topk_parquet")
     trace.require(["weights"], "topk_parquet")
     first, last = spec.layer_ids_L[0], spec.layer_ids_L[-1]
+    unrecorded = trace.unrecorded_prompts
     if spec.layer_ids_L != tuple(range(first, last + 1)):
         raise MismatchError(f"topk_parquet needs a run of layers, but {spec.name} has experts in {spec.layer_ids_L}")
     metadata = {
@@ -85,6 +93,7 @@ def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) 
         "layout": "expert_ids and weights are [layer, k] flattened row-major",
         "task": one_task(trace, "topk_parquet"),
         "expert_bytes": str(spec.slot_bytes),
+        **({"positions": f"from 0 at the {_ANSWERS}"} if unrecorded and unrecorded == len(trace.requests) else {}),
     }
     schema = pa.schema(list(_types(sum(spec.top_k_L)).items()), metadata=metadata)
     with pq.ParquetWriter(out, schema, compression="zstd", write_page_checksum=True) as writer:
@@ -202,7 +211,7 @@ def _same_list(found: pa.DataType, expected: pa.DataType) -> bool:
     )
 
 
-def _sequences(path: Path, columns: dict[str, np.ndarray]) -> list[RouteSequence]:
+def _sequences(path: Path, columns: dict[str, np.ndarray], prompt_tokens: int | None) -> list[RouteSequence]:
     number_T, position_T = columns["sequence"], columns["position"]
     starts = np.flatnonzero(np.diff(number_T, prepend=number_T[0] - 1))
     sequences, seen = [], set()
@@ -217,7 +226,7 @@ def _sequences(path: Path, columns: dict[str, np.ndarray]) -> list[RouteSequence
         sequences.append(
             RouteSequence(
                 name=str(number),
-                prompt_tokens=None,
+                prompt_tokens=prompt_tokens,
                 experts_TS=columns["expert_ids"][start:end].astype(np.uint16),
                 weights_TS=columns["weights"][start:end],
             )

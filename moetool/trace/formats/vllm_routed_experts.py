@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.base.errors import MismatchError, first_line
+from moetool.base.errors import MismatchError
 from moetool.trace.foreign import responses
-from moetool.trace.foreign.file_sample import FileSample
+from moetool.trace.foreign.file_sample import FileSample, read_objects
 from moetool.trace.foreign.model_facts import ModelFacts
-from moetool.trace.foreign.responses import decoded, field, read_responses
+from moetool.trace.foreign.responses import Answer, field, reused_tokens
 from moetool.trace.foreign.routes import Routes
 
 if TYPE_CHECKING:
@@ -43,21 +43,21 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         UsageError: the number of experts or their bytes are not given.
     """
     found = []
-    for i, (where, response) in enumerate(read_responses(path)):
+    for i, (where, response) in enumerate(read_objects(path)):
         usage = field(where, response, "usage", dict)
         prompt_tokens = field(where, usage, "prompt_tokens", int)
         choices = field(where, response, "choices", list)
         if not choices:
             raise MismatchError(f"{where} has no choices, expected a response of vLLM")
-        before = field(where, response, "prompt_routed_experts", str)
+        before = response.get("prompt_routed_experts")
         for c, choice in enumerate(choices):
             at = f"{where}, choice {c}"
-            text = field(at, choice, "routed_experts", str)
-            if text is None:
+            value = choice.get("routed_experts") if isinstance(choice, dict) else None
+            if value is None:
                 raise MismatchError(f"{at} has no routed_experts; start vLLM with --enable-return-routed-experts")
-            experts_THK = _array(at, decoded(at, text))
+            experts_THK = _experts(at, value)
             if before is not None:
-                experts_THK = _joined(at, _array(where, decoded(where, before)), experts_THK)
+                experts_THK = _joined(at, _experts(where, before), experts_THK)
             prompt_ids = _ids(at, response, "prompt_token_ids") or _ids(at, choice, "prompt_token_ids")
             new_ids = _ids(at, choice, "token_ids")
             told = field(where, usage, "completion_tokens", int) if len(choices) == 1 else None
@@ -68,9 +68,12 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
                     name if len(choices) == 1 else f"{name}/{c}",
                     experts_THK,
                     facts,
-                    prompt_tokens=prompt_tokens if prompt_ids is None else len(prompt_ids),
-                    new_tokens=told if new_ids is None else len(new_ids),
-                    token_ids=None if prompt_ids is None or new_ids is None else prompt_ids + new_ids,
+                    Answer(
+                        prompt_tokens=prompt_tokens if prompt_ids is None else len(prompt_ids),
+                        new_tokens=told if new_ids is None else len(new_ids),
+                        token_ids=None if prompt_ids is None or new_ids is None else prompt_ids + new_ids,
+                        reused_tokens=reused_tokens(where, usage),
+                    ),
                 )
             )
     return responses.routes(path, found)
@@ -83,30 +86,18 @@ def _ids(where: str, holder: Any, name: str) -> list[int] | None:
     return ids
 
 
+def _experts(where: str, value: Any) -> np.ndarray:
+    if isinstance(value, list):
+        return responses.nested(where, value)
+    if not isinstance(value, str):
+        raise MismatchError(f"{where} has routed_experts {str(value)[:40]!r}, expected base64 or a list")
+    return responses.npy(where, responses.decoded(where, value))
+
+
 def _joined(where: str, before_THK: np.ndarray, after_THK: np.ndarray) -> np.ndarray:
     if before_THK.shape[1:] != after_THK.shape[1:]:
         raise MismatchError(f"{where} has routes of {after_THK.shape[1:]}, its prompt of {before_THK.shape[1:]}")
     return np.concatenate([before_THK, after_THK])
-
-
-def _array(where: str, raw: bytes) -> np.ndarray:
-    """Return experts_THK int64 of a `.npy` file; its header is checked against its length before allocation."""
-    stream = io.BytesIO(raw)
-    try:
-        version = np.lib.format.read_magic(stream)
-        reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, fortran, dtype = reads[version](stream)
-    except Exception as error:  # NumPy reads the header with Python's tokenizer and raises any of its errors
-        raise MismatchError(f"{where} has routed_experts that are not an .npy file ({first_line(error)})") from None
-    left = len(raw) - stream.tell()
-    whole = dtype.itemsize * int(np.prod(shape, dtype=object))
-    if len(shape) != 3 or dtype.kind not in "iu" or fortran or left != whole or not whole:
-        raise MismatchError(
-            f"{where} has routed_experts of {dtype} {shape} in {left:,} bytes, expected whole numbers (tokens, layers, "
-            f"top_k); it is cut off or no routed experts"
-        )
-    experts_THK: np.ndarray = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(shape).astype(np.int64)
-    return experts_THK
 
 
 def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:

@@ -181,7 +181,10 @@ def put(name: str, value: Any) -> Callable[[list[dict[str, Any]]], list[dict[str
         (put("weight", -0.5), "weights below 0"),
         (put("phase", "thinking"), "phase 'thinking'"),
         (lambda rows: [{**row, "task": f"task {row['token'] % 2}"} for row in rows], "several tasks"),
-        (lambda rows: [{**row, "phase": "decode"} for row in rows], "decodes before or without a prompt"),
+        (
+            lambda rows: [{**row, "phase": "prompt" if row["token"] == 3 else "decode"} for row in rows],
+            "prompt rows after new tokens",
+        ),
         (put("token", None), "empty cells in token"),
     ],
 )

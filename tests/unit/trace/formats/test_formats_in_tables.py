@@ -103,7 +103,10 @@ _TWICE = {name: [*column, column[0]] for name, column in foreign.policylang_colu
         (_at("token_idx", 4, -1), "below 0"),
         (_at("token_idx", 4, 2**40), "token_idx of type int64"),
         (_at("phase", _first("phase", prompt_id=7, token_idx=0, layer_idx=1), "warmup"), "phase 'warmup'"),
-        (_at("phase", _first("phase", prompt_id=7, token_idx=0, layer_idx=1), "decode"), "decodes before or without"),
+        (
+            _at("phase", _first("phase", prompt_id=7, token_idx=0, layer_idx=1), "decode"),
+            "prompt rows after new tokens",
+        ),
         (_at("domain_tag", _first("phase", prompt_id=7, token_idx=1, layer_idx=1), "chat"), "several domain tags"),
         ({name: [] for name in foreign.policylang_columns()}, "of type null|no rows"),
     ],

@@ -82,7 +82,10 @@ def test_a_later_start_is_found_from_the_usage(tmp_path: Path) -> None:
     assert rows.position_T.tolist() == [2, 3, 4, 5, 6] and rows.iteration_T.tolist() == [0, 0, 1, 2, 3]
     assert any("later position" in note for note in made.notes)
     file = foreign.write_lines(tmp_path / "s.jsonl", foreign.sglang_native("a", foreign.hidden_rows("a")[4:]))
-    refused("no row of its prompt of 4", file, "sglang_routed_experts")
+    import_trace([file], "sglang_routed_experts", tmp_path / "u", settings=HEADLESS)
+    rows = rows_of(tmp_path / "u")[0]
+    assert rows.position_T.tolist() == [4, 5, 6] and rows.phase_T.tolist() == [1, 1, 1]
+    assert Trace(tmp_path / "u").unrecorded_prompts == 1
 
 
 def test_vllm_responses_become_requests(tmp_path: Path) -> None:
@@ -169,7 +172,7 @@ def test_wrong_routed_experts_of_vllm_are_refused(tmp_path: Path, rows: np.ndarr
 def test_responses_that_are_none_are_refused(tmp_path: Path) -> None:
     file, whole = tmp_path / "r.jsonl", json.dumps(foreign.sglang_native("a"))
     texts: list[tuple[bytes, str]] = [
-        (b"", "no response"),
+        (b"", "no object"),
         (b"\xff\xfe{", "is not text"),
         (f"{whole}\n{whole[:-40]}".encode(), "line 2 is not JSON"),
         (b"[1]", "is '1', expected a JSON object"),
@@ -202,7 +205,7 @@ def test_responses_that_are_none_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_said_of_the_model_is_asked_for(tmp_path: Path) -> None:
     file = foreign.write_lines(tmp_path / "r.jsonl", foreign.sglang_native("a"))
-    for missing in ("top_k", "num_hidden_layers", "num_experts", "expert_bytes"):
+    for missing in ("top_k", "num_hidden_layers"):
         said = {name: value for name, value in HEADLESS.items() if name != missing}
         refused(f"lacks {missing} .*--set model=PATH or --set {missing}=", file, "sglang_routed_experts", said)
     refused("layer 0 is all zero", file, "sglang_routed_experts", {**HEADLESS, "first_k_dense": 0})
@@ -253,12 +256,11 @@ def test_per_token_with_a_prefix_in_the_cache_and_a_late_start(tmp_path: Path) -
     # a's token at position 5 is a piece of one token of a mixed forward, so it is the prompt of a request of its own
     assert made.requests == 2 and "1 sequences begin after a prefix" in notes and "left out" not in notes
     records = foreign.recorder_records()[3:]
-    refused(
-        "no request with a prompt",
-        foreign.save(tmp_path / "s.pt", foreign.recorder_pack(records)),
-        "sglang_per_token",
-        {"first_k_dense": 1, "expert_bytes": 9},
-    )
+    file = foreign.save(tmp_path / "s.pt", foreign.recorder_pack(records))
+    import_trace([file], "sglang_per_token", tmp_path / "late", settings={"first_k_dense": 1, "expert_bytes": 9})
+    late = Trace(tmp_path / "late")
+    assert late.unrecorded_prompts == len(late.requests) == 2
+    assert late.num_tokens == sum(len(record["input_ids"]) for record in records)
 
 
 def test_per_token_leaves_padding_out_and_counts_what_is_not_certain(tmp_path: Path) -> None:

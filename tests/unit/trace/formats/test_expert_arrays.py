@@ -1,0 +1,123 @@
+"""Arrays of experts in every container."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from moetool.base.errors import MoetoolError
+from moetool.trace.foreign.importing import import_trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
+from tests.foreign import EXPERTS, ROUTES, TOKENS
+
+A = ROUTES["a"]  # [7, 3, 2]
+
+
+def rows_of(folder: Path) -> list[TokenBatch]:
+    trace = Trace(folder)
+    trace.check()
+    return list(trace.whole_requests(trace.columns & {"weights"}))
+
+
+def write(path: Path, form: str, pack: dict[str, Any]) -> Path:
+    if form == "npz":
+        np.savez(path.with_suffix(".npz"), **pack)
+        return path.with_suffix(".npz")
+    if form == "safetensors":
+        save_file({name: np.ascontiguousarray(array) for name, array in pack.items()}, path)
+    else:
+        torch.save({name: torch.from_numpy(np.asarray(array)) for name, array in pack.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["npz", "safetensors", "pt"])
+def test_experts_with_weights_ids_and_prompts(tmp_path: Path, form: str) -> None:
+    weights = np.tile(np.float32([0.75, 0.25]), (*A.shape[:2], 1))
+    ids = np.arange(100, 100 + TOKENS["a"])
+    pack = {"topk_ids": A.astype(np.int64), "topk_weights": weights, "input_ids": ids, "prompt_length": np.array([4])}
+    made = import_trace([write(tmp_path / "f", form, pack)], None, tmp_path / "t", settings={"num_experts": EXPERTS})
+    assert made.format == "expert_arrays"
+    (rows,) = rows_of(tmp_path / "t")
+    assert (rows.experts_TS.reshape(A.shape) == A).all() and rows.token_id_T.tolist() == ids.tolist()
+    assert rows.weights_TS is not None and (rows.weights_TS.reshape(-1, 2) == [0.75, 0.25]).all()
+    assert rows.phase_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+def layers_first(folder: Path) -> Path:
+    np.save(folder / "f.npy", A.transpose(1, 0, 2))
+    return folder / "f.npy"
+
+
+def one_by_one(folder: Path) -> Path:
+    np.savez(folder / "f.npz", **{f"model.layers.{i + 1}.topk": A[:, i] for i in range(3)})
+    return folder / "f.npz"
+
+
+def listed(folder: Path) -> Path:
+    torch.save({"selected_experts": tuple(torch.from_numpy(A[:, i].copy()) for i in range(3))}, folder / "f.pt")
+    return folder / "f.pt"
+
+
+def masked(folder: Path) -> Path:
+    mask = np.zeros((*A.shape[:2], EXPERTS), bool)
+    np.put_along_axis(mask, A.astype(np.int64), True, axis=2)
+    np.save(folder / "f.npy", mask)
+    return folder / "f.npy"
+
+
+@pytest.mark.parametrize("form", [layers_first, one_by_one, listed, masked])
+def test_other_layouts_hold_the_same_routes(tmp_path: Path, form: Any) -> None:
+    said: dict[str, Any] = {} if form in (one_by_one, masked) else {"num_experts": EXPERTS, "moe_layers": "1..3"}
+    import_trace([form(tmp_path)], None, tmp_path / "t", settings=said)
+    trace = Trace(tmp_path / "t")
+    assert trace.spec.layer_ids_L == ((0, 1, 2) if form is masked else (1, 2, 3))
+    (rows,) = rows_of(tmp_path / "t")
+    assert (np.sort(rows.experts_TS.reshape(A.shape), axis=2) == np.sort(A, axis=2)).all()
+
+
+def test_blanks_of_a_padded_batch_are_left_out_and_counted(tmp_path: Path) -> None:
+    padded = np.full((2, 9, 4, 2), -1, np.int32)  # two sequences, layer 0 without experts
+    padded[0, 2:, 1:] = A  # left padding
+    padded[1, :4, 1:] = ROUTES["b"]
+    np.savez(tmp_path / "f.npz", routed_experts=padded)
+    made = import_trace([tmp_path / "f.npz"], None, tmp_path / "t")
+    assert any(note.startswith("7 tokens") for note in made.notes)
+    trace = Trace(tmp_path / "t")
+    assert trace.spec.layer_ids_L == (1, 2, 3)
+    for name, rows in zip("ab", rows_of(tmp_path / "t"), strict=True):
+        assert (rows.experts_TS.reshape(ROUTES[name].shape) == ROUTES[name]).all()
+        assert rows.position_T.tolist() == list(range(TOKENS[name]))
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        np.full((3, 2, 2), 5),  # twice the same expert
+        np.array([[[-1, 3]], [[1, 2]]]),  # half a blank
+        np.zeros((0, 3, 2), np.int64),
+        np.zeros((2, 2, 2, 2, 2), np.int64),
+        np.array([Odd()], dtype=object),
+    ],
+)
+def test_wrong_arrays_are_refused_in_one_line(tmp_path: Path, content: np.ndarray) -> None:
+    np.save(tmp_path / "f.npy", content, allow_pickle=True)
+    with pytest.raises(MoetoolError, match=r"f\.npy") as refusal:
+        import_trace([tmp_path / "f.npy"], "expert_arrays", tmp_path / "t")
+    assert "\n" not in str(refusal.value) and not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("form", ["npz", "safetensors", "pt"])
+def test_half_a_file_is_refused_in_one_line(tmp_path: Path, form: str) -> None:
+    file = write(tmp_path / "f", form, {"topk_ids": A.astype(np.int64)})
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(MoetoolError, match=file.name) as refusal:
+        import_trace([file], "expert_arrays", tmp_path / "t")
+    assert "\n" not in str(refusal.value)

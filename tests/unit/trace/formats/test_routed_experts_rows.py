@@ -1,0 +1,103 @@
+"""Rollouts with routed experts at the top level, and rows that engines repeat or leave blank."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moetool.base.errors import MoetoolError
+from moetool.trace.foreign.importing import import_trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
+from tests import foreign
+from tests.foreign import HEADLESS, IDS, PROMPT, ROUTES, TOKENS, hidden_rows
+
+
+def rows_of(folder: Path) -> list[TokenBatch]:
+    return list(Trace(folder).whole_requests())
+
+
+def encoded(form: str, name: str) -> Any:
+    rows = hidden_rows(name)
+    if form == "list":
+        return rows.tolist()
+    if form == "npy":
+        return foreign.npy(rows.astype(np.uint8))
+    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
+
+
+@pytest.mark.parametrize("form", ["list", "npy", "int32"])
+@pytest.mark.parametrize("last", [False, True])
+def test_rollouts_of_every_encoding(tmp_path: Path, form: str, last: bool) -> None:
+    lines = []
+    for name in "ab":
+        ids = {"prompt_ids": IDS[name][: PROMPT[name]], "response_ids": [*IDS[name][PROMPT[name] :], 99]}
+        lines.append({"uid": name, "data_source": "law", **ids, "routed_experts": encoded(form, name)})
+        if last and form == "list":  # a row for the last token too, which never ran
+            lines[-1]["routed_experts"].append([[0, 0]] * 4)
+    file = tmp_path / "f.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = import_trace([file], None, tmp_path / "t", settings=HEADLESS)
+    assert made.format == "routed_experts_rows" and made.tasks == ["law"]
+    for name, rows in zip("ab", rows_of(tmp_path / "t"), strict=True):
+        assert (rows.experts_TS.reshape(ROUTES[name].shape) == ROUTES[name]).all()
+        assert rows.token_id_T.tolist() == IDS[name]
+        assert (rows.phase_T == 0).sum() == PROMPT[name]
+
+
+def test_blank_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows: list[Any] = hidden_rows("a").tolist()
+    rows[0], rows[2], rows[4] = None, [], [[-1, -1]] * 4
+    file = tmp_path / "f.json"
+    file.write_text(json.dumps({"routed_experts": rows, "prompt_tokens": 4}))
+    made = import_trace([file], None, tmp_path / "t", settings=HEADLESS)
+    (found,) = rows_of(tmp_path / "t")
+    assert found.position_T.tolist() == [1, 3, 5, 6] and found.phase_T.tolist() == [0, 0, 1, 1]
+    assert (found.experts_TS.reshape(-1, 3, 2) == ROUTES["a"][[1, 3, 5, 6]]).all()
+    assert any(note.startswith("3 tokens") for note in made.notes)
+
+
+def test_rows_of_a_reused_prefix_count_once(tmp_path: Path) -> None:
+    """The second turn of a chat returns the routes of the first again."""
+    first, second = (foreign.sglang_native(name) for name in "ab")
+    whole = np.concatenate([hidden_rows("a"), hidden_rows("b")])
+    second["meta_info"] |= {
+        "prompt_tokens": TOKENS["a"] + PROMPT["b"],
+        "cached_tokens": TOKENS["a"],
+        "routed_experts": base64.b64encode(whole.astype("<i4").tobytes()).decode(),
+    }
+    file = tmp_path / "f.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in (first, second)))
+    made = import_trace([file], None, tmp_path / "t", settings=HEADLESS)
+    assert made.tokens == TOKENS["a"] + TOKENS["b"]  # those that a forward ran
+    assert any(note.startswith(f"{TOKENS['a']} rows") for note in made.notes)
+    _, turn = rows_of(tmp_path / "t")
+    assert (turn.experts_TS.reshape(-1, 3, 2) == ROUTES["b"]).all()
+    assert turn.position_T.tolist() == list(range(7, 11)) and turn.phase_T.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"routed_experts": None},
+        {"routed_experts": []},
+        {"routed_experts": [1, 2]},
+        {"routed_experts": [[[1, 2]], [[1, 2], [3, 4]]]},
+        {"routed_experts": [[[1, 1.5]] * 4]},
+        {"routed_experts": [[[1, "x"]] * 4]},
+        {"routed_experts": [[[0, 1]] * 3 + [[0, 300]]]},
+        {"routed_experts": "AAAA"},
+        {"routed_experts": {"a": 1}},
+        {"routed_experts": [[[0, 0]] + [[1, 2]] * 3], "prompt_ids": [1, -2]},
+        {"routed_experts": [[[0, 0]] + [[1, 2]] * 3], "prompt_tokens": 9},
+    ],
+)
+def test_wrong_rollouts_are_refused_in_one_line(tmp_path: Path, held: dict[str, Any]) -> None:
+    file = tmp_path / "f.json"
+    file.write_text(json.dumps(held))
+    with pytest.raises(MoetoolError, match=r"f\.json") as refusal:
+        import_trace([file], "routed_experts_rows", tmp_path / "t", settings=HEADLESS)
+    assert "\n" not in str(refusal.value) and not (tmp_path / "t").exists()
