@@ -58,10 +58,12 @@ class Counted:
         if not len(counts_WLE):
             raise MismatchError("no pass has any tokens: the recorder was off; record again")
         if len(idle := np.flatnonzero(~counts_WLE.any(axis=(0, 2)))):
+            layers = [layer for i, layer in enumerate(self.spec.layer_ids_L) if i not in idle]
+            run = f"{layers[0]}..{layers[-1]}" if layers == list(range(layers[0], layers[-1] + 1)) else ""
             raise MismatchError(
-                f"layer {self.spec.layer_ids_L[idle[0]]} is all zero, expected tokens: it has no experts, or the "
-                f"recorder was off; name the layers with experts with --set model=PATH, first_k_dense=N or "
-                f"moe_layers=1..26, or record again"
+                f"layer {self.spec.layer_ids_L[idle[0]]} is all zero, expected tokens: it has no router (hash layers "
+                f"choose by token), no experts, or the recorder was off; import the layers that were recorded with "
+                f"--set moe_layers={run or ','.join(map(str, layers))}, or record again"
             )
 
 

@@ -110,7 +110,7 @@ def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
     """
     import pyarrow.compute as pcompute
 
-    table = _table(path)
+    table = read_table(path)
     names = match(table.column_names, said)
     for field in ("layer", "expert"):
         if field not in names:
@@ -153,7 +153,12 @@ def _is_numeric(cells: Sequence[str]) -> bool:
     return all(re.fullmatch(r"\s*-?\d+(\.\d+)?([eE][-+]?\d+)?\s*", cell) for cell in cells)
 
 
-def _table(path: Path) -> "pa.Table":
+def read_table(path: Path) -> "pa.Table":
+    """Read a whole table.
+
+    Raises:
+        MismatchError: it is damaged, or not a table.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

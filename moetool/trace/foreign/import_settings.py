@@ -8,7 +8,7 @@ from pathlib import Path
 from moetool.base.errors import UsageError
 from moetool.base.types import ModelSpec
 from moetool.trace.expert_counts import MANIFEST, open_workload
-from moetool.trace.foreign.model_facts import MOST_EXPERTS, GivenFacts, ModelFacts
+from moetool.trace.foreign.model_facts import MOST_EXPERTS, GivenFacts, ModelFacts, some_layers
 
 _MOST = {
     "num_hidden_layers": 10_000,
@@ -34,7 +34,7 @@ class Settings(GivenFacts):
 
     Attributes:
         model: `reference`, a model's folder (config.json is enough), or a trace of it. It must agree with the files;
-            the trace then belongs to that model.
+            the trace then belongs to that model. With `moe_layers`, files hold these layers of it only.
         task: task of files that do not name it.
         moe_layers: the layers with experts, such as 1..26 or 1,3,5.
         drop_tokens: leave out token ids, which reveal the text.
@@ -56,7 +56,7 @@ class Settings(GivenFacts):
             raise UsageError(f"--set first_k_dense: found {self.first_k_dense}, expected a whole number, 0 or more")
         if self.first_k_dense is not None and self.moe_layers is not None:
             raise UsageError("--set first_k_dense and moe_layers both name the layers with experts; give one")
-        shape = ("name", "first_k_dense", "moe_layers", "num_experts", "top_k", "expert_bytes", "hidden_size")
+        shape = ("name", "first_k_dense", "num_experts", "top_k", "expert_bytes", "hidden_size")
         if self.model is not None and (twice := [name for name in shape if getattr(self, name) is not None]):
             raise UsageError(f"--set model already gives {twice[0]}; leave out --set {twice[0]}")
 
@@ -67,6 +67,9 @@ class Settings(GivenFacts):
                 spec, num_hidden_layers = open_workload(Path(self.model)).spec, None
             else:
                 spec, num_hidden_layers = find_model(self.model)
+            if self.moe_layers is not None:
+                num_hidden_layers = num_hidden_layers or spec.layer_ids_L[-1] + 1
+                spec = some_layers(spec, _layers(str(self.moe_layers)))
             return ModelFacts(spec=spec, num_hidden_layers=self.num_hidden_layers or num_hidden_layers)
         layers = None if self.moe_layers is None else _layers(str(self.moe_layers))
         return ModelFacts(moe_layers=layers, **{one.name: getattr(self, one.name) for one in fields(GivenFacts)})

@@ -6,7 +6,7 @@ Shape letter of files that have a row for every layer of the model: H hidden lay
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -177,6 +177,30 @@ class ModelFacts(GivenFacts):
                     f"{said.name if said else 'the given facts'}; name the model that it was recorded from"
                 )
         return said or found
+
+
+def some_layers(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
+    """Return a model with some of its MoE layers, of a revision of its own: plans for it do not fit the whole model.
+
+    Raises:
+        UsageError: the model has no experts in one of them.
+    """
+    if unknown := sorted(set(layers) - set(spec.layer_ids_L)):
+        raise UsageError(
+            f"--set moe_layers: {spec.name} has no experts in layer {unknown[0]}, expected some of "
+            f"{_span(spec.layer_ids_L)}"
+        )
+    if tuple(layers) == spec.layer_ids_L:
+        return spec
+    keep = [spec.layer_ids_L.index(layer) for layer in layers]
+    per_layer = ("layer_ids_L", "num_experts_L", "top_k_L", "has_logits_L", "expert_bytes_L")
+    header = json.dumps([spec.revision, list(layers)])
+    return replace(
+        spec,
+        name=f"{spec.name}, layers {_span(layers)}",
+        revision=hashlib.sha256(header.encode()).hexdigest(),
+        **{name: tuple(getattr(spec, name)[at] for at in keep) for name in per_layer},
+    )
 
 
 def _span(values: Sequence[int]) -> str:

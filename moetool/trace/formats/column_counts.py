@@ -6,6 +6,7 @@ or `--map` (`moetool.trace.foreign.column_table`).
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from moetool.trace.expert_counts import Counted
 from moetool.trace.foreign import column_table
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.model_facts import ModelFacts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 GENERIC = True
 TAKES_MAP = True
@@ -46,15 +50,37 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
             ],
             axis=1,
         )
-        time_R, times = np.zeros(len(rows_R3), np.int64), [""]
-        if "time" in mapped.names:
-            time_R, times = column_table.labels(mapped.table[mapped.names["time"]])
-        if len(np.unique(np.column_stack([time_R, rows_R3[:, :2]]), axis=0)) < len(rows_R3):
-            raise MismatchError(
-                f"{path} has an expert of a layer twice, expected one row for each; is it a table of tokens?"
-            )
-        found += [rows_R3[time_R == time] for time in range(len(times))]
+        time_R = None if "time" not in mapped.names else mapped.table[mapped.names["time"]]
+        found += passes(path, rows_R3, time_R)
         notes += [f"{path.name}: {note}" for note in mapped.notes]
+    return counted(paths, found, facts, notes)
+
+
+def passes(path: Path, rows_R3: np.ndarray, times: "pa.ChunkedArray | None", repeat: int = 1) -> list[np.ndarray]:
+    """Return rows of (layer, expert, count) by the value of a column, in the order of their first appearance.
+
+    Args:
+        times: column of the time, if there is one.
+        repeat: rows for each value of it.
+
+    Raises:
+        MismatchError: an expert of a layer is in a pass twice.
+    """
+    time_R, names = (np.zeros(len(rows_R3) // repeat, np.int64), [""]) if times is None else column_table.labels(times)
+    time_R = np.repeat(time_R, repeat)
+    if len(np.unique(np.column_stack([time_R, rows_R3[:, :2]]), axis=0)) < len(rows_R3):
+        raise MismatchError(
+            f"{path} has an expert of a layer twice, expected one row for each; is it a table of tokens?"
+        )
+    return [rows_R3[time_R == time] for time in range(len(names))]
+
+
+def counted(paths: Sequence[Path], found: Sequence[np.ndarray], facts: ModelFacts, notes: list[str]) -> Counted:
+    """Return the counts of passes, each rows of (layer, expert, count); an expert without a row has 0.
+
+    Raises:
+        MismatchError: an expert is not of the given model.
+    """
     rows = np.concatenate(found)
     layers = np.unique(rows[:, 0])
     guessed, more = facts.num_experts_or(rows[:, 1])

@@ -45,7 +45,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     num_experts, notes = facts.num_experts_or(np.concatenate([one.experts_TLK.ravel() for _, one in found]))
     spec = facts.spec_of(path, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
     weighted = all(request.weights_TLK is not None for _, request in found)
-    sequences = []
+    sequences: list[RouteSequence] = []
     for where, request in found:
         num_tokens = len(request.experts_TLK)
         experts_TS = request.experts_TLK.reshape(num_tokens, -1)
@@ -125,9 +125,9 @@ def _values(where: str, rows: list[tuple[str, dict[str, Any]]], names: list[str]
             value = row[layer].get(key) if isinstance(row[layer], dict) else None
             width = width or (len(value) if isinstance(value, list) else 0)
             fits = isinstance(value, list) and len(value) == width > 0
-            if not fits or not all(isinstance(x, int | kind) and not isinstance(x, bool) for x in value):
+            if not fits or not all(type(x) in (int, kind) for x in value or []):
                 raise MismatchError(f"{where}: {token}, {layer} has {key} {str(value)[:40]}, expected {width} numbers")
-            flat += value
+            flat += value or []
     dtype = np.int64 if kind is int else np.float64
     try:
         return np.array(flat, dtype).reshape(len(rows), len(names), width)

@@ -19,8 +19,9 @@ from moetool.trace.foreign.model_facts import ModelFacts, hidden_layers
 
 
 def recognize(sample: FileSample) -> str | None:
-    """Recognize a `.pt` file with `logical_count`."""
-    return "a .pt file with logical_count" if "logical_count" in sample.tensors else None
+    """Recognize a `.pt` file with `logical_count` of several passes."""
+    shape = getattr(sample.tensors.get("logical_count"), "shape", ())
+    return "a .pt file with logical_count of each pass" if len(shape) == 3 else None
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
@@ -31,6 +32,16 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
         UsageError: top-k or the bytes of an expert are not given.
     """
     found = [torch_file.array(path, torch_file.load(path), "logical_count", 3) for path in paths]
+    return counted(paths, found, facts)
+
+
+def counted(paths: Sequence[Path], found: Sequence[np.ndarray], facts: ModelFacts) -> Counted:
+    """Return the passes [W, H, E] of several files.
+
+    Raises:
+        MismatchError: the files differ in shape, or a layer with experts is zero.
+        UsageError: the layers are not those of the given model.
+    """
     for path, counts_WHE in zip(paths, found, strict=True):
         if counts_WHE.shape[1:] != found[0].shape[1:]:
             raise MismatchError(f"{path} has {counts_WHE.shape[1:]} (layers, experts), {paths[0]} {found[0].shape[1:]}")
@@ -39,10 +50,11 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
     if not num_experts:
         raise MismatchError(f"{paths[0]} has no experts, expected logical_count (passes, layers, experts)")
     layers = facts.layers_of(paths[0], num_hidden)
-    spec = facts.spec_of(paths[0], layers=layers, num_experts=num_experts)
+    top_k, unknown = facts.top_k_or_one()
+    spec = facts.spec_of(paths[0], layers=layers, num_experts=num_experts, top_k_L=top_k and [top_k] * len(layers))
     counts_WLE = sglang_recorder.counts_without_dense(paths[0], counts_WHE, layers)
     dropped = len(counts_WHE) - len(counts_WLE)
-    notes = [f"{dropped} passes without tokens left out"] if dropped else []
+    notes = [*unknown, *([f"{dropped} passes without tokens left out"] if dropped else [])]
     sums_WL = counts_WLE.sum(axis=2)
     if (sums_WL != sums_WL[:, :1]).any():
         notes.append("the layers of a pass have different numbers of tokens, as approximate statistics do")

@@ -247,9 +247,9 @@ def test_formats_are_read_and_written_but_for_those_of_one_direction() -> None:
     # no program's own, or with activations, or forms of published data sets and of trainers
     assert reads - writes == {
         *("columns", "column_counts", "llamacpp_imatrix", "expert_arrays", "router_logits"),
-        *("router_data", "flame_moe", "routed_experts_rows"),
+        *("router_data", "flame_moe", "routed_experts_rows", "wide_counts"),
     }
-    assert writes - reads == {"ktransformers"}
+    assert writes <= reads
     for name in plugins.names("format"):
         module = plugins.load("format", name)
         assert hasattr(module, "recognize") == (name in reads)

@@ -153,6 +153,27 @@ def test_columns_are_mapped_by_name_or_number(tmp_path: Path) -> None:
         import_trace([foreign.write_policylang(tmp_path / "p")], "policylang", tmp_path / "u", mapping={"layer": "l"})
 
 
+def test_a_line_of_metadata_and_aliases_of_fields_are_understood(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "f", [{"record_type": "metadata", "model": "x"}, *wide_rows()])
+    trace = bring(file)
+    check_routes(trace)
+    assert any(note.startswith("1 rows") for note in trace.manifest["provenance"]["imported"]["notes"])
+    renamed = [{"l": r["layer"], "x": r["experts"], "t": r["token_idx"], "who": r["problem_id"]} for r in wide_rows()]
+    trace = bring(write_jsonl(tmp_path / "g", renamed), "experts=x,layer_id=l,position=t,sequence=who")
+    assert len(trace.requests) == 2
+    with pytest.raises(UsageError, match="expert twice"):
+        parse_map(["expert=x,experts=y"])
+
+
+def test_new_tokens_without_a_prompt_arrive_as_such(tmp_path: Path) -> None:
+    rows = [{**row, "token": row["token"] + 40, "phase": "decode"} for row in long_rows()]
+    trace = bring(write_csv(tmp_path / "f.csv", rows))
+    check_routes(trace)
+    assert trace.unrecorded_prompts == 2
+    for found in trace.whole_requests():
+        assert found.position_T[0] == 40 and set(found.phase_T.tolist()) == {1} and found.iteration_T[0] == 1
+
+
 def test_rows_without_a_token_are_told_by_their_order(tmp_path: Path) -> None:
     rows = [{"layer": r["layer"], "experts": r["experts"]} for r in wide_rows() if r["problem_id"] == "a"]
     made = import_trace([write_jsonl(tmp_path / "f", rows)], None, tmp_path / "t", settings=SAID)

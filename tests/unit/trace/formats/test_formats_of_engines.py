@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from safetensors.numpy import load_file, save_file
 from moetool.base.errors import MismatchError, MoetoolError, UsageError
 from moetool.models.shape import shape_of
 from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.foreign.exporting import export_trace
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.tuning.replay import replay
 from tests import foreign, synthetic_routes
-from tests.foreign import HEADLESS, IDS, PROMPT, ROUTES, SHAPE, TOKENS
+from tests.foreign import EXPERTS, HEADLESS, HIDDEN, IDS, PROMPT, ROUTES, SHAPE, TOKENS
 
 
 def rows_of(path: Path) -> dict[int, TokenBatch]:
@@ -446,3 +448,36 @@ def test_wrong_statistics_are_refused(tmp_path: Path) -> None:
         refused("meta_info.json", folder, "tensorrt_llm_statistics", said)
     with pytest.raises(UsageError, match="no directory at"):
         import_trace([meta], "tensorrt_llm_raw", tmp_path / "t", settings=said)
+
+
+def test_a_table_of_ktransformers_is_one_pass(tmp_path: Path) -> None:
+    counts = np.random.default_rng(0).integers(0, 9, (HIDDEN, EXPERTS)).astype(np.int32)
+    counts[0] = 0
+    file = foreign.save(tmp_path / "k.pt", {"logical_count": torch.from_numpy(counts)})
+    made = import_trace([file], None, tmp_path / "t", settings={"first_k_dense": 1})
+    assert made.format == "ktransformers"
+    assert (ExpertCounts(tmp_path / "t").counts_WLE == counts[None, 1:]).all()
+    export_trace(tmp_path / "t", "ktransformers", tmp_path / "again.pt")
+    assert torch.equal(torch.load(tmp_path / "again.pt")["logical_count"], torch.from_numpy(counts))
+
+
+def test_layers_without_counts_are_named_and_the_advice_works(tmp_path: Path) -> None:
+    """DeepSeek V4's first layers choose by token id, so that an engine's recorder counts nothing there."""
+    counts = np.random.default_rng(0).integers(1, 9, (2, HIDDEN, EXPERTS))
+    counts[:, :2] = 0
+    file = foreign.save(tmp_path / "s.pt", {"logical_count": torch.from_numpy(counts)})
+    model = import_trace(
+        [foreign.write_lines(tmp_path / "r.jsonl", foreign.sglang_native("a"))],
+        None,
+        tmp_path / "model",
+        settings=HEADLESS,
+    ).out
+    with pytest.raises(MoetoolError, match="--set moe_layers=") as refusal:
+        import_trace([file], None, tmp_path / "t", settings={"model": str(model)})
+    advised = re.search(r"moe_layers=(\S+?),? ", str(refusal.value))
+    assert advised is not None
+    import_trace([file], None, tmp_path / "t", settings={"model": str(model), "moe_layers": advised[1]})
+    found = ExpertCounts(tmp_path / "t")
+    assert found.spec.layer_ids_L == (2, 3) and (found.counts_WLE == counts[:, 2:]).all()
+    with pytest.raises(UsageError, match="layer 0"):
+        import_trace([file], None, tmp_path / "u", settings={"model": str(model), "moe_layers": "0..3"})

@@ -1,0 +1,68 @@
+"""Counts over time and wide tables."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moetool.base.errors import MoetoolError
+from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.foreign.importing import import_trace
+
+COUNTS = np.random.default_rng(3).integers(1, 9, (2, 3, 4))  # times, layers, experts
+
+
+def test_each_time_is_a_pass(tmp_path: Path) -> None:
+    rows = ["time,layer,expert,count"]
+    rows += [f"{0.5 * t},{i + 1},{e},{COUNTS[t, i, e]}" for (t, i, e), _ in np.ndenumerate(COUNTS)]
+    (tmp_path / "f.csv").write_text("\n".join(rows) + "\n")
+    made = import_trace([tmp_path / "f.csv"], None, tmp_path / "t")
+    assert (made.format, made.requests) == ("column_counts", 2)
+    found = ExpertCounts(tmp_path / "t")
+    assert (found.counts_WLE == COUNTS).all() and found.spec.layer_ids_L == (1, 2, 3)
+    # the size of an expert is not in the file, and top-k neither
+    assert found.num_tokens == COUNTS.sum() / 3
+    with pytest.raises(MoetoolError, match="twice"):
+        (tmp_path / "f.csv").write_text("\n".join([*rows, rows[1]]) + "\n")
+        import_trace([tmp_path / "f.csv"], None, tmp_path / "u")
+
+
+def layer_rows() -> list[dict[str, int]]:
+    return [{"layer": i + 1, **{f"expert_{e}": int(COUNTS[0, i, e]) for e in range(4)}} for i in range(3)]
+
+
+def expert_rows() -> list[dict[str, int]]:
+    return [{"expert": e, **{f"layer_{i + 1}": int(COUNTS[0, i, e]) for i in range(3)}} for e in range(4)]
+
+
+def plain_rows() -> list[dict[str, int]]:
+    return [{"Layer": i + 1, **{str(e): int(COUNTS[0, i, e]) for e in range(4)}} for i in range(3)]
+
+
+@pytest.mark.parametrize("rows", [layer_rows, expert_rows, plain_rows])
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet"])
+def test_wide_tables_of_both_directions(tmp_path: Path, rows, form: str) -> None:  # type: ignore[no-untyped-def]
+    held, file = rows(), tmp_path / f"f.{form}"
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(held), file)
+    elif form == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in held))
+    else:
+        separator = "," if form == "csv" else "\t"
+        lines = [list(held[0]), *(row.values() for row in held)]
+        file.write_text("".join(separator.join(map(str, line)) + "\n" for line in lines))
+    made = import_trace([file], None, tmp_path / "t")
+    assert made.format == "wide_counts"
+    found = ExpertCounts(tmp_path / "t")
+    assert (found.counts_WLE == COUNTS[:1]).all() and found.spec.layer_ids_L == (1, 2, 3)
+
+
+def test_wide_tables_over_time(tmp_path: Path) -> None:
+    rows = ["step,layer,0,1,2,3"]
+    rows += [f"{t * 100},{i + 1},{','.join(map(str, COUNTS[t, i]))}" for t in range(2) for i in range(3)]
+    (tmp_path / "f.csv").write_text("\n".join(rows) + "\n")
+    import_trace([tmp_path / "f.csv"], None, tmp_path / "t")
+    assert (ExpertCounts(tmp_path / "t").counts_WLE == COUNTS).all()
