@@ -106,11 +106,12 @@ class ModelFacts(GivenFacts):
         found = int(experts.max()) + 1
         return found, [f"{found} experts per layer, from the highest number in the file; --set num_experts tells more"]
 
-    def top_k_or_one(self) -> tuple[int | None, list[str]]:
-        """Return 1 for a file of counts that does not tell the experts per token, and a note."""
+    def top_k_or_one(self, num_layers: int) -> tuple[list[int] | None, list[str]]:
+        """Return 1 per layer for a file of counts that does not tell the experts per token, and a note."""
         if self.known("top_k") is not None:
             return None, []
-        return 1, ["the experts per token are unknown: each use of an expert counts as a token; --set top_k tells"]
+        note = "the experts per token are unknown: each use of an expert counts as a token; --set top_k tells"
+        return [1] * num_layers, [note]
 
     def spec_of(
         self,
@@ -193,13 +194,14 @@ def some_layers(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
     if tuple(layers) == spec.layer_ids_L:
         return spec
     keep = [spec.layer_ids_L.index(layer) for layer in layers]
-    per_layer = ("layer_ids_L", "num_experts_L", "top_k_L", "has_logits_L", "expert_bytes_L")
+    names = ("layer_ids_L", "num_experts_L", "top_k_L", "has_logits_L", "expert_bytes_L")
+    per_layer: dict[str, Any] = {name: tuple(getattr(spec, name)[at] for at in keep) for name in names}
     header = json.dumps([spec.revision, list(layers)])
     return replace(
         spec,
         name=f"{spec.name}, layers {_span(layers)}",
         revision=hashlib.sha256(header.encode()).hexdigest(),
-        **{name: tuple(getattr(spec, name)[at] for at in keep) for name in per_layer},
+        **per_layer,
     )
 
 

@@ -87,11 +87,9 @@ def counted(paths: Sequence[Path], found: Sequence[np.ndarray], facts: ModelFact
     num_experts = guessed or facts.said(paths[0], "num_experts")
     if rows[:, 1].max() >= num_experts:
         raise MismatchError(f"{paths[0]} counts expert {rows[:, 1].max()}, expected 0 to {num_experts - 1}")
-    top_k, unknown = facts.top_k_or_one()
+    top_k_L, unknown = facts.top_k_or_one(len(layers))
     notes += [*more, *unknown]
-    spec = facts.spec_of(
-        paths[0], layers=layers.tolist(), num_experts=num_experts, top_k_L=top_k and [top_k] * len(layers)
-    )
+    spec = facts.spec_of(paths[0], layers=layers.tolist(), num_experts=num_experts, top_k_L=top_k_L)
     counts_WLE = np.zeros((len(found), len(layers), num_experts), np.int64)
     for w, rows_R3 in enumerate(found):
         counts_WLE[w, np.searchsorted(layers, rows_R3[:, 0]), rows_R3[:, 1]] = rows_R3[:, 2]

@@ -50,8 +50,8 @@ def counted(paths: Sequence[Path], found: Sequence[np.ndarray], facts: ModelFact
     if not num_experts:
         raise MismatchError(f"{paths[0]} has no experts, expected logical_count (passes, layers, experts)")
     layers = facts.layers_of(paths[0], num_hidden)
-    top_k, unknown = facts.top_k_or_one()
-    spec = facts.spec_of(paths[0], layers=layers, num_experts=num_experts, top_k_L=top_k and [top_k] * len(layers))
+    top_k_L, unknown = facts.top_k_or_one(len(layers))
+    spec = facts.spec_of(paths[0], layers=layers, num_experts=num_experts, top_k_L=top_k_L)
     counts_WLE = sglang_recorder.counts_without_dense(paths[0], counts_WHE, layers)
     dropped = len(counts_WHE) - len(counts_WLE)
     notes = [*unknown, *([f"{dropped} passes without tokens left out"] if dropped else [])]
