@@ -1,5 +1,6 @@
 """The command `moetool replay`."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -31,8 +32,12 @@ def replay(
         ),
     ],
     budget: Annotated[
-        list[str], typer.Option(help="Expert memory: bytes, e.g. 64MB, or a share of all experts, e.g. 25%.")
-    ],
+        list[str],
+        typer.Option(
+            help="Expert memory: bytes, e.g. 64MB, or a share of all experts, e.g. 25% (not for served, which has the "
+            "server's slots)."
+        ),
+    ] = [],
     predictor: PredictorDir = None,
     profile: ProfileFile = None,
     order: Annotated[
@@ -67,7 +72,7 @@ def replay(
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
     from moetool.trace.same_prompts import Overlap, trained_on
     from moetool.tuning.candidates import best, servable, too_large
-    from moetool.tuning.replay import ReplaySetup, whole_bytes
+    from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, whole_bytes
     from moetool.tuning.replay import replay as run
     from moetool.tuning.replay_table import replay_table
 
@@ -75,10 +80,12 @@ def replay(
     if order not in orders:
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
     source = open_trace(trace)
+    asked, options = listed(policy), parse_settings(settings)
+    if not budget and asked != [SERVED]:
+        raise UsageError("give --budget, the memory for experts, such as 25% or 64MB")
     if not all(text.strip().endswith("%") for text in listed(budget)):
         source.spec.require_sizes(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool, pool_unit)) for text in listed(budget)]
-    asked, options = listed(policy), parse_settings(settings)
     devices = options.pop("devices", 1)
     if type(devices) is not int or devices < 1:
         raise UsageError(f"devices is {devices!r}, expected 1 or more")
@@ -86,6 +93,8 @@ def replay(
     predicts = open_predictor(predictor)
     known = servable(source, predicts) if "auto" in asked else []
     names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
+    served = SERVED in names
+    names = [name for name in names if name != SERVED]
     require_policies(names, options)
     left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options, devices)
     names = [name for name in names if name not in left_out]
@@ -119,12 +128,15 @@ def replay(
             devices=devices,
             on_progress=on_progress,
         )
-        rows = run(source, names, budgets, setup)
+        rows = [replay_served(source, replace(setup, requests=None))] if served else []
+        rows += run(source, names, budgets, setup) if names else []
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():
         tables.narrate(f"moetool: auto leaves out {name}, {why}")
     for row in chosen:
         tables.narrate(f"moetool: auto is {row.policy} with {tables.count(row.budget_bytes, 'B')} for experts")
+    if served:
+        tables.narrate("moetool: the decisions of served are equal to the log's")
     if as_json:
         tables.print_json([{**row.to_json(), **({"auto": row in chosen} if known else {})} for row in rows])
         return

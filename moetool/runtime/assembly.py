@@ -135,6 +135,7 @@ def build_engine(
             "layer_slots": layer_slots,
             "pinned": pinned,
             "prefetch": asdict(limits),
+            "predictor": predicts.sha256 if predicts is not None else None,
             "state": None,
         }
         if state is not None and restore_state(state, name, learned) is not None:

@@ -244,6 +244,49 @@ def replay(
     return [run.row(decode_tokens) for run in runs]
 
 
+def replay_served(trace: Trace, setup: ReplaySetup = AS_RECORDED) -> ReplayRow:
+    """Repeat the decisions of the server that wrote a log, with its slots, and require that they are equal.
+
+    Raises:
+        UsageError: as `replay`, or a part of the requests is asked for.
+        MismatchError: the log does not say what the server had, another predictor or none is given, or the decisions
+            differ from the server's.
+    """
+    made = trace.manifest["provenance"]
+    slots, digest = made.get("slots"), made.get("decisions")
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1 or not isinstance(digest, str):
+        raise MismatchError(
+            f"{trace.path} does not say the slots and decisions of its server, expected a log of serve; name policies "
+            f"and a --budget to replay instead"
+        )
+    if setup.requests is not None and setup.requests < set(trace.requests["request"].to_pylist()):
+        raise UsageError(f"policy {SERVED} repeats all decisions of the server; replay all requests")
+    if made.get("state") is not None:
+        raise MismatchError(
+            f"the server of {trace.path} began with a learned state (sha256 {str(made['state'])[:12]}), which a replay "
+            f"does not have; name policies and a --budget to replay instead"
+        )
+    served, given = made.get("predictor"), getattr(setup.predictor, "sha256", None)
+    if "predictor" in made and served != given:
+        raise MismatchError(
+            f"the server of {trace.path} had {_predictor_name(served)}, but the replay has {_predictor_name(given)}; "
+            f"give --predictor that of the server"
+        )
+    (row,) = replay(trace, [SERVED], [slots * trace.spec.slot_bytes], setup)
+    if row.digest != digest:
+        failed = made.get("failed_forwards")
+        why = f", of which {failed} failed forwards leave no rows" if failed else ""
+        raise MismatchError(
+            f"the replay of {trace.path} decides {row.digest}, but its server decided {digest}{why}; the log is of "
+            f"another version of moetool, or incomplete"
+        )
+    return row
+
+
+def _predictor_name(sha256: object) -> str:
+    return "no predictor" if sha256 is None else f"the predictor of sha256 {str(sha256)[:12]}"
+
+
 def decisions(
     trace: Trace, policy: str, budget_bytes: int, setup: ReplaySetup = AS_RECORDED
 ) -> Iterator[tuple[int, int, Step]]:

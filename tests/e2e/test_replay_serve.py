@@ -24,7 +24,7 @@ from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from moetool.training.predictor import build
 from moetool.training.tokens import Tokens
-from moetool.tuning.replay import SERVED, ReplaySetup, replay
+from moetool.tuning.replay import SERVED, ReplaySetup, replay, replay_served
 from tests.engines import engine, require_replayed
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
@@ -196,6 +196,7 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, 
     row, plain = replay(trace, ["served", "foresight"], budget)
     assert row.policy == "served" and row.counts == counts
     assert row.digest == trace.manifest["provenance"]["decisions"] != plain.digest
+    assert replay_served(trace) == row
     assert replay(trace, ["served"], [20 * trace.spec.slot_bytes])[0].counts.needed == counts.needed
     last = ReplaySetup(requests=frozenset([4]))  # it came after all changes
     (row,), (alone,) = (replay(trace, [name], budget, replace(last, pool="layer")) for name in ("served", "lfu"))

@@ -12,7 +12,7 @@ from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency, StepKind
 from moetool.costing.pricing import TimelineOptions
 from moetool.trace.reader import Trace
-from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
+from moetool.tuning.replay import ReplaySetup, decisions, replay, replay_served, whole_bytes
 from tests.profiles import compute, flat, make_profile
 from tests.refusals import refused
 from tests.synthetic import MadeUpPredictor, make_spec, run_forwards, write_trace
@@ -164,6 +164,33 @@ def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
 def test_a_damaged_log_is_refused(tmp_path: Path, field: str, value: Any, said: str) -> None:
     with pytest.raises(MismatchError, match=said):
         replay(_log(tmp_path / "log", **{field: value}), ["served"], [9000])
+
+
+def _equal(folder: Path, **about: Any) -> Trace:
+    """A log whose server decided as a replay does."""
+    trace = _log(folder, slots=9, changes=[[14, "lfu", "layer"]])
+    decided = replay(trace, ["served"], [9000])[0].digest
+    trace.manifest["provenance"].update({"decisions": decided, "predictor": None, "state": None, **about})
+    return trace
+
+
+def test_a_log_is_repeated_with_its_slots_or_refused(tmp_path: Path) -> None:
+    row = replay_served(_equal(tmp_path / "log"))
+    assert (row.policy, row.slots) == ("served", 9)
+    for number, (about, fact) in enumerate(
+        [
+            ({"slots": 7}, "decided"),
+            ({"slots": None}, "slots"),
+            ({"decisions": "0" * 16}, "0" * 16),
+            ({"decisions": "0" * 16, "failed_forwards": 3}, "3 failed forwards"),
+            ({"predictor": "abcdef" * 9}, "abcdefabcdef"),
+            ({"state": "f00d" * 9}, "f00d"),
+        ]
+    ):
+        with pytest.raises(MismatchError, match=fact):
+            replay_served(_equal(tmp_path / f"other{number}", **about))
+    with pytest.raises(UsageError, match="all requests"):
+        replay_served(_equal(tmp_path / "part"), ReplaySetup(requests=frozenset([1])))
 
 
 def test_a_log_that_lends_slots_beside_pinned_experts_is_refused(tmp_path: Path) -> None:
