@@ -2,6 +2,7 @@
 # make test   lint, types and tests
 # make freeze   before a change: record hashes of logits, texts and decisions of every family and format in $(FROZEN)
 # make frozen   after it: compare with them; fails if any has changed
+# make oldest, make newest   units, contracts and a server with transformers' oldest supported and newest release
 # make cluster  three servers: what they answer, and what happens when one dies
 # make fuzz   ten minutes of made-up requests and files (MOETOOL_FUZZ_MINUTES=1 for less; MOETOOL_FUZZ_SEED=N again)
 # make audit  known advisories of the pinned packages; by hand before a release, needs the network
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint freeze frozen cluster bench gpu fuzz audit soak clean
+.PHONY: demo test lint oldest newest freeze frozen cluster bench gpu fuzz audit soak clean
 
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -40,6 +41,17 @@ lint: $(VENV)/.installed
 # Two at a time, one thread each: two threads that fight over two cores are slower than one.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+oldest: RELEASE := ==5.21.0
+oldest: TESTS := tests/unit/runtime/kv tests/unit/runtime/loop
+newest: RELEASE :=
+newest: TESTS := tests/unit/runtime tests/contract/test_families.py tests/contract/test_inferred_families.py \
+	tests/e2e/test_serve.py
+oldest newest: $(VENV)/.installed
+	rm -rf build/transformers-$@
+	$(BIN)/python -m pip install --quiet --no-deps --target build/transformers-$@ 'transformers$(RELEASE)'
+	PYTHONPATH=build/transformers-$@ $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
+	PYTHONPATH=build/transformers-$@ OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 freeze: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python -m tests.frozen make $(FROZEN)

@@ -18,6 +18,7 @@ import torch
 from moetool.base import durable
 from moetool.base.errors import CapacityError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.transformers_internals import weight_loading
 
 MARKER = "random.json"
 _SCHEMA = 1
@@ -100,12 +101,10 @@ def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int =
 
 def _files(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """The tensors of each file with their shapes, named as the family's own checkpoints name them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     checkpoint = Checkpoint(folder, weights=False)
     model, layers = checkpoint.empty_model(torch.bfloat16), checkpoint.layers
     try:
-        tensors = revert_weight_conversion(model, model.state_dict())
+        tensors = weight_loading().revert_weight_conversion(model, model.state_dict())
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MoetoolError(f"transformers cannot name the tensors of {type(model).__name__} ({error})") from None
     stem = layers[0].path[: layers[0].path.index(f".{layers[0].layer_id}.") + 1]

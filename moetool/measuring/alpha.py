@@ -18,6 +18,7 @@ from moetool.caching.plan import CachePlan
 from moetool.caching.policies.smoe import choose_alpha
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
+from moetool.models.cache_argument import cache_argument
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_devices, parse_dtype, use_threads
 from moetool.runtime.budget import Budget
@@ -172,7 +173,7 @@ def _feed(
         use_threads(checkpoint.config, serve.threads)
         residency = Residency(build_policy("smoe", loaded.spec, {**serve.policy, "alpha": alpha}, slots))
         store = open_store(loaded, residency, serve.io_threads, serve.host_memory_bytes or None)
-        runtime = ExpertRuntime(loaded, residency, store)
+        runtime, cache_name = ExpertRuntime(loaded, residency, store), cache_argument(loaded.model)
         with contextlib.closing(runtime):
             for request, row in enumerate(ids_ST):
                 ids_1T, cache = torch.tensor([row], device=device), None
@@ -187,10 +188,10 @@ def _feed(
                     began = time.perf_counter()
                     with torch.inference_mode():
                         runtime.begin_forward(info)
-                        made = loaded.model(ids_1T[:, begin:end], past_key_values=cache, use_cache=True)
+                        made = loaded.model(ids_1T[:, begin:end], use_cache=True, **{cache_name: cache})
                         last_V = made.logits[0, -1].float().cpu()  # waits for the device
                         runtime.end_forward()
-                    cache, forwards = made.past_key_values, forwards + 1
+                    cache, forwards = made[cache_name], forwards + 1
                     if begin:
                         seconds.append(time.perf_counter() - began)
                         scores_V = last_V.log_softmax(-1)

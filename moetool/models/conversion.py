@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moetool.base.errors import MismatchError
+from moetool.models.transformers_internals import conversion_mapping, weight_loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +63,18 @@ def sources(model: Any, names: Iterable[str]) -> dict[str, TensorSource]:
         model: a transformers model, its tensors on the meta device or not.
         names: all tensors of the checkpoint.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    rules, mapping = weight_loading(), conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, rules.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, rules.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parameters = model.state_dict()
     prefix = model.base_model_prefix
 
     found: dict[str, TensorSource] = {}
-    for name in sorted(names, key=dot_natural_key):
+    for name in sorted(names, key=rules.dot_natural_key):
         # The text part of a multimodal checkpoint has separate names.
         for candidate in dict.fromkeys((name, name.replace("language_model.", "", 1))):
-            renamed, pattern = rename_source_key(candidate, renamings, converters, prefix, parameters)
+            renamed, pattern = rules.rename_source_key(candidate, renamings, converters, prefix, parameters)
             if renamed not in parameters and candidate in parameters:
                 renamed, pattern = candidate, None
             if renamed in parameters:

@@ -24,6 +24,7 @@ from moetool.models.files.tensor_index import FLOATS, read_index
 from moetool.models.packed_linear import PackedLinear
 from moetool.models.shards import Shards
 from moetool.models.stored_embedding import StoredEmbedding
+from moetool.models.transformers_internals import initialize, wide_parameters
 from moetool.models.weights.pack_quantized import PackQuantized
 from moetool.models.weights.packed import PACKED
 
@@ -407,7 +408,7 @@ def fill(
         MismatchError: a tensor has another shape than the config says.
     """
     parameters = model.state_dict()
-    wide = tuple(model._get_dtype_plan(dtype))  # parameters that transformers keeps in float32
+    wide = wide_parameters(model, dtype)
     for source in wanted:
         kind = torch.float32 if any(part in source.parameter for part in wide) else parameters[source.parameter].dtype
         tensors = {name: read(name, kind).to(kind) for name in source.tensor_names}
@@ -477,7 +478,7 @@ def _compute_buffers(model: Any, absent: Collection[str], path: Path) -> None:
         module.register_buffer(leaf, value, persistent=False)
     with torch.no_grad():
         for module in owners.values():
-            model._init_weights(module)
+            initialize(model, module)
     for name in missing:
         if model.get_buffer(name).isnan().any():
             raise MismatchError(f"{name} is in no weight file of {path}, and transformers does not compute it")

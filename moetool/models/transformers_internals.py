@@ -1,4 +1,7 @@
-"""What moetool uses of transformers beyond its public interface. The list only gets shorter."""
+"""What moetool uses of transformers beyond its public interface, in one list that only gets shorter.
+
+`make oldest` and `make newest` run it with the oldest and the newest release.
+"""
 
 from typing import Any
 
@@ -7,3 +10,34 @@ def attention_of(model: Any) -> str:
     """Name of a model's attention function."""
     name: str = model.config.get_text_config()._attn_implementation
     return name
+
+
+def router_recorders(module: Any) -> list[Any]:
+    """The classes of routers that a module records, each with the position of the logits in its output."""
+    found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+    return found if isinstance(found, list) else [found]
+
+
+def wide_parameters(model: Any, dtype: Any) -> tuple[str, ...]:
+    """Parts of the names of parameters that stay in float32 in a model of another dtype."""
+    return tuple(model._get_dtype_plan(dtype))
+
+
+def initialize(model: Any, module: Any) -> None:
+    """Compute the buffers and parameters of a module as for a new model."""
+    model._init_weights(module)
+
+
+def conversion_mapping(model: Any) -> list[Any]:
+    """Renamings and conversions from the tensors of a checkpoint to a model's parameters."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    return mapping
+
+
+def weight_loading() -> Any:
+    """The module with the classes of a `conversion_mapping`, and the functions that apply them to names."""
+    from transformers import core_model_loading
+
+    return core_model_loading

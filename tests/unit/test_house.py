@@ -200,3 +200,24 @@ def _reaching(tree: ast.Module) -> Iterator[tuple[int, str]]:
         for name in names:
             if name.startswith("_") and not name.startswith("__") and name not in FOREIGN:
                 yield node.lineno, ast.unparse(node)
+
+
+def test_the_loop_and_the_kv_cache_stand_on_public_interfaces_of_transformers() -> None:
+    """They reach into no private name of another object, and import only the package and its caches."""
+    found = []
+    for room in ("loop", "kv"):
+        for path, tree in _trees(ROOT / "runtime" / room):
+            own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                    found += [] if _is_self(node.value) or node.attr in own else [f"{path}:{node.lineno} {node.attr}"]
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
+                    private = [name.name for name in node.names if name.name.startswith("_")]
+                    public = node.module in ("transformers", "transformers.cache_utils") and not private
+                    found += [] if public else [f"{path}:{node.lineno} {node.module}"]
+    assert found == []
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")

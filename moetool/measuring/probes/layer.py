@@ -14,9 +14,11 @@ from moetool.base.machine import memory_bytes
 from moetool.costing.costs import Curve
 from moetool.measuring.probes.expert_compute import random, synchronize
 from moetool.measuring.probes.repeat import Timings, repeat
+from moetool.models.cache_argument import cache_argument
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.experts.moe_layers import MoeLayer, moe_layers
 from moetool.models.packed_linear import PackedLinear
+from moetool.models.transformers_internals import initialize
 
 CONTEXTS = (16, 128, 512, 2048)
 BATCHES = (8, 32)
@@ -151,8 +153,9 @@ class _Probe:
     def _forward(self, model: Any, requests: int, tokens: int, cache: Any = None) -> tuple[dict[str, float], Any]:
         """Return the parts' seconds, and the forward's cache."""
         ids = torch.randint(self._vocabulary, (requests, tokens), device=self._device)
-        output = model(ids, past_key_values=cache, use_cache=True)
-        return self._stopwatch.take(), output.past_key_values
+        name = cache_argument(model)
+        output = model(ids, use_cache=True, **{name: cache})
+        return self._stopwatch.take(), output[name]
 
 
 class _Stopwatch:
@@ -242,7 +245,7 @@ def _materialise(model: Any, moe: MoeLayer, device: str) -> None:
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
         if "RotaryEmbedding" in type(module).__name__:
-            model._init_weights(module)
+            initialize(model, module)
 
 
 def _skip(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:

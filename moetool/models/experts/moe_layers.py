@@ -9,6 +9,7 @@ from moetool.base.errors import UsageError
 from moetool.base.types import ModelSpec
 from moetool.models.experts.expert_form import ExpertForm, form_of, holds_experts
 from moetool.models.families.inference import infer_family
+from moetool.models.transformers_internals import router_recorders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,7 @@ def _router_classes(model: Any, family: families.Family | None) -> dict[str, int
     """Names of router classes, with the position of the logits in their output."""
     classes = dict.fromkeys(family.routers, 0) if family is not None else {}
     for module in model.modules():
-        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        for recorder in router_recorders(module):
             classes[recorder.target_class.__name__] = recorder.index
     return classes
 

@@ -3,7 +3,6 @@
 A page is `PAGE_TOKENS` consecutive rows of every layer; `moetool.runtime.kv.ledger` says which request has it.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -41,11 +40,6 @@ class RowShape(NamedTuple):
 def row_shapes(config: Any) -> list[RowShape]:
     """Shapes of a model's rows by layer, from its text config."""
     return [RowShape(heads, width, width) for heads, width in map(kv_shape, config.per_layer_config)]
-
-
-def cache_argument(model: Any) -> str:
-    """Name of the cache among the arguments and results of a model's forward: transformers 5.24 renamed it."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class Spans(NamedTuple):

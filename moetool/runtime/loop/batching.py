@@ -23,6 +23,7 @@ import torch
 from moetool.base.errors import UsageError
 from moetool.base.types import ForwardInfo, Phase
 from moetool.kernels.cpu.attention import find_attention_kernel
+from moetool.models.cache_argument import cache_argument
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.transformers_internals import attention_of
 from moetool.runtime.decode_graphs import DecodeGraphs, StepExperts
@@ -37,7 +38,7 @@ from moetool.runtime.decoding import (
 )
 from moetool.runtime.kv.ledger import PageLedger, PageTable
 from moetool.runtime.kv.paged_attention import PAGED, DecodeRows, paged_attention, plain_arguments
-from moetool.runtime.kv.pages import KvBatch, KvPages, cache_argument, row_shapes
+from moetool.runtime.kv.pages import KvBatch, KvPages, row_shapes
 from moetool.runtime.loop.batched_sampling import on_device
 from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler

@@ -16,6 +16,7 @@ import torch
 
 from moetool.base.families import own_cache, resumes_cache
 from moetool.base.types import ForwardInfo, Phase
+from moetool.models.cache_argument import cache_argument
 from moetool.models.cache_size import CacheSize
 from moetool.runtime.decoding import (
     Batch,
@@ -138,6 +139,7 @@ class OwnCaches:
         self._inside: list[_Request] = []  # in order of admission
         self._forward_id = 0
         self._joint = JointForwards(model)
+        self._cache_argument = cache_argument(model)
 
     def close(self) -> None:
         """Drop all requests and end their threads."""
@@ -301,10 +303,9 @@ class OwnCaches:
     def _forward_one(self, request: _Request) -> torch.Tensor:
         coming = torch.tensor([request.coming], device=self.model.device)
         positions = torch.arange(request.start, request.start + coming.shape[1], device=self.model.device)[None]
-        made = self.model(
-            coming, position_ids=positions, past_key_values=request.cache, use_cache=True, logits_to_keep=1
-        )
-        first, request.cache = request.cache is None, made.past_key_values
+        held = {self._cache_argument: request.cache}
+        made = self.model(coming, position_ids=positions, use_cache=True, logits_to_keep=1, **held)
+        first, request.cache = request.cache is None, made[self._cache_argument]
         if first:
             name_linear_layers(request.cache)
         logits_1V: torch.Tensor = made.logits[:, -1]

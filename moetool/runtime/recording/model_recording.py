@@ -155,7 +155,7 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[np.ndarray, 
     if given is None:
         raise MismatchError("a forward has neither input_ids nor inputs_embeds, expected one of a language model")
     shape = given.shape[:2]
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # transformers 5.24 renamed it
     seen = int(cache.get_seq_length()) if cache is not None else 0
     mask = kwargs.get("attention_mask")
     real_BS = np.ones(shape, bool)

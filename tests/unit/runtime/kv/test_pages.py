@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from moetool.kernels.cpu.attention import OneQuery
+from moetool.models.cache_argument import cache_argument
 from moetool.models.loading import LoadedModel
 from moetool.models.transformers_internals import attention_of
 from moetool.runtime.kv.paged_attention import PAGED, paged_attention
-from moetool.runtime.kv.pages import KvBatch, KvPages, RowShape, cache_argument
+from moetool.runtime.kv.pages import KvBatch, KvPages, RowShape
 
 CPU = torch.device("cpu")
 
