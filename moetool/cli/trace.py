@@ -159,7 +159,8 @@ def diff(
         "", ["layer", "flips", "tokens changed", "margin", "margin, flipped", "JS use", "JS scores"], rows
     )
     tables.print_paragraph(
-        f"mean flip rate {tables.percent(found.flip_rate, '.2f')}; margins in scores, JS divergence in bits"
+        f"same experts for {tables.percent(found.equal_share, '.2f')} of the tokens, mean over layers; mean flip rate "
+        f"{tables.percent(found.flip_rate, '.2f')}; margins in scores, JS divergence in bits"
     )
 
 

@@ -54,6 +54,11 @@ class TraceDiff(JsonRecord):
     layers: tuple[LayerDiff, ...]
 
     @property
+    def equal_share(self) -> float:
+        """Return the mean over layers of the share of tokens with the same experts in both traces."""
+        return 1 - float(np.mean([layer.changed for layer in self.layers]))
+
+    @property
     def flip_rate(self) -> float:
         """Return the mean flip rate over layers."""
         return float(np.mean([layer.flip_rate for layer in self.layers]))

@@ -44,6 +44,11 @@ NOT_RUN = {
         "PORTS=": "test_rays_commands_are_those_of_ray checks its options",
     },
     "serving": {"lm_eval": "lm-eval and a data set from the hub", "guidellm run": "guidellm"},
+    "traces": {
+        "moetool trace import rollout.jsonl": "rollouts of an engine; test_routed_experts_rows.py imports some",
+        "moetool trace import trainer.jsonl": "routes of a trainer; test_routed_experts_rows.py imports some",
+        "moetool trace diff rollout trainer": "both; test_routed_experts_rows.py compares them",
+    },
     "speed": {
         "moetool bench rivals": "llama-server and a GGUF file",
         "make gpu": "a GPU, or published routes and minutes of a CPU",

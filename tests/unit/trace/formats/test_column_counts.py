@@ -1,5 +1,6 @@
 """Counts over time and wide tables."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from moetool.base.errors import MoetoolError
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.foreign.importing import import_trace
+from tests.published_routes import SHARED
 
+OLMOE = SHARED / "data" / "counts" / "olmoe"
 COUNTS = np.random.default_rng(3).integers(1, 9, (2, 3, 4))  # times, layers, experts
 
 
@@ -66,3 +69,18 @@ def test_wide_tables_over_time(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("\n".join(rows) + "\n")
     import_trace([tmp_path / "f.csv"], None, tmp_path / "t")
     assert (ExpertCounts(tmp_path / "t").counts_WLE == COUNTS).all()
+
+
+@pytest.mark.skipif(not OLMOE.is_dir(), reason="shared/data/counts is not here")
+def test_published_counts_arrive_by_their_names_alone(tmp_path: Path) -> None:
+    files = sorted(OLMOE.glob("*.csv"))
+    assert len(files) == 13
+    for file in files:
+        import_trace([file], None, tmp_path / file.stem)
+        found = ExpertCounts(tmp_path / file.stem)
+        with file.open(newline="") as text:
+            rows = [tuple(map(int, row.values())) for row in csv.DictReader(text)]
+        assert found.spec.layer_ids_L == tuple(sorted({layer for layer, _, _ in rows}))
+        assert len(rows) == found.counts_WLE.size
+        for layer, expert, count in rows:
+            assert found.counts_WLE[0, found.spec.layer_ids_L.index(layer), expert] == count

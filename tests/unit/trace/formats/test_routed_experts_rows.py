@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moetool.base.errors import MoetoolError
+from moetool.trace.diff import diff
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
@@ -77,6 +78,22 @@ def test_rows_of_a_reused_prefix_count_once(tmp_path: Path) -> None:
     _, turn = rows_of(tmp_path / "t")
     assert (turn.experts_TS.reshape(-1, 3, 2) == ROUTES["b"]).all()
     assert turn.position_T.tolist() == list(range(7, 11)) and turn.phase_T.tolist() == [0, 0, 1, 1]
+
+
+def test_routes_of_a_rollout_and_of_the_trainer_are_compared_by_layer(tmp_path: Path) -> None:
+    """The trainer chose another expert for three of seven tokens in one layer, and for one in another."""
+    trained = hidden_rows("a")
+    for token, layer in ((1, 2), (3, 2), (6, 2), (5, 3)):
+        free = next(expert for expert in range(8) if expert not in trained[token, layer])
+        trained[token, layer, 1] = free
+    ids = {"id": "x", "prompt_ids": IDS["a"][: PROMPT["a"]], "response_ids": [*IDS["a"][PROMPT["a"] :], 99]}
+    for name, rows in (("rollout", hidden_rows("a")), ("trainer", trained)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**ids, "routed_experts": rows.tolist()}))
+        import_trace([tmp_path / f"{name}.json"], None, tmp_path / name, settings={**HEADLESS, "task": "rl"})
+    found = diff(Trace(tmp_path / "rollout"), Trace(tmp_path / "trainer"))
+    assert (found.tokens, found.left_out) == (7, 0)
+    assert [layer.changed for layer in found.layers] == pytest.approx([0, 3 / 7, 1 / 7])
+    assert found.equal_share == pytest.approx(1 - (3 / 7 + 1 / 7) / 3)
 
 
 @pytest.mark.parametrize(
