@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moetool.base.families import own_cache
 from moetool.kernels.cpu.huge_pages import ask_for_huge_pages
 from moetool.kernels.cpu.int4 import KernelWeight
 from moetool.kernels.cpu.matmul import MIN_ELEMENTS, RowsOf, multiplies, scattered_products
@@ -136,8 +137,12 @@ def find_packed_linears(
 
 
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers whose weights are their own, with their names."""
+    """Linear layers whose weights are their own and used as a whole, with their names.
+
+    Attention over paged latents multiplies by parts of `kv_b_proj`.
+    """
     head = model.get_output_embeddings() if head_is_tied(model) else None
+    in_parts = () if own_cache(model.config.get_text_config()) else ("kv_b_proj",)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and module is not head:
+        if type(module) is nn.Linear and module is not head and not name.endswith(in_parts):
             yield name, module

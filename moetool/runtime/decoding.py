@@ -44,8 +44,7 @@ def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
 
     Layers with a fixed-size state or a window are counted as if they kept all tokens.
     """
-    shapes = [kv_shape(layer) for layer in config.per_layer_config]
-    token_bytes = sum(2 * heads * head_dim for heads, head_dim in shapes) * dtype.itemsize
+    token_bytes = sum(map(_row_width, config.per_layer_config)) * dtype.itemsize
     return (-(-kv_tokens // PAGE_TOKENS) + 1) * PAGE_TOKENS * int(token_bytes)
 
 
@@ -55,9 +54,17 @@ def cache_bytes(checkpoint: Checkpoint, dtype: torch.dtype, kv_tokens: int, max_
     return kv_cache_bytes(checkpoint.config, dtype, kv_tokens) if size is None else size.of(kv_tokens, max_requests)
 
 
+def _row_width(config: Any) -> int:
+    """Numbers that a layer keeps of a token: a latent and its rotary key, or keys and values."""
+    if is_latent(config):
+        return int(config.kv_lora_rank + config.qk_rope_head_dim)
+    heads, width = kv_shape(config)
+    return 2 * heads * width
+
+
 def kv_shape(config: Any) -> tuple[int, int]:
-    """Number of heads of a layer's KV cache, and the width of a head."""
-    if is_latent(config):  # keys and values are cached expanded
+    """Number of a layer's KV heads, and the width of a key."""
+    if is_latent(config):
         return config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moetool.kernels.cpu.attention import attend_one_query, supports
+from moetool.kernels.cpu.attention import attend_one_query, find_attention_kernel, supports
 from moetool.models.transformers_internals import attention_of
+from moetool.runtime.kv.latents import Expansion, attend_to_rows, is_unexpanded
 from moetool.runtime.kv.pages import PLAIN, KvBatch
 
 PAGED = "moetool_paged"
@@ -90,17 +91,16 @@ def paged_attention(
     """
     if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
         sliding_window = getattr(module, "sliding_window", None) or None
+    if is_unexpanded(module):
+        return attend_latents(module, query, key, value, scaling, kv_batch), None
     if kv_batch == PLAIN:
         return attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
-    if not isinstance(kv_batch, KvBatch):
-        raise RuntimeError(f"{type(module).__name__} has not received the batch of its forward (kv_batch)")
+    kv_batch = _require_batch(module, kv_batch)
     views = kv_batch.pages.rows_of(module.layer_idx)
-    width = value.shape[-1]
-    value = F.pad(value, (0, views[1].shape[-1] - width))  # latent attention has narrower values than keys
     for view, new in zip(views, (key, value), strict=True):
         view.index_copy_(0, kv_batch.write_row_T, new[0].transpose(0, 1))
     if kv_batch.decode is not None:
-        return _decode(query, views, kv_batch.decode.within(sliding_window), scaling)[..., :width], None
+        return _decode(query, views, kv_batch.decode.within(sliding_window), scaling), None
     spans = kv_batch.spans(sliding_window, supports(query, views[0]))
     output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
     if spans.singles:
@@ -111,7 +111,57 @@ def paged_attention(
         keys = slice(first, last)
         one = attend(query[:, :, begin:end], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
         output[:, begin:end] = one.transpose(1, 2)
-    return output[..., :width].contiguous(), None
+    return output, None
+
+
+def attend_latents(
+    module: Any,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    rotary: torch.Tensor,
+    scaling: float | None,
+    kv_batch: KvBatch | str | None,
+) -> torch.Tensor:
+    """Attention [1, T, heads, value] as `paged_attention`, from latents and rotary keys of the new tokens."""
+    expansion, alone = Expansion.of(module), partial(attend, scaling=scaling, window=None)
+    row_T1W = torch.cat([latent, rotary], dim=-1)[0].transpose(0, 1)
+    if kv_batch == PLAIN:
+        return attend_to_rows(expansion, query, row_T1W[:, 0], alone).transpose(1, 2).contiguous()
+    kv_batch = _require_batch(module, kv_batch)
+    rows = kv_batch.pages.keys[module.layer_idx]
+    rows.index_copy_(0, kv_batch.write_row_T, row_T1W)
+    if kv_batch.decode is not None:
+        sums_BHW = _decode(expansion.absorb(query[0])[None], (rows, rows), kv_batch.decode, scaling)[0]
+        return expansion.values(sums_BHW.transpose(0, 1)).transpose(0, 1)[None].contiguous()
+    spans = kv_batch.spans(None, compiled_for_rows(query, rows))
+    output = query.new_empty(1, query.shape[2], query.shape[1], expansion.value_HVR.shape[1])
+    if spans.singles:
+        row_B = torch.tensor([one.row for one in spans.singles])
+        absorbed_HBW = expansion.absorb(query[0].index_select(1, row_B))
+        sums_BHW = query.new_empty(len(row_B), *query.shape[1:2], rows.shape[-1])
+        singles = [one._replace(row=i) for i, one in enumerate(spans.singles)]
+        attend_one_query(absorbed_HBW, (rows, rows), kv_batch.key_rows, singles, scaling, sums_BHW)
+        output[0].index_copy_(0, row_B, expansion.values(sums_BHW.transpose(0, 1)).transpose(0, 1))
+    row_NW = (row_T1W if spans.rows is None else rows.index_select(0, spans.rows))[:, 0]
+    for begin, end, first, last in spans.others:
+        one = attend_to_rows(expansion, query[:, :, begin:end], row_NW[first:last], alone)
+        output[:, begin:end] = one.transpose(1, 2)
+    return output
+
+
+def compiled_for_rows(query: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether the compiled kernel attends to rows as to keys and values of one head."""
+    return (
+        query.dtype == rows.dtype == torch.bfloat16
+        and rows.device.type == "cpu"
+        and find_attention_kernel(query.shape[1], rows.shape[-1]) is not None
+    )
+
+
+def _require_batch(module: Any, kv_batch: KvBatch | str | None) -> KvBatch:
+    if not isinstance(kv_batch, KvBatch):
+        raise RuntimeError(f"{type(module).__name__} has not received the batch of its forward (kv_batch)")
+    return kv_batch
 
 
 def plain_arguments(model: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from moetool.kernels.cpu.attention import OneQuery
-from moetool.runtime.decoding import PAGE_TOKENS, kv_shape
+from moetool.runtime.decoding import PAGE_TOKENS, is_latent, kv_shape
 
 PLAIN: Final = "one whole sequence"
 """In place of a `KvBatch`, for a forward of one sequence without a cache."""
@@ -39,7 +39,12 @@ class RowShape(NamedTuple):
 
 def row_shapes(config: Any) -> list[RowShape]:
     """Shapes of a model's rows by layer, from its text config."""
-    return [RowShape(heads, width, width) for heads, width in map(kv_shape, config.per_layer_config)]
+    return [
+        RowShape(1, layer.kv_lora_rank + layer.qk_rope_head_dim, 0)
+        if is_latent(layer)
+        else RowShape(heads, width, width)
+        for layer, (heads, width) in zip(config.per_layer_config, map(kv_shape, config.per_layer_config), strict=True)
+    ]
 
 
 class Spans(NamedTuple):
@@ -161,16 +166,5 @@ class KvPages(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's latents and rotary keys; keys and values are written where they are attended to.
-
-        Args:
-            key_states, value_states: [1, heads, T, width].
-
-        Returns:
-            The new tokens' states, as given.
-        """
-        if not self.shapes[layer_idx].value_width:
-            assert self.batch is not None
-            row_T1N = torch.cat([key_states, value_states], dim=-1)[0].transpose(0, 1)
-            self.keys[layer_idx].index_copy_(0, self.batch.write_row_T, row_T1N)
+        """Return the new tokens' states, as given; they are written where they are attended to."""
         return key_states, value_states

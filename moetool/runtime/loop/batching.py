@@ -36,6 +36,7 @@ from moetool.runtime.decoding import (
     finish_of,
     score_prompt,
 )
+from moetool.runtime.kv.latents import keep_latents
 from moetool.runtime.kv.ledger import PageLedger, PageTable
 from moetool.runtime.kv.paged_attention import PAGED, DecodeRows, paged_attention, plain_arguments
 from moetool.runtime.kv.pages import KvBatch, KvPages, row_shapes
@@ -170,10 +171,12 @@ class Batcher:
         model.set_attn_implementation(PAGED)
         if attention_of(model) != PAGED:
             raise UsageError(f"{type(model).__name__} cannot be batched: its attention stays {self._attention}")
+        self._expand = keep_latents(model)
 
     def close(self) -> None:
         """Restore the model's attention and drop all requests and the KV cache."""
         self.model.set_attn_implementation(self._attention)
+        self._expand()
         self._requests.clear()
         self._waiting.clear()
         self._running.clear()
