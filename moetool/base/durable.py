@@ -170,9 +170,12 @@ def alone(out: Path) -> Iterator[None]:
     Raises:
         UsageError: another process is writing there.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
     path = out.with_name(out.name + LOCK)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:  # a file system that takes no new files, such as /proc
+        raise UsageError(f"{out.parent} takes no files; choose another place for {out.name}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

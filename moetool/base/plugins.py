@@ -15,6 +15,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -69,6 +70,26 @@ _CALLED = {"format": "format of routes", "export": "format of plans"}
 
 typed: set[tuple[str, str]] = set()
 """Kind and name of each plugin that the command line names."""
+
+
+_foreign_files: set[str] = set()
+"""Files of imported plugins that do not come with moetool."""
+
+
+def foreign_place(error: BaseException) -> str | None:
+    """Where an error left a plugin that does not come with moetool: `FILE:LINE in FUNCTION`.
+
+    Its files if the error is in the pool, which acts on a policy's answers; None for other errors.
+    """
+    if isinstance(error, SyntaxError) and error.filename in _foreign_files:
+        return f"{error.filename}:{error.lineno}"
+    walked = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+    own = [f"{file}:{line} in {name}" for file, line, name in places if file in _foreign_files]
+    if own:
+        return own[-1]
+    in_pool = any("/caching/" in file for file, *_ in places)
+    return f"an answer of {', '.join(sorted(_foreign_files))}" if _foreign_files and in_pool else None
 
 
 def allow(kind: str, names: str) -> None:
@@ -146,6 +167,8 @@ def _imported(kind: str, name: str) -> ModuleType:
             module = _from_path(kind, ".".join(parts))
     else:
         raise UsageError(f"{kind} {name!r} is a file that the command line does not name; name it if you trust it")
+    if module.__file__ is not None:
+        _foreign_files.add(module.__file__)
     if attribute:
         if kind not in _PARTS or not hasattr(module, attribute):
             raise UsageError(f"{source} has no {kind} {attribute}")
@@ -200,6 +223,7 @@ def _from_file(kind: str, file: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        _foreign_files.add(str(spec.origin))
         try:
             spec.loader.exec_module(module)
         except BaseException:

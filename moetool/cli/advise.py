@@ -23,7 +23,7 @@ def advise(
     policy: Annotated[
         list[str],
         typer.Option(
-            help="Cache policies, comma-separated, or auto for all that need no predictor (default: lru,lfu)."
+            help="Cache policies, comma-separated, or auto for all that need no predictor (default: lru,lfu,foresight)."
         ),
     ] = [],
     bandwidth: Annotated[
@@ -37,7 +37,7 @@ def advise(
         str | None,
         typer.Option(help="Compute time per token, e.g. 20ms (default: time to read its experts at 1 TB/s)."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Maximum tokens to replay from each half of the trace.")] = 400,
+    tokens: Annotated[int, typer.Option(help="Maximum tokens to replay from each half of the trace.")] = 1000,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:

@@ -249,6 +249,11 @@ def _run() -> None:
         if error.errno not in _OUTSIDE or os.environ.get("MOETOOL_DEBUG") == "1":
             raise
         _fail(f"{error.strerror}: {error.filename or 'the disk'}; what was there before is unchanged", 1)
+    except Exception as error:
+        place = None if os.environ.get("MOETOOL_DEBUG") == "1" else plugins.foreign_place(error)
+        if place is None or interrupt.is_behind(error):
+            raise
+        _fail(f"{type(error).__name__}: {error} (from {place}); MOETOOL_DEBUG=1 shows the traceback", 1)
 
 
 def _fail(message: str, code: int) -> None:

@@ -1,11 +1,13 @@
 """The command `moetool replay`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moetool.base import tables
+from moetool.base import durable, tables
 from moetool.base.config import parse_bytes, parse_settings
 from moetool.base.errors import UsageError
 from moetool.cli.flags import (
@@ -20,6 +22,9 @@ from moetool.cli.flags import (
     require_policies,
     settable,
 )
+
+if TYPE_CHECKING:
+    from moetool.tuning.replay import ReplayRow
 
 
 def replay(
@@ -67,6 +72,10 @@ def replay(
         list[str],
         settable("Option of a policy or of the replay, e.g. lfu.forget=true, timeline.device=cuda, devices=2."),
     ] = [],
+    draw: Annotated[
+        Path | None,
+        typer.Option(help="Figure of loaded bytes and hit rate by memory: an .svg, .png or .pdf file."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
@@ -76,6 +85,11 @@ def replay(
     from moetool.tuning.replay import replay as run
     from moetool.tuning.replay_table import replay_table
 
+    if draw is not None:
+        from moetool.report.drawing import require_drawable
+
+        require_drawable(draw)
+        durable.require_new_file(draw, False)
     orders = {"auto": None, "sequential": True, "recorded": False}
     if order not in orders:
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
@@ -86,6 +100,8 @@ def replay(
     if not all(text.strip().endswith("%") for text in listed(budget)):
         source.spec.require_sizes(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool, pool_unit)) for text in listed(budget)]
+    if draw is not None and len(set(budgets)) < 2:
+        raise UsageError("--draw draws curves by memory; give two budgets or more, e.g. --budget 25%,50%")
     devices = options.pop("devices", 1)
     if type(devices) is not int or devices < 1:
         raise UsageError(f"devices is {devices!r}, expected 1 or more")
@@ -137,6 +153,8 @@ def replay(
         tables.narrate(f"moetool: auto is {row.policy} with {tables.count(row.budget_bytes, 'B')} for experts")
     if served:
         tables.narrate("moetool: the decisions of served are equal to the log's")
+    if draw is not None:
+        _draw(draw, rows, source.spec.name, whole_bytes(source, pool, pool_unit))
     if as_json:
         tables.print_json([{**row.to_json(), **({"auto": row in chosen} if known else {})} for row in rows])
         return
@@ -146,3 +164,22 @@ def replay(
         size = f"{tables.numbered(len(unseen), 'held-out request')} of {len(with_tokens)}"
     title = f"{trace}: {size}{among}"
     replay_table(title, rows, chosen).print()
+
+
+def _draw(file: Path, rows: "Sequence[ReplayRow]", model: str, all_bytes: int) -> None:
+    """Draw loaded bytes and hit rate of new tokens by memory.
+
+    Raises:
+        UsageError: no row has new tokens.
+    """
+    from moetool.report import drawing
+    from moetool.report.figures import memory_curves
+
+    if not any(row.decode_tokens for row in rows):
+        raise UsageError("the trace has no new tokens to draw; --draw is about decoding")
+    labels = {row.policy: row.policy for row in rows}
+    most = max(row.budget_bytes for row in rows)
+    unit = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+    title = f"{model}: {tables.count(all_bytes, 'B')} of experts"
+    data = sorted((row.to_json() for row in rows), key=lambda row: row["budget_bytes"])
+    drawing.save(file, 3.2, lambda figure: memory_curves.paint(figure, data, labels, unit, title))

@@ -121,8 +121,8 @@ def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | Non
         _cache(path, out, as_json)
     else:
         raise UsageError(
-            f"{path} holds {kind}, expected a trace's directory, a placement plan or a cache plan; simulated runs are "
-            f"drawn by: moetool simulate --report FILE"
+            f"{path} holds {kind}, expected a trace's directory, a placement plan or a cache plan; counts are for "
+            "'moetool advise', and simulated runs are drawn by: moetool simulate --report FILE"
         )
 
 

@@ -20,6 +20,7 @@ from moetool.models.files.hub import is_downloaded, parse_hub_name, with_revisio
 
 if TYPE_CHECKING:
     from moetool.models.checkpoint import Checkpoint
+    from moetool.runtime.automatic import ServeSetup
 
 
 def serve(
@@ -177,8 +178,9 @@ def serve(
         sock.close()
         raise
     engine.start()
-    widths = [max(len(row[i]) for row in setup.choices) for i in (0, 1)]
-    for name, value, why in setup.choices:
+    choices = [_used_slots(row, engine.store.num_slots, engine.spec.total_experts, setup) for row in setup.choices]
+    widths = [max(len(row[i]) for row in choices) for i in (0, 1)]
+    for name, value, why in choices:
         tables.narrate(f"moetool: {name:<{widths[0]}}  {value:<{widths[1]}}  {why}")
     garbage.as_usual()  # in a long-lived server a full collection over torch would add to latency
     slots = engine.store.num_slots
@@ -198,12 +200,19 @@ def serve(
         with status_line(engine):
             server.warn_if_open(sock, api_key)
             server.HttpServer(
-                engine, sock, on_ready=ready, options=allowed, api_key=api_key, settings=setup.choices
+                engine, sock, on_ready=ready, options=allowed, api_key=api_key, settings=choices
             ).serve_forever()
     finally:
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: gate log written to {log}")
+
+
+def _used_slots(row: tuple[str, str, str], slots: int, total_experts: int, setup: "ServeSetup") -> tuple[str, str, str]:
+    """Return a row of the settings, that of expert slots with those of a policy that uses fewer than fit."""
+    if row[0] != "expert slots" or slots >= setup.budget.slots:
+        return row
+    return row[0], f"{slots} of {total_experts}", f"all that {setup.policy} uses; {setup.budget.slots} fit"
 
 
 def _ask_before_download(config: "Checkpoint", process_memory: str | None, yes: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from moetool.base.errors import CapacityError, MismatchError, UsageError, first_line
+from moetool.base.errors import CapacityError, MismatchError, UsageError, first_line, unknown_name
 from moetool.base.types import ForwardInfo, ModelSpec
 from moetool.kernels import norms
 from moetool.kernels.cpu import gates, matmul
@@ -91,7 +91,7 @@ def served_dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str
 def parse_dtype(name: str) -> torch.dtype:
     """A data type by name. Raises: UsageError: the name is not a supported data type."""
     if name not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
+        raise unknown_name("dtype", name, DTYPES)
     return DTYPES[name]
 
 

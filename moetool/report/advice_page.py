@@ -66,7 +66,10 @@ def _distance(advice: Advice) -> Answer | None:
     if not gaps:
         return None
     most, line = max(gaps, key=lambda gap: gap[0])
-    verdict = "try predictive policies" if most > _NEAR_POINTS else "a better eviction policy can gain little"
+    verdict = "a better eviction policy can gain little"
+    if most > _NEAR_POINTS:
+        tried = {PolicyChoice("foresight", form).name for form in ("one", "layer")} & set(line.rows)
+        verdict = "a trained predictor may close part of it" if tried else "try --policy foresight, which predicts"
     return Answer(
         question="How far from the best possible?",
         answer=f"at most {100 * most:.1f} points of hit rate below Belady, at {_share(line)}: {verdict}",
@@ -85,7 +88,8 @@ def _prefetch(advice: Advice) -> list[Answer]:
         tokens = max(line.lookahead.tokens for line in lines if line.lookahead is not None)
         found.append(
             Answer(
-                question=f"Does prefetching pay over {link.link} ({tables.count(link.bytes_s, 'B')}/s)?",
+                question="Does prefetching by affinity alone pay over "
+                f"{link.link} ({tables.count(link.bytes_s, 'B')}/s)?",
                 answer=(f"yes at {', '.join(map(_share, paying))}" if paying else "no") + f": {gains}",
                 evidence=(
                     f"pays from {_PAYS:.2f}x; affinity predicts {_percent(min(recalls))} to {_percent(max(recalls))} "

@@ -127,6 +127,10 @@ class Conversation:
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             closed = isinstance(error, http.client.RemoteDisconnected) and not self._https
             advice = "; if it serves HTTPS, write https://" if closed else ""
+            if isinstance(error, ConnectionRefusedError):
+                raise MoetoolError(
+                    f"no server at {self.url}: start one with 'moetool serve MODEL', or give its URL"
+                ) from None
             raise MoetoolError(f"no answer from {self.url}: {error or type(error).__name__}{advice}") from None
         finally:
             connection.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from threading import Event, Thread
 
@@ -9,23 +10,27 @@ from moetool.base.tables import percent, shows_progress
 from moetool.runtime.request import EngineLike
 
 _EVERY_S = 0.5
+_WINDOW_S = 5.0
+"""Rates are means over this time: a token that takes longer than `_EVERY_S` would make them jump to zero and back."""
 
 
 class Rates:
-    """Status text from two readings of the engine's counters."""
+    """Status text from readings of the engine's counters in the last seconds."""
 
     def __init__(self) -> None:
-        self._before: tuple[float, Mapping[str, float]] | None = None
+        self._read: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def line(self, at: float, now: Mapping[str, float]) -> str:
-        """Return the line about the time since the last call.
+        """Return the line about the last `_WINDOW_S` seconds.
 
         Args:
             at: seconds of a monotonic clock.
             now: values of `EngineLike.metrics`.
         """
-        then, before = self._before or (at, now)
-        self._before = (at, now)
+        self._read.append((at, now))
+        while len(self._read) > 2 and at - self._read[1][0] >= _WINDOW_S:
+            self._read.popleft()
+        then, before = self._read[0]
         seconds = max(at - then, 1e-9)
 
         def since(*names: str) -> float:

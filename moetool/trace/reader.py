@@ -148,6 +148,8 @@ class Trace:
         try:
             return read_bounded(self.path / MANIFEST, advice="capture again")
         except FileNotFoundError:
+            if (self.path.parent / MANIFEST).is_file():
+                raise UsageError(f"{self.path} is a part of a trace; give the trace: {self.path.parent}") from None
             raise MismatchError(
                 f"{self.path} is incomplete: it has no manifest.json (an interrupted capture leaves none); capture "
                 f"again"

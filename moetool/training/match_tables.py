@@ -11,9 +11,35 @@ _AHEAD = (1, 3, 6)  # distances of the overview
 
 
 def print_evaluations(rows: Sequence[Any]) -> None:
-    """Print a comparison of predictors: an overview, then by task, the unseen one last."""
+    """Print a comparison of predictors: the best ones, an overview, then by task, the unseen one last."""
+    for line in verdicts(rows):
+        print_paragraph(line)
     for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
         print_matches(table)
+
+
+def verdicts(rows: Sequence[Any]) -> list[str]:
+    """The best predictor one layer ahead for each scope and phase, beside the best baseline."""
+    found = []
+    for group in by_task(rows):
+        where = "on the unseen task" if group[0].unseen_task else "on held-out requests"
+        for phase in phases(group):
+            matched = [(match, row) for row in group if (match := _at(row, phase, _AHEAD[0])) is not None]
+            trained = [pair for pair in matched if pair[1].baseline is None]
+            others = [pair for pair in matched if pair[1].baseline is not None]
+            if not trained:
+                continue
+            best, row = max(trained, key=lambda pair: pair[0])
+            beside = ""
+            if others:
+                least, baseline = max(others, key=lambda pair: pair[0])
+                worth = "more than" if best > least else "no more than"
+                beside = f", {worth} the baseline {baseline.predictor} ({least:.0%})"
+            what = {"prefill": "prompts", "decode": "new tokens"}[phase]
+            found.append(
+                f"{what} {where}: {row.predictor} predicts most of the next layer's experts ({best:.0%}){beside}"
+            )
+    return found
 
 
 def print_matches(table: TextTable) -> None:

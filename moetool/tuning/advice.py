@@ -58,12 +58,12 @@ class AdviceOptions:
     """
 
     shares: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 0.75)
-    policies: tuple[str, ...] = ("lru", "lfu")
+    policies: tuple[str, ...] = ("lru", "lfu", "foresight")
     bandwidths: Mapping[str, float] = field(
         default_factory=lambda: {name: BANDWIDTHS[name] for name in ("pcie4", "nvme")}
     )
     compute_s: float | None = None
-    tokens: int = 400
+    tokens: int = 1000
     ahead_tokens: int = 150
 
     def __post_init__(self) -> None:

@@ -49,6 +49,8 @@ def replay_table(
     notes = ["in decode: hit rate of new tokens; loads, loaded: on demand and ahead"]
     if timed:
         notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
+    if hosted:
+        notes.append("MB on host/token: weights that the host's cores read instead of a load; compare the sum of both")
     if any(row.trained_on for row in rows):
         notes.append("trained on: requests here that the predictor was trained on; on new ones it hits less")
     return TextTable(title=title, columns=columns, rows=table, num_keys=3, notes=tuple(notes))

@@ -513,3 +513,20 @@ def test_a_shipped_recipe_is_named_from_any_directory(
     _one_line(
         run("capture", "none", "--recipe", "../pyproject", "--out", "x"), 2, "cannot read the recipe ../pyproject"
     )
+
+
+def test_remedies_fit_the_mistake(run: Run, trace: Path, tmp_path: Path) -> None:
+    _one_line(run("chat", "http://127.0.0.1:9"), 1, "127.0.0.1:9", "moetool serve MODEL")
+    _one_line(run("trace", "info", trace / "tokens"), 2, "part of a trace", str(trace))
+    _one_line(run("replay", "--trace", trace, "--policy", "lru", "--budget", "25%,1%", "--draw", "x.gif"), 2, "x.gif")
+    _one_line(run("trace", "split", trace, "--by", "request", "--share", "0.5", "--out", "/proc/x"), 2, "/proc")
+    counts = tmp_path / "counts.csv"
+    counts.write_text("layer,expert,count\n0,0,5\n")
+    _one_line(run("report", counts, "--out", tmp_path / "page.html"), 2, str(counts), "moetool advise")
+    _one_line(run("serve", "reference", "--port", "0", "--set", "dtype=bf16"), 2, "'bf16'", "bfloat16")
+
+
+def test_the_guides_have_the_words_that_advise_prints(run: Run) -> None:
+    for word in ("nvme", "pcie4"):
+        code, out, _ = run("guide", word)
+        assert code == 0 and word in out

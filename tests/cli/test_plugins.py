@@ -114,3 +114,42 @@ def test_a_module_that_is_named_vouches_for_no_other(lab: Path, forgotten: Calla
     plugins.load("policy", "bench_lab.mine")
     with pytest.raises(UsageError, match="no module 'bench_lab'"):
         plugins.load("predictor", "bench_lab.pairs")
+
+
+BROKEN = (
+    MINE.format(name="Policy")
+    + """
+    def gate(self, event, hits, misses):
+        return misses + [hits[10**6]]
+"""
+)
+ABSENT = (
+    MINE.format(name="Policy")
+    + """
+    def evict(self, locked):
+        return 10**9
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        (BROKEN, ("IndexError", "wrong.py:14 in gate")),
+        ("import os\n1 / 0\n", ("ZeroDivisionError", "wrong.py:2 in <module>")),
+        ("def f(:\n", ("SyntaxError", "wrong.py:1")),
+        (ABSENT, ("wrong.py",)),
+    ],
+)
+def test_an_error_of_a_plugin_is_one_line_with_its_place(
+    text: str,
+    facts: tuple[str, ...],
+    lab: Path,
+    trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (lab / "wrong.py").write_text(text)
+    assert exit_code(monkeypatch, "replay", "--trace", trace, "--policy", "./wrong.py", "--budget", "25%") == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(fact in error for fact in (*facts, "MOETOOL_DEBUG=1"))

@@ -345,4 +345,6 @@ def test_the_status_line() -> None:
     assert rates.line(12.0, {**now, "queue_running": 2}) == (
         "20.0 tokens/s | hits 75 % | 250 MB/s | 2 running, 0 waiting"
     )
-    assert rates.line(13.0, now).startswith("0.0 tokens/s | hits - |")
+    assert rates.line(13.0, now).startswith("13.3 tokens/s")  # a slow token makes no line of zeros
+    assert rates.line(14.9, now).startswith("8.2 tokens/s")
+    assert rates.line(20.0, now).startswith("0.0 tokens/s | hits - |")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from moetool.training.evaluate import Evaluation, evaluate
-from moetool.training.match_tables import by_task, overview, print_evaluations, tables_of
+from moetool.training.match_tables import by_task, overview, print_evaluations, tables_of, verdicts
 from moetool.training.training import train
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -87,7 +87,19 @@ def test_the_overview_has_both_tasks(rows: list[Evaluation]) -> None:
 def test_tables_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[str]) -> None:
     print_evaluations(rows)
     printed = capsys.readouterr().out
-    assert printed.startswith("\nOverview")
+    assert printed.startswith("prompts on held-out requests: affinity") and "\nOverview" in printed
     assert "next layer's experts on 1 request held out, 20 tokens\n" in printed
     assert "  popularity counted on the same 6 training requests" in printed
     assert "next layer's experts on 3 requests of an unseen task, 60 tokens" in printed
+
+
+def test_a_verdict_for_each_scope_names_the_best_beside_a_baseline(rows: list[Evaluation]) -> None:
+    lines = verdicts(rows)
+    assert any("held-out" in line for line in lines) and any("unseen task" in line for line in lines)
+    for line in lines:
+        assert "affinity predicts" in line and "the baseline popularity" in line
+    known = [row for row in rows if not row.unseen_task]
+    trained, counted = (next(row for row in known if (row.baseline is None) is own) for own in (True, False))
+    phase = "decode" if trained.overall("decode") else "prefill"
+    more = trained.overall(phase)[1].match > counted.overall(phase)[1].match
+    assert any(("no more than" not in line) is more for line in lines if "held-out" in line)

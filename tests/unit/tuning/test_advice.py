@@ -44,14 +44,14 @@ def test_memory_lines_are_replays_of_held_out_requests(trace: Trace) -> None:
     counts, used, held_out = halve(trace)
     chosen_on, scored_on = sample(trace, used, options.tokens), sample(trace, held_out, options.tokens)
     for line in found.lines:
-        rows = replay(trace, ["lru", "lfu", "belady"], [line.budget_bytes], ReplaySetup(requests=scored_on))
+        rows = replay(trace, [*options.policies, "belady"], [line.budget_bytes], ReplaySetup(requests=scored_on))
         own = ReplaySetup(requests=scored_on, pool="layer")
-        by_layer = replay(trace, ["lru", "lfu"], [line.budget_bytes], own)
+        by_layer = replay(trace, options.policies, [line.budget_bytes], own)
         expected = {row.policy: row.counts.hit_rate for row in rows}
         assert line.rows == expected | {f"{row.policy} by layer": row.counts.hit_rate for row in by_layer}
         assert line.pool in POOLS
         name = line.policy if line.pool == "one" else f"{line.policy} by layer"
-        assert line.policy in ("lru", "lfu") and line.hit_rate == line.rows[name]
+        assert line.policy in options.policies and line.hit_rate == line.rows[name]
         assert line.bound == line.rows["belady"] >= line.hit_rate
         before = replay(trace, [line.policy], [line.budget_bytes], ReplaySetup(requests=chosen_on, pool=line.pool))
         assert line.hit_rate_chosen == before[0].counts.hit_rate
