@@ -27,9 +27,9 @@ def adopt(model: nn.Module) -> int:
 
     Effects: gives those modules a `forward` of their own.
     """
-    norms: list[Any] = [module for module in model.modules() if _is_norm(module)]
+    norms: list[Any] = [module for module in model.modules() if is_norm(module)]
     on_gpu = [module for module in norms if module.weight.device.type == "cuda"]
-    on_cpu = [module for module in norms if _suits_a_cpu(module.weight)]
+    on_cpu = [module for module in norms if suits_a_cpu(module.weight)]
     made = 0
     if on_gpu and (launched := find_gpu_norm()) is not None:
         for module in on_gpu:
@@ -42,7 +42,8 @@ def adopt(model: nn.Module) -> int:
     return made
 
 
-def _is_norm(module: Any) -> bool:
+def is_norm(module: Any) -> bool:
+    """Whether a module computes what Llama's RMSNorm does."""
     weight = getattr(module, "weight", None)
     return (
         isinstance(weight, torch.Tensor)
@@ -53,7 +54,8 @@ def _is_norm(module: Any) -> bool:
     )
 
 
-def _suits_a_cpu(weight: torch.Tensor) -> bool:
+def suits_a_cpu(weight: torch.Tensor) -> bool:
+    """Whether the kernel supports this weight."""
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and len(weight) % LANES == 0
 
 

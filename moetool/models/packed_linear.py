@@ -61,6 +61,12 @@ class PackedLinear(nn.Module):
         assert isinstance(self._weight, ScaledWeight | KernelWeight)
         return self._weight.to(torch.bfloat16)
 
+    @property
+    def stored_weight(self) -> ScaledWeight | KernelWeight:
+        """The weight as stored."""
+        assert isinstance(self._weight, ScaledWeight | KernelWeight)
+        return self._weight
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, x = self._weight, input.reshape(-1, self.in_features)
         assert isinstance(weight, ScaledWeight | KernelWeight)

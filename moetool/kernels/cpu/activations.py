@@ -112,6 +112,12 @@ def compile_rows(generate: Callable[[BinaryRow], None]) -> BinaryRowCall:
 
     def call(rows: BinaryRows, factor: float) -> None:
         threads = torch.get_num_threads() if rows.rows * rows.vectors * LANES > _ONE_THREAD else 1
-        on_threads([0, *rows, *struct.unpack("i", struct.pack("f", factor))], threads)
+        on_threads(row_job(rows, factor), threads)
 
+    call.work = work  # type: ignore[attr-defined]
     return call
+
+
+def row_job(rows: BinaryRows, factor: float) -> list[int]:
+    """The job of a function from `compile_rows`."""
+    return [0, *rows, *struct.unpack("i", struct.pack("f", factor))]

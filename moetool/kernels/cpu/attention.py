@@ -91,7 +91,7 @@ def attend_one_query(
     num_heads, _, width = query_HTD.shape
     key, value = views
     groups = num_heads // key.shape[1]
-    queries, padded = _split(groups)
+    queries, padded = split_heads(groups)
     kernel = find_attention_kernel(groups, width)
     assert kernel is not None
     scaled_THD = query_HTD.transpose(0, 1).float().mul_(width**-0.5 if scaling is None else scaling).contiguous()
@@ -146,7 +146,7 @@ def find_attention_kernel(groups: int, width: int) -> PoolCall | None:
     return compiled("attention", lambda: _compile(groups, width))
 
 
-def _split(groups: int) -> tuple[int, int]:
+def split_heads(groups: int) -> tuple[int, int]:
     """Query heads of a task, and the power of two that they are padded to."""
     queries = max(each for each in range(1, _MOST_QUERIES + 1) if groups % each == 0)
     return queries, 1 << (queries - 1).bit_length()
@@ -157,7 +157,7 @@ def _compile(groups: int, width: int) -> PoolCall:
     from numba import types
 
     next_task = next_task_of()
-    queries, padded = _split(groups)
+    queries, padded = split_heads(groups)
     attend = _attention(queries, padded, width)
     heads_at, parts_at, sequences_at = _PLACES["heads"], _PLACES["parts"], _PLACES["sequences"]
     first_sequence = len(_PLACES)

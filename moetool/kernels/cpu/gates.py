@@ -20,6 +20,11 @@ def gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(_gated, gate) if _has_silu(module) else gate
 
 
+def is_silu_gate(gate: Any) -> bool:
+    """Whether a function from `gate_of` computes what the kernel does."""
+    return isinstance(gate, functools.partial) and gate.func is _gated
+
+
 def _gated(gate: Callable[[torch.Tensor], torch.Tensor], both: torch.Tensor) -> torch.Tensor:
     width = both.shape[-1] // 2
     usable = both.dtype == torch.bfloat16 and both.device.type == "cpu" and both.is_contiguous() and not width % LANES

@@ -24,14 +24,14 @@ def ordered_rows(x_TI: torch.Tensor, kind: RowKind) -> torch.Tensor:
         x_TI = torch.nn.functional.pad(x_TI, (0, num_blocks * kind.numbers - num_inputs))
     narrow = x_TI.dtype == torch.bfloat16
     x_TI = (x_TI if narrow else x_TI.to(torch.float32)).contiguous()
-    arrange = _ordering(kind, narrow)
+    arrange = ordering(kind, narrow)
     ordered = torch.empty(num_rows, num_blocks, row_order(kind).floats)
     arrange(x_TI.data_ptr(), ordered.data_ptr(), num_rows * num_blocks)
     return ordered
 
 
 @functools.cache
-def _ordering(kind: RowKind, narrow: bool) -> Callable[[int, int, int], None]:
+def ordering(kind: RowKind, narrow: bool) -> Callable[[int, int, int], None]:
     """Compile a function of the address of rows, that of the ordered rows, and the number of blocks.
 
     A sum in float64 is exact unless its numbers differ by more than 2^40, so its order does not matter.

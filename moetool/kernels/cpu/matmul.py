@@ -78,12 +78,19 @@ def takes(weight: Any) -> bool:
     return (
         isinstance(weight, torch.Tensor)
         and weight.numel() >= MIN_ELEMENTS
-        and weight.dtype == torch.bfloat16
+        and _suits(weight)
+        and find_kernel() is not None
+    )
+
+
+def _suits(weight: torch.Tensor) -> bool:
+    return (
+        weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
+        and weight.dim() == 2
         and weight.shape[1] % (BFLOAT16.numbers * BFLOAT16.unroll) == 0
         and weight.shape[0] % BLOCK_ROWS == 0
         and weight.is_contiguous()
-        and find_kernel() is not None
     )
 
 
@@ -141,6 +148,28 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
     if rows:
         _multiply_few(first.kind if isinstance(first, ScaledWeight) else BFLOAT16, x_TI, rows, shape, output_RO)
     return output_RO.to(x_TI.dtype)
+
+
+class RowWeight(NamedTuple):
+    """A weight [O, I] as its kernel is called with it.
+
+    Attributes:
+        values, scale: addresses.
+    """
+
+    kind: RowKind
+    shape: RowShape
+    values: int
+    scale: int
+
+
+def row_weight(weight: Any) -> RowWeight | None:
+    """Describe a weight [O, I] of any size to the kernel for few rows; None if there is no kernel."""
+    if isinstance(weight, ScaledWeight):
+        return None if weight.transposed else RowWeight(weight.kind, weight.row_shape, *_addresses(weight))
+    if not isinstance(weight, torch.Tensor) or not _suits(weight) or find_kernel() is None:
+        return None
+    return RowWeight(BFLOAT16, _row_shape(*weight.shape), *_addresses(weight))
 
 
 def _multiply_few(

@@ -17,7 +17,7 @@ PoolCall = Callable[[Sequence[int], int], None]
 
 def on_pool(work: Any) -> PoolCall:
     """Return a call that runs a compiled function on threads of torch's pool."""
-    on_threads = _thread_pool()
+    on_threads = thread_pool()
     address = work.address
     single = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
@@ -33,7 +33,7 @@ def on_pool(work: Any) -> PoolCall:
     return call
 
 
-def _thread_pool() -> Any:
+def thread_pool() -> Any:
     """`GOMP_parallel(function, data, threads, flags)` of the OpenMP library that torch computes with.
 
     None if torch uses another library; the kernel then runs on the calling thread.

@@ -131,7 +131,7 @@ class ExpertForm:
         if self.has_bias or self.finish is not None or width % _WHOLE_VECTORS:
             return 0
         return min(
-            matmul.max_rows(_out_in(weight, transposed), dtype)
+            matmul.max_rows(out_in(weight, transposed), dtype)
             for weight, transposed in zip(weights, (self.up_transposed, self.down_transposed), strict=True)
         )
 
@@ -141,14 +141,14 @@ class ExpertForm:
         Each row is bit-identical to `compute_each`'s. The targets of all shares cover all rows.
         """
         ups = [
-            RowsOf(_out_in(each.weights[0], self.up_transposed), each.sources, each.targets)  # type: ignore[arg-type]
+            RowsOf(out_in(each.weights[0], self.up_transposed), each.sources, each.targets)  # type: ignore[arg-type]
             for each in shares
         ]
         firsts = matmul.scattered_products(x_TD, ups, num_rows)
         parts = [self.gate(part) for part in firsts.split(max(1, _ONE_THREAD // firsts.shape[1]))]
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         downs = [
-            RowsOf(_out_in(each.weights[1], self.down_transposed), each.targets, each.targets)  # type: ignore[arg-type]
+            RowsOf(out_in(each.weights[1], self.down_transposed), each.targets, each.targets)  # type: ignore[arg-type]
             for each in shares
         ]
         return matmul.scattered_products(hidden, downs, num_rows)
@@ -162,7 +162,7 @@ class ExpertForm:
     ) -> list[torch.Tensor]:
         """Multiply each expert's rows by its `part`, and add its bias if it has one."""
         outputs: list[torch.Tensor | None] = [None] * len(xs)
-        matrices = [_out_in(each[part], transposed) for each in weights]
+        matrices = [out_in(each[part], transposed) for each in weights]
         few = [n for n, x in enumerate(xs) if matmul.multiplies(x, matrices[n])]
         if few:
             made = matmul.products([xs[n] for n in few], [matrices[n] for n in few])  # type: ignore[misc]
@@ -265,7 +265,7 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
     return gate
 
 
-def _out_in(weight: Weight, transposed: bool) -> Weight | None:
+def out_in(weight: Weight, transposed: bool) -> Weight | None:
     """A matrix [out, in], or the transposed view of [in, out]; None if it is neither."""
     if isinstance(weight, ScaledWeight | StackedWeight) and weight.transposed != transposed:
         return None

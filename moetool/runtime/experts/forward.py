@@ -16,6 +16,7 @@ from moetool.base.errors import UsageError
 from moetool.base.families import find
 from moetool.base.types import ForwardInfo, GateEvent
 from moetool.caching.devices import Pool
+from moetool.caching.policy import Policy
 from moetool.caching.program import run
 from moetool.caching.residency import Step, StepKind
 from moetool.models.experts.expert_form import Call
@@ -29,10 +30,12 @@ from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.event_window import EventWindow
 from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows, RowsByExpert, weighted_sum
 from moetool.runtime.experts.host_compute import HostCompute
-from moetool.runtime.experts.machines import ExpertMachine, ExpertPool, RowMachine
+from moetool.runtime.experts.machines import ExpertMachine, ExpertPool, ProgramMachine, RowMachine, StepEvent
 from moetool.runtime.experts.pooled_experts import PooledExperts, PoolMachine
 from moetool.runtime.experts.resident_forward import PooledResidentForward
 from moetool.runtime.experts.signals import Signals, request_means
+from moetool.runtime.experts.slot_tables import ExpertWeights, SlotTables
+from moetool.runtime.experts.store import ExpertStore
 
 _IMPLEMENTATION = "moetool"
 _CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
@@ -149,6 +152,10 @@ class ExpertRuntime:
         self.recorded: Mapping[int, RecordedExperts] = {}
         self.deferred_events: list[tuple[MoeLayer, torch.Tensor]] = []
         self.max_rows_L = [self._layer_max_rows(layer, loaded.model.dtype) for layer in loaded.layers]
+        self._tables: SlotTables | None = None
+        on_cpu = one_pool and loaded.device.type == "cpu" and not store.copies.staged and self._pooled is None
+        if on_cpu and loaded.model.dtype == torch.bfloat16 and isinstance(store, ExpertStore):
+            self._tables = SlotTables(loaded, store)
         if "resident" in self._needs:
             self._resident_forward = PooledResidentForward(
                 loaded,
@@ -183,7 +190,7 @@ class ExpertRuntime:
             return
         with self._lock:
             try:
-                self._report_deferred()
+                self.report_deferred()
             finally:
                 self._info = None
                 self.residency.end_forward(info)
@@ -253,6 +260,49 @@ class ExpertRuntime:
         for on_products in tuple(self._watching.get(layer.index, {}).values()):
             on_products(products.view(num_tokens, top_k, -1))
         return weighted_sum(products, weights_TK).to(hidden_TD.dtype)
+
+    def native_weights(self, layer: MoeLayer) -> ExpertWeights | None:
+        """Where a layer's experts lie, if the calls of a recorded step compute them (`moetool.runtime.steps`)."""
+        return None if self._tables is None else self._tables.weights(layer)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a recorded step may compute resident experts before the residency receives their events.
+
+        The decisions are the same, but prefetches start later.
+        """
+        policy = self.residency.policy
+        prefetches = (
+            type(policy).after_first_expert is not Policy.after_first_expert
+            or type(policy).after_last_expert is not Policy.after_last_expert
+        )
+        return self._may_defer and (not prefetches or policy.num_slots >= policy.spec.total_experts)
+
+    def locate(self, layer: MoeLayer, given: StepEvent) -> bool:
+        """Decide about an event of a recorded step, and locate its experts for the step's calls.
+
+        Returns:
+            Whether all are located; otherwise their products are computed.
+
+        Raises:
+            MoetoolError: an expert could not be read.
+        """
+        assert self._tables is not None
+        event = self._event(layer, given.index_TK, given.weights_TK)
+        if (routed := self.residency.route(event)) is not None:
+            event, index_TK, weights_TK = self._reroute(event, routed, given.index_TK, given.weights_TK)
+            given.index_TK.copy_(index_TK)
+            given.weights_TK.copy_(weights_TK)
+        places_of = _places_of(event)
+        machine = ProgramMachine(self._pool, layer, self._tables, places_of, given)
+        run(self._program(layer, event), machine)
+        machine.finish()
+        return not machine.computed
+
+    def locates(self, layer: MoeLayer) -> bool:
+        """Whether `locate` may be called: nothing observes products, and no partial forward runs."""
+        watched = self._resident_forward is not None or self._watching.get(layer.index)
+        return self.native_weights(layer) is not None and not watched
 
     def _usable_graph(self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor) -> RecordedExperts | None:
         """Return the layer's recorded graph, if it can compute this call."""
@@ -334,16 +384,17 @@ class ExpertRuntime:
     def _defers(self) -> bool:
         return self._pooled is not None and self._pooled.complete and self._may_defer
 
-    def _report_deferred(self) -> None:
+    def report_deferred(self) -> None:
         """Report the deferred events to the residency with one transfer, and start the loads that it asks for."""
         if not self.deferred_events:
             return
-        assert self._pooled is not None and self._info is not None
+        assert self._info is not None
         deferred, self.deferred_events = self.deferred_events, []
         if (device := deferred[0][1].device).type == "cuda":
             torch.cuda.synchronize(device)  # the forward may have run on another stream
         chosen = torch.cat([index_TK.reshape(-1) for _, index_TK in deferred]).tolist()
-        self._pooled.computed_all()
+        if self._pooled is not None:
+            self._pooled.computed_all()
         first = 0
         for layer, index_TK in deferred:
             experts, first = chosen[first : first + index_TK.numel()], first + index_TK.numel()
@@ -363,9 +414,7 @@ class ExpertRuntime:
         max_rows = self.max_rows_L[layer.index]
         if not max_rows or len(event.experts_TK) * len(event.experts_TK[0]) > ROWS_TOGETHER:
             return None
-        places_of: dict[int, list[int]] = {}
-        for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
-            places_of.setdefault(expert, []).append(place)
+        places_of = _places_of(event)
         if max(places_of) >= layer.form.num_experts or max(map(len, places_of.values())) > max_rows:
             return None
         return places_of
@@ -432,6 +481,14 @@ class ExpertRuntime:
             self._pooled.moved()
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+
+
+def _places_of(event: GateEvent) -> dict[int, list[int]]:
+    """Positions of each expert among an event's choices."""
+    places_of: dict[int, list[int]] = {}
+    for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
+        places_of.setdefault(expert, []).append(place)
+    return places_of
 
 
 def _experts_forward(

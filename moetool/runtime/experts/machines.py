@@ -12,6 +12,10 @@ from moetool.models.experts.moe_layers import MoeLayer
 from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.grouping import ROWS_TOGETHER, RowsByExpert
 from moetool.runtime.experts.host_compute import HostCompute, move_output
+from moetool.runtime.experts.slot_tables import SlotTables
+
+_WAITED_BYTES = 2**20
+"""Largest expert for which a recorded step waits for all experts of an event before it computes any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +193,65 @@ class RowMachine(StoreMachine):
 
     def _put(self, expert: int, output: torch.Tensor) -> None:
         self._outputs.append((self._positions_of[expert], output))
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A layer's event in a recorded step.
+
+    Attributes:
+        hidden_TD, index_TK, weights_TK: input of the experts.
+        products_RD: their outputs, before their weights.
+        compute_located: computes the experts that are in the layer's table.
+    """
+
+    hidden_TD: torch.Tensor
+    index_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    products_RD: torch.Tensor
+    compute_located: Callable[[], None]
+
+
+class ProgramMachine(StoreMachine):
+    """Locates experts for the calls of a recorded step, which compute them (`moetool.runtime.steps`).
+
+    Args:
+        tables: receive the addresses.
+        rows_of: positions in [T * K] of each needed expert.
+
+    Attributes:
+        computed: whether experts have been computed; if not, all are located.
+    """
+
+    def __init__(
+        self, pool: ExpertPool, layer: MoeLayer, tables: SlotTables, rows_of: Mapping[int, list[int]], event: StepEvent
+    ) -> None:
+        super().__init__(pool, layer, rows_of)
+        self._layer, self._tables, self._positions_of, self._event = layer, tables, rows_of, event
+        self._together = self._store.files.slot_bytes <= _WAITED_BYTES
+        self.computed = False
+
+    def compute(self, wave: Sequence[Step]) -> None:
+        if self._together:
+            self._compute_group(wave)
+        else:
+            super().compute(wave)
+
+    def _compute_group(self, group: Sequence[Step]) -> None:
+        experts = [step.key - self._first_key for step in group]
+        for step, expert in zip(group, experts, strict=True):
+            self._store.ready(step.key, step.slot)
+            self._tables.place(self._layer, expert, step.slot)
+        if len(group) < len(self._positions_of):
+            self.computed = True
+            with self._tables.only(self._layer, experts):
+                self._event.compute_located()
+        self._store.computed([step.slot for step in group])
+
+    def _input(self, expert: int) -> torch.Tensor:
+        top_k = self._event.index_TK.shape[1]
+        return self._event.hidden_TD[[place // top_k for place in self._positions_of[expert]]]
+
+    def _put(self, expert: int, output: torch.Tensor) -> None:
+        self.computed = True
+        self._event.products_RD[self._positions_of[expert]] = output

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +65,7 @@ class ExpertStore:
 
     Attributes:
         meter: receives load times, if set.
+        on_replaced: called with a slot when its expert is about to be replaced or has been lost.
         pool_bytes: bytes of the slots.
         host_pool_bytes: bytes of the host tier, at most `host_memory_bytes` if set.
 
@@ -87,6 +88,7 @@ class ExpertStore:
         self.files = files
         self.num_slots = num_slots
         self.meter: CostMeter | None = None
+        self.on_replaced: Callable[[int], None] = lambda slot: None
         self.copies = CpuCopies() if copies is None else copies
         self._source = ExpertSource(files, self.copies, num_threads, host_memory_bytes, hosts)
         self.host_pool_bytes = self._source.pool_bytes
@@ -201,6 +203,7 @@ class ExpertStore:
             self._wait_for(job)
             if job.error is not None:
                 self._jobs[slot] = None
+                self.on_replaced(slot)
                 raise self._source.unreadable(key, job.error) from job.error
         if self.copies.passed(job.copied):
             job.copied = None
@@ -213,6 +216,10 @@ class ExpertStore:
         job = self._jobs[slot]
         here = job is not None and job.key == key and job.done and job.error is None
         return here and self.copies.passed(job.copied)  # type: ignore[union-attr]
+
+    def views_of(self, layout: int, slot: int) -> tuple[Weight, ...]:
+        """Weights of an expert with this layout in `slot`, whatever the slot holds."""
+        return self._views[layout][slot]
 
     def stacked(self, layer: int) -> tuple[torch.Tensor, ...] | None:
         """Parts of a layer's experts in all slots, [slots, ...]; None if slots hold packed experts."""
@@ -231,6 +238,7 @@ class ExpertStore:
         Their content is lost. Waits for loads into them that have begun.
         """
         for slot in slots:
+            self.on_replaced(slot)
             with self._lock:
                 job, self._jobs[slot] = self._jobs[slot], None
                 if job is not None:
@@ -298,6 +306,7 @@ class ExpertStore:
 
     def _replace(self, key: int, slot: int, prefetch: bool) -> _Job:
         """Replace the slot's job by a new one; a job that has not begun is dropped."""
+        self.on_replaced(slot)
         job = _Job(key, slot, prefetch, self._freed[slot])
         with self._lock:
             before = self._jobs[slot]

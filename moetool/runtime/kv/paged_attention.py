@@ -72,6 +72,7 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = _ABSENT,
     kv_batch: KvBatch | str | None = None,
+    recorder: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a batch of concatenated sequences, each over its own keys only; writes the new keys and values.
@@ -81,6 +82,7 @@ def paged_attention(
     An sdpa over the keys of all sequences at once, under a mask, takes several times as long on a CPU.
 
     Args:
+        recorder: records the call (`moetool.runtime.steps.recorder`); nothing is computed.
         kv_batch: the batch and its pages; `PLAIN`: one whole sequence, without pages.
 
     Shapes:
@@ -91,6 +93,9 @@ def paged_attention(
     """
     if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
         sliding_window = getattr(module, "sliding_window", None) or None
+    if recorder is not None:
+        values = {"scaling": scaling, "window": sliding_window, "sinks": kwargs.get("s_aux")}
+        return recorder.record_attention(module, query, key, value, values), None
     if is_unexpanded(module):
         return attend_latents(module, query, key, value, scaling, kv_batch), None
     if kv_batch == PLAIN:

@@ -26,7 +26,7 @@ from moetool.kernels.cpu.attention import find_attention_kernel
 from moetool.models.cache_argument import cache_argument
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.transformers_internals import attention_of
-from moetool.runtime.decode_graphs import DecodeGraphs, StepExperts
+from moetool.runtime.decode_graphs import DecodeGraphs
 from moetool.runtime.decoding import (
     PAGE_TOKENS,
     Batch,
@@ -36,6 +36,7 @@ from moetool.runtime.decoding import (
     finish_of,
     score_prompt,
 )
+from moetool.runtime.experts.forward import ExpertRuntime
 from moetool.runtime.kv.latents import keep_latents
 from moetool.runtime.kv.ledger import PageLedger, PageTable
 from moetool.runtime.kv.paged_attention import PAGED, DecodeRows, paged_attention, plain_arguments
@@ -45,6 +46,7 @@ from moetool.runtime.loop.prompt_chunks import PromptChunks
 from moetool.runtime.loop.sampling import Sampler
 from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.returned_memory import release_pages
+from moetool.runtime.steps.recorded_steps import RecordedSteps
 
 _CROWDED = 0.15
 """Share of free pages below which prompts wait for requests that decode."""
@@ -103,6 +105,7 @@ class Batcher:
         kv_tokens: tokens in the KV cache.
         kv_bytes: bytes of the KV cache.
         graphs: runs decode steps once they are recorded (`record_steps`).
+        recorded: likewise on a CPU.
         fixed_shapes: whether the sequences of a decode step attend in one call, by tensors of fixed shapes; default on
             a GPU, where many calls cost more than padding.
         stalled_s: returns the seconds that forwards have waited for experts so far.
@@ -133,6 +136,7 @@ class Batcher:
         self.on_forward: Callable[[Batch], None] | None = None
         self.stalled_s: Callable[[], float] = float
         self.graphs: DecodeGraphs | None = None
+        self.recorded: RecordedSteps | None = None
         self.fixed_shapes = model.device.type == "cuda"
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
@@ -181,7 +185,7 @@ class Batcher:
         self._waiting.clear()
         self._running.clear()
         self._fixed.clear()
-        self.graphs = None
+        self.graphs = self.recorded = None
         self._pages.close()
 
     @property
@@ -220,10 +224,12 @@ class Batcher:
         """Most tokens of one request, prompt and answer together."""
         return context_of(self.model, self.kv_tokens)
 
-    def record_steps(self, layers: Sequence[MoeLayer], runtime: StepExperts) -> None:
-        """Record decode steps as CUDA graphs from now on, if their shapes are fixed."""
+    def record_steps(self, layers: Sequence[MoeLayer], runtime: ExpertRuntime) -> None:
+        """Record decode steps: on a CPU as programs, now; on a GPU as CUDA graphs, if their shapes are fixed."""
         if self.fixed_shapes:
             self.graphs = DecodeGraphs(self.model, layers, runtime, self._locate)
+        elif self.model.device.type == "cpu":
+            self.recorded = RecordedSteps(self.model, layers, runtime, self._pages)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Refuse a request that cannot run, so that none fails inside the batch (`check_request`)."""
@@ -355,6 +361,8 @@ class Batcher:
             room = self._room(kv_batch)
             if room and self.graphs is not None:
                 logits = self.graphs(inputs, room)
+            elif self.recorded is not None and self.recorded.takes(kv_batch):
+                logits = self.recorded.run(inputs["input_ids"], inputs["position_ids"], kv_batch)
             else:
                 logits = self.model(**(self._locate(inputs, room) if room else inputs)).logits
             logits_BV = logits[0] if self._keeps_logits else logits[0, [end - 1 for end in kv_batch.query_ends[1:]]]

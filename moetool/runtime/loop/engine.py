@@ -294,6 +294,8 @@ class Engine:
         `prefetch_recall` is the share of needed experts not kept in cache that were prefetched, in time or late. Rates
         are null before the first event. `oracle` compares the last forwards (`LiveOracle`), and `policy_changes` lists
         each new policy with its first forward. `host_experts_read` is the order in which host memory is filled.
+        `recorded_steps` says whether decode steps run as programs (`moetool.runtime.steps`), or why not; null beside a
+        GPU.
         """
         counts, read = self.residency.counts, self.store.stats
         lent = self.residency.lent
@@ -318,6 +320,7 @@ class Engine:
                 "generated": self._new_tokens,
             },
             "host_experts_read": self.host_order or None,
+            "recorded_steps": self._recorded_steps(),
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
             "dense_bytes": {"stored": self._stored_dense_bytes, "memory": self._dense_bytes},
             "memory_bytes": {
@@ -330,6 +333,14 @@ class Engine:
             },
             "gate_log": None if self._log is None else {"path": str(self._log.path), **asdict(self._log.status())},
         }
+
+    def _recorded_steps(self) -> dict[str, Any] | None:
+        if not isinstance(self.batcher, Batcher):
+            return {"refused": "its requests have caches of their own", "steps": 0, "calls": 0}
+        recorded = self.batcher.recorded
+        if recorded is None:
+            return None
+        return {"refused": recorded.refused or None, "steps": recorded.steps, "calls": recorded.calls}
 
     # -- on the engine's thread --------------------------------------------------------------------------------
 

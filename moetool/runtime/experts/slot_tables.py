@@ -1,0 +1,106 @@
+"""Addresses of experts in slots, for compiled functions on a CPU."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from moetool.kernels.cpu.gates import find_gate_kernel, is_silu_gate
+from moetool.kernels.cpu.matmul import RowWeight, row_weight
+from moetool.kernels.cpu.vectors import LANES
+from moetool.models.experts.expert_form import ExpertForm, out_in
+from moetool.models.experts.moe_layers import MoeLayer
+from moetool.models.experts.stored_expert import Weight
+from moetool.models.loading import LoadedModel
+from moetool.runtime.experts.store import ExpertStore
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Where a layer's experts lie, if compiled functions multiply by them.
+
+    Attributes:
+        up, down: one of the experts' weights, for kind and shape.
+        table_E4: for each expert the addresses of up and its scales, and of down and its scales; 0 if it has no slot.
+    """
+
+    up: RowWeight
+    down: RowWeight
+    table_E4: np.ndarray
+
+
+class SlotTables:
+    """For each layer, where its experts lie: an expert is in its table while its slot holds it.
+
+    Args:
+        store: one device's; that of a CPU.
+
+    Effects: follows the store's replacements.
+    """
+
+    def __init__(self, loaded: LoadedModel, store: ExpertStore) -> None:
+        self._store = store
+        self._weights_L: list[ExpertWeights | None] = [self._describe(layer) for layer in loaded.layers]
+        self._addresses: dict[tuple[int, int], tuple[int, int, int, int]] = {}  # by layout and slot
+        self._holders: dict[int, tuple[int, int]] = {}  # layer and expert in the tables, by slot
+        store.on_replaced = self._remove
+
+    def weights(self, layer: MoeLayer) -> ExpertWeights | None:
+        """A layer's table, and one of its experts; None if no compiled functions compute them."""
+        return self._weights_L[layer.index]
+
+    def place(self, layer: MoeLayer, expert: int, slot: int) -> None:
+        """Write an expert that its slot holds into the layer's table."""
+        if self._holders.get(slot) == (layer.index, expert):
+            return
+        self._remove(slot)
+        layout = self._layout_of(layer)
+        found = self._addresses.get((layout, slot))
+        if found is None:
+            up, down = _products(layer.form, self._store.views_of(layout, slot))
+            assert up is not None and down is not None
+            found = self._addresses[layout, slot] = (up.values, up.scale, down.values, down.scale)
+        self._holders[slot] = (layer.index, expert)
+        self._table(layer.index)[expert] = found
+
+    @contextlib.contextmanager
+    def only(self, layer: MoeLayer, experts: Iterable[int]) -> Iterator[None]:
+        """Leave all other experts out of a layer's table meanwhile."""
+        table_E4 = self._table(layer.index)
+        kept_E4, chosen = table_E4.copy(), list(experts)
+        table_E4[:] = 0
+        table_E4[chosen] = kept_E4[chosen]
+        try:
+            yield
+        finally:
+            table_E4[:] = kept_E4
+
+    def _remove(self, slot: int) -> None:
+        if (holder := self._holders.pop(slot, None)) is not None:
+            self._table(holder[0])[holder[1]] = 0
+
+    def _table(self, layer: int) -> np.ndarray:
+        weights = self._weights_L[layer]
+        assert weights is not None
+        return weights.table_E4
+
+    def _layout_of(self, layer: MoeLayer) -> int:
+        return self._store.files.layout_of(self._store.files.spec.expert_key(layer.index, 0))
+
+    def _describe(self, layer: MoeLayer) -> ExpertWeights | None:
+        form, spec = layer.form, self._store.files.spec
+        keys = [spec.expert_key(layer.index, expert) for expert in range(form.num_experts)]
+        if len({self._store.files.layout_of(key) for key in keys}) > 1:
+            return None
+        if form.has_bias or form.finish is not None or form.num_identity or not is_silu_gate(form.gate):
+            return None
+        up, down = _products(form, self._store.views_of(self._layout_of(layer), 0))
+        if up is None or down is None or find_gate_kernel() is None or (up.shape.outputs // 2) % LANES:
+            return None
+        return ExpertWeights(up, down, np.zeros((form.num_experts, 4), np.int64))
+
+
+def _products(form: ExpertForm, weights: tuple[Weight, ...]) -> tuple[RowWeight | None, RowWeight | None]:
+    up, down = weights
+    return row_weight(out_in(up, form.up_transposed)), row_weight(out_in(down, form.down_transposed))
