@@ -102,6 +102,8 @@ class Batcher:
         first_kv_tokens: initial tokens of the KV cache (`PageLedger`); 0: all.
 
     Attributes:
+        max_batch_tokens: may be lowered between steps, and raised again up to its first value. Requests that decode
+            then take turns: those that began first go first.
         kv_tokens: tokens in the KV cache.
         kv_bytes: bytes of the KV cache.
         graphs: runs decode steps once they are recorded (`record_steps`).
@@ -140,7 +142,7 @@ class Batcher:
         self.fixed_shapes = model.device.type == "cuda"
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens
         self._eos = eos_ids(model)
         self._requests: dict[int, _Request] = {}
         self._waiting: list[_Request] = []  # in the order in which they begin
@@ -293,7 +295,7 @@ class Batcher:
         """
         self._ledger.begin_forward()
         decoding = [request for request in self._running if request.decodes]
-        room = min(self._max_batch_tokens, self._chunks.tokens(decoding=bool(decoding)) + len(decoding))
+        room = min(self.max_batch_tokens, self._chunks.tokens(decoding=bool(decoding)) + len(decoding))
         crowded = self._ledger.free_share < _CROWDED
         batch: list[tuple[_Request, int]] = []
         for request in [*decoding, *(request for request in self._running if not request.decodes)]:

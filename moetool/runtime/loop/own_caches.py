@@ -101,6 +101,7 @@ class OwnCaches:
         size: bytes of caches (default: as paged).
 
     Attributes:
+        max_batch_tokens: as for `Batcher`.
         kv_bytes: upper bound of the caches' bytes; they grow with the requests.
         stalled_s: as for `Batcher`.
     """
@@ -128,7 +129,7 @@ class OwnCaches:
         self.kv_bytes = size.of(kv_tokens, max_requests)
         self.on_forward: Callable[[Batch], None] | None = None
         self.stalled_s: Callable[[], float] = float
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens
         self._chunks = PromptChunks(max_prompt_wait_s, sys.maxsize)
         self._prefix_caching = prefix_caching
         self._appends = resumes_cache(model.config.get_text_config())
@@ -278,9 +279,9 @@ class OwnCaches:
             self._kept.append(KeptCache(tokens, request.cache, request.marks))
 
     def _next_batch(self) -> list[_Request]:
-        """Requests that decode, then prompts in order of arrival up to `max_batch_tokens`, at least one."""
-        decoding = [request for request in self._inside if request.answer]
-        room = self._max_batch_tokens - len(decoding)
+        """Requests that decode, then prompts in order of arrival, up to `max_batch_tokens`; at least one request."""
+        decoding = [request for request in self._inside if request.answer][: self.max_batch_tokens]
+        room = self.max_batch_tokens - len(decoding)
         chunk = self._chunks.tokens(decoding=bool(decoding))
         prompts: list[_Request] = []
         for request in self._inside:

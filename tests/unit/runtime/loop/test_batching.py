@@ -59,6 +59,23 @@ def test_batches_tell_requests_phases_and_iterations(batcher: Batcher, tokenizer
         assert [it for *_, it in rows] == [0] * len(prompt) + list(range(1, 3 + i))
 
 
+def test_with_fewer_tokens_per_forward_requests_decode_in_turn(batcher: Batcher, tokenizer: Any) -> None:
+    seen: list[Batch] = []
+    batcher.on_forward = seen.append
+    for number, prompt in enumerate(_ids(tokenizer)):
+        batcher.add(number, prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+    together = batcher.max_batch_tokens
+    batcher.step()
+    batcher.max_batch_tokens = 1
+    while batcher.running == len(_ids(tokenizer)):
+        batcher.step()
+    batcher.max_batch_tokens = together
+    run_all(batcher)
+    prompts, *steps = [batch.info.request_T for batch in seen]
+    assert sorted(set(prompts)) == list(range(len(_ids(tokenizer))))
+    assert steps == [(0,), (0,), *[tuple(range(1, len(_ids(tokenizer))))] * 2]
+
+
 def test_a_prompt_in_chunks_gives_the_same_tokens(full: Any, tokenizer: Any, batcher: Batcher) -> None:
     prompt = tokenizer("The first day of the month, " * 30)["input_ids"]
     assert len(prompt) > 2 * 64

@@ -153,6 +153,23 @@ def test_several_meet_at_every_moe_layer(full: Any, three: OwnCaches, batcher: O
     }
 
 
+def test_with_fewer_tokens_per_forward_requests_decode_in_turn(three: OwnCaches, ids: list[list[int]]) -> None:
+    seen: list[Batch] = []
+    three.on_forward = seen.append
+    for number, prompt in enumerate(ids):
+        three.add(number, prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+    together = three.max_batch_tokens
+    three.step()
+    three.max_batch_tokens = 1
+    while three.running == len(ids):
+        three.step()
+    three.max_batch_tokens = together
+    run_all(three)
+    prompts, *steps = [batch.info.request_T for batch in seen]
+    assert sorted(set(prompts)) == list(range(len(ids)))
+    assert steps == [(0,), (0,), *[tuple(range(1, len(ids)))] * 2]
+
+
 def test_requests_come_and_go_while_others_run(three: OwnCaches, ids: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     three.add(0, ids[0], params)
