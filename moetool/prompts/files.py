@@ -24,7 +24,7 @@ _CHAT = 'messages like [{"role": "user", "content": "…"}]'
 class PromptRow(NamedTuple):
     """A prompt as stored in a file; `prompt_id` is the file's id, or the row's number, counted from 1.
 
-    `messages` are (role, content) of a chat, for the model's chat template; `text` joins their contents. `where` is its
+    `messages` are those of a chat, in the form of chat templates; `text` joins their contents. `where` is its
     place in the file, for messages.
     """
 
@@ -32,7 +32,7 @@ class PromptRow(NamedTuple):
     answer: str | None
     task: str | None
     prompt_id: str
-    messages: tuple[tuple[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     label: str = ""
     pair: str = ""
     where: str = ""
@@ -57,8 +57,9 @@ def _read_jsonl(file: Path) -> Iterator[PromptRow]:
 def _read_csv(file: Path) -> Iterator[PromptRow]:
     with file.open("rb") as lines:
         text = "".join(_decode(line, file, offset) for offset, line in _lines(lines))
-    separator = "\t" if file.suffix.lower() == ".tsv" else ","
+    separator = "\t" if file.suffix.lower() == ".tsv" else separator_of(text.partition("\n")[0])
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
     try:
         for number, row in enumerate(rows, start=1):
             where = f"{file}:{rows.line_num}"
@@ -77,14 +78,16 @@ def _read_parquet(file: Path) -> Iterator[PromptRow]:
     with file.open("rb") as raw:
         try:
             parquet = pq.ParquetFile(raw)
-            found = parquet.schema_arrow.names
+            found = {name.strip().lower(): name for name in reversed(parquet.schema_arrow.names)}
             if not {"prompt", "messages"} & set(found):
-                raise _refusal(str(file), f"has the columns {', '.join(found) or 'none'}", "a column 'prompt'")
-            columns = [name for name in _FIELDS if name in found]
+                listed = ", ".join(parquet.schema_arrow.names) or "none"
+                raise _refusal(str(file), f"has the columns {listed}", "a column 'prompt'")
+            columns = [found[name] for name in _FIELDS if name in found]
             for batch in parquet.iter_batches(_PARQUET_ROWS, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield plain(row, number, f"{file}, row {number}")
+                    lowered = {name.strip().lower(): value for name, value in row.items()}
+                    yield plain(lowered, number, f"{file}, row {number}")
         except (pa.ArrowException, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise _refusal(str(file), f"is damaged ({reason})", "Parquet") from error
@@ -126,6 +129,11 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         offset += len(line)
 
 
+def separator_of(header: str) -> str:
+    """Return the separator of a table's header: comma, semicolon or tab."""
+    return max((",", ";", "\t"), key=header.count)
+
+
 def _has_line(file: BinaryIO, wanted: bytes) -> bool:
     """Return whether a line occurs near the beginning. Effects: rewinds the file."""
     found = any(line.rstrip() == wanted for line in file.read(_SNIFF_BYTES).split(b"\n"))
@@ -146,12 +154,12 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
     Raises:
         MismatchError: the row has no prompt, or one that is not text.
     """
-    said: tuple[tuple[str, str], ...] = ()
+    said: tuple[dict[str, Any], ...] = ()
     text, answer = row.get("prompt"), _optional(row, "answer", where)
     if row.get("messages") is not None and text is None:
         said, last = _chat(row["messages"], where)
         answer = answer or last
-        text = "\n\n".join(content for _, content in said)
+        text = "\n\n".join(message["content"] for message in said if message["content"])
     elif "prompt" not in row:
         raise _refusal(where, f"has {', '.join(map(repr, row)) or 'no fields'} and no 'prompt'")
     elif not isinstance(text, str):
@@ -171,8 +179,15 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
     )
 
 
-def _chat(messages: Any, where: str) -> tuple[tuple[tuple[str, str], ...], str | None]:
-    """Return a chat up to its last answer, and that answer: the reference, unless the row has one."""
+def _chat(messages: Any, where: str) -> tuple[tuple[dict[str, Any], ...], str | None]:
+    """Return a chat up to its last answer, and that answer: the reference, unless the row has one.
+
+    The shapes of messages are those that `moetool serve` accepts.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from moetool.prompts.messages import ChatMessage, for_template
+
     if isinstance(messages, str):  # a cell of CSV
         try:
             messages = json.loads(messages)
@@ -180,26 +195,16 @@ def _chat(messages: Any, where: str) -> tuple[tuple[tuple[str, str], ...], str |
             raise _refusal(where, f"has messages that are not JSON ({error})", _CHAT) from None
     if not isinstance(messages, list) or not messages:
         raise _refusal(where, "has messages that are not a list", _CHAT)
-    said = [_message(message, where) for message in messages]
-    answer = said.pop()[1] if said[-1][0] == "assistant" else None
-    if not any(content.strip() for _, content in said):
+    try:
+        read = TypeAdapter(list[ChatMessage]).validate_python(messages)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "messages"
+        raise _refusal(where, f"has messages whose {place}: {first['msg']}", _CHAT) from None
+    answer = read.pop().content if read[-1].role == "assistant" else None
+    if not any(message.content and message.content.strip() for message in read):
         raise _refusal(where, "has messages without text before the answer", _CHAT)
-    return tuple(said), answer
-
-
-def _message(message: Any, where: str) -> tuple[str, str]:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if isinstance(content, list):  # parts
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        spoken = [text for text in texts if isinstance(text, str)]
-        if len(spoken) < len(texts):
-            raise _refusal(where, "has messages with parts that are not text", "parts of type text")
-        content = "".join(spoken)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise _refusal(where, f"has the message {str(message)[:40]!r}", _CHAT)
-    return role, content
+    return tuple(map(for_template, read)), answer
 
 
 def require_text(text: str, where: str) -> None:

@@ -37,7 +37,7 @@ class Prompt:
         prompt_id: the source's id, or the number of its line, row or document, counted from 1. For a public data set:
             split, task, and the row's id or a checksum of the text.
         text: the model's input, never blank; for a chat, the contents of its messages.
-        messages: (role, content) of a chat, the input of the model's chat template.
+        messages: those of a chat, the input of the model's chat template (`moetool.prompts.messages.for_template`).
         answer: the reference answer, if any.
         label: label of the row; empty where the file has none.
         pair: id shared by prompts that are compared with each other; empty where there is none.
@@ -50,7 +50,7 @@ class Prompt:
     task: str
     prompt_id: str
     text: str
-    messages: tuple[tuple[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     answer: str | None = None
     label: str = ""
     pair: str = ""
@@ -69,12 +69,16 @@ class Prompt:
             MismatchError: the chat template refuses the messages, or the model does not embed a token.
         """
         ids = self._encoded(tokenizer)[:most]
+        self.require_embedded(ids, vocab_size)
+        return ids
+
+    def require_embedded(self, ids: Sequence[int], vocab_size: int) -> None:
+        """Raise MismatchError, with the prompt's place, if the model does not embed a token."""
         if why := outside_vocabulary(ids, vocab_size):
             at = f" ({self.where})" if self.where else ""
             raise MismatchError(
                 f"prompt {self.prompt_id} of {self.dataset}{at}: {why}; leave it out, or use the model's own tokenizer"
             )
-        return ids
 
     def _encoded(self, tokenizer: Any) -> list[int]:
         if not self.messages or not tokenizer.chat_template:
@@ -82,10 +86,9 @@ class Prompt:
             return ids
         from jinja2 import TemplateError
 
-        messages = [{"role": role, "content": content} for role, content in self.messages]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+            text = tokenizer.apply_chat_template(list(self.messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:  # a template may raise anything on unexpected input
             raise MismatchError(
                 f"the model's chat template refuses prompt {self.prompt_id} of {self.dataset}: {first_line(error)}"
             ) from error
@@ -215,8 +218,8 @@ def tokens_to_decode(prompt: Prompt, tokenizer: Any, limit: int | None) -> int:
     if isinstance(wanted, str):
         wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) or None
     if wanted is None:
-        return limit or NEW_TOKENS
-    return min(wanted, limit or wanted)
+        wanted = NEW_TOKENS if limit is None else limit
+    return wanted if limit is None else min(wanted, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ from typing import Any
 from jinja2 import TemplateError
 
 from moetool.base.validation import outside_vocabulary
+from moetool.prompts.messages import ChatMessage, for_template
 from moetool.runtime.request import EngineLike, TokenLogprob
 from moetool.serving.detokenize import Vocabulary
 from moetool.serving.generation import ScoredToken, TextPiece
 from moetool.serving.http_errors import Refusal
-from moetool.serving.request_schema import ChatMessage, ChatRequest, CompletionRequest, ConversationRequest
+from moetool.serving.request_schema import ChatRequest, CompletionRequest, ConversationRequest
 from moetool.serving.server_options import ServerOptions
-from moetool.serving.tool_calls import as_template_arguments
 from moetool.serving.tool_use import offered, template_of
 
 DEFAULT_MAX_TOKENS = 16
@@ -123,7 +123,7 @@ def chat_text(
     template = template_of(engine, body)
     try:
         text: str = engine.tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
+            [for_template(message) for message in messages],
             tools=offered(body),
             chat_template=template,
             tokenize=False,
@@ -132,23 +132,6 @@ def chat_text(
     except (TemplateError, TypeError) as error:  # a template may raise anything on unexpected input
         raise Refusal(f"the model's chat template refuses the messages: {error}", param="messages") from error
     return text
-
-
-def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """Return a message in the form of templates. Few know OpenAI's newer name for the system role."""
-    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    made["content"] = message.content or ""
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": as_template_arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    named = {"tool_call_id": message.tool_call_id, "name": message.name}
-    return made | {name: value for name, value in named.items() if value is not None and message.role == "tool"}
 
 
 def encoded(engine: EngineLike, text: str, param: str, *, special: bool = True) -> list[int]:

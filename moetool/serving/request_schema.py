@@ -9,60 +9,28 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+
+from moetool.prompts.messages import MAX_TOOLS, ChatMessage, Only, RequestBody, Text
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 """Limit of characters in a stop string, and so of the text that each new text of a choice is searched with."""
 MAX_BIASES = 1024
-MAX_TOOLS = 128
 MAX_CHOICES = 128
 """Limit of choices in one request, over all its prompts."""
 
 
-def _unicode(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can write half of a surrogate pair
-        raise ValueError("is not valid Unicode") from None
-    return value
-
-
-_Text = Annotated[str, AfterValidator(_unicode)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
-
-
-class _Only:
-    """Validator of a field that is accepted only with its neutral value."""
-
-    def __init__(self, *neutral: Any) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [*self._neutral, None]}
-
-    def _check(self, value: Any) -> Any:
-        if value not in self._neutral:
-            raise ValueError("not supported by this server; leave it out")
-        return value
 
 
 def _as_prompts(value: Any) -> list[str] | list[list[int]]:
@@ -86,45 +54,11 @@ def _as_stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _as_text(value: Any) -> str:
-    """Return the content of a message: a string, or parts of type text."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of content parts")
-    texts: list[str] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f"content parts of type {kind!r} are not supported, only 'text'")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a content part of type 'text' must have a string in 'text'")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
-
-
-class StreamOptions(_Body):
+class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
-class JsonSchema(_Body):
+class JsonSchema(RequestBody):
     """Schema of a response_format, which always holds; `strict` has no effect."""
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
@@ -132,7 +66,7 @@ class JsonSchema(_Body):
     json_schema: dict[str, Any] = Field(default={}, alias="schema")
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(RequestBody):
     """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -152,20 +86,20 @@ class ResponseFormat(_Body):
         return json.dumps(self.json_schema.json_schema if self.json_schema else {"type": "object"})
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(RequestBody):
     """Fields of both endpoints."""
 
-    model: _Text
+    model: Text
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops)] = []
+    stop: Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops)] = Field(default=[])
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = Field(default=False, description="Generate up to the limit; used by load generators")
 
-    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASES)] = {}
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASES)] = Field(default={})
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
@@ -175,7 +109,7 @@ class GenerationRequest(_Body):
     return_routed_experts: bool = Field(default=False, description="Experts of every token, as vLLM and SGLang do")
     return_token_ids: bool = Field(default=False, description="Token ids of prompt and answer, as vLLM does")
 
-    min_tokens: Annotated[Any, _Only(0)] = None
+    min_tokens: Annotated[Any, Only(0)] = None
 
     @field_validator("stream_options")
     @classmethod
@@ -206,7 +140,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: Annotated[
-        list[_Text] | list[list[int]],
+        list[Text] | list[list[int]],
         BeforeValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     max_tokens: int | None = Field(default=None, ge=0)
@@ -214,7 +148,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     best_of: int | None = Field(default=None, description="Must equal n")
 
-    suffix: Annotated[Any, _Only("")] = None
+    suffix: Annotated[Any, Only("")] = None
 
     @field_validator("prompt")
     @classmethod
@@ -231,51 +165,16 @@ class CompletionRequest(GenerationRequest):
         return value
 
 
-class FunctionCall(_Body):
-    """A call by the model; `arguments` are JSON in a string."""
-
-    name: _Text
-    arguments: _Text = ""
-
-
-class ToolCall(_Body):
-    """A call in a message of the assistant."""
-
-    id: _Text | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(_Body):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[_Text, BeforeValidator(_as_text), WithJsonSchema(_CONTENT)] | None = None
-    tool_calls: list[ToolCall] = Field(default=[], max_length=MAX_TOOLS)
-    tool_call_id: _Text | None = None
-    name: _Text | None = None
-
-    function_call: Annotated[Any, _Only()] = None
-
-    @model_validator(mode="after")
-    def _require_content(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content, or tool_calls of the assistant")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("only messages of the assistant may have tool_calls")
-        return self
-
-
-class Function(_Body):
+class Function(RequestBody):
     """A function that the model may call."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default={})
 
 
-class Tool(_Body):
+class Tool(RequestBody):
     """A tool of type function; other types are hosted by vendors."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -284,23 +183,23 @@ class Tool(_Body):
     function: Function
 
 
-class ChosenFunction(_Body):
+class ChosenFunction(RequestBody):
     """The name of a function."""
 
     name: str
 
 
-class ToolChoice(_Body):
+class ToolChoice(RequestBody):
     """One function that must be called."""
 
     type: Literal["function"] = "function"
     function: ChosenFunction
 
 
-class ConversationRequest(_Body):
+class ConversationRequest(RequestBody):
     """Messages, and the functions that the answer may call."""
 
-    model: _Text
+    model: Text
     messages: Sequence[ChatMessage] = Field(min_length=1)
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
@@ -329,11 +228,11 @@ class ChatRequest(GenerationRequest, ConversationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     parallel_tool_calls: bool = True
 
-    functions: Annotated[Any, _Only([])] = None
-    function_call: Annotated[Any, _Only("none", "auto")] = None
-    modalities: Annotated[Any, _Only(["text"])] = None
-    audio: Annotated[Any, _Only()] = None
-    web_search_options: Annotated[Any, _Only()] = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    audio: Annotated[Any, Only()] = None
+    web_search_options: Annotated[Any, Only()] = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -350,11 +249,11 @@ class ChatRequest(GenerationRequest, ConversationRequest):
         return self
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(RequestBody):
     """POST /tokenize, of a text"""
 
-    model: _Text | None = None
-    prompt: _Text
+    model: Text | None = None
+    prompt: Text
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -362,13 +261,13 @@ class TokenizeRequest(_Body):
 class TokenizeChatRequest(ConversationRequest):
     """POST /tokenize, of a conversation"""
 
-    model: _Text | None = None  # type: ignore[assignment]
+    model: Text | None = None  # type: ignore[assignment]
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(RequestBody):
     """POST /detokenize"""
 
-    model: _Text | None = None
+    model: Text | None = None
     tokens: list[int]

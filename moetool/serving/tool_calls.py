@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from moetool.serving.json_stream import Malformed, TextBuffer, expect, json_value, next_char, until
 
@@ -288,12 +288,3 @@ def _whole(feed: TextBuffer) -> Generator[None, None, str]:
     except (ValueError, RecursionError):
         raise Malformed from None
     return text
-
-
-def as_template_arguments(text: Any) -> Any:
-    """Return the arguments of a call for templates: an object, parsed from the client's text if possible."""
-    try:
-        value = json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text

@@ -269,11 +269,12 @@ def test_chats_end_before_their_last_answer(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second = _kept(tmp_path / "a.jsonl")
     assert (first.text, first.answer, first.task, first.prompt_id) == ("Be brief.\n\nWhat is 2+2?", "4", "sums", "7")
-    assert first.messages == (("system", "Be brief."), ("user", "What is 2+2?")) == second.messages
+    said = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"})
+    assert first.messages == said == second.messages
     assert second.answer == "four"
     pq.write_table(pa.table({"messages": [[{"role": "user", "content": "Hello there"}]]}), tmp_path / "b.parquet")
     (chat,) = _kept(tmp_path / "b.parquet")
-    assert chat.messages == (("user", "Hello there"),)
+    assert chat.messages == ({"role": "user", "content": "Hello there"},)
 
 
 def _kept(file: Path) -> list[prompts.Prompt]:
@@ -284,7 +285,9 @@ def test_the_chat_template_makes_a_chats_tokens() -> None:
     from moetool.models.checkpoint import Checkpoint
 
     tokenizer = Checkpoint.open("reference").tokenizer
-    chat = prompts.Prompt(dataset="d", task="t", prompt_id="1", text="Hi", messages=(("user", "Hi"),))
+    chat = prompts.Prompt(
+        dataset="d", task="t", prompt_id="1", text="Hi", messages=({"role": "user", "content": "Hi"},)
+    )
     expected = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert chat.token_ids(tokenizer, 4096) == expected["input_ids"] != tokenizer("Hi")["input_ids"]
     tokenizer.chat_template = None
@@ -307,6 +310,31 @@ def test_the_chat_template_makes_a_chats_tokens() -> None:
 def test_chats_without_text_are_refused(tmp_path: Path, messages: object) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     refused(tmp_path / "a.jsonl", "a.jsonl:1", "messages")
+
+
+def test_chats_have_the_shapes_that_serve_accepts(tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    said = [
+        {"role": "developer", "content": "Use tools."},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": said}))
+    (chat,) = _kept(tmp_path / "a.jsonl")
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool"]
+    assert chat.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert (chat.messages[2]["content"], chat.messages[3]["tool_call_id"]) == ("", "c1")
+    assert (chat.text, chat.answer) == ("Use tools.\n\n2+2?\n\n4", "It is 4.")
+
+
+def test_csv_headers_may_have_semicolons_and_capitals(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("\ufeffPrompt; Answer\none, two;5\n".encode())
+    (row,) = _kept(tmp_path / "a.csv")
+    assert (row.text, row.answer) == ("one, two", "5")
+    pq.write_table(pa.table({"Prompt": ["hi there"], "TASK": ["t"]}), tmp_path / "b.parquet")
+    assert _kept(tmp_path / "b.parquet")[0].task == "t"
 
 
 def test_csv_prompts(tmp_path: Path) -> None:

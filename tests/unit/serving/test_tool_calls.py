@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from moetool.serving.tool_calls import FORMATS, ToolParser, as_template_arguments, format_of, named_call, required_calls
+from moetool.serving.tool_calls import FORMATS, ToolParser, format_of, named_call, required_calls
 
 ARGUMENTS = '{"city": "Köln \\"}<", "days": [1, {"a": null}], "n": -1.5e3}'
 CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
@@ -126,8 +126,3 @@ def test_mistral_with_names_outside() -> None:
 )
 def test_formats_by_template(template: str, name: str | None) -> None:
     assert format_of(template) == name
-
-
-def test_arguments_for_templates() -> None:
-    assert as_template_arguments('{"a": 1}') == {"a": 1}
-    assert as_template_arguments("no json") == "no json" and as_template_arguments("[1]") == "[1]"
