@@ -301,29 +301,35 @@ def steps(title: str) -> Iterator[Callable[[int, int], None]]:
         yield report
 
 
+def aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return a line for each setting, its value and the reason, in columns."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
+    return [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {why}" for name, value, why in rows]
+
+
 @contextlib.contextmanager
-def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
+def _lines(title: str = "") -> Iterator[Callable[..., None]]:
     """Show progress without a terminal: a line on stderr every ten seconds.
 
     Gives:
-        A function to call with the activity, the amount done and the total.
+        A function to call with the activity, the amount done, the total, and optionally a note.
     """
     _spoken.set()
     over, now = threading.Event(), time.monotonic
-    state: tuple[str, int, int | None, float] = title, 0, None, now()
+    state: tuple[str, int, int | None, float, str] = title, 0, None, now(), ""
 
-    def report(what: str, done: int, total: int | None) -> None:
+    def report(what: str, done: int, total: int | None, note: str = "") -> None:
         nonlocal state
-        state = what, done, total, state[3] if what == state[0] else now()
+        state = what, done, total, state[3] if what == state[0] else now(), note and f"; {note}"
 
     def say() -> None:
         while not over.wait(LINE_S):
-            what, done, total, began_s = state
+            what, done, total, began_s, note = state
             passed_s = now() - began_s
             amount = f"{count(done)}{f' of {count(total)}' if total else ''}, " if done else ""
             left = f", {(total - done) * passed_s / done:,.0f} s left" if total and 0 < done <= total else ""
             with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-                narrate(f"moetool: {what}: {amount}{passed_s:,.0f} s{left}")
+                narrate(f"moetool: {what}: {amount}{passed_s:,.0f} s{left}{note}")
 
     teller = threading.Thread(target=say, daemon=True)
     teller.start()
@@ -377,11 +383,11 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], N
 
 
 @contextlib.contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
+def stages() -> Iterator[Callable[..., None]]:
     """Show progress of work in several stages, with rate and time left; see `progress`.
 
     Gives:
-        A function to call with the activity ("training on tokens"), the amount done and the total.
+        A function to call with the activity ("training on tokens"), the amount done, the total, and optionally a note.
     """
     if not shows_progress():
         with _lines("preparing") as say:
@@ -391,13 +397,13 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
         task: Any = None
         name, latest = "", 0
 
-        def report(what: str, done: int, total: int) -> None:
+        def report(what: str, done: int, total: int, note: str = "") -> None:
             nonlocal task, name, latest
             if task is None or what != name or done < latest:  # a new stage, or the same one again
                 if task is not None:
                     bar.remove_task(task)
                 task = bar.add_task(what, total=total)
             name, latest = what, done
-            bar.update(task, completed=done, total=total)
+            bar.update(task, completed=done, total=total, description=f"{what}: {note}" if note else what)
 
         yield report

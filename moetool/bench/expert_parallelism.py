@@ -334,7 +334,9 @@ class _Subject:
 
         folder = self._work / name
         if not folder.is_dir():
-            made = CaptureOptions(max_new_tokens=self._options.new_tokens, batch_size=8, keep=("topk",))
+            made = CaptureOptions(
+                max_new_tokens=self._options.new_tokens, batch_size=8, keep=("topk",), dtype="float32"
+            )
             capture(self._model, prompts, folder, made)
         trace = Trace(folder)
         if len(trace.requests) != len(prompts):

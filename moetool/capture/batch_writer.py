@@ -67,6 +67,14 @@ class BatchWriter:
         self._queue.put(partial(self._finish, batch, new_tokens, self._embeddings))
         self._embeddings = []
 
+    def flush(self) -> None:
+        """Wait until everything so far is written. Raises: MoetoolError: a write failed."""
+        written = threading.Event()
+        self._queue.put(written.set)
+        while not written.wait(0.1) and self._error is None:
+            pass
+        self._check()
+
     def _check(self) -> None:
         if isinstance(self._error, MoetoolError):
             raise self._error
@@ -113,7 +121,7 @@ class BatchWriter:
                 "dataset": item.prompt.dataset,
                 "task": item.prompt.task,
                 "prompt_id": item.prompt.prompt_id,
-                "prompt_tokens": len(item.ids),
+                "prompt_tokens": item.prompt_tokens,
                 "new_tokens": new,
                 "label": item.prompt.label,
                 "pair": item.prompt.pair,

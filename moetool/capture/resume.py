@@ -35,6 +35,19 @@ def stage_path(out: Path) -> Path:
     return out.with_name(out.name + STAGE)
 
 
+def stored_facts(out: Path) -> dict[str, Any]:
+    """Return the facts of an interrupted or complete capture for `out`; empty if there is none that can be read."""
+    try:
+        return read_json(stage_path(out) / "capture.json", advice="")
+    except (OSError, MismatchError):
+        pass
+    try:
+        composition = read_json(out / MANIFEST, advice="")["provenance"]["composition"]
+    except (OSError, MismatchError, KeyError, TypeError):
+        return {}
+    return {"composition": composition}
+
+
 class CaptureFolder:
     """The folder of one capture. Reading, and writing distinct batches from several processes, need no lock."""
 
@@ -176,8 +189,8 @@ def open_stage(
 
 
 def _difference(name: str, found: Any, asked: Any) -> str:
-    if name == "prompts":
-        return "the prompts differ"
+    if name in ("prompts", "composition"):
+        return "the prompts differ" if name == "prompts" else "the prompts of its batches, or --batch-size, differ"
     if name == "revision":
         return "the model's weights or config differ"
     return f"{name} was {found}, and is {asked} now"

@@ -1,39 +1,34 @@
 """Capture runs: prefill and decode every prompt and record its routing.
 
-The prompts' order fixes the batches in advance. Each finished batch is kept on disk (`moetool.capture.resume`), so an
-interrupted capture resumes at the first missing one and gives the same trace.
+The composition fixes the batches in advance (`moetool.capture.composition`). Each finished batch is kept on disk
+(`moetool.capture.resume`), so an interrupted capture resumes at the first missing one and gives the same trace.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from moetool.base import durable
-from moetool.base.errors import MoetoolError
+from moetool.base.tables import aligned
+from moetool.capture.automatic import CaptureMemory, choose
+from moetool.capture.batch_run import BatchRun, ExpertReads, OnProgress
 from moetool.capture.batch_writer import BatchWriter
-from moetool.capture.job import CaptureOptions, CapturePlan, Item, plan_capture, provenance, row_bytes
-from moetool.capture.resume import CaptureFolder, open_stage
+from moetool.capture.composition import stored_composition
+from moetool.capture.job import CaptureOptions, CapturePlan, plan_capture, provenance, read_prompts
+from moetool.capture.resume import CaptureFolder, open_stage, stored_facts
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_full, parse_device, parse_dtype
 from moetool.prompts.gather import Prompt
-from moetool.runtime.decoding import Batch
-from moetool.runtime.loop.batching import Batcher
-from moetool.runtime.loop.own_caches import OwnCaches, open_batcher
-from moetool.runtime.recording.recorder import GateRecorder
-from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import MANIFEST, Trace
-from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter, speller
 
-CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 23
-"""Rows to convert and write together, unless their batch ends earlier."""
+_MOST_REFUSED = 20  # lines about prompts that are left out
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,17 +44,19 @@ class RunSetup:
     """Execution of a capture, without effect on its rows.
 
     Attributes:
-        open_model: loads the model, whole or with its experts in a pool.
+        memory: wishes for memory and policy.
+        open_model: loads the model instead, whole or with its experts in a pool of its own choice.
         overwrite: replace `out`.
         resume: continue an interrupted run of the same arguments, if there is one.
-        on_progress: called with the number of finished prompts.
+        on_progress: called after each forward (`OnProgress`).
         on_note: called with messages for the user.
     """
 
-    open_model: OpenModel = load_full
+    memory: CaptureMemory = field(default_factory=CaptureMemory)
+    open_model: OpenModel | None = None
     overwrite: bool = False
     resume: bool = False
-    on_progress: Callable[[int], None] | None = None
+    on_progress: OnProgress | None = None
     on_note: Callable[[str], None] = ignore_note
 
 
@@ -73,7 +70,10 @@ class Captured:
     Attributes:
         too_long: number of prompts left out because they exceed the model's context.
         empty: number of prompts left out because they have no token.
+        refused: why prompts were left out that the model cannot read.
+        tokens: rows of the trace: forwarded tokens, all but the last of each answer.
         seconds: seconds of this run, without interrupted ones.
+        reads: reads of this run; None: of other processes, or every expert was in memory from the start.
     """
 
     out: Path
@@ -82,23 +82,22 @@ class Captured:
     new_tokens: int
     too_long: int
     empty: int
+    refused: tuple[str, ...]
+    tokens: int
     bytes: int
     seconds: float
-
-    @property
-    def tokens(self) -> int:
-        """Return the rows of the trace: forwarded tokens, all but the last of each answer."""
-        return self.prompt_tokens + self.new_tokens - self.requests
+    reads: ExpertReads | None = None
 
     @property
     def skipped(self) -> int:
         """Return the number of prompts left out."""
-        return self.too_long + self.empty
+        return self.too_long + self.empty + len(self.refused)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary, for --json."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return {**values, "out": str(self.out), "tokens": self.tokens, "skipped": self.skipped}
+        reads = None if self.reads is None else self.reads.to_json()
+        return {**values, "out": str(self.out), "skipped": self.skipped, "reads": reads}
 
 
 def capture(
@@ -124,13 +123,12 @@ def capture(
         MoetoolError: the disk or a forward failed.
     """
     began = time.perf_counter()
-    plan = open_plan(model, prompts, out, options, setup)
+    plan, open_model = open_plan(model, prompts, out, options, setup)
     with enter_stage(plan, out, setup) as stage:
+        reads = None
         if not stage.finished():
-            kept, on_progress = stage.kept_prompts(), setup.on_progress
-            progress = None if on_progress is None else lambda done: on_progress(kept + done)
-            run_batches(stage, stage.missing(), setup.open_model, progress)
-        return finish(stage, setup.overwrite, began)
+            reads = run_batches(stage, stage.missing(), open_model, setup.on_progress)
+        return finish(stage, setup.overwrite, began, reads)
 
 
 def open_plan(
@@ -139,19 +137,47 @@ def open_plan(
     out: Path,
     options: CaptureOptions,
     setup: RunSetup,
-) -> CapturePlan:
-    """Call `plan_capture`, after cheap checks."""
-    parse_dtype(options.dtype)
-    parse_device(options.device)
+) -> tuple[CapturePlan, OpenModel]:
+    """Plan a capture, after cheap checks, as its interrupted run was composed; returns how to load its model too."""
+    if options.dtype is not None:
+        parse_dtype(options.dtype)
+    if options.device is not None:
+        parse_device(options.device)
     if not setup.resume:
         durable.require_absent(out, setup.overwrite, MANIFEST)
-    plan = plan_capture(Checkpoint.open(model), list(prompts), options, pooled=setup.open_model is not load_full)
+    checkpoint = Checkpoint.open(model)
+    read = read_prompts(prompts, checkpoint, options)
+    composition = stored_composition(stored_facts(out), len(read.items)) if setup.resume else None
+    if options.batch_size is not None and composition is not None and composition.most != options.batch_size:
+        composition = None  # the stage refuses the difference
+    open_model = setup.open_model
+    if open_model is None:
+        given = {"device": options.device, "dtype": options.dtype}
+        chosen = choose(
+            checkpoint,
+            read.lengths,
+            {name: value for name, value in given.items() if value is not None},
+            memory=setup.memory,
+            batch_size=options.batch_size,
+            composition=setup.memory.composition or composition,
+        )
+        for line in aligned(chosen.choices):
+            setup.on_note(line)
+        options = replace(options, device=chosen.options.device, dtype=chosen.options.dtype)
+        composition, open_model = chosen.composition, chosen.open_model
+        if "resident" in options.keep and setup.memory.device_memory_bytes is None:
+            setup.on_note("every expert is in memory, because column resident needs a second forward")
+            composition, open_model = replace(composition, slots=0), load_full
+    pooled = open_model is not load_full
+    plan = plan_capture(checkpoint, read, options, pooled=pooled, composition=composition)
+    for why in plan.refused[:_MOST_REFUSED]:
+        setup.on_note(f"left out: {why}")
     _LOG.info(
-        "capture of %s: %d prompts in %d batches of %d, %d too long, %d empty; %s",
-        *(plan.spec.name, plan.num_prompts, len(plan.batches), plan.options.batch_size, plan.too_long, plan.empty),
+        "capture of %s: %d prompts in %d batches, %d too long, %d empty, %d refused; %s",
+        *(plan.spec.name, plan.num_prompts, len(plan.batches), plan.too_long, plan.empty, len(plan.refused)),
         plan.facts,
     )
-    return plan
+    return plan, open_model
 
 
 def enter_stage(plan: CapturePlan, out: Path, setup: RunSetup) -> AbstractContextManager[CaptureFolder]:
@@ -163,20 +189,23 @@ def run_batches(
     stage: CaptureFolder,
     batches: Sequence[int],
     open_model: OpenModel,
-    on_progress: Callable[[int], None] | None = None,
-) -> None:
-    """Forward some batches of a capture, and store their rows. Effects: loads the model meanwhile."""
+    on_progress: OnProgress | None = None,
+) -> ExpertReads | None:
+    """Forward some batches of a capture, and store their rows; returns what was read.
+
+    Effects: loads the model meanwhile.
+    """
     if not batches:
-        return
+        return None
     plan = stage.plan
-    device = parse_device(plan.options.device)
+    device, dtype = parse_device(plan.options.device or "cpu"), parse_dtype(plan.options.dtype or "float32")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _LOG.info("loading %s in %s on %s", plan.checkpoint.path, plan.options.dtype, device)
-    loaded = open_model(plan.checkpoint, parse_dtype(plan.options.dtype), device)
+    _LOG.info("loading %s in %s on %s", plan.checkpoint.path, dtype, device)
+    loaded = open_model(plan.checkpoint, dtype, device)
     try:
         with BatchWriter(stage) as writer:
-            forward_batches(loaded, plan, batches, writer, on_progress)
+            return forward_batches(loaded, plan, batches, writer, on_progress)
     finally:
         loaded.close()
 
@@ -186,42 +215,39 @@ def forward_batches(
     plan: CapturePlan,
     batches: Sequence[int],
     writer: BatchWriter | None,
-    on_progress: Callable[[int], None] | None = None,
-) -> int:
-    """Forward some batches of a capture with a loaded model; return the number of new tokens.
+    on_progress: OnProgress | None = None,
+) -> ExpertReads | None:
+    """Forward some batches of a capture with a loaded model; returns what was read.
 
     Args:
         writer: receives the rows; None records nothing, to measure the cost of recording.
     """
-    run = _Run(loaded, plan, writer)
-    try:
+    with closing(BatchRun(loaded, plan, writer, on_progress, plan.num_tokens - plan.tokens_of(batches))) as run:
         for batch in batches:
             run.batch(batch)
             _LOG.debug("batch %d ended: %d prompts, %d new tokens so far", batch, run.prompts, run.new_tokens)
-            if on_progress is not None:
-                on_progress(run.prompts)
-        return run.new_tokens
-    finally:
-        run.close()
+        return run.reads()
 
 
-def finish(stage: CaptureFolder, overwrite: bool, began: float) -> Captured:
+def finish(stage: CaptureFolder, overwrite: bool, began: float, reads: ExpertReads | None = None) -> Captured:
     """Assemble the trace from the batches, which must all be finished.
 
     Args:
         began: start of the capture by `time.perf_counter`.
+        reads: what this run read.
 
     Effects: writes the output, whole or not at all, then removes the stage.
     """
     plan, out = stage.plan, stage.out
     if not stage.finished():
         _LOG.info("writing the trace %s from %d batches", out, len(plan.batches))
-        keep, ahead, size = plan.options.keep, plan.options.ahead, plan.options.batch_size
+        keep, ahead = plan.options.keep, plan.options.ahead
         with (
             durable.staged_directory(out, overwrite, MANIFEST, locked=True) as folder,
             TraceWriter(folder, plan.spec, keep, ahead, resident=plan.options.resident) as writer,
         ):
             stage.copy_to(writer)
+            size = max(map(len, plan.batches))
             composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
             spell = speller(plan.checkpoint.tokenizer)
             writer.finish(composition=composition, provenance=provenance(plan), spell=spell)
@@ -234,110 +260,9 @@ def finish(stage: CaptureFolder, overwrite: bool, began: float) -> Captured:
         new_tokens=sum(trace.requests["new_tokens"].to_pylist()),
         too_long=plan.too_long,
         empty=plan.empty,
+        refused=plan.refused,
+        tokens=trace.num_tokens,
         bytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
         seconds=time.perf_counter() - began,
+        reads=reads,
     )
-
-
-class _Run:
-    """State of running batches."""
-
-    def __init__(self, loaded: LoadedModel, plan: CapturePlan, writer: BatchWriter | None) -> None:
-        self.prompts = self.new_tokens = 0
-        self._loaded = loaded
-        self._plan = plan
-        self._writer = writer
-        self._batch: Batch | None = None
-        self._first_forward: int | None = None  # of the batch, whose forwards count from 0
-        self._chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes(plan.schema)))
-        # Mean embedding over a chunked iteration: (iteration, sum, tokens) by request.
-        self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
-        size = plan.options.batch_size
-        self._batcher: Batcher | OwnCaches = open_batcher(
-            loaded.model, max_requests=size, kv_tokens=size * (plan.width + 16)
-        )
-        self._batcher.on_forward = self._on_forward
-        options = plan.options
-        self._recorder = (
-            None
-            if writer is None
-            else GateRecorder(loaded.model, loaded.layers, options.keep, options.ahead, resident=options.resident)
-        )
-
-    def close(self) -> None:
-        """Restore the model."""
-        if self._recorder is not None:
-            self._recorder.close()
-        self._batcher.close()
-
-    def batch(self, number: int) -> None:
-        """Forward one batch."""
-        items = self._plan.batches[number]
-        new_tokens = self._forward(items)
-        if self._writer is not None:
-            self._flush_embeddings(self._writer)
-            self._writer.end_batch(number, new_tokens)
-        self.prompts += len(items)
-        self.new_tokens += sum(new_tokens)
-
-    def _forward(self, items: list[Item]) -> list[int]:
-        """Return the number of new tokens of each prompt."""
-        first = items[0].request
-        new_tokens = [0] * len(items)
-        held_tokens, self._first_forward = 0, None
-        if self._recorder is not None:
-            self._recorder.begin_batch()
-        for item in items:
-            self._batcher.add(item.request, item.ids.tolist(), SamplingParams(max_tokens=item.max_tokens))
-        while not self._batcher.idle:
-            outputs = self._batcher.step()
-            self._loaded.end_forward()
-            if failed := next((o for o in outputs if o.error is not None), None):
-                prompt_id = items[failed.request - first].prompt.prompt_id
-                raise MoetoolError(f"the model failed on prompt {prompt_id}: {failed.error}")
-            assert self._batch is not None
-            if self._recorder is not None:
-                self._recorder.hold(self._batch)
-                held_tokens += len(self._batch.token_id_T)
-                if held_tokens >= self._chunk_tokens:
-                    self._record()
-                    held_tokens = 0
-            for output in outputs:
-                new_tokens[output.request - first] += 1
-        if held_tokens:
-            self._record()
-        return new_tokens
-
-    def _record(self) -> None:
-        """Write the forwards in the recorder."""
-        assert self._recorder is not None and self._writer is not None
-        rows, embedding_TD = self._recorder.rows()
-        if self._first_forward is None:
-            self._first_forward = int(rows.forward_T[0])
-        rows.forward_T -= np.int32(self._first_forward)
-        self._writer.append(rows)
-        if embedding_TD is not None:
-            self._add_embeddings(self._writer, rows, embedding_TD)
-
-    def _on_forward(self, batch: Batch) -> None:
-        self._batch = batch
-        self._loaded.begin_forward(batch.info)
-
-    def _add_embeddings(self, writer: BatchWriter, rows: TokenBatch, embedding_TD: np.ndarray) -> None:
-        turns = (np.diff(rows.request_T, prepend=-1) != 0) | (np.diff(rows.forward_T, prepend=-1) != 0)
-        starts = np.flatnonzero(turns).tolist()  # starts of each request's tokens in a forward
-        keys = zip(rows.request_T[starts].tolist(), rows.iteration_T[starts].tolist(), strict=True)
-        for (request, iteration), start, end in zip(keys, starts, [*starts[1:], len(rows)], strict=True):
-            count = end - start
-            total = embedding_TD[start] if count == 1 else embedding_TD[start:end].sum(axis=0)
-            held = self._embedding.get(request)
-            if held is not None and held[0] == iteration:
-                total, count = held[1] + total, held[2] + count
-            elif held is not None:
-                writer.add_embedding(request, held[0], held[1] / held[2])
-            self._embedding[request] = (iteration, total, count)
-
-    def _flush_embeddings(self, writer: BatchWriter) -> None:
-        for request, (iteration, total, count) in self._embedding.items():
-            writer.add_embedding(request, iteration, total / count)
-        self._embedding.clear()

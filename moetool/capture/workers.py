@@ -51,20 +51,21 @@ def capture_with_workers(
     """
     began = time.perf_counter()
     options = replace(options, threads=options.threads or 1)
-    plan = open_plan(model, prompts, out, options, setup)
+    plan, open_model = open_plan(model, prompts, out, options, setup)
     with enter_stage(plan, out, setup) as stage:
         missing = [] if stage.finished() else stage.missing()
         shares = [share for i in range(workers) if (share := missing[i::workers])]
         context = multiprocessing.get_context("spawn")
+        child = RunSetup(memory=setup.memory, open_model=setup.open_model, overwrite=True, resume=True)
         processes = [
-            context.Process(target=_child, args=(i, model, prompts, out, options, share, setup.open_model), daemon=True)
+            context.Process(target=_child, args=(i, model, prompts, out, options, share, child), daemon=True)
             for i, share in enumerate(shares[1:], start=1)
         ]
         for process in processes:
             process.start()
             _LOG.info("%s started as process %d", process.name, process.pid)
         try:
-            run_batches(stage, shares[0] if shares else [], setup.open_model, setup.on_progress)
+            run_batches(stage, shares[0] if shares else [], open_model, setup.on_progress)
             for i, process in enumerate(processes, start=1):
                 process.join()
                 if process.exitcode != 0:
@@ -95,20 +96,23 @@ def capture_under_torchrun(
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
         options = replace(options, threads=options.threads or 1)
-        plan = open_plan(model, prompts, out, options, setup)
+        setup = replace(setup, memory=replace(setup.memory, processes=int(os.environ.get("LOCAL_WORLD_SIZE", world))))
 
-        def share(stage: CaptureFolder) -> None:
-            dist.barrier()  # the stage exists
+        def share(stage: CaptureFolder, open_model: OpenModel) -> None:
             missing = [] if stage.finished() else stage.missing()
             dist.barrier()  # all have seen the same batches
-            run_batches(stage, missing[rank::world], setup.open_model, setup.on_progress)
+            run_batches(stage, missing[rank::world], open_model, setup.on_progress)
             dist.barrier()  # all batches are there
 
         if rank > 0:
-            share(CaptureFolder(out, plan))
+            dist.barrier()  # the stage has the composition
+            plan, open_model = open_plan(model, prompts, out, options, replace(setup, resume=True))
+            share(CaptureFolder(out, plan), open_model)
             return None
+        plan, open_model = open_plan(model, prompts, out, options, setup)
         with enter_stage(plan, out, setup) as stage:
-            share(stage)
+            dist.barrier()
+            share(stage, open_model)
             return finish(stage, setup.overwrite, began)
     finally:
         dist.destroy_process_group()
@@ -126,13 +130,12 @@ def _child(
     out: Path,
     options: CaptureOptions,
     batches: list[int],
-    open_model: OpenModel,
+    setup: RunSetup,
 ) -> None:
     """Run a worker process, with one-line errors."""
     end_with_parent()
     try:
-        setup = RunSetup(open_model=open_model, overwrite=True, resume=True)
-        plan = open_plan(model, prompts, out, options, setup)
+        plan, open_model = open_plan(model, prompts, out, options, setup)
         run_batches(CaptureFolder(out, plan), batches, open_model)
     except MoetoolError as error:
         complain(f"moetool: worker {worker}: {error}")

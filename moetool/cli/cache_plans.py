@@ -31,14 +31,15 @@ from moetool.cli.flags import (
 
 def plan_cache(
     trace: TraceDir,
+    out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON).")],
     device_memory: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--device-memory",
-            help="Device memory for the whole model, e.g. 64MB or 20GiB; with --target-tpot, its upper limit.",
+            help="Device memory for the whole model, e.g. 64MB or 20GiB; with --target-tpot, its upper limit (default: "
+            "what is free).",
         ),
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON).")],
+    ] = None,
     predictor: PredictorDir = None,
     profile: ProfileFile = None,
     model: Annotated[str | None, typer.Option(help="Model of the trace (default: the path in the trace).")] = None,
@@ -85,7 +86,7 @@ def plan_cache(
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
     from moetool.runtime.automatic import on_this_machine
-    from moetool.runtime.budget import every_slot_bytes
+    from moetool.runtime.budget import every_slot_bytes, free_device_bytes
     from moetool.runtime.serve_options import ServeOptions
     from moetool.tuning.cache_planning import NO_PREDICTOR, CacheSearch, PlanPredictor
     from moetool.tuning.cache_planning import plan_cache as run
@@ -119,7 +120,8 @@ def plan_cache(
     costs, timeline = read_timeline(
         profile, machine, device=options.device, dtype=options.dtype, io_threads=options.io_threads, tier=tier
     )
-    memory = device_budget(checkpoint, options, values, parse_bytes(device_memory))
+    limit = free_device_bytes(checkpoint, options) if device_memory is None else parse_bytes(device_memory)
+    memory = device_budget(checkpoint, options, values, limit)
     loaded = open_predictor(predictor)
     predicts = NO_PREDICTOR if predictor is None or loaded is None else PlanPredictor.of(loaded, predictor, source)
     with tables.stages() as on_progress:

@@ -10,11 +10,23 @@ import typer
 
 from moetool.base import tables
 from moetool.base.config import parse, parse_bytes, parse_settings
-from moetool.base.errors import UsageError
-from moetool.cli.flags import Device, Json, Model, Out, Overwrite, Recipe, Revision, listed, settable
+from moetool.base.errors import MismatchError, UsageError
+from moetool.cli.flags import (
+    Json,
+    Model,
+    Out,
+    Overwrite,
+    Recipe,
+    Revision,
+    ServedDevice,
+    ServedHostMemory,
+    listed,
+    settable,
+)
 from moetool.models.files.hub import with_revision
 
 if TYPE_CHECKING:
+    from moetool.capture.run import Captured
     from moetool.prompts.gather import Prompt
 
 
@@ -39,9 +51,16 @@ def capture(
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts per source (default: all).")] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum tokens to decode per prompt (default: the public set's number, else 32)."),
+        typer.Option(
+            min=0, help="Maximum tokens to decode per prompt; 0: prompts only (default: the public set's, else 32)."
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 1,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Forward the data's own answers with the prompts instead of decoding.")
+    ] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts that run together (default: as many as memory allows).")
+    ] = None,
     keep: Annotated[
         str,
         typer.Option(
@@ -53,22 +72,20 @@ def capture(
     resident: Annotated[
         float, typer.Option(help="Share of a layer's experts assumed resident in column 'resident', 0 to 1.")
     ] = 0.5,
-    dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype: float32, bfloat16 or float16 (default: the checkpoint's).")
+    ] = None,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
     device_memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory for dense weights and the expert pool, e.g. 64MB, for a model larger than memory "
-            "(default: load everything)."
-        ),
+        typer.Option(help="Memory for weights, KV cache and experts, e.g. 16GB (default: what is free)."),
     ] = None,
-    device: Device = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Host memory that caches experts between disk and --device-memory, e.g. 32GB (default: none)."
-        ),
+    device: ServedDevice = None,
+    host_memory: ServedHostMemory = None,
+    io_threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that read experts (default: 2, 4 on a GPU).")
     ] = None,
+    policy: Annotated[str | None, typer.Option(help="Cache policy (default: lru, equal slots per layer).")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes that share the batches, one thread each.")] = 1,
     settings: Annotated[
         list[str], settable("Further setting: data.task, data.split, data.seed, data.duplicates=keep, ...")
@@ -87,8 +104,8 @@ def capture(
     """Run a model over prompts and record its gate logits, token by token."""
     from moetool.prompts import gather as prompts
 
-    if host_memory is not None and device_memory is None:
-        raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
+    if answers and server is not None:
+        raise UsageError("--answers forwards given answers, but --server decodes; leave one out")
     model = with_revision(model, revision)
     values = parse_settings(settings)
     wanted = values.pop("data", {})
@@ -104,9 +121,12 @@ def capture(
     if gathered.duplicates:
         tables.narrate(f"moetool: prompts left out, because they repeat others: {gathered.duplicates:,}")
     if server is not None:
-        _from_server(server, server_key, model, texts, out, max_new_tokens or prompts.NEW_TOKENS, batch_size, overwrite)
+        _from_server(
+            server, server_key, model, texts, out, max_new_tokens or prompts.NEW_TOKENS, batch_size or 1, overwrite
+        )
         return
     from moetool.capture import workers as shares
+    from moetool.capture.automatic import CaptureMemory
     from moetool.capture.run import CaptureOptions, RunSetup
     from moetool.capture.run import capture as run
     from moetool.models.loading import parse_device
@@ -117,24 +137,25 @@ def capture(
         keep=tuple(listed([keep])),
         ahead=ahead,
         resident=resident,
-        device=device or "cpu",
+        answers=answers,
+        device=device,
         dtype=dtype,
         threads=threads,
         data=tuple(gathered.origins),
     )
-    parse_device(options.device)  # refuse here once, instead of in every worker
-    setup = RunSetup(overwrite=overwrite, resume=resume, on_note=_note)
-    if device_memory is not None:
-        from moetool.runtime.assembly import open_pooled
-
-        in_pool = partial(
-            open_pooled,
-            device_memory_bytes=parse_bytes(device_memory),
-            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
-        )
-        setup = replace(setup, open_model=in_pool)
-    with tables.progress(f"capturing {model}", None if workers > 1 else len(texts)) as on_progress:
-        setup = replace(setup, on_progress=on_progress)
+    if device is not None:
+        parse_device(device)  # refuse here once, instead of in every worker
+    memory = CaptureMemory(
+        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
+        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
+        io_threads=io_threads,
+        policy=policy,
+        processes=workers,
+        shards=workers,
+    )
+    setup = RunSetup(memory=memory, overwrite=overwrite, resume=resume, on_note=_note)
+    with tables.stages() as report:
+        setup = replace(setup, on_progress=partial(report, f"capturing {model}"))
         if shares.under_torchrun():
             shared = shares.capture_under_torchrun(model, texts, out, options, setup)
             if shared is None:
@@ -146,14 +167,25 @@ def capture(
             made = run(model, texts, out, options, setup)
     if as_json:
         tables.print_json(made.to_json())
-        return
-    left_out = [f"{n:,} {why}" for n, why in ((made.too_long, "too long for the context"), (made.empty, "empty")) if n]
-    skipped = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
+    else:
+        _print_summary(made)
+    if made.refused:
+        raise MismatchError(
+            f"{made.refused[0]} ({tables.numbered(len(made.refused), 'prompt')} left out in all; {out} has the others)"
+        )
+
+
+def _print_summary(made: "Captured") -> None:
+    left_out = {"too long for the context": made.too_long, "empty": made.empty, "refused": len(made.refused)}
+    listed_out = ", ".join(f"{number:,} {why}" for why, number in left_out.items() if number)
+    skipped = f"; prompts left out: {listed_out}" if listed_out else ""
     tables.print_paragraph(
-        f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}, "
+        f"{made.out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}, "
         f"{tables.count(made.bytes, 'B')} "
         f"({made.bytes / made.tokens:,.0f} bytes/token) in {made.seconds:,.1f} s{skipped}"
     )
+    if made.reads is not None:
+        tables.print_paragraph(f"  {made.reads.describe()}")
 
 
 def _from_server(

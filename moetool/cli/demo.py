@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 
     shutil.rmtree(stage_path(out), ignore_errors=True)  # from an interrupted demo
     texts = list(prompts.load(recipe["data"], max_prompts=recipe["max_prompts"]))
-    with tables.progress("capturing", len(texts)) as on_progress:
+    with tables.stages() as report:
         made = capture(
             "reference",
             texts,
@@ -125,7 +126,7 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
                 batch_size=recipe["batch_size"],
                 keep=tuple(recipe["keep"].split(",")),
             ),
-            RunSetup(overwrite=True, on_progress=on_progress),
+            RunSetup(overwrite=True, on_progress=partial(report, "capturing")),
         )
     print(
         f"     {made.requests} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} in {made.seconds:.0f} s"

@@ -101,10 +101,6 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PredictorDir = Annotated[Path | None, typer.Option("--predictor", help="Directory of a trained predictor.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile'.")]
-Device = Annotated[
-    str | None,
-    typer.Option(help="Compute device: cpu or cuda (default: cpu)."),
-]
 ServedDevice = Annotated[
     str | None,
     typer.Option("--device", help="Compute device: cpu or cuda (default: cuda if present, else cpu)."),

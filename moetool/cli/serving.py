@@ -179,9 +179,8 @@ def serve(
         raise
     engine.start()
     choices = [_used_slots(row, engine.store.num_slots, engine.spec.total_experts, setup) for row in setup.choices]
-    widths = [max(len(row[i]) for row in choices) for i in (0, 1)]
-    for name, value, why in choices:
-        tables.narrate(f"moetool: {name:<{widths[0]}}  {value:<{widths[1]}}  {why}")
+    for line in tables.aligned(choices):
+        tables.narrate(f"moetool: {line}")
     garbage.as_usual()  # in a long-lived server a full collection over torch would add to latency
     slots = engine.store.num_slots
     among = f" on {options.devices} devices" if options.devices > 1 else ""

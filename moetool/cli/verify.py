@@ -7,7 +7,7 @@ import typer
 
 from moetool.base import tables
 from moetool.base.config import parse_bytes
-from moetool.cli.flags import Device, Json, Model, Overwrite, Revision, listed
+from moetool.cli.flags import Json, Model, Overwrite, Revision, ServedDevice, listed
 
 
 def verify(
@@ -17,7 +17,7 @@ def verify(
     ] = [],
     prompts: Annotated[int, typer.Option(min=1, max=200, help="Number of embedded prompts.")] = 24,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to generate for each prompt.")] = 8,
-    device: Device = None,
+    device: ServedDevice = None,
     device_memory: Annotated[
         str | None,
         typer.Option(help="Memory for dense weights, KV cache and experts, e.g. 8GB (default: half of the experts)."),
@@ -49,13 +49,14 @@ def verify(
     from moetool.measuring.verification_report import COLUMNS, report_on, require_report_file
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.files.hub import with_revision
+    from moetool.models.loading import available_device
 
     require_report_file(out, overwrite)
     options = VerifyOptions(
         policies=tuple(listed(policy)) if policy else (),
         prompts=prompts,
         tokens=tokens,
-        device=device or "cpu",
+        device=device or available_device(),
         dtype=dtype,
         device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
         layer_by_layer=layer_by_layer,

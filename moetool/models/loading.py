@@ -95,6 +95,11 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def available_device() -> str:
+    """The device to compute on unless another is set: `cuda` if torch sees a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def device_kind(name: str) -> torch.device:
     """Parse a device name for another machine, which may have GPUs where this one has none.
 

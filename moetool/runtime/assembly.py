@@ -234,31 +234,50 @@ def open_pooled(
     dtype: torch.dtype,
     device: torch.device = CPU,
     *,
-    device_memory_bytes: int,
+    device_memory_bytes: int | Budget,
     host_memory_bytes: int | None = None,
+    io_threads: int = 2,
+    policy: str = "lru",
+    pool: str = "one",
 ) -> LoadedModel:
     """Open a model with an expert pool in the memory that dense weights leave free.
 
-    For `moetool.capture.run`: the pool's policy is LRU, and every forward must be announced
-    (`LoadedModel.begin_forward`).
+    For `moetool.capture.run`: every forward must be announced (`LoadedModel.begin_forward`).
 
     Args:
+        device_memory_bytes: total for dense weights and expert slots, or its division.
         host_memory_bytes: memory of the host tier, as in `ServeOptions`.
+        io_threads: threads that read experts.
+        policy: cache policy without a predictor.
+        pool: form of the pool, as in `ServeOptions`.
 
-    Effects: allocates the pool; `LoadedModel.close` ends its threads.
+    Effects: allocates the pool; `LoadedModel.close` ends its threads. On a CPU with a divided memory, the C library
+        returns large blocks as soon as they are freed, for the life of the process.
 
     Raises:
+        UsageError: the policy is unknown or needs a predictor or the future.
         CapacityError: the smallest possible pool does not fit.
     """
+    kind = policy_class(policy)
+    if kind.needs_future or kind.needs_predictor or not kind.lossless or kind.computes_on_host:
+        raise UsageError(
+            f"capture cannot use policy {policy}, which needs a predictor or the future, changes routes or computes on "
+            "the host; choose lru, lfu, lfru or foresight"
+        )
     with contextlib.ExitStack() as undo:
         loaded = load_lazy(checkpoint, dtype, device, products=True)
         undo.callback(loaded.close)
-        options = ServeOptions(device=device.type, dtype=str(dtype).removeprefix("torch."))
-        budget = divide_memory(
-            checkpoint, Wishes(options=options, device_memory_bytes=device_memory_bytes, kv_cache=False)
-        )
-        residency = Residency(build_policy("lru", loaded.spec, {}, budget.slots))
-        store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
+        if isinstance(device_memory_bytes, Budget):
+            budget = device_memory_bytes
+            if device.type == "cpu" and budget.limit_bytes is not None:
+                return_freed_memory()
+        else:
+            options = ServeOptions(device=device.type, dtype=str(dtype).removeprefix("torch."))
+            wishes = Wishes(options=options, device_memory_bytes=device_memory_bytes, kv_cache=False)
+            budget = divide_memory(checkpoint, wishes)
+        layer_slots = equal_slots(loaded.spec, budget.slots, SHARES[pool]) if pool in SHARES else ()
+        residency = Residency(build_policy(policy, loaded.spec, {}, budget.slots), layer_slots=layer_slots)
+        store = open_store(loaded, residency, io_threads, host_memory_bytes=host_memory_bytes)
         undo.callback(store.close)
         pooled = replace(loaded, pool=ExpertRuntime(loaded, residency, store))
         undo.pop_all()

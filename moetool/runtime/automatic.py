@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from moetool.base.config import parse
 from moetool.base.errors import MoetoolError
 from moetool.base.machine import memory_bytes
@@ -15,7 +13,7 @@ from moetool.base.types import ModelSpec
 from moetool.caching.layer_slots import POOL_FORMS
 from moetool.caching.policy import MIN_SLOTS
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import device_kind, served_dtype
+from moetool.models.loading import available_device, device_kind, served_dtype
 from moetool.prediction.token_memory import compile_loops
 from moetool.runtime.budget import AUTO, Budget, Wishes, divide_memory, every_slot_bytes, this_machine
 from moetool.runtime.expected_reads import ExpectedSplit, MissCurve
@@ -141,7 +139,7 @@ def on_this_machine(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[
     """
     chosen, why = dict(values), dict[str, str]()
     if "device" not in values:
-        chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        chosen["device"] = available_device()
         why["device"] = "the first GPU" if chosen["device"] == "cuda" else "torch sees no GPU"
     device = device_kind(chosen["device"])
     if "dtype" not in values:

@@ -267,6 +267,16 @@ def served_budgets(
     return divide
 
 
+def free_device_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Bytes that this machine has free for dense weights, KV cache and expert slots.
+
+    Raises:
+        UsageError: there is no such device.
+        CapacityError: the model does not fit.
+    """
+    return divide_memory(checkpoint, Wishes(options=options), this_machine(checkpoint, options)).device_bytes
+
+
 def least_and_most(checkpoint: Checkpoint, options: ServeOptions, *, fixed_kv: bool) -> tuple[int, int]:
     """Device memory of the smallest pool, and of every expert with the longest expected context.
 

@@ -174,7 +174,12 @@ def test_kept_hits(unseen: str) -> None:
 
 def test_kept_hits_on_the_toy_model(tmp_path: Path) -> None:
     """Every other request of seven tasks is stored; every tenth is scored, its tokens one a forward."""
-    capture("reference", prompt_sets.load(["all"], max_prompts=16), tmp_path / "toy", CaptureOptions(keep=("topk",)))
+    capture(
+        "reference",
+        prompt_sets.load(["all"], max_prompts=16),
+        tmp_path / "toy",
+        CaptureOptions(keep=("topk",), dtype="float32", batch_size=1),
+    )
     trace = Trace(tmp_path / "toy")
     parts: dict[int, Sequences] = {}
     for info, events in trace.forwards(sequential=True, columns=()):
@@ -281,7 +286,12 @@ def loaded(policy: Policy, stream: Stream, warm: int, layer_slots: Sequence[int]
 def test_known_routes(name: str, tmp_path: Path) -> None:
     """To close half of the gap, a policy must know a large part of the next token's route."""
     if name == "toy":
-        capture("reference", prompt_sets.load(["all"], max_prompts=4), tmp_path / name, CaptureOptions())
+        capture(
+            "reference",
+            prompt_sets.load(["all"], max_prompts=4),
+            tmp_path / name,
+            CaptureOptions(dtype="float32", batch_size=1),
+        )
     else:
         file = QWEN if name == "qwen3" else DEEPSEEK / "law.parquet"
         import_trace([file], "route_csv" if name == "qwen3" else "topk_parquet", tmp_path / name)

@@ -109,7 +109,9 @@ def _judged(
 
 def embedded(here: Path, names: Sequence[str] = (), prompts: int = PROMPTS) -> tuple[Path, Path, list[Path]]:
     """A trace of six of the embedded prompt sets, one of the seventh, and (these) predictors made of the first."""
-    options = CaptureOptions(max_new_tokens=NEW_TOKENS, batch_size=8, keep=KEEP, ahead=AHEAD, threads=1)
+    options = CaptureOptions(
+        max_new_tokens=NEW_TOKENS, batch_size=8, keep=KEEP, ahead=AHEAD, threads=1, dtype="float32"
+    )
 
     def captured(*names: str) -> Callable[[Path], object]:
         texts = list(prompt_sets.load(names, max_prompts=prompts))

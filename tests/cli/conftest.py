@@ -34,5 +34,5 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from moetool.prompts import gather as prompts
 
     texts = list(prompts.load(["all"], max_prompts=6))
-    options = CaptureOptions(max_new_tokens=8, batch_size=8)
+    options = CaptureOptions(max_new_tokens=8, batch_size=8, dtype="float32")
     return capture("reference", texts, tmp_path_factory.mktemp("cli") / "trace", options).out

@@ -21,7 +21,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from moetool.capture.run import CaptureOptions, capture
     from moetool.prompts import gather
 
-    options = CaptureOptions(max_new_tokens=4, batch_size=8, keep=KEEP)
+    options = CaptureOptions(max_new_tokens=4, batch_size=8, keep=KEEP, dtype="float32")
     texts = list(gather.load(["encyclopedia", "arithmetic", "exam"], max_prompts=6))
     return capture("reference", texts, tmp_path_factory.mktemp("paper") / "trace", options).out
 

@@ -389,7 +389,6 @@ def test_devices_and_tiers_that_cannot_be_had(run: Run, tmp_path: Path, monkeypa
         _one_line(run(*command, "--device", "gpu"), 2, "unknown device 'gpu'", "cpu, cuda")
     _one_line(run(*capture, "--device", "cuda", "--workers", 2), 2, "finds no usable GPU")
     _one_line(run(*serve, "--set", "device=cuda"), 2, "finds no usable GPU")
-    _one_line(run(*capture, "--host-memory", "8MB"), 2, "the tier below --device-memory")
     _one_line(run(*serve, "--host-memory", "plenty"), 2, "'plenty' is not an amount of memory")
     _one_line(run(*serve, "--set", "host_memory_bytes=-1"), 2, "host_memory_bytes is -1")
     assert not (tmp_path / "t").exists()

@@ -51,7 +51,11 @@ def test_a_plan_of_the_reference_has_the_slots_of_a_server_without_it(
     memory: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("budget")
-    trace = Trace(capture("reference", load(["chat"], max_prompts=4), folder / "t", CaptureOptions()).out)
+    trace = Trace(
+        capture(
+            "reference", load(["chat"], max_prompts=4), folder / "t", CaptureOptions(dtype="float32", batch_size=1)
+        ).out
+    )
     checkpoint, values = Checkpoint.open("reference"), {**BASE, "dtype": "float32"}
     device = device_budget(checkpoint, _options(checkpoint, values), values, memory)
     plan = plan_cache(trace, device, CacheSearch(policies=["lru"], frontier=3))

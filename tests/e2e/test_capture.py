@@ -1,6 +1,7 @@
 """From the embedded model and prompts to a trace."""
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,27 @@ import pytest
 import torch
 
 from moetool.base.errors import CapacityError, UsageError
-from moetool.capture.run import Captured, CaptureOptions, RunSetup
+from moetool.capture.automatic import CaptureMemory
+from moetool.capture.job import Item, ReadPrompts, plan_capture
+from moetool.capture.resume import open_stage
+from moetool.capture.run import Captured, CaptureOptions, RunSetup, finish, open_plan, run_batches
 from moetool.capture.run import capture as capture_with_options
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_full
 from moetool.prompts import gather as prompt_sets
 from moetool.prompts.gather import Prompt
+from moetool.runtime.budget import footprint
+from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
+from tests import families
 
 
 def capture(model: str, texts: list[Prompt], out: Path, *, overwrite: bool = False, **options: Any) -> Captured:
     if "keep" in options:
         options["keep"] = tuple(options["keep"])
-    return capture_with_options(model, texts, out, CaptureOptions(**options), RunSetup(overwrite=overwrite))
+    return capture_with_options(
+        model, texts, out, CaptureOptions(dtype="float32", **options), RunSetup(overwrite=overwrite)
+    )
 
 
 def _prompts(count: int, text: str | None = None) -> list[Prompt]:
@@ -97,3 +108,106 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert Trace(tmp_path / "t").sha256 == before
     capture("reference", _prompts(2), tmp_path / "t", max_new_tokens=2, overwrite=True)
     assert len(Trace(tmp_path / "t").requests) == 2
+
+
+def test_prompts_alone_are_forwarded_without_answers(tmp_path: Path) -> None:
+    made = capture("reference", _prompts(3), tmp_path / "t", max_new_tokens=0)
+    rows = _rows(Trace(tmp_path / "t"))
+    assert (made.new_tokens, made.tokens) == (0, made.prompt_tokens) == (0, len(rows))
+    assert set(rows.phase_T.tolist()) == {0} == set(rows.iteration_T.tolist())
+
+
+def test_given_answers_are_recorded_as_if_decoded(tmp_path: Path, full: Any, tokenizer: Any) -> None:
+    texts = [Prompt(dataset="d", task="t", prompt_id=str(i), text="12 + 7 =", answer=a) for i, a in enumerate(_ANSWERS)]
+    made = capture("reference", texts, tmp_path / "t", answers=True, keep=["logits", "embeddings"])
+    trace = Trace(tmp_path / "t")
+    rows = _rows(trace, columns=["logits"])
+    prompt = tokenizer("12 + 7 =")["input_ids"]
+    assert made.prompt_tokens == len(texts) * len(prompt)
+    for request, answer in enumerate(_ANSWERS):
+        ids = tokenizer(answer or "", add_special_tokens=False)["input_ids"]
+        assert trace.requests["new_tokens"].to_pylist()[request] == len(ids)
+        mine = rows.select(rows.request_T == request)
+        decoded = max(0, len(ids) - 1)
+        assert mine.token_id_T.tolist() == [*prompt, *ids[:-1]]
+        assert mine.iteration_T.tolist() == [0] * len(prompt) + list(range(1, decoded + 1))
+        assert mine.phase_T.tolist() == [0] * len(prompt) + [1] * decoded
+        with torch.inference_mode():
+            plain = full.model(torch.tensor([mine.token_id_T.tolist()]), output_router_logits=True)
+        expected = torch.cat(list(plain.router_logits), dim=1)
+        assert torch.allclose(torch.from_numpy(mine.logits_TF).float(), expected, atol=5e-3, rtol=1e-3)
+    iterations = {(request, iteration) for request, iteration, _ in trace.embeddings()}
+    assert (0, 1) in iterations and max(i for r, i in iterations if r == 2) == 0
+
+
+_ANSWERS = (" 19 apples", " nineteen and more words", None)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_families_with_their_own_caches_run_in_batches(family: str, tmp_path: Path, reference: Path) -> None:
+    families.save(family, tmp_path / "m")
+    for file in reference.glob("token*"):
+        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    vocabulary = json.loads((tmp_path / "m" / "config.json").read_text())["vocab_size"]
+    checkpoint = Checkpoint.open(tmp_path / "m")
+    items = [
+        Item(i, Prompt(dataset="d", task="t", prompt_id=str(i), text=""), array("i", [3 + i] * (2 + i)), 4)
+        for i in range(5)
+    ]
+    assert vocabulary > 8
+    found = []
+    for size in (1, 5):
+        options = CaptureOptions(dtype="float32", batch_size=size, threads=1, max_new_tokens=4)
+        plan = plan_capture(checkpoint, ReadPrompts(items, 0, 0, ()), options, pooled=False)
+        assert [len(batch) for batch in plan.batches] == ([1] * 5 if size == 1 else [5])
+        with open_stage(tmp_path / str(size), plan, resume=False, overwrite=False, on_note=lambda note: None) as stage:
+            run_batches(stage, stage.missing(), load_full)
+            finish(stage, False, 0.0)
+        rows = _rows(Trace(tmp_path / str(size)), columns=["logits"])
+        found.append(rows.select(np.lexsort((rows.position_T, rows.request_T))))
+    one, together = found
+    assert (one.token_id_T == together.token_id_T).all()
+    assert (one.experts_TS == together.experts_TS).mean() > 0.99
+    assert np.abs(one.logits_TF.astype(np.float32) - together.logits_TF.astype(np.float32)).max() < 5e-3
+
+
+def test_a_bad_prompt_is_left_out_and_the_others_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    """The model embeds one token less than the prompts have."""
+    texts = _prompts(3)
+    last_L = [max(tokenizer(prompt.text)["input_ids"]) for prompt in texts]
+    bad = int(np.argmax(last_L))
+    assert last_L.count(last_L[bad]) == 1
+    monkeypatch.setattr(Checkpoint, "vocab_size", last_L[bad])
+    made = capture("reference", texts, tmp_path / "t", max_new_tokens=2)
+    assert (made.requests, made.skipped, len(made.refused)) == (2, 1, 1)
+    assert texts[bad].prompt_id in made.refused[0] and str(last_L[bad]) in made.refused[0]
+    assert Trace(tmp_path / "t").manifest["provenance"]["refused"] == 1
+
+
+def test_memory_and_composition_are_chosen_and_reused(tmp_path: Path) -> None:
+    """With slots for a part of the experts, in batches; a run that is resumed with other memory does as before."""
+    texts = _prompts(6)
+    checkpoint = Checkpoint.open("reference")
+    model = footprint(checkpoint, ServeOptions(dtype="float32"))
+    memory = model.dense_bytes + model.kv_token_bytes * 400 + 80 * model.slot_bytes
+    options = CaptureOptions(dtype="float32", max_new_tokens=12, threads=1)
+    setup = RunSetup(memory=CaptureMemory(device_memory_bytes=memory))
+    made = capture_with_options("reference", texts, tmp_path / "a", options, setup)
+    composition = Trace(tmp_path / "a").manifest["provenance"]["composition"]
+    assert len(composition["sizes"]) > 1 and 2 <= composition["slots"] < checkpoint.spec.total_experts
+    assert made.reads is not None and made.reads.experts > composition["slots"]
+    assert made.reads.tokens == made.tokens
+
+    plan, open_model = open_plan("reference", texts, tmp_path / "b", options, setup)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_stage(tmp_path / "b", plan, resume=False, overwrite=False, on_note=lambda note: None) as stage,
+    ):
+        run_batches(stage, [1], open_model)
+        raise KeyboardInterrupt
+    more = RunSetup(memory=CaptureMemory(device_memory_bytes=2 * memory), resume=True)
+    capture_with_options("reference", texts, tmp_path / "b", options, more)
+    files = [Trace(tmp_path / name).manifest["files"] for name in ("a", "b")]
+    assert files[0] == files[1]

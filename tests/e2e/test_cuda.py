@@ -246,7 +246,7 @@ def test_capture_writes_the_rows_of_the_cpu(reference: Path, tmp_path: Path) -> 
     pooled = partial(open_pooled, device_memory_bytes=memory, host_memory_bytes=200 * SLOT)
     rows = []
     for name, device, opener in (("cpu", "cpu", load_full), ("cuda", "cuda", load_full), ("pooled", "cuda", pooled)):
-        options = CaptureOptions(max_new_tokens=4, batch_size=4, keep=keep, device=device)
+        options = CaptureOptions(max_new_tokens=4, batch_size=4, keep=keep, device=device, dtype="float32")
         trace = Trace(capture("reference", texts, tmp_path / name, options, RunSetup(open_model=opener)).out)
         batches = trace.batches(columns=["weights", "logits", "hidden"])
         rows.append(TokenBatch.concatenate(list(batches)))

@@ -42,7 +42,9 @@ def prompts() -> list[Prompt]:
 def captured(prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
     """The capture of the same prompts."""
     out = tmp_path_factory.mktemp("routed") / "captured"
-    return Trace(capture("reference", prompts, out, CaptureOptions(max_new_tokens=NEW, batch_size=1)).out)
+    return Trace(
+        capture("reference", prompts, out, CaptureOptions(max_new_tokens=NEW, batch_size=1, dtype="float32")).out
+    )
 
 
 def _experts(trace: Trace) -> list[np.ndarray]:

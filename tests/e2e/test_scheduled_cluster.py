@@ -105,7 +105,10 @@ def work(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Work:
         for prompt in gather([task], max_prompts=6).prompts
     ]
     capture(
-        "reference", prompts, folder / "all", CaptureOptions(max_new_tokens=NEW_TOKENS, keep=("topk",), batch_size=8)
+        "reference",
+        prompts,
+        folder / "all",
+        CaptureOptions(max_new_tokens=NEW_TOKENS, keep=("topk",), batch_size=8, dtype="float32"),
     )
     halves = split(Trace(folder / "all"), folder / "halves", by="request", shares=(0.5,))
     parts = [split(half, folder / f"tasks-{name}", by="task") for name, half in sorted(halves.items())]

@@ -254,7 +254,11 @@ def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: P
     from moetool.tuning.cache_planning import plan_cache
     from tests.plans import fixed_parts
 
-    trace = Trace(capture("reference", load(["chat"], max_prompts=6), tmp_path / "t", CaptureOptions()).out)
+    trace = Trace(
+        capture(
+            "reference", load(["chat"], max_prompts=6), tmp_path / "t", CaptureOptions(dtype="float32", batch_size=1)
+        ).out
+    )
     options = ServeOptions(kv_tokens=512)
     made = divide_with_slots(Checkpoint.open(reference), options, 8)
     parts = fixed_parts(trace.spec, 20_000_000, dense_bytes=made.dense_bytes, kv_bytes=made.kv_bytes, kv_tokens=512)

@@ -24,7 +24,9 @@ from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests.command_line import child_environment, exit_code
 
-OPTIONS = CaptureOptions(max_new_tokens=4, batch_size=3, keep=("logits", "embeddings", "hidden"), threads=1)
+OPTIONS = CaptureOptions(
+    max_new_tokens=4, batch_size=3, dtype="float32", keep=("logits", "embeddings", "hidden"), threads=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,10 @@ def texts() -> list[Prompt]:
 @pytest.fixture(scope="module")
 def one(texts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return Trace(capture("reference", texts, tmp_path_factory.mktemp("one") / "t", OPTIONS).out)
+
+
+def _by_position(rows: TokenBatch) -> TokenBatch:
+    return rows.select(np.lexsort((rows.position_T, rows.request_T)))
 
 
 def _files(trace: Trace) -> dict[str, str]:
@@ -82,7 +88,8 @@ def test_a_model_larger_than_memory_gives_the_same_experts(texts: list[Prompt], 
     dense, expert = 6_503_168, 73_728
     opener = partial(open_pooled, device_memory_bytes=dense + 2 * expert)
     small = Trace(capture("reference", texts, tmp_path / "t", OPTIONS, RunSetup(open_model=opener)).out)
-    rows, expected = (TokenBatch.concatenate(list(t.batches(["weights", "logits"]))) for t in (small, one))
+    columns = ["weights", "logits"]
+    rows, expected = (_by_position(TokenBatch.concatenate(list(t.batches(columns)))) for t in (small, one))
     assert (rows.token_id_T == expected.token_id_T).all()
     assert (rows.experts_TS == expected.experts_TS).all()
     assert np.allclose(rows.logits_TF, expected.logits_TF, atol=5e-3)

@@ -70,7 +70,9 @@ def test_serve_shows_a_policy_what_its_log_shows(reference: Path, tokenizer: Any
 
 def test_looking_ahead_at_the_last_layers_and_the_true_distance(reference: Path, tmp_path: Path) -> None:
     prompts = [Prompt(dataset="d", task="t", prompt_id=str(i), text=text) for i, text in enumerate(TEXTS)]
-    options = CaptureOptions(max_new_tokens=3, keep=("topk", "logits", "hidden", "ahead"), ahead=3)
+    options = CaptureOptions(
+        max_new_tokens=3, keep=("topk", "logits", "hidden", "ahead"), ahead=3, dtype="float32", batch_size=1
+    )
     capture("reference", prompts, tmp_path / "trace", options)
     trace = Trace(tmp_path / "trace")
     spec = trace.spec

@@ -131,7 +131,7 @@ def capture() -> Kinds:
         Prompt(dataset="made", task="made", prompt_id=str(number), text=text) for number, text in enumerate(_TEXTS)
     ]
     options = moetool.CaptureOptions(
-        max_new_tokens=4, batch_size=2, keep=("topk", "logits", "ahead", "resident"), threads=1
+        max_new_tokens=4, batch_size=2, keep=("topk", "logits", "ahead", "resident"), threads=1, dtype="float32"
     )
     with tempfile.TemporaryDirectory() as folder:
         moetool.capture_trace("reference", prompts, Path(folder) / "trace", options)

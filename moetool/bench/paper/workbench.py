@@ -111,6 +111,7 @@ class Workbench:
                 keep=(*KEEP, "resident") if resident else KEEP,
                 resident=resident or 0.5,
                 threads=1,
+                dtype="float32",
             )
             capture(MODEL, [texts[i] for i in order], out, options)
 

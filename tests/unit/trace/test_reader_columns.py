@@ -48,7 +48,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     folder = tmp_path_factory.mktemp("labels")
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     prompts = gather.load([str(folder / "p.jsonl")])
-    options = CaptureOptions(max_new_tokens=4, keep=("topk", *EXTRA))
+    options = CaptureOptions(max_new_tokens=4, keep=("topk", *EXTRA), dtype="float32", batch_size=1)
     return Trace(capture("reference", prompts, folder / "t", options).out)
 
 

@@ -1,0 +1,217 @@
+"""Automatic choices of a capture: device, data type, memory, policy, and the prompts that run together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moetool.base.config import parse
+from moetool.base.families import own_cache
+from moetool.base.tables import count
+from moetool.capture.composition import Composition, compose
+from moetool.capture.estimate import most_reads
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import LoadedModel
+from moetool.runtime.assembly import open_pooled
+from moetool.runtime.automatic import on_this_machine
+from moetool.runtime.budget import Budget, Wishes, divide_memory, footprint, this_machine
+from moetool.runtime.serve_options import ServeOptions
+from moetool.runtime.sizing import LEAST_CHUNK, Footprint
+
+_KV_SHARE, _CHUNK_SHARE = 3 / 8, 1 / 8  # of the memory beside weights and the smallest pool
+_MOST_CHUNK = 32_768
+_MOST_IN_MEMORY = 64  # requests together, where every expert has a slot: more do not compute faster
+_MOST_OWN_CACHES = 16  # each request of a forward has a thread
+_CHUNK_IN_MEMORY = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureMemory:
+    """Wishes for the memory of a capture.
+
+    Attributes:
+        device_memory_bytes: limit of dense weights, KV cache and expert slots (default: what is free).
+        host_memory_bytes: memory of the host tier (default: free memory beside a GPU, else none).
+        io_threads: threads that read experts (default: automatic).
+        policy: cache policy (default: lru with equal slots per layer).
+        processes: processes on this machine that divide its memory.
+        shards: processes and machines that share the batches.
+        composition: the prompts that run together, as another process or machine has chosen them.
+    """
+
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    io_threads: int | None = None
+    policy: str | None = None
+    processes: int = 1
+    shards: int = 1
+    composition: Composition | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureSetup:
+    """Choices of a capture.
+
+    Attributes:
+        options: device, data type, threads and memory, as for a server.
+        budget: the division of memory.
+        policy: cache policy.
+        pool: form of the pool.
+        composition: the prompts that run together.
+        choices: (setting, value, reason) for display.
+    """
+
+    options: ServeOptions
+    budget: Budget
+    policy: str
+    pool: str
+    composition: Composition
+    choices: tuple[tuple[str, str, str], ...]
+
+    def open_model(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        """Load the model with its experts in the pool."""
+        return open_pooled(
+            checkpoint,
+            dtype,
+            device,
+            device_memory_bytes=self.budget,
+            host_memory_bytes=self.options.host_memory_bytes or None,
+            io_threads=self.options.io_threads,
+            policy=self.policy,
+            pool=self.pool,
+        )
+
+
+def choose(
+    checkpoint: Checkpoint,
+    lengths: Sequence[tuple[int, int]],
+    values: dict[str, Any],
+    *,
+    memory: CaptureMemory,
+    batch_size: int | None = None,
+    composition: Composition | None = None,
+) -> CaptureSetup:
+    """Choose what the user has not set.
+
+    Args:
+        lengths: tokens of each prompt, and most tokens with its answer.
+        values: device and data type, if set.
+        batch_size: prompts per batch, if set.
+        composition: of an interrupted capture, which is continued.
+
+    Raises:
+        UsageError: a value is invalid.
+        CapacityError: the model does not fit, with its parts and the minimum.
+    """
+    given = {"host_memory_bytes": memory.host_memory_bytes, "io_threads": memory.io_threads}
+    given = values | {name: value for name, value in given.items() if value is not None}
+    chosen, why = on_this_machine(checkpoint, given)
+    why |= dict.fromkeys(given, "as set")
+    options = parse(ServeOptions, chosen, "capture")
+    machine = this_machine(checkpoint, options, policy=memory.policy or "lru")
+    if memory.processes > 1:
+        share = (machine.limit_bytes - (memory.processes - 1) * machine.library_bytes) // memory.processes
+        machine = replace(
+            machine, limit_bytes=max(0, share), source=f"{machine.source} of {memory.processes} processes"
+        )
+        options = replace(options, host_memory_bytes=options.host_memory_bytes // memory.processes)
+    model = footprint(checkpoint, options)
+    limit, beside = machine.limit_bytes, 0
+    if memory.device_memory_bytes is not None:
+        limit = min(limit, memory.device_memory_bytes)
+        beside = (machine.limit_bytes - limit) // 2
+    if composition is None:
+        composition = _compose(checkpoint, model, (limit, beside), lengths, batch_size, memory.shards)
+    wishes = Wishes(
+        options=replace(options, kv_tokens=composition.kv_tokens, prefill_chunk=composition.chunk_tokens),
+        why=why | {"kv_tokens": "requests together", "prefill_chunk": "prompts together"},
+        device_memory_bytes=memory.device_memory_bytes,
+    )
+    budget = divide_memory(checkpoint, wishes, machine)
+    every = budget.slots == checkpoint.spec.total_experts
+    if not every and composition.slots == 0 and batch_size is None:
+        composition = replace(composition, slots=budget.slots)
+    by_layer = not every and budget.slots >= 2 * checkpoint.spec.num_layers
+    policy, pool = memory.policy or "lru", "layer" if by_layer else "one"
+    if every:
+        options = replace(options, host_memory_bytes=0)
+    return CaptureSetup(
+        options=replace(options, kv_tokens=composition.kv_tokens, prefill_chunk=composition.chunk_tokens),
+        budget=budget,
+        policy=policy,
+        pool=pool,
+        composition=composition,
+        choices=_choices(checkpoint, options, budget, why, composition, (policy, pool), lengths),
+    )
+
+
+def _compose(
+    checkpoint: Checkpoint,
+    model: Footprint,
+    limits: tuple[int, int],
+    lengths: Sequence[tuple[int, int]],
+    batch_size: int | None,
+    shards: int = 1,
+) -> Composition:
+    """Divide the memory beside weights between requests together, prompt tokens together and expert slots.
+
+    A batch reads nearly every expert for its prompts, and again for each step of wide decoding; so requests together
+    save more than slots do.
+
+    Args:
+        limits: bytes for weights, KV cache, slots and activations, and bytes for activations alone.
+    """
+    limit_bytes, activation_bytes = limits
+    rest = limit_bytes - model.dense_bytes - model.min_slots * model.slot_bytes
+    longest = max(total for _, total in lengths)
+    token_bytes = model.kv_token_bytes + model.context_bytes
+    beside = limit_bytes - model.dense_bytes - model.num_experts * model.slot_bytes
+    in_memory = _CHUNK_IN_MEMORY * model.token_bytes + 2 * longest * token_bytes <= beside
+    most_chunk, most = _MOST_CHUNK, None
+    if in_memory:
+        rest, most_chunk, most = 2 * beside, _CHUNK_IN_MEMORY, _MOST_IN_MEMORY
+    if own_cache(checkpoint.config):
+        most = _MOST_OWN_CACHES
+    activation_bytes = max(activation_bytes, int(rest * _CHUNK_SHARE))
+    chunk = max(LEAST_CHUNK, min(most_chunk, activation_bytes // model.token_bytes))
+    kv_tokens = max(longest, int(rest * _KV_SHARE) // token_bytes)
+    most = min(most or len(lengths), -(-len(lengths) // shards))
+    made = compose(lengths, batch_size=batch_size, kv_tokens=kv_tokens, chunk_tokens=chunk)
+    if batch_size is None and made.most > most:
+        made = compose(lengths, batch_size=most, kv_tokens=kv_tokens, chunk_tokens=chunk)
+    return made
+
+
+def _choices(
+    checkpoint: Checkpoint,
+    options: ServeOptions,
+    budget: Budget,
+    why: dict[str, str],
+    composition: Composition,
+    policy: tuple[str, str],
+    lengths: Sequence[tuple[int, int]],
+) -> tuple[tuple[str, str, str], ...]:
+    spec = checkpoint.spec
+    memory = budget.limit_bytes if budget.limit_bytes is not None else budget.device_bytes
+    batches = len(composition.sizes)
+    together = f"{composition.most} together" + (f", {batches:,} batches" if batches > 1 else "")
+    form = ", equal slots per layer" if policy[1] == "layer" else ""
+    width = "chosen by the routes" if composition.slots else "all requests of a batch"
+    rows = [
+        ("device", options.device, why["device"]),
+        ("dtype", options.dtype, why["dtype"]),
+        ("memory", count(memory, "B"), budget.why["memory"]),
+        ("weights", count(budget.dense_bytes, "B"), "outside the routed experts"),
+        ("expert slots", f"{budget.slots} of {spec.total_experts}", budget.why["slots"]),
+        ("KV cache", f"{composition.kv_tokens:,} tokens", "the longest batch"),
+        ("prompt tokens", f"{composition.chunk_tokens:,} per forward", "each forward reads an expert once"),
+        ("prompts", together, "in their order; a batch is kept when it ends"),
+        ("decode width", width, "the fewest reads per token" if composition.slots else "every expert has a slot"),
+        ("policy", policy[0] + form, "every expert has a slot" if not form else "survives cyclic scans"),
+    ]
+    reads = most_reads(spec, composition, lengths, budget.slots)
+    rows.append(("reads", f"at most {count(reads * spec.slot_bytes, 'B')}", "if tokens chose experts independently"))
+    if options.host_memory_bytes:
+        rows.append(("host memory", count(options.host_memory_bytes, "B"), why["host_memory_bytes"]))
+    return tuple(rows)

@@ -1,0 +1,34 @@
+"""Expected reads against draws of independent routes."""
+
+import numpy as np
+import pytest
+
+from moetool.capture.composition import Composition
+from moetool.capture.estimate import most_reads
+from tests import synthetic_routes
+
+SPEC = synthetic_routes.make_spec(num_experts=16)
+
+
+def test_independent_routes_read_as_many_experts() -> None:
+    rng = np.random.default_rng(0)
+    sizes, prompt, new, slots = (4, 2), 3, 5, SPEC.total_experts // 4
+    composition = Composition(sizes=sizes, kv_tokens=64, chunk_tokens=8)
+    expected = most_reads(SPEC, composition, [(prompt, prompt + new)] * 6, slots)
+
+    def needed(tokens: int) -> int:
+        return sum(
+            len({expert for _ in range(tokens) for expert in rng.permutation(count)[:k].tolist()})
+            for count, k in zip(SPEC.num_experts_L, SPEC.top_k_L, strict=True)
+        )
+
+    drawn = []
+    for _ in range(200):
+        prompts = needed(8) + needed(4) + needed(6)  # 12 prompt tokens in chunks of 8; 6 in one
+        drawn.append(prompts + sum(0.75 * needed(size) for size in sizes for _ in range(new - 1)))
+    assert expected == pytest.approx(np.mean(drawn), rel=0.02)
+
+
+def test_with_a_slot_for_every_expert_each_is_read_once() -> None:
+    composition = Composition(sizes=(2,), kv_tokens=64, chunk_tokens=8)
+    assert most_reads(SPEC, composition, [(3, 8)] * 2, SPEC.total_experts) == SPEC.total_experts
