@@ -12,7 +12,8 @@ from moetool.caching.policy import slots_within
 from moetool.caching.policy_changes import PolicyChoice
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable, too_large
-from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
+from moetool.tuning.replay import ReplayRow, ReplaySetup
+from moetool.tuning.replay_jobs import replay_with_jobs
 
 BOUND = "belady"
 BY_LAYER = ("lru", "lfu", "lfru", "foresight")
@@ -27,6 +28,7 @@ class PolicyTableOptions:
         shares: budgets as shares of all experts.
         tokens: approximate tokens of each trace's first requests, at least one request.
         warm: share of these tokens, the first ones, that count in no cell.
+        jobs: processes of a replay; 0: one per processor for a large one.
 
     Raises:
         UsageError: a share is not above 0 and at most 1, or `warm` is not below 1.
@@ -35,6 +37,7 @@ class PolicyTableOptions:
     shares: tuple[float, ...]
     tokens: int
     warm: float = 0.0
+    jobs: int = 0
 
     def __post_init__(self) -> None:
         if not self.shares or not all(0 < share <= 1 for share in self.shares):
@@ -105,7 +108,9 @@ def _spelled(row: Row | None) -> str:
 def _rows(trace: Trace, options: PolicyTableOptions) -> Iterator[Row]:
     spec = trace.spec
     requests, total = first_requests(trace, options.tokens)
-    setup = ReplaySetup(requests=requests, warm_tokens=round(options.warm * total), pool_unit="slots")
+    setup = ReplaySetup(
+        requests=requests, warm_tokens=round(options.warm * total), pool_unit="slots", jobs=options.jobs
+    )
     names = servable(trace, None)
     for share in options.shares:
         budget = max(2, round(share * spec.total_experts)) * spec.slot_bytes
@@ -125,9 +130,9 @@ def _rows(trace: Trace, options: PolicyTableOptions) -> Iterator[Row]:
 
         lost = too_large(names, spec, budget, {})
         fit = [name for name in names if name not in lost]
-        yield from (row(found.policy, found) for found in replay(trace, [*fit, BOUND], [budget], setup))
+        yield from (row(found.policy, found) for found in replay_with_jobs(trace, [*fit, BOUND], [budget], setup))
         if slots_within(spec, budget) >= spec.num_layers:
-            for found in replay(trace, BY_LAYER, [budget], replace(setup, pool="layer")):
+            for found in replay_with_jobs(trace, BY_LAYER, [budget], replace(setup, pool="layer")):
                 yield row(PolicyChoice(found.policy, "layer").name, found)
 
 

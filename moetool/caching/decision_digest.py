@@ -3,6 +3,8 @@
 import hashlib
 import struct
 
+import numpy as np
+
 from moetool.caching.residency import Step
 
 
@@ -14,6 +16,10 @@ class DecisionDigest:
 
     def __call__(self, forward: int, layer: int, step: Step) -> None:
         self._hash.update(struct.pack("<6q", forward, layer, *step))
+
+    def add(self, step_S6: np.ndarray) -> None:
+        """Add steps, each after its forward and layer: int64 [S, 6]."""
+        self._hash.update(step_S6.astype("<i8", copy=False).data)
 
     def hexdigest(self) -> str:
         """Return 16 hexadecimal digits over all steps so far, with their forwards and layers."""

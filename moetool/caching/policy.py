@@ -89,6 +89,24 @@ class Policy:
         """Whether it uses this predictor; with None: whether it can use any predictor."""
         return cls.needs_predictor
 
+    @property
+    def compiles(self) -> bool:
+        """Whether compiled code can decide its events, with the same decisions (`moetool.caching.compiled_events`)."""
+        return False
+
+    @property
+    def compiled_memory(self) -> np.ndarray | None:
+        """Return the table of its `moetool.prediction.token_memory.TokenMemory`; None without one."""
+        return None
+
+    def compile_into(self, table: memoryview) -> Mapping[int, Any]:
+        """Return its fields of a pool's table (`moetool.caching.event_kernels`): numbers, and arrays for addresses.
+
+        Called before the first forward, if it `compiles`. From then on nobody calls `gate`, `after_first_expert`,
+        `admit`, `removed` and `evict`.
+        """
+        raise NotImplementedError
+
     def foresee(self, events: Sequence[Sequence[int]]) -> None:
         """Receive the keys that each coming event needs, in order; called only if `needs_future`."""
 

@@ -12,18 +12,23 @@ Where devices share a model (`moetool.caching.devices`), each has its own `Resid
 A slot holds any expert of the model, unless each layer has its own slots (`layer_slots`). A pool in bytes, for replay
 only, holds as many experts as their sizes allow; slots are then only numbers.
 
-A `moetool.caching.policy.Policy` decides what to prefetch, in which order to load misses, and what to evict.
+A `moetool.caching.policy.Policy` decides what to prefetch, in which order to load misses, and what to evict. The events
+of some policies are compiled (`moetool.caching.compiled_events`), where they have one pool in slots on one device,
+without pinned experts and limits of prefetching. Decisions are the same.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from moetool.base.errors import CapacityError
-from moetool.base.types import ForwardInfo, GateEvent
+from moetool.base.types import ForwardInfo, GateEvent, Phase
+from moetool.caching.compiled_events import CompiledEvents, kernels
 from moetool.caching.layer_slots import scaled_down
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import MIN_SLOTS, Policy
@@ -54,6 +59,7 @@ class Step(NamedTuple):
 
 
 _LOAD, _COMPUTE = StepKind.LOAD, StepKind.COMPUTE  # an attribute of an enum takes 0.1 us
+_KINDS = tuple(StepKind)
 _step: Callable[[tuple[StepKind, int, int, int]], Step] = partial(tuple.__new__, Step)  # a third of Step()'s time
 
 
@@ -120,11 +126,15 @@ class Residency:
             ignored. Hits and misses are this device's.
 
     Attributes:
+        compiles: whether events may be compiled; False: Python decides, as an oracle.
+        compiled: the slots and residents if events are compiled.
         places: all slot numbers are below this.
 
     Raises:
         CapacityError: the pool is smaller than the smallest legal one.
     """
+
+    compiles: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -146,15 +156,15 @@ class Residency:
         self.num_slots = policy.num_slots + len(pinned)
         self._device, self._devices = share
         assert len(self._own(pinned)) == len(pinned), "pinned experts belong to another device"
-        self.slot_of: dict[int, int] = {}
+        self._slot_of: dict[int, int] = {}
         self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
         self.limits = limits or PrefetchLimits()
         self._left_bytes: int | None = None  # for further prefetches of this forward
         self._fates: deque[bool] = deque(maxlen=self.limits.window)  # whether each of the last prefetches was used
         self._pause = 0  # forwards without prefetches
         self._begun = False
-        self.prefill = Counts()
-        self.decode = Counts()
+        self._prefill = Counts()
+        self._decode = Counts()
         # Both kinds of pool share this code: an expert takes its layer's size, which is 1 in a pool of slots.
         spec = policy.spec
         self._stride = spec.num_experts
@@ -177,9 +187,33 @@ class Residency:
         self.places = places + len(pinned)
         self._free = list(range(places - 1, -1, -1))
         self._unused: set[int] = set()  # prefetched and not used since
-        self._counts = self.decode
+        self._counts = self._decode
         self.sink = sink
         self._requests: dict[int, None] = {}
+        plain = capacity_bytes is None and not pinned and share == (0, 1) and self.limits == PrefetchLimits()
+        self._may_compile = plain and self.compiles
+        self.compiled: CompiledEvents | None = None
+        self._compile()
+
+    @property
+    def slot_of(self) -> Mapping[int, int]:
+        """Return the residents and their slots, the longest resident first."""
+        return self._slot_of if self.compiled is None else self.compiled.slot_of
+
+    @property
+    def num_residents(self) -> int:
+        """Return the number of experts in slots."""
+        return len(self._slot_of) if self.compiled is None else self.compiled.num_residents
+
+    @property
+    def prefill(self) -> Counts:
+        """Return the counts over the forwards with prompt tokens."""
+        return self._prefill if self.compiled is None else Counts(*self.compiled.counts(Phase.PREFILL))
+
+    @property
+    def decode(self) -> Counts:
+        """Return the counts over the forwards without."""
+        return self._decode if self.compiled is None else Counts(*self.compiled.counts(Phase.DECODE))
 
     @property
     def residencies(self) -> tuple["Residency"]:
@@ -198,15 +232,20 @@ class Residency:
 
     def begin_forward(self, info: ForwardInfo) -> list[Step]:
         """Announce a forward and its requests; return prefetches before its first MoE layer."""
-        self._counts = self.prefill if info.prefill else self.decode
+        self._counts = self._prefill if info.prefill else self._decode
         for request in dict.fromkeys(info.request_T):
             if request not in self._requests:
                 self._requests[request] = None
                 self.policy.begin_request(request)
+        if self.compiled is not None:
+            ahead = self.policy.begin_forward(info)
+            assert not ahead, "compiled events begin without prefetches"
+            self.compiled.begin_forward(info)
+            return []
         steps: list[Step] = []
         if self._pinned and not self._begun:
             self._begun = True
-            self.slot_of |= self._pinned
+            self._slot_of |= self._pinned
             self._counts.prefetch_loads += len(self._pinned)
             steps += [Step(StepKind.PREFETCH, key, slot) for key, slot in self._pinned.items()]
         self._renew_limits()
@@ -215,7 +254,7 @@ class Residency:
 
     def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
         """Return the experts that replace the router's choice (`Policy.route`); None keeps it."""
-        return None if self.policy.lossless else self.policy.route(event, self.slot_of.__contains__)
+        return None if self.policy.lossless else self.policy.route(event, self._slot_of.__contains__)
 
     def event(
         self, event: GateEvent, complete: Callable[[GateEvent, Sequence[Step]], GateEvent] | None = None
@@ -233,9 +272,14 @@ class Residency:
             ValueError: the policy omitted a miss or evicted an expert that is still needed. This stops a bug of a
                 policy before wrong weights are used.
         """
+        if self.compiled is not None:
+            assert complete is None, "no policy with compiled events needs a completed event"
+            rows = self.compiled.step_S6[: self.compiled.event(event), 2:].tolist()
+            compiled = [_step((_KINDS[kind], key, slot, evicted)) for kind, key, slot, evicted in rows]
+            return self._emit(event.forward.forward_id, event.layer, compiled)
         base = event.layer * self._stride
         size = self._size_L[event.layer]
-        slot_of, policy, counts = self.slot_of, self.policy, self._counts
+        slot_of, policy, counts = self._slot_of, self.policy, self._counts
         hits: list[int] = []
         misses: list[int] = []
         needed: Collection[int] = [base + expert for expert in event.needed]
@@ -309,7 +353,7 @@ class Residency:
 
     def slot(self, key: int) -> int | None:
         """Return the slot of a resident expert; None if it is not resident."""
-        return self.slot_of.get(key)
+        return self._slot_of.get(key) if self.compiled is None else self.compiled.slot(key)
 
     def load_into_free_slot(self, key: int) -> Step | None:
         """Put an expert into a free slot outside of any event; return the load to start.
@@ -318,14 +362,21 @@ class Residency:
         replays ignore it.
         """
         size = self._size_L[key // self._stride]
-        if key in self.slot_of or key in self._pinned or self._room < size or not self._own([key]):
+        if self.compiled is not None:
+            if self.compiled.slot(key) is not None or self.compiled.room < 1:
+                return None
+            return Step(StepKind.LOAD, key, self.compiled.place(key, prefetched=False))
+        if key in self._slot_of or key in self._pinned or self._room < size or not self._own([key]):
             return None
         return Step(StepKind.LOAD, key, self._place(key, size, prefetched=False))
 
     def forget(self, key: int) -> None:
         """Evict an expert outside of any event, if it is resident. It must not be pinned."""
         assert key not in self._pinned, "a pinned expert keeps its slot"
-        if key in self.slot_of:
+        if self.compiled is not None:
+            if self.compiled.slot(key) is not None:
+                self.compiled.give_up(key)
+        elif key in self._slot_of:
             self._give_up(key, ())
 
     def change(self, policy: Policy, layer_slots: Sequence[int] = ()) -> None:
@@ -335,6 +386,7 @@ class Residency:
         """
         assert policy.num_slots == self.policy.num_slots and len(layer_slots) in (0, policy.spec.num_layers)
         scaled = scaled_down(policy.spec, layer_slots, self._capacity) if layer_slots else ()  # may refuse
+        self._leave_compiled()
         self.policy, self._guaranteed, self._layer_slots = policy, tuple(layer_slots), scaled
         self._requests.clear()
         self._fates.clear()
@@ -345,6 +397,32 @@ class Residency:
                 self._resident_L[key // self._stride][key] = None
             policy.admit(key, key in self._unused)
         self._find_beyond()
+        self._compile()
+
+    def _compile(self) -> None:
+        """Let compiled code decide from now on, if it can."""
+        if not (self._may_compile and self.policy.compiles) or kernels() is None:
+            return
+        counts = [list(astuple(counts)) for counts in (self._prefill, self._decode)]
+        self.compiled = CompiledEvents(
+            self.policy,
+            capacity=self._capacity,
+            layer_slots=self._layer_slots,
+            slot_of=self._slot_of,
+            free=self._free,
+            unused=self._unused,
+            counts_26=np.array(counts, np.int64),
+        )
+
+    def _leave_compiled(self) -> None:
+        """Take over from compiled code."""
+        if (compiled := self.compiled) is None:
+            return
+        self._prefill, self._decode = self.prefill, self.decode
+        self._slot_of, self._free, self._unused = compiled.slot_of, compiled.free, compiled.unused
+        self._room = compiled.room
+        self._counts = self._decode
+        self.compiled = None
 
     def _find_beyond(self) -> None:
         self._beyond = {layer for layer, slots in enumerate(self._layer_slots) if len(self._resident_L[layer]) > slots}
@@ -369,17 +447,32 @@ class Residency:
         assert not self._pinned and self._devices == 1 and set(self._size_L) == {1}
         change = max(0, min(count, self.num_slots - max(MIN_SLOTS, len(self._guaranteed)))) - self.lent
         self._capacity -= change
-        self._room -= change
         if self._guaranteed:
             self._layer_slots = scaled_down(self.policy.spec, self._guaranteed, self._capacity)
+        if self.compiled is not None:
+            return self._lend_compiled(change)
+        self._room -= change
+        if self._guaranteed:
             self._find_beyond()
         while self._room < 0:
             among = [key for layer in sorted(self._beyond) for key in self._resident_L[layer]]
-            policy, residents = self.policy, self.slot_of.keys()
+            policy, residents = self.policy, self._slot_of.keys()
             self._give_up(policy.evict_among(among, residents) if self._guaranteed else policy.evict(()), ())
         for _ in range(-change):
             self._free.append(self._lent.pop())
         newly = [self._free.pop() for _ in range(change)]
+        self._lent += newly
+        return newly
+
+    def _lend_compiled(self, change: int) -> list[int]:
+        compiled = self.compiled
+        assert compiled is not None
+        compiled.set_capacity(self._capacity, self._layer_slots)
+        while compiled.room < 0:
+            compiled.give_up()
+        if change < 0:
+            compiled.take_back([self._lent.pop() for _ in range(-change)])
+        newly = compiled.lend(max(change, 0))
         self._lent += newly
         return newly
 
@@ -403,7 +496,7 @@ class Residency:
         """Prefetch as many of `keys` as slots permit; `locked` and `wanted` experts stay."""
         while keys:
             key = keys[0]
-            if key in self.slot_of:
+            if key in self._slot_of:
                 keys.popleft()
                 if key not in self._pinned:
                     wanted.add(key)
@@ -418,11 +511,11 @@ class Residency:
                 candidates = self._candidates(kept, key // self._stride)
                 if not candidates:
                     return  # until another expert of the event is computed
-                evicted = self.policy.evict_among_for_prefetch(key, candidates, self.slot_of.keys())
+                evicted = self.policy.evict_among_for_prefetch(key, candidates, self._slot_of.keys())
                 if evicted is not None:
                     self._give_up(evicted, kept)
             while self._room < size and evicted is not None:
-                if len(kept) >= len(self.slot_of) - len(self._pinned):
+                if len(kept) >= len(self._slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
                 # In a pool in bytes, the first eviction for a prefetch justifies further ones.
                 evicted = self.policy.evict_for_prefetch(key, kept) if evicted == -1 else self.policy.evict(kept)
@@ -465,7 +558,7 @@ class Residency:
     def _place(self, key: int, size: int, prefetched: bool) -> int:
         self._room -= size
         slot = self._free.pop()  # the slot of the last evicted expert, if any
-        self.slot_of[key] = slot
+        self._slot_of[key] = slot
         if self._layer_slots:
             layer = key // self._stride
             residents = self._resident_L[layer]
@@ -478,7 +571,7 @@ class Residency:
     def _give_up(self, key: int, locked: Collection[int]) -> None:
         if key in locked:
             raise ValueError(f"{type(self.policy).__module__} evicted expert {key}, which is still needed")
-        self._free.append(self.slot_of.pop(key))
+        self._free.append(self._slot_of.pop(key))
         if self._layer_slots:
             layer = key // self._stride
             residents = self._resident_L[layer]

@@ -11,6 +11,7 @@ from moetool.base import durable, tables
 from moetool.base.config import parse, parse_bytes, parse_settings
 from moetool.base.errors import UsageError, unknown_name
 from moetool.cli.flags import (
+    Jobs,
     Json,
     Model,
     Overwrite,
@@ -135,6 +136,7 @@ def policies(
             help="Share of the tokens, the first ones, that warm pools and memories, e.g. 50% (default: none)."
         ),
     ] = None,
+    jobs: Jobs = 0,
     as_json: Json = False,
     out: Results = None,
     overwrite: Overwrite = False,
@@ -144,7 +146,8 @@ def policies(
 
     file, whole = _file(out, "policies", overwrite), 10**9
     shares = tuple(parse_bytes(text, whole) / whole for text in listed(budget))
-    options = PolicyTableOptions(shares=shares, tokens=tokens, warm=parse_bytes(warm, whole) / whole if warm else 0.0)
+    warmed = parse_bytes(warm, whole) / whole if warm else 0.0
+    options = PolicyTableOptions(shares=shares, tokens=tokens, warm=warmed, jobs=jobs)
     with tables.progress("traces", len(trace)) as passed:
         made = bench_policies(trace, options, passed, file)
     _hand_over(made, file, as_json)

@@ -10,6 +10,7 @@ from moetool.base import durable, tables
 from moetool.base.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.base.errors import UsageError
 from moetool.cli.flags import (
+    Jobs,
     Json,
     Model,
     Out,
@@ -71,6 +72,7 @@ def plan_cache(
     settings: Annotated[
         list[str], settable("Further setting, as for serve: kv_tokens, dtype, ..., and timeline.device, ...")
     ] = [],
+    jobs: Jobs = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -132,6 +134,7 @@ def plan_cache(
             frontier=frontier,
             pool=pool,
             tuned=tune,
+            jobs=jobs,
             on_progress=on_progress,
         )
         plan = run(source, memory, search, predicts)

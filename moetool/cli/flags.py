@@ -98,6 +98,9 @@ Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or
 TraceDir = Annotated[Path, typer.Option("--trace", help="Trace directory.")]
 Out = Annotated[Path, typer.Option("--out", help="Output directory, written atomically.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing output.")]
+Jobs = Annotated[
+    int, typer.Option(min=0, help="Processes that share the replays (0 = one per processor for a large trace).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PredictorDir = Annotated[Path | None, typer.Option("--predictor", help="Directory of a trained predictor.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile'.")]

@@ -11,6 +11,7 @@ from moetool.base import durable, tables
 from moetool.base.config import parse_bytes, parse_settings
 from moetool.base.errors import UsageError
 from moetool.cli.flags import (
+    Jobs,
     Json,
     PredictorDir,
     ProfileFile,
@@ -76,13 +77,14 @@ def replay(
         Path | None,
         typer.Option(help="Figure of loaded bytes and hit rate by memory: an .svg, .png or .pdf file."),
     ] = None,
+    jobs: Jobs = 0,
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
     from moetool.trace.same_prompts import Overlap, trained_on
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, whole_bytes
-    from moetool.tuning.replay import replay as run
+    from moetool.tuning.replay_jobs import replay_with_jobs
     from moetool.tuning.replay_table import replay_table
 
     if draw is not None:
@@ -142,10 +144,11 @@ def replay(
             profile=costs,
             timeline=timeline,
             devices=devices,
+            jobs=jobs,
             on_progress=on_progress,
         )
         rows = [replay_served(source, replace(setup, requests=None))] if served else []
-        rows += run(source, names, budgets, setup) if names else []
+        rows += replay_with_jobs(source, names, budgets, setup) if names else []
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():
         tables.narrate(f"moetool: auto leaves out {name}, {why}")

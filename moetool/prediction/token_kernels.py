@@ -17,10 +17,16 @@ from numba.extending import intrinsic
 
 LAYERS, EXPERTS, TOKENS, COLUMNS, NEIGHBOURS, WEIGHTS, HORIZON, COUNT, RUNS = range(9)
 """Sizes in the table: L, experts of a layer, N, P, M, entries of `weight_D` and of `worth_D`, stored tokens, runs."""
-SHARED_WLN, NOW_WN, LEAST_W, FOUND_W, ITEM_WM, NEAR_WM, USES_AB, BEFORE_N, START_N = range(9, 18)
-SOON_NA, WORTH_D, PATH_NP, PAST_A, USE_A, WEIGHT_D, UNUSED_E, KEY_E = range(18, 26)
-"""Addresses in the table. `LEAST_W` holds the fewest experts shared by a similar token of each window (0: unknown)."""
-TABLE_SIZE = 26
+SCALES, VALUED, VALUATIONS = range(9, 12)
+"""Further numbers in the table: entries of `scale_F`, windows that a valuation updates, valuations so far."""
+SHARED_WLN, NOW_WN, LEAST_W, FOUND_W, ITEM_WM, NEAR_WM, USES_AB, BEFORE_N, START_N = range(12, 21)
+SOON_NA, WORTH_D, PATH_NP, PAST_A, USE_A, WEIGHT_D, UNUSED_E, KEY_E = range(21, 29)
+PASSED_L, SCALE_F, WEIGHT_2, VALUED_W, VALUE_WA = range(29, 34)
+"""Addresses in the table. `LEAST_W` holds the fewest experts shared by a similar token of each window (0: unknown),
+`PASSED_L` the forwards so far, `SCALE_F` the scale of past use after each number of them, `WEIGHT_2` the weight of past
+use and its decay per forward, and `VALUED_W` the valuation that last updated the values of each window in `VALUE_WA`
+(-1: none)."""
+TABLE_SIZE = 34
 
 _BLOCK = 32  # stored tokens that are skipped together if none of them is similar
 
@@ -28,7 +34,7 @@ _ONE, _NONE = np.float32(1), np.float32(0)  # a Python integer would promote to 
 
 
 @intrinsic
-def _pointer(typing, address):  # type: ignore[no-untyped-def]
+def pointer(typing, address):  # type: ignore[no-untyped-def]
     """Return an integer as a pointer for `carray`."""
 
     def convert(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -37,14 +43,15 @@ def _pointer(typing, address):  # type: ignore[no-untyped-def]
     return types.voidptr(types.int64), convert
 
 
-def _compiled(loop: Any) -> Any:
+def compiled(loop: Any) -> Any:
+    """Compile a loop when it is first called; the result is kept on disk."""
     try:
         return numba.njit(cache=True, error_model="numpy")(loop)
     except RuntimeError:  # no folder for the cache: compiled in each process
         return numba.njit(error_model="numpy")(loop)
 
 
-@_compiled
+@compiled
 def record_use(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyped-def]
     """Record, for `last` and the tokens before it, how soon the token after `last` used `keys`."""
     for key in keys:
@@ -57,7 +64,7 @@ def record_use(keys, last, before_N, soon_NA, worth_D):  # type: ignore[no-untyp
                 item = before_N[item]
 
 
-@_compiled
+@compiled
 def find_runs(before_N, count, start_N):  # type: ignore[no-untyped-def]
     """Put the first token of each run into `start_N`, then `count`; return the number of runs.
 
@@ -74,7 +81,7 @@ def find_runs(before_N, count, start_N):  # type: ignore[no-untyped-def]
     return runs
 
 
-@_compiled
+@compiled
 def begin(before_N, old_N, now_N, count):  # type: ignore[no-untyped-def]
     """Begin a token: compare the window of the previous token with those before each stored token."""
     for item in range(count):
@@ -82,7 +89,7 @@ def begin(before_N, old_N, now_N, count):  # type: ignore[no-untyped-def]
         now_N[item] = old_N[before] if before >= 0 else 0
 
 
-@_compiled
+@compiled
 def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyped-def]
     """Replace a layer of the window by the chosen `keys`, and record their use before the token `last` (-1: none).
 
@@ -110,7 +117,7 @@ def follow(keys, shared_N, now_N, count, last, stored):  # type: ignore[no-untyp
     record_use(keys, last, before_N, soon_NA, worth_D)
 
 
-@_compiled
+@compiled
 def store(path_P, item, last, path_NP, uses_AB, soon_NA, before_N, after_N):  # type: ignore[no-untyped-def]
     """Overwrite the token `item` by one that follows `last` (-1: none)."""
     bit, index = divmod(item, uses_AB.shape[1])
@@ -131,7 +138,7 @@ def store(path_P, item, last, path_NP, uses_AB, soon_NA, before_N, after_N):  # 
         after_N[last] = item
 
 
-@_compiled
+@compiled
 def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no-untyped-def]
     """Find the most similar stored tokens, at most M; of equally similar ones those of higher index.
 
@@ -179,7 +186,7 @@ def nearest(now_N, count, bound, weight_D, item_M, weight_M):  # type: ignore[no
     return found, best - cut if full else 0
 
 
-@_compiled
+@compiled
 def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
     """Raise `value_A[start:stop]` to the weighted mean of the similar tokens' `soon_NA` and past use, where higher."""
     item_M, weight_M = similar
@@ -210,7 +217,7 @@ def weigh(similar, soon_NA, use_A, prior, start, stop, value_A):  # type: ignore
         value_A[start + index] = max(value_A[start + index], value)
 
 
-@_compiled
+@compiled
 def blend(weight, prior, use_E, unused_E):  # type: ignore[no-untyped-def]
     """Shrink `unused_E` toward 1 - past use, which weighs `prior` beside `weight` of the similar tokens."""
     share = prior / (weight + prior)
@@ -218,7 +225,7 @@ def blend(weight, prior, use_E, unused_E):  # type: ignore[no-untyped-def]
         unused_E[expert] += share * (_ONE - use_E[expert] - unused_E[expert])
 
 
-@_compiled
+@compiled
 def leave_unused(similar, path_NP, columns, base, unused_E):  # type: ignore[no-untyped-def]
     """Multiply `unused_E` by the share of the similar tokens that do not use each expert of a layer.
 
@@ -246,7 +253,7 @@ def leave_unused(similar, path_NP, columns, base, unused_E):  # type: ignore[no-
     return total
 
 
-@_compiled
+@compiled
 def likely(unused_E, resident_A, base, limit, key_E):  # type: ignore[no-untyped-def]
     """Sort a layer's missing experts below `limit` into `key_E`, the most likely first; return their number."""
     found = 0
@@ -261,7 +268,7 @@ def likely(unused_E, resident_A, base, limit, key_E):  # type: ignore[no-untyped
     return found
 
 
-@_compiled
+@compiled
 def note_use(used_E, start, keep, scale, use_A, mean_A):  # type: ignore[no-untyped-def]
     """Update past use of the layer whose keys begin at `start`: decay it, add `used_E`, and scale it."""
     for expert in range(len(used_E)):
@@ -272,99 +279,126 @@ def note_use(used_E, start, keep, scale, use_A, mean_A):  # type: ignore[no-unty
         mean_A[start + expert] = use_A[start + expert] * scale
 
 
-@_compiled
+@compiled
+def weights(table):  # type: ignore[no-untyped-def]
+    """Return the weight of past use and its decay per forward."""
+    return carray(pointer(table[WEIGHT_2]), (2,), np.float64)
+
+
+@compiled
 def similar_tokens(table, window):  # type: ignore[no-untyped-def]
     """Return the most similar tokens of a window and their weights."""
-    found = carray(_pointer(table[FOUND_W]), (window + 1,), np.int64)[window]
+    found = carray(pointer(table[FOUND_W]), (window + 1,), np.int64)[window]
     shape = (window + 1, table[NEIGHBOURS])
-    item_M = carray(_pointer(table[ITEM_WM]), shape, np.int32)[window, :found]
-    weight_M = carray(_pointer(table[NEAR_WM]), shape, np.float32)[window, :found]
+    item_M = carray(pointer(table[ITEM_WM]), shape, np.int32)[window, :found]
+    weight_M = carray(pointer(table[NEAR_WM]), shape, np.float32)[window, :found]
     return item_M, weight_M
 
 
-@_compiled
-def observe(table, row_R3, path_TP, layer, columns, fade):  # type: ignore[no-untyped-def]
+@compiled
+def observe(table, row_R3, path_TP, layer, columns):  # type: ignore[no-untyped-def]
     """Record a layer's choices and find the most similar tokens of each request.
 
     Args:
         row_R3: see `WindowBatch`.
         path_TP: paths of the tokens. The `columns` (first, end) hold the experts chosen in this layer; they are
             replaced by their keys.
-        fade: decay of past use, and its scale.
     """
     num_layers, stride, num_tokens, count = table[LAYERS], table[EXPERTS], table[TOKENS], table[COUNT]
-    num, (keep, scale), (first, end) = num_layers * stride, fade, columns
+    num, (first, end) = num_layers * stride, columns
+    passed_L = carray(pointer(table[PASSED_L]), (num_layers,), np.int64)
+    passed_L[layer] += 1
+    scale = carray(pointer(table[SCALE_F]), (table[SCALES],), np.float64)[min(passed_L[layer], table[SCALES] - 1)]
     base = layer * stride
     used_E = np.zeros(stride, np.bool_)
     for token in range(len(path_TP)):
         for column in range(first, end):
             used_E[path_TP[token, column]] = True
             path_TP[token, column] += np.int32(base)
-    past_A = carray(_pointer(table[PAST_A]), (num,), np.float32)
-    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
-    note_use(used_E, base, keep, scale, past_A, use_A)
-    before_N = carray(_pointer(table[BEFORE_N]), (num_tokens,), np.int32)
-    start_N = carray(_pointer(table[START_N]), (table[RUNS] + 1,), np.int32)
-    uses_AB = carray(_pointer(table[USES_AB]), (num, (num_tokens + 7) // 8), np.uint8)
-    soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
-    worth_D = carray(_pointer(table[WORTH_D]), (table[HORIZON],), np.uint8)
+    past_A = carray(pointer(table[PAST_A]), (num,), np.float32)
+    use_A = carray(pointer(table[USE_A]), (num,), np.float32)
+    note_use(used_E, base, weights(table)[1], scale, past_A, use_A)
+    before_N = carray(pointer(table[BEFORE_N]), (num_tokens,), np.int32)
+    start_N = carray(pointer(table[START_N]), (table[RUNS] + 1,), np.int32)
+    uses_AB = carray(pointer(table[USES_AB]), (num, (num_tokens + 7) // 8), np.uint8)
+    soon_NA = carray(pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
+    worth_D = carray(pointer(table[WORTH_D]), (table[HORIZON],), np.uint8)
     stored = uses_AB, before_N, start_N, soon_NA, worth_D
-    weight_D = carray(_pointer(table[WEIGHT_D]), (table[WEIGHTS],), np.float32)
+    weight_D = carray(pointer(table[WEIGHT_D]), (table[WEIGHTS],), np.float32)
     for number in range(len(row_R3)):
         window, tail, last = row_R3[number, 0], row_R3[number, 1], row_R3[number, 2]
         most = (window + 1, table[NEIGHBOURS])
-        shared_LN = carray(_pointer(table[SHARED_WLN]), (window + 1, num_layers, num_tokens), np.uint8)[window]
-        now_N = carray(_pointer(table[NOW_WN]), (window + 1, num_tokens), np.int16)[window]
-        item_M = carray(_pointer(table[ITEM_WM]), most, np.int32)[window]
-        near_M = carray(_pointer(table[NEAR_WM]), most, np.float32)[window]
-        least_W = carray(_pointer(table[LEAST_W]), (window + 1,), np.int64)
-        found_W = carray(_pointer(table[FOUND_W]), (window + 1,), np.int64)
+        shared_LN = carray(pointer(table[SHARED_WLN]), (window + 1, num_layers, num_tokens), np.uint8)[window]
+        now_N = carray(pointer(table[NOW_WN]), (window + 1, num_tokens), np.int16)[window]
+        item_M = carray(pointer(table[ITEM_WM]), most, np.int32)[window]
+        near_M = carray(pointer(table[NEAR_WM]), most, np.float32)[window]
+        least_W = carray(pointer(table[LEAST_W]), (window + 1,), np.int64)
+        found_W = carray(pointer(table[FOUND_W]), (window + 1,), np.int64)
         follow(path_TP[tail, first:end], shared_LN[layer], now_N, count, last, stored)
         bound = least_W[window] - (end - first)  # a layer changes no similarity by more
         found_W[window], least_W[window] = nearest(now_N, count, bound, weight_D, item_M, near_M)
 
 
-@_compiled
-def value(table, row_R3, prior, start, stop, value_A):  # type: ignore[no-untyped-def]
-    """Set `value_A[start:stop]` to the highest value that a request gives; past use weighs `prior`."""
-    num, num_tokens = table[LAYERS] * table[EXPERTS], table[TOKENS]
-    soon_NA = carray(_pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
-    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
+@compiled
+def value(table, row_R3, start, stop, value_A):  # type: ignore[no-untyped-def]
+    """Set `value_A[start:stop]` to the highest value that a request gives."""
+    num, num_tokens, prior = table[LAYERS] * table[EXPERTS], table[TOKENS], np.float32(weights(table)[0])
+    soon_NA = carray(pointer(table[SOON_NA]), (num_tokens, num), np.uint8)
+    use_A = carray(pointer(table[USE_A]), (num,), np.float32)
     value_A[start:stop] = 0
     for number in range(len(row_R3)):
         weigh(similar_tokens(table, row_R3[number, 0]), soon_NA, use_A, prior, start, stop, value_A)
 
 
-@_compiled
-def merge(window_R, value_WA, value_A):  # type: ignore[no-untyped-def]
-    """Set `value_A` to the highest of the last values of these windows."""
-    value_A[:] = value_WA[window_R[0]]
-    for window in window_R[1:]:
-        row_A = value_WA[window]
-        for key in range(len(value_A)):
-            value_A[key] = max(value_A[key], row_A[key])
+@compiled
+def value_all(table, row_R3, value_A):  # type: ignore[no-untyped-def]
+    """Like `value` for all experts, with new values only for some requests valued longest ago."""
+    num = len(value_A)
+    if len(row_R3) <= 1:
+        value(table, row_R3, 0, num, value_A)
+        return
+    num_windows = 0
+    for number in range(len(row_R3)):
+        num_windows = max(num_windows, row_R3[number, 0] + 1)
+    valued_W = carray(pointer(table[VALUED_W]), (num_windows,), np.int64)
+    value_WA = carray(pointer(table[VALUE_WA]), (num_windows, num), np.float32)
+    table[VALUATIONS] += 1
+    for _ in range(min(table[VALUED], len(row_R3))):
+        oldest = 0
+        for number in range(1, len(row_R3)):
+            if valued_W[row_R3[number, 0]] < valued_W[row_R3[oldest, 0]]:
+                oldest = number
+        valued_W[row_R3[oldest, 0]] = table[VALUATIONS]
+        value(table, row_R3[oldest : oldest + 1], 0, num, value_WA[row_R3[oldest, 0]])
+    value_A[:] = 0  # the lowest value
+    for number in range(len(row_R3)):
+        window = row_R3[number, 0]
+        if valued_W[window] >= 0:
+            row_A = value_WA[window]
+            for key in range(num):
+                value_A[key] = max(value_A[key], row_A[key])
 
 
-@_compiled
-def expect(table, row_R3, prior, columns, base, limit, resident_A):  # type: ignore[no-untyped-def]
+@compiled
+def expect(table, row_R3, columns, base, limit, resident_A):  # type: ignore[no-untyped-def]
     """Set `unused_E` of a layer, and `key_E` to its missing experts below `limit`; return their number.
 
     Args:
         columns, base: as for `leave_unused`.
     """
     stride, num = table[EXPERTS], table[LAYERS] * table[EXPERTS]
-    unused_E = carray(_pointer(table[UNUSED_E]), (stride,), np.float32)
-    path_NP = carray(_pointer(table[PATH_NP]), (table[TOKENS], table[COLUMNS]), np.int32)
-    use_A = carray(_pointer(table[USE_A]), (num,), np.float32)
+    unused_E = carray(pointer(table[UNUSED_E]), (stride,), np.float32)
+    path_NP = carray(pointer(table[PATH_NP]), (table[TOKENS], table[COLUMNS]), np.int32)
+    use_A = carray(pointer(table[USE_A]), (num,), np.float32)
     unused_E[:] = 1
     weight = np.float32(0)
     for number in range(len(row_R3)):
         weight += leave_unused(similar_tokens(table, row_R3[number, 0]), path_NP, columns, base, unused_E)
-    blend(weight / np.float32(len(row_R3)), prior, use_A[base : base + stride], unused_E)
-    return likely(unused_E, resident_A, base, limit, carray(_pointer(table[KEY_E]), (stride,), np.int64))
+    blend(weight / np.float32(len(row_R3)), np.float32(weights(table)[0]), use_A[base : base + stride], unused_E)
+    return likely(unused_E, resident_A, base, limit, carray(pointer(table[KEY_E]), (stride,), np.int64))
 
 
-@_compiled
+@compiled
 def least_valued(value_A, near_L, stride, resident_A, key_M):  # type: ignore[no-untyped-def]
     """Put at most M residents of lowest value times nearness into `key_M`, the lowest last; return their number."""
     worth_E = np.empty(stride, np.float32)

@@ -45,13 +45,11 @@ class RequestWindow:
     Attributes:
         index: index along W.
         last, serial: index of its last token in the memory (-1: none), and that token's number.
-        valued: number of the valuation that last updated its values (-1: none).
     """
 
     index: int
     last: int = -1
     serial: int = -1
-    valued: int = -1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +81,8 @@ class TokenMemory:
     Attributes:
         use_A: decayed share of the forwards that used each expert.
         columns: first column of each layer in a path, then P.
+        table: sizes and addresses for compiled loops (`moetool.prediction.token_kernels`).
+        key_E: experts that the last `expect` returned.
         unused_E: probability that no request uses each expert of the layer of the last `expect`.
         shared_WLN: uint8, experts of each layer shared by the last token of a window and each stored token.
         now_WN, old_WN: int16, sums over the window, of this token and of the last one.
@@ -116,16 +116,17 @@ class TokenMemory:
         width = int(-np.log(_LEAST_WEIGHT) / scale) + 1
         self._weight_D = np.exp(-scale * np.arange(width)).astype(np.float32)
         self._use_A = np.zeros(num, np.float32)
-        self._passed_L = [0] * spec.num_layers  # forwards so far
+        self._passed_L = np.zeros(spec.num_layers, np.int64)  # forwards so far
+        self._scale_F, self._weight_2 = _scales(), np.array([PRIOR, RECALL])
         self.use_A = np.zeros(num, np.float32)
-        self._key_E = np.zeros(spec.num_experts, np.int64)
+        self.key_E = np.zeros(spec.num_experts, np.int64)
         self.unused_E = np.ones(spec.num_experts, np.float32)
         self._num_windows = 0
         self._value_WA = np.zeros((0, num), np.float32)
-        self._valuations = 0
+        self._valued_W = np.zeros(0, np.int64)
         self.shared_WLN = np.zeros((0, spec.num_layers, num_tokens), np.uint8)
         self.now_WN, self.old_WN = np.zeros((0, num_tokens), np.int16), np.zeros((0, num_tokens), np.int16)
-        self._table = self._make_table()
+        self.table = self._make_table()
         self._make_windows(1)
         self._batch = _make_batch(0, 0, 0)
         if fixed is not None:
@@ -144,7 +145,7 @@ class TokenMemory:
 
         The returned batch may be changed by the next call.
         """
-        self._table[self._kernels.RUNS] = self._kernels.find_runs(self._before_N, self._count, self._start_N)
+        self.table[self._kernels.RUNS] = self._kernels.find_runs(self._before_N, self._count, self._start_N)
         for index in (window.index for window in windows):
             self.old_WN[index, : self._count] = self.now_WN[index, : self._count]
             self._kernels.begin(self._before_N, self.old_WN[index], self.now_WN[index], self._count)
@@ -163,35 +164,21 @@ class TokenMemory:
     def observe(self, batch: WindowBatch, layer: int, experts_TK: Sequence[Sequence[int]]) -> None:
         """Record the experts that a layer's router has chosen for every token of the forward."""
         assert len(experts_TK) == len(batch.path_TP), "compiled code reads a path for every token of the forward"
-        self._passed_L[layer] += 1
-        fade = RECALL, 1 / (1 - RECALL ** self._passed_L[layer])
         first, end = self.columns[layer], self.columns[layer + 1]
         width = min(end - first, len(experts_TK[0]))
-        pack, offset = _packer(width), 4 * first
+        pack, offset = pack_ints(width), 4 * first
         for experts_K in experts_TK:  # faster than making an array of the lists
             pack(batch.path_bytes, offset, *experts_K[:width])
             offset += 4 * self.columns[-1]
-        self._kernels.observe(self._table, batch.row_R3, batch.path_TP, layer, (first, first + width), fade)
+        self._kernels.observe(self.table, batch.row_R3, batch.path_TP, layer, (first, first + width))
 
     def value(self, batch: WindowBatch, start: int, stop: int, value_A: np.ndarray) -> None:
         """Set `value_A` for keys `start` to `stop` - 1 to how soon a request needs each expert: 0 to 1."""
-        self._kernels.value(self._table, batch.row_R3, PRIOR, start, stop, value_A)
+        self._kernels.value(self.table, batch.row_R3, start, stop, value_A)
 
     def value_all(self, batch: WindowBatch, value_A: np.ndarray) -> None:
-        """Like `value` for all experts, with new values only for the `_VALUED` requests valued longest ago."""
-        if len(batch.windows) <= 1:
-            self.value(batch, 0, len(value_A), value_A)
-            return
-        if len(self._value_WA) < len(self.now_WN):
-            before_WA, self._value_WA = self._value_WA, np.zeros((len(self.now_WN), len(value_A)), np.float32)
-            self._value_WA[: len(before_WA)] = before_WA
-        self._valuations += 1
-        for number in sorted(range(len(batch.windows)), key=lambda number: batch.windows[number].valued)[:_VALUED]:
-            window, row_13 = batch.windows[number], batch.row_R3[number : number + 1]
-            window.valued = self._valuations
-            self._kernels.value(self._table, row_13, PRIOR, 0, len(value_A), self._value_WA[window.index])
-        window_R = np.array([window.index for window in batch.windows if window.valued >= 0], np.int64)
-        self._kernels.merge(window_R, self._value_WA, value_A)
+        """Like `value` for all experts, with new values only for the requests valued longest ago."""
+        self._kernels.value_all(self.table, batch.row_R3, value_A)
 
     def least_valued(self, value_A: np.ndarray, near_L: np.ndarray, resident_A: np.ndarray, key_M: np.ndarray) -> int:
         """Put the residents of lowest value times nearness into `key_M`, the lowest last; return their number."""
@@ -201,8 +188,8 @@ class TokenMemory:
     def expect(self, batch: WindowBatch, layer: int, limit: np.float32, resident_A: np.ndarray) -> list[int]:
         """Set `unused_E`; return the layer's missing experts below `limit` in it, the most likely first."""
         columns, base = (self.columns[layer], self.columns[layer + 1]), layer * self._stride
-        found: int = self._kernels.expect(self._table, batch.row_R3, PRIOR, columns, base, limit, resident_A)
-        keys: list[int] = self._key_E[:found].tolist()
+        found: int = self._kernels.expect(self.table, batch.row_R3, columns, base, limit, resident_A)
+        keys: list[int] = self.key_E[:found].tolist()
         return keys
 
     def store(self, window: RequestWindow, path_P: np.ndarray) -> None:
@@ -211,7 +198,7 @@ class TokenMemory:
         window.last, window.serial = self._fixed + self._stored % self._size, self._stored
         self._put(path_P, window.last, -1 if last == window.last else last)
         self._stored += 1
-        self._count = self._table[self._kernels.COUNT] = self._fixed + min(self._stored, self._size)
+        self._count = self.table[self._kernels.COUNT] = self._fixed + min(self._stored, self._size)
 
     def break_off(self, window: RequestWindow) -> None:
         """Make the next stored token begin a new sequence."""
@@ -239,7 +226,7 @@ class TokenMemory:
             "path_RP": self._path_NP[kept_R],
             "before_R": row_N[self._before_N[kept_R]],
             "past_use_A": self._use_A.copy(),
-            "passed_L": np.array(self._passed_L),
+            "passed_L": self._passed_L.copy(),
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
@@ -275,9 +262,9 @@ class TokenMemory:
                 path_RP[row].astype(np.int32), self._fixed + row - start, self._fixed + before if before >= 0 else -1
             )
         self._stored = len(rows) - start
-        self._count = self._table[self._kernels.COUNT] = self._fixed + self._stored
+        self._count = self.table[self._kernels.COUNT] = self._fixed + self._stored
         self._use_A[:] = state["past_use_A"]
-        self._passed_L = state["passed_L"].tolist()
+        self._passed_L[:] = state["passed_L"]
         scale_L = 1 - RECALL ** np.maximum(state["passed_L"], 1)
         self.use_A[:] = self._use_A / np.repeat(scale_L, self.spec.num_experts)
 
@@ -293,9 +280,16 @@ class TokenMemory:
         weight_WM = np.zeros((number, self._neighbours), np.float32)
         self._similar = (item_WM, weight_WM, np.zeros(number, np.int64))
         self._least_W = np.zeros(number, np.int64)
+        value_WA, valued_W = self._value_WA, self._valued_W
+        self._value_WA = np.zeros((number if number > 1 else 0, value_WA.shape[1]), np.float32)
+        self._valued_W = np.full(number, -1, np.int64)
+        self._value_WA[: len(value_WA)], self._valued_W[: len(valued_W)] = value_WA, valued_W
         k = self._kernels
-        self._table[[k.SHARED_WLN, k.NOW_WN, k.LEAST_W, k.ITEM_WM, k.NEAR_WM, k.FOUND_W]] = [
-            array.ctypes.data for array in (self.shared_WLN, self.now_WN, self._least_W, *self._similar)
+        self.table[[k.SHARED_WLN, k.NOW_WN, k.LEAST_W, k.ITEM_WM, k.NEAR_WM, k.FOUND_W, k.VALUE_WA, k.VALUED_W]] = [
+            array.ctypes.data
+            for array in (
+                *(self.shared_WLN, self.now_WN, self._least_W, *self._similar, self._value_WA, self._valued_W),
+            )
         ]
 
     def _make_table(self) -> np.ndarray:
@@ -310,6 +304,8 @@ class TokenMemory:
             k.WEIGHTS: len(self._weight_D),
             k.HORIZON: len(self._worth_D),
             k.COUNT: self._count,
+            k.SCALES: len(self._scale_F),
+            k.VALUED: _VALUED,
         }
         arrays = {
             k.USES_AB: self._uses_AB,
@@ -322,7 +318,10 @@ class TokenMemory:
             k.USE_A: self.use_A,
             k.WEIGHT_D: self._weight_D,
             k.UNUSED_E: self.unused_E,
-            k.KEY_E: self._key_E,
+            k.KEY_E: self.key_E,
+            k.PASSED_L: self._passed_L,
+            k.SCALE_F: self._scale_F,
+            k.WEIGHT_2: self._weight_2,
         }
         table = np.zeros(k.TABLE_SIZE, np.int64)
         table[[*sizes, *arrays]] = [*sizes.values(), *(array.ctypes.data for array in arrays.values())]
@@ -348,7 +347,16 @@ def _make_batch(num_requests: int, num_tokens: int, num_columns: int) -> WindowB
 
 
 @cache
-def _packer(width: int) -> Callable[..., None]:
+def _scales() -> np.ndarray:
+    """Return the scale of past use after each number of forwards, up to where it stays 1: float64 [F]."""
+    scales = [1.0]
+    while len(scales) < 2 or scales[-1] > 1:
+        scales.append(1 / (1 - RECALL ** len(scales)))
+    return np.array(scales)
+
+
+@cache
+def pack_ints(width: int) -> Callable[..., None]:
     """Return the function that writes `width` int32 into a buffer."""
     return Struct(f"{width}i").pack_into
 

@@ -6,11 +6,9 @@ from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.trace.rows import TokenBatch
 
 
-def to_events(
-    spec: ModelSpec, rows: TokenBatch, forward_id: int, *, embedding_TD: np.ndarray | None = None
-) -> tuple[ForwardInfo, list[GateEvent]]:
-    """Return the rows of one forward as a ForwardInfo and its gate events, one per layer."""
-    info = ForwardInfo(
+def to_forward(rows: TokenBatch, forward_id: int, *, embedding_TD: np.ndarray | None = None) -> ForwardInfo:
+    """Return the ForwardInfo of the rows of one forward."""
+    return ForwardInfo(
         forward_id=forward_id,
         request_T=tuple(rows.request_T.tolist()),
         phase_T=tuple(rows.phase_T.tolist()),
@@ -19,6 +17,18 @@ def to_events(
         token_id_T=tuple(rows.token_id_T.tolist()),
         recorded_id=int(rows.forward_T[0]),
     )
+
+
+def to_events(
+    spec: ModelSpec, rows: TokenBatch, forward_id: int, *, embedding_TD: np.ndarray | None = None
+) -> tuple[ForwardInfo, list[GateEvent]]:
+    """Return the rows of one forward as a ForwardInfo and its gate events, one per layer."""
+    info = to_forward(rows, forward_id, embedding_TD=embedding_TD)
+    return info, gate_events(spec, rows, info)
+
+
+def gate_events(spec: ModelSpec, rows: TokenBatch, info: ForwardInfo) -> list[GateEvent]:
+    """Return the gate events of the rows of a forward, one per layer."""
     events = []
     top = np.concatenate([[0], np.cumsum(spec.top_k_L)])
     wide = np.concatenate([[0], np.cumsum(spec.num_experts_L)])
@@ -51,7 +61,7 @@ def to_events(
                 resident_TE=resident,
             )
         )
-    return info, events
+    return events
 
 
 def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:

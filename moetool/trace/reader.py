@@ -34,7 +34,7 @@ from moetool.base.errors import MismatchError, MoetoolError, UsageError, first_l
 from moetool.base.json_files import decode_json, read_bounded
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.trace.arrays import by_layer, long_table, require_layers
-from moetool.trace.events import to_events
+from moetool.trace.events import gate_events, to_forward
 from moetool.trace.row_checks import RowChecks, check_whole
 from moetool.trace.rows import (
     ALWAYS,
@@ -361,6 +361,13 @@ class Trace:
                 over an iteration).
             requests: requests to include (default: all).
         """
+        for info, rows in self.forward_rows(sequential=sequential, columns=columns, requests=requests):
+            yield info, gate_events(self.spec, rows, info)
+
+    def forward_rows(
+        self, *, sequential: bool, columns: Iterable[str] = (), requests: frozenset[int] | None = None
+    ) -> Iterator[tuple[ForwardInfo, TokenBatch]]:
+        """Stream the trace as forwards with their rows; arguments as for `forwards`."""
         columns = set(columns)
         embeddings = _Embeddings(self, requests) if "embeddings" in columns else None
         columns.discard("embeddings")
@@ -372,7 +379,7 @@ class Trace:
                 if not len(rows):
                     continue
             embedding_TD = None if embeddings is None else embeddings.of(rows)
-            yield to_events(self.spec, rows, forward_id, embedding_TD=embedding_TD)
+            yield to_forward(rows, forward_id, embedding_TD=embedding_TD), rows
             forward_id += 1
 
     def token_rows(self, columns: Iterable[str] = ()) -> Iterator[tuple[TokenBatch, np.ndarray | None]]:

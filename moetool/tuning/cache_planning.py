@@ -120,6 +120,7 @@ class CacheSearch:
         tuned: whether to try prefetch distances, pinned experts and limits of prefetching
             (`moetool.tuning.policy_tuning`).
         seed: seed of the split of requests.
+        jobs: as for `ReplaySetup`.
         on_progress: called with the activity, the amount done and the total.
     """
 
@@ -132,6 +133,7 @@ class CacheSearch:
     pool: str = "auto"
     tuned: bool = False
     seed: int = 0
+    jobs: int = 1
     on_progress: Callable[[str, int, int], None] = ignore_progress
 
 
@@ -166,6 +168,7 @@ def plan_cache(
         trained_on=predictor.trained_on,
         profile=profile,
         timeline=search.timeline,
+        jobs=search.jobs,
         on_progress=search.on_progress,
     )
     candidates = Candidates(

@@ -14,7 +14,8 @@ from moetool.caching.devices import own_part, split_slots
 from moetool.caching.policy import MIN_SLOTS, parse_options, policy_class, require_slots, slots_within
 from moetool.costing.pricing import Prices, with_host_costs
 from moetool.trace.reader import Trace
-from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
+from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup
+from moetool.tuning.replay_jobs import replay_with_jobs
 
 _LOG = logging.getLogger(__name__)
 
@@ -202,13 +203,13 @@ class Candidates:
     def replay(
         self, names: Sequence[str], budgets: Sequence[int], requests: frozenset[int], **changes: Any
     ) -> list[ReplayRow]:
-        """`moetool.tuning.replay.replay` on this trace and machine.
+        """`moetool.tuning.replay_jobs.replay_with_jobs` on this trace and machine.
 
         Args:
             budgets: budgets for experts alone.
             changes: values of `ReplaySetup` instead of the candidates' own.
         """
-        return replay(self.trace, names, budgets, replace(self._setup, requests=requests, **changes))
+        return replay_with_jobs(self.trace, names, budgets, replace(self._setup, requests=requests, **changes))
 
     def winners(self, budgets: Iterable[int]) -> dict[int, ReplayRow]:
         """Return the best candidate for each budget, on the choosing requests; none where none fits."""

@@ -8,7 +8,10 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from moetool.base import validation as check
 from moetool.base.config import parse
@@ -22,12 +25,14 @@ from moetool.caching.layer_slots import POOL_FORMS, SHARES, equal_slots, require
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
-from moetool.caching.residency import Counts, Step, StepKind
+from moetool.caching.residency import Counts, Residency, Step, StepKind
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.costing.timeline import MeteredPredictor, Timeline
 from moetool.costing.timing import Timing
+from moetool.trace.events import gate_events
 from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 
 SERVED = "served"
 """Name for the policies of the server that wrote the log, each from its forward on."""
@@ -158,6 +163,7 @@ class ReplaySetup:
         devices: number of devices that share the model (`moetool.caching.devices`), with equal parts of the budget.
         changes: recorded forwards, and the policy with its pool form from there on.
         lent: recorded forwards, and the slots that are lent from there on (`moetool.caching.residency`).
+        jobs: processes of `moetool.tuning.replay_jobs`; 0: one per processor for a large replay.
         on_progress: called with the activity, the replayed tokens and the total.
     """
 
@@ -177,6 +183,7 @@ class ReplaySetup:
     devices: int = 1
     changes: Sequence[tuple[int, PolicyChoice]] = ()
     lent: Sequence[tuple[int, int]] = ()
+    jobs: int = 1
     on_progress: Callable[[str, int, int], None] = ignore_progress
 
 
@@ -220,19 +227,19 @@ def replay(
     warm = setup.warm_tokens > 0
     assert setup.profile is None or not warm
     title, total = f"replaying {numbered(len(runs), 'pool')} (tokens)", source.num_tokens()
-    for info, events, ended in source.forwards(_columns(runs)):
+    for forward in source.forwards(_columns(runs)):
+        info = forward.info
         if warm and tokens >= setup.warm_tokens:
             warm = False
             forwards = decode_tokens = 0
             for run in runs:
                 run.begin_counting()
-        for run in runs:
-            run.begin(info)
-        for event in events:
-            for run in runs:
+        apart = [run for run in runs if not run.forward(forward)]
+        for event in forward.events if apart else ():  # one by one, since runs may share a predictor
+            for run in apart:
                 run.event(event)
         for run in runs:
-            run.end(info, ended)
+            run.end(forward)
         forwards += 1
         tokens += len(info.request_T)
         setup.on_progress(title, tokens, total)
@@ -296,13 +303,13 @@ def decisions(
     """
     source = _Source(trace, setup)
     (run,) = _prepare(source, [policy], [budget_bytes], setup)
-    for info, events, ended in source.forwards(_columns([run])):
-        for step in run.begin(info):
-            yield info.forward_id, -1, step
-        for event in events:
+    for forward in source.forwards(_columns([run])):
+        for step in run.begin(forward.info):
+            yield forward.info.forward_id, -1, step
+        for event in forward.events:
             for step in run.event(event):
-                yield info.forward_id, event.layer, step
-        run.end(info, ended)
+                yield forward.info.forward_id, event.layer, step
+        run.end(forward)
 
 
 def pools_bytes(trace: Trace, pool: str = "one", pool_unit: str = "auto") -> bool:
@@ -327,6 +334,24 @@ def whole_bytes(trace: Trace, pool: str = "one", pool_unit: str = "auto") -> int
     return spec.all_experts_bytes if in_bytes else spec.total_experts * spec.slot_bytes
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """A forward to replay: its rows, and the requests that end with it."""
+
+    spec: ModelSpec
+    info: ForwardInfo
+    rows: TokenBatch
+    ended: list[int]
+
+    @cached_property
+    def events(self) -> list[GateEvent]:
+        return gate_events(self.spec, self.rows, self.info)
+
+    @cached_property
+    def experts_TS(self) -> np.ndarray:
+        return np.ascontiguousarray(self.rows.experts_TS, np.int32)
+
+
 class _Source:
     """The part of a trace to replay, in the order to replay it."""
 
@@ -348,15 +373,16 @@ class _Source:
         counts = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
         return sum(tokens for request, tokens in counts if self._requests is None or request in self._requests)
 
-    def forwards(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, list[GateEvent], list[int]]]:
-        """Yield each forward with its events and the requests that end with it, in forward order."""
+    def forwards(self, columns: Iterable[str]) -> Iterator[_Forward]:
+        """Yield the forwards in order."""
         table, late = self.trace.requests, {request for _, request in self.late_ends} | self.trace.running
         left = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
-        for info, events in self.trace.forwards(sequential=self._sequential, columns=columns, requests=self._requests):
+        trace = self.trace
+        for info, rows in trace.forward_rows(sequential=self._sequential, columns=columns, requests=self._requests):
             for request in info.request_T:
                 left[request] -= 1
             ended = [request for request in dict.fromkeys(info.request_T) if not left[request]]
-            yield info, events, [request for request in ended if request not in late]
+            yield _Forward(trace.spec, info, rows, [request for request in ended if request not in late])
 
 
 class _Run:
@@ -376,6 +402,7 @@ class _Run:
         self._budget_bytes = budget_bytes
         self._devices = len(policies)
         self._spec = policies[0].spec
+        self._size_L = np.array(self._spec.expert_bytes_L)
         self.columns = policies[0].columns
         self._digest = DecisionDigest()
         self._residency = open_pool(
@@ -409,6 +436,18 @@ class _Run:
         self._warm = self._residency.prefill + Counts(), self._residency.decode + Counts()
         self._bytes, self._host_bytes = [0, 0], [0, 0]
 
+    def forward(self, forward: _Forward) -> bool:
+        """Begin a forward, and run its events in one call if they are compiled; return whether they were."""
+        self.begin(forward.info)
+        compiled = self._residency.compiled if isinstance(self._residency, Residency) else None
+        if compiled is None or self._timeline is not None:
+            return False
+        step_S6 = compiled.forward(forward.experts_TS)
+        self._digest.add(step_S6)
+        loaded = step_S6[step_S6[:, 2] != StepKind.COMPUTE, 3] // self._spec.num_experts
+        self._bytes[self._phase] += int(self._size_L[loaded].sum())
+        return True
+
     def begin(self, info: ForwardInfo) -> list[Step]:
         self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
         while self._late_ends and self._late_ends[0][0] < info.recorded_id:
@@ -435,11 +474,11 @@ class _Run:
             self._timeline.event(event, steps)
         return steps
 
-    def end(self, info: ForwardInfo, ended: list[int]) -> None:
-        self._residency.end_forward(info)
+    def end(self, forward: _Forward) -> None:
+        self._residency.end_forward(forward.info)
         if self._timeline is not None:
-            self._timeline.end_forward(info)
-        for request in ended:
+            self._timeline.end_forward(forward.info)
+        for request in forward.ended:
             self._residency.end_request(request)
 
     def row(self, decode_tokens: int) -> ReplayRow:
@@ -614,8 +653,8 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
     if any(kind.needs_future for kind in kinds.values()):
         future = [
             [spec.expert_key(event.layer, expert) for expert in event.needed]
-            for _, events, _ in source.forwards(())
-            for event in events
+            for forward in source.forwards(())
+            for event in forward.events
         ]
 
     def run(name: str, budget: int, num_slots: int) -> _Run:

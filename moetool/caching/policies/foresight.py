@@ -9,6 +9,7 @@ import numpy as np
 from moetool.base.config import Span, require_within
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching import policy
+from moetool.caching.compiled_events import address, kernels
 from moetool.prediction.token_memory import RequestWindow, TokenMemory, compile_loops, memory_bytes
 
 NEARNESS = 0.3
@@ -86,6 +87,7 @@ class Policy(policy.Policy):
         self._rows: list[list[int]] = []  # rows of each request's tokens in the forward
         self._batch = self.memory.begin([], [])
         self._seen_layers = 0
+        self._table: memoryview | None = None  # if events are compiled: it holds the state of an event
 
     @classmethod
     def state_bytes(cls, spec: ModelSpec, options: Options) -> int:
@@ -94,6 +96,32 @@ class Policy(policy.Policy):
     @classmethod
     def uses(cls, predictor: Any = None) -> bool:
         return predictor is None or getattr(predictor, "routes", None) is not None
+
+    @property
+    def compiles(self) -> bool:
+        return type(self) is Policy
+
+    @property
+    def compiled_memory(self) -> np.ndarray:
+        return self.memory.table
+
+    def compile_into(self, table: memoryview) -> Mapping[int, Any]:
+        self._table, k = table, kernels()
+        return {
+            k.REFRESH: self.options.refresh,
+            k.PREFETCH: self.options.prefetch,
+            k.EVENT_SLOTS: self.num_slots,
+            k.VALUE_AGE: self._value_age,
+            k.VALUE_A: self._value_A,
+            k.NEAR_LL: self._near_LL,
+            k.VALUED_L: np.zeros(self._num_layers, np.uint8),
+            k.RESIDENT_A: self._resident_A,
+            k.ORDER_M: np.zeros(k.RANKED, np.int64),
+            k.KEY_E: self.memory.key_E,
+            k.UNUSED_E: self.memory.unused_E,
+            k.FLOAT_2: np.array([self.options.waste, self._limit]),
+            **self._batch_fields(),
+        }
 
     def begin_request(self, request: int) -> None:
         # Continue a finished request's window, whose experts are still resident. The lowest request number decides, not
@@ -111,6 +139,9 @@ class Policy(policy.Policy):
         self._rows = list(rows.values())
         self._batch = self.memory.begin([self._requests[request] for request in rows], self._rows)
         self._seen_layers = 0
+        if self._table is not None:
+            for at, value in self._batch_fields().items():
+                self._table[at] = value
         return ()
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
@@ -169,6 +200,8 @@ class Policy(policy.Policy):
 
     def end_forward(self, info: ForwardInfo) -> None:
         path_TP, most = self._batch.path_TP, self.options.memory
+        if self._table is not None:
+            self._seen_layers = self._table[kernels().SEEN]
         for rows, window in zip(self._rows, self._batch.windows, strict=True):
             if self._seen_layers < self._num_layers:
                 self.memory.clear(window)
@@ -189,6 +222,18 @@ class Policy(policy.Policy):
         if odd := sorted(own.keys() ^ state.keys()):
             raise ValueError(f"{odd[0]} is {'missing' if odd[0] in own else 'unknown'}")
         self.memory.restore(state)
+
+    def _batch_fields(self) -> Mapping[int, int]:
+        """Return the fields of a table that describe this forward's tokens."""
+        k, batch = kernels(), self._batch
+        rows, paths = address(batch.row_R3), address(batch.path_TP)
+        return {
+            k.REQUESTS: len(batch.row_R3),
+            k.ROWS: len(batch.path_TP),
+            k.ROW_R3: rows,
+            k.PATH_TP: paths,
+            k.SEEN: 0,
+        }
 
     def _looks_ahead(self) -> bool:
         return self.options.prefetch and not self._crowded and self._layer + 1 < self._num_layers

@@ -1,6 +1,6 @@
 """LFRU: evicts the expert with the fewest uses per time since its last use."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from moetool.base.types import GateEvent, ModelSpec
 from moetool.caching import policy
+from moetool.caching.compiled_events import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,13 @@ class Policy(policy.Policy):
         self._uses_A = np.zeros(size, np.int64)  # 0: not resident
         self._last_A = np.zeros(size, np.int64)
         self._clock = 0
+
+    @property
+    def compiles(self) -> bool:
+        return type(self) is Policy
+
+    def compile_into(self, table: memoryview) -> Mapping[int, Any]:
+        return {kernels().KIND: kernels().LFRU}
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         for key in hits:

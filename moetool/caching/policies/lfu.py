@@ -9,6 +9,7 @@ import numpy as np
 
 from moetool.base.types import GateEvent, ModelSpec
 from moetool.caching import policy
+from moetool.caching.compiled_events import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,24 @@ class Policy(policy.Policy):
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         self._uses: dict[int, tuple[int, int]] = {}  # key -> (uses, time of the last one)
+        self._compiled_2A: np.ndarray | None = None  # the same by key, if events are compiled
         self._resident: set[int] = set()
         # Entries may be stale. Uses only grow, so a stale entry is too near the top and is corrected when it gets
         # there; a use needs no heap operation.
         self._heap: list[tuple[int, int, int]] = []  # (uses, time, key), at least one entry per resident
         self._time = 0
+
+    @property
+    def compiles(self) -> bool:
+        return type(self) is Policy
+
+    def compile_into(self, table: memoryview) -> Mapping[int, Any]:
+        k, num = kernels(), self.spec.num_layers * self.spec.num_experts
+        self._compiled_2A = np.zeros((2, num), np.int64)
+        for key, use in self._uses.items():
+            self._compiled_2A[:, key] = use
+        kind = k.FORGETFUL_LFU if self.options.forget else k.LFU
+        return {k.KIND: kind, k.USES: self._time, k.USES_A: self._compiled_2A[0], k.USED_A: self._compiled_2A[1]}
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         for key in hits:
@@ -76,11 +90,18 @@ class Policy(policy.Policy):
         self._time += 1
         self._uses[key] = (self._uses.get(key, (0, 0))[0] + 1, self._time)
 
+    def _known_uses(self) -> dict[int, tuple[int, int]]:
+        if self._compiled_2A is None:
+            return self._uses
+        keys = np.flatnonzero(self._compiled_2A[0])
+        uses, times = self._compiled_2A[:, keys].tolist()
+        return dict(zip(keys.tolist(), zip(uses, times, strict=True), strict=True))
+
     def expected_use(self) -> Mapping[int, float]:
-        return {key: float(uses) for key, (uses, _) in self._uses.items()}
+        return {key: float(uses) for key, (uses, _) in self._known_uses().items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        rows = [(key, *use) for key, use in sorted(self._uses.items())]
+        rows = [(key, *use) for key, use in sorted(self._known_uses().items())]
         return {"uses_N3": np.array(rows, np.int64).reshape(-1, 3)}  # key, uses, time of the last one
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:

@@ -1,12 +1,13 @@
 """LRU: evicts the least recently used expert."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moetool.base.types import GateEvent, ModelSpec
 from moetool.caching import policy
+from moetool.caching.compiled_events import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,13 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         self._order: OrderedDict[int, int] = OrderedDict()  # residents, least recently used first, by time of use
         self._time = 0
+
+    @property
+    def compiles(self) -> bool:
+        return type(self) is Policy
+
+    def compile_into(self, table: memoryview) -> Mapping[int, Any]:
+        return {kernels().KIND: kernels().LRU}
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         for key in hits:

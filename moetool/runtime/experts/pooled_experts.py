@@ -78,12 +78,13 @@ class PooledExperts:
 
     def begin_forward(self, num_tokens: int) -> None:
         """Determine whether every expert has a slot and can be computed there."""
-        spec, slot_of = self._residency.policy.spec, self._residency.slot_of
+        spec = self._residency.policy.spec
         few = num_tokens * self._most_chosen <= FEW_ROWS
         suffices = all(parts or (few and packed) for parts, packed in zip(self._parts_L, self._packed_L, strict=True))
-        self.complete = suffices and len(slot_of) == spec.total_experts
+        self.complete = suffices and self._residency.num_residents == spec.total_experts
         if not self.complete or self._checked:
             return
+        slot_of = self._residency.slot_of
         self.complete = self._checked = all(self.store.holds(key, slot) for key, slot in slot_of.items())
         if self.complete:
             for layer, form in enumerate(self._forms):

@@ -58,7 +58,8 @@ def test_full_layers_keep_to_their_own_slots() -> None:
     assert held == [4, 4, 4]
 
 
-def test_only_layers_beyond_their_slots_and_the_loading_layer_evict() -> None:
+def test_only_layers_beyond_their_slots_and_the_loading_layer_evict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Residency, "compiles", False)
     policy, slots = build_policy("foresight", SPEC, {"prefetch": False}, 12), (4, 4, 4)
     residency = Residency(policy, layer_slots=slots)
     choose, layer, checked = policy.evict_among, 0, []

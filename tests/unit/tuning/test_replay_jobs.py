@@ -1,0 +1,33 @@
+"""Replays over processes: the rows of one process, progress over all pools, and errors."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from moetool.base.errors import CapacityError, MoetoolError
+from moetool.tuning.replay import ReplaySetup, replay
+from moetool.tuning.replay_jobs import num_jobs, replay_with_jobs
+from tests.synthetic import make_spec, write_trace
+
+
+def test_processes_make_the_rows_of_one_and_count_all_tokens(tmp_path: Path) -> None:
+    trace, shown = write_trace(tmp_path / "t", make_spec(), num_requests=4), list[tuple[int, int]]()
+    setup = ReplaySetup(jobs=2, on_progress=lambda what, done, total: shown.append((done, total)))
+    policies, budgets = ["foresight", "lru", "belady", "lru"], [5000, 9000]
+    assert replay_with_jobs(trace, policies, budgets, setup) == replay(trace, policies, budgets)
+    assert shown[-1] == (trace.num_tokens * 6, trace.num_tokens * 6)  # one task per pool
+    with pytest.raises(CapacityError, match="1,999"):
+        replay_with_jobs(trace, policies, [1999], setup)
+    for process in multiprocessing.active_children():
+        process.kill()
+    with pytest.raises(MoetoolError, match="jobs"):
+        replay_with_jobs(trace, policies, budgets, setup)
+    assert replay_with_jobs(trace, policies, budgets, setup) == replay(trace, policies, budgets)
+
+
+def test_a_small_replay_needs_no_processes(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", make_spec(), num_requests=4)
+    assert num_jobs(trace, ["lru", "lfu"], [5000], ReplaySetup(jobs=0)) == 1
+    assert num_jobs(trace, ["lru", "lfu"], [5000], ReplaySetup(jobs=7)) == 2
+    assert num_jobs(trace, ["lru"], [5000], ReplaySetup(jobs=7)) == 1
