@@ -88,21 +88,26 @@ def phase_row(
     }
 
 
-def run_row(prefill: Row, decode: Row, residency: Residency) -> Row:
+def run_row(prefill: Row, decode: Row, residency: Residency, earlier: tuple[Counts, Counts] | None = None) -> Row:
     """Return the values of one run over the workload.
 
     Args:
         prefill, decode: by `phase_row`: an entry per prompt, over all its forwards; an entry per decoded token.
         residency: counts of hits and misses.
+        earlier: its counts of prefill and decode before the run (default: none).
     """
+    prefill_counts, decode_counts = (
+        counts - before
+        for counts, before in zip((residency.prefill, residency.decode), earlier or (Counts(), Counts()), strict=True)
+    )
     seconds = (*prefill["seconds"], *decode["seconds"])  # the first token of each request comes from its prompt
     return {
         "prefill": prefill,
         "decode": decode,
         "tokens_s": len(seconds) / sum(seconds),
-        "prefill_counts": residency.prefill.to_json(),
-        "decode_counts": residency.decode.to_json(),
-        "hit_rate": residency.decode.hit_rate,
+        "prefill_counts": prefill_counts.to_json(),
+        "decode_counts": decode_counts.to_json(),
+        "hit_rate": decode_counts.hit_rate,
     }
 
 
@@ -146,11 +151,12 @@ def run_engine(
     try:
         engine.state = "ready"  # driven forward by forward without the engine's own thread
         _announce(batcher, forced)
+        earlier = Counts(), Counts()
         if warm is not None:
             _drive(engine, workload, forced, residency)
             residency.change(policy, layer_slots)
-            residency.prefill, residency.decode = Counts(), Counts()
-        return run_row(*_drive(engine, workload, forced, residency), residency)
+            earlier = residency.prefill + Counts(), residency.decode + Counts()  # copies: a residency goes on counting
+        return run_row(*_drive(engine, workload, forced, residency), residency, earlier)
     finally:
         engine.close()
 
