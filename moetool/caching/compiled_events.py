@@ -174,6 +174,7 @@ class CompiledEvents:
         self._set_routes(experts_TS)
         assert self.memory is None or len(experts_TS) == fields[k.ROWS], "a forward has its own tokens"
         fields[k.TOKENS], fields[k.STRIDE] = experts_TS.shape
+        fields[k.WIDTH] = fields[k.STRIDE]  # read if there is one layer
         fields[k.LAYER], fields[k.STOP] = 0, fields[k.LAYERS]
         return self.step_S6[: k.run(self.table, self.memory)]
 

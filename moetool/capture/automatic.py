@@ -121,6 +121,7 @@ def choose(
     if memory.device_memory_bytes is not None:
         limit = min(limit, memory.device_memory_bytes)
         beside = (machine.limit_bytes - limit) // 2
+    chosen_before = composition is not None
     if composition is None:
         composition = _compose(checkpoint, model, (limit, beside), lengths, batch_size, memory.shards)
     wishes = Wishes(
@@ -130,7 +131,7 @@ def choose(
     )
     budget = divide_memory(checkpoint, wishes, machine)
     every = budget.slots == checkpoint.spec.total_experts
-    if not every and composition.slots == 0 and batch_size is None:
+    if not every and not chosen_before and batch_size is None:
         composition = replace(composition, slots=budget.slots)
     by_layer = not every and budget.slots >= 2 * checkpoint.spec.num_layers
     policy, pool = memory.policy or "lru", "layer" if by_layer else "one"
@@ -197,7 +198,11 @@ def _choices(
     batches = len(composition.sizes)
     together = f"{composition.most} together" + (f", {batches:,} batches" if batches > 1 else "")
     form = ", equal slots per layer" if policy[1] == "layer" else ""
-    width = "chosen by the routes" if composition.slots else "all requests of a batch"
+    width, reason = "all requests of a batch", "every expert has a slot"
+    if composition.slots:
+        width, reason = "chosen by the routes", "the fewest reads per token"
+    elif budget.slots < spec.total_experts:
+        reason = "as set" if why.get("batch_size") else "as the capture began"
     rows = [
         ("device", options.device, why["device"]),
         ("dtype", options.dtype, why["dtype"]),
@@ -207,8 +212,8 @@ def _choices(
         ("KV cache", f"{composition.kv_tokens:,} tokens", "the longest batch"),
         ("prompt tokens", f"{composition.chunk_tokens:,} per forward", "each forward reads an expert once"),
         ("prompts", together, "in their order; a batch is kept when it ends"),
-        ("decode width", width, "the fewest reads per token" if composition.slots else "every expert has a slot"),
-        ("policy", policy[0] + form, "every expert has a slot" if not form else "survives cyclic scans"),
+        ("decode width", width, reason),
+        ("policy", policy[0] + form, why.get("policy") or ("survives cyclic scans" if form else "the default")),
     ]
     reads = most_reads(spec, composition, lengths, budget.slots)
     rows.append(("reads", f"at most {count(reads * spec.slot_bytes, 'B')}", "if tokens chose experts independently"))

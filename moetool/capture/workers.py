@@ -56,7 +56,8 @@ def capture_with_workers(
         missing = [] if stage.finished() else stage.missing()
         shares = [share for i in range(workers) if (share := missing[i::workers])]
         context = multiprocessing.get_context("spawn")
-        child = RunSetup(memory=setup.memory, open_model=setup.open_model, overwrite=True, resume=True)
+        memory = replace(setup.memory, composition=plan.composition)
+        child = RunSetup(memory=memory, open_model=setup.open_model, overwrite=True, resume=True)
         processes = [
             context.Process(target=_child, args=(i, model, prompts, out, options, share, child), daemon=True)
             for i, share in enumerate(shares[1:], start=1)

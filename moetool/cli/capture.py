@@ -121,6 +121,8 @@ def capture(
     if gathered.duplicates:
         tables.narrate(f"moetool: prompts left out, because they repeat others: {gathered.duplicates:,}")
     if server is not None:
+        if max_new_tokens == 0:
+            raise UsageError("--max-new-tokens 0 is not possible with --server, whose answers have at least one token")
         _from_server(
             server, server_key, model, texts, out, max_new_tokens or prompts.NEW_TOKENS, batch_size or 1, overwrite
         )

@@ -16,6 +16,7 @@ from moetool.costing.estimates import ModelTraffic, TokenEstimate, prompt_second
 from moetool.measuring.fit_machine import SYSTEM_BYTES, FitMachine, FitOptions, fit_machine, size
 from moetool.measuring.machine_rates import Fact
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.files.location import shape_names
 from moetool.models.loading import parse_dtype
 from moetool.runtime.automatic import on_this_machine
 from moetool.runtime.budget import (
@@ -239,7 +240,7 @@ def fit(model: str | Checkpoint, options: FitOptions | None = None) -> Fit:
         sizes=sizes,
         worth=_worth(sizes, estimator.memory_bytes(budget), 0.0 if token is None else 1 / token.seconds),
         forms=tuple(estimator.forms()),
-        command=f"moetool serve {checkpoint.name}{machine.flags}",
+        command=f"moetool serve {'MODEL' if checkpoint.name in shape_names() else checkpoint.name}{machine.flags}",
         facts=(*machine.facts, *estimator.facts()),
     )
 

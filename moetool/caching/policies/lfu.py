@@ -33,6 +33,7 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         self._uses: dict[int, tuple[int, int]] = {}  # key -> (uses, time of the last one)
         self._compiled_2A: np.ndarray | None = None  # the same by key, if events are compiled
+        self._table = memoryview(b"")
         self._resident: set[int] = set()
         # Entries may be stale. Uses only grow, so a stale entry is too near the top and is corrected when it gets
         # there; a use needs no heap operation.
@@ -45,11 +46,16 @@ class Policy(policy.Policy):
 
     def compile_into(self, table: memoryview) -> Mapping[int, Any]:
         k, num = kernels(), self.spec.num_layers * self.spec.num_experts
-        self._compiled_2A = np.zeros((2, num), np.int64)
-        for key, use in self._uses.items():
-            self._compiled_2A[:, key] = use
+        self._table, self._compiled_2A = table, np.zeros((2, num), np.int64)
+        self._fill_compiled()
         kind = k.FORGETFUL_LFU if self.options.forget else k.LFU
         return {k.KIND: kind, k.USES: self._time, k.USES_A: self._compiled_2A[0], k.USED_A: self._compiled_2A[1]}
+
+    def _fill_compiled(self) -> None:
+        assert self._compiled_2A is not None
+        self._compiled_2A[:] = 0
+        for key, use in self._uses.items():
+            self._compiled_2A[:, key] = use
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         for key in hits:
@@ -110,3 +116,6 @@ class Policy(policy.Policy):
             raise ValueError(f"uses_N3 has shape {rows.shape}")
         self._uses = {key: (uses, time) for key, uses, time in rows.tolist()}
         self._time = int(rows[:, 2].max(initial=0))
+        if self._compiled_2A is not None:
+            self._fill_compiled()
+            self._table[kernels().USES] = self._time

@@ -30,7 +30,14 @@ from moetool.runtime.experts.device_stores import Store
 from moetool.runtime.experts.event_window import EventWindow
 from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows, RowsByExpert, weighted_sum
 from moetool.runtime.experts.host_compute import HostCompute
-from moetool.runtime.experts.machines import ExpertMachine, ExpertPool, ProgramMachine, RowMachine, StepEvent
+from moetool.runtime.experts.machines import (
+    ExpertMachine,
+    ExpertPool,
+    ProgramMachine,
+    RowMachine,
+    StepEvent,
+    keeps_experts,
+)
 from moetool.runtime.experts.pooled_experts import PooledExperts, PoolMachine
 from moetool.runtime.experts.resident_forward import PooledResidentForward
 from moetool.runtime.experts.signals import Signals, request_means
@@ -294,8 +301,9 @@ class ExpertRuntime:
             given.index_TK.copy_(index_TK)
             given.weights_TK.copy_(weights_TK)
         places_of = _places_of(event)
-        machine = ProgramMachine(self._pool, layer, self._tables, places_of, given)
-        run(self._program(layer, event), machine)
+        program = self._program(layer, event)
+        machine = ProgramMachine(self._pool, layer, self._tables, places_of, given, defers=keeps_experts(program))
+        run(program, machine)
         machine.finish()
         return not machine.computed
 

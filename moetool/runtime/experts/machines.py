@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from moetool.caching.residency import Step
+from moetool.caching.residency import Step, StepKind
 from moetool.models.experts.expert_form import Share
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.runtime.experts.device_stores import Store
@@ -212,22 +212,42 @@ class StepEvent:
     compute_located: Callable[[], None]
 
 
+def keeps_experts(steps: Sequence[Step]) -> bool:
+    """Whether all experts that a program computes are still in their slots after it."""
+    computed: set[int] = set()
+    for step in steps:
+        if step.kind is StepKind.COMPUTE:
+            computed.add(step.slot)
+        elif step.kind is not StepKind.HOST and step.slot in computed:
+            return False
+    return True
+
+
 class ProgramMachine(StoreMachine):
     """Locates experts for the calls of a recorded step, which compute them (`moetool.runtime.steps`).
 
     Args:
         tables: receive the addresses.
         rows_of: positions in [T * K] of each needed expert.
+        defers: whether experts may be computed after the program (`keeps_experts`).
 
     Attributes:
         computed: whether experts have been computed; if not, all are located.
     """
 
     def __init__(
-        self, pool: ExpertPool, layer: MoeLayer, tables: SlotTables, rows_of: Mapping[int, list[int]], event: StepEvent
+        self,
+        pool: ExpertPool,
+        layer: MoeLayer,
+        tables: SlotTables,
+        rows_of: Mapping[int, list[int]],
+        event: StepEvent,
+        *,
+        defers: bool,
     ) -> None:
         super().__init__(pool, layer, rows_of)
         self._layer, self._tables, self._positions_of, self._event = layer, tables, rows_of, event
+        self._defers = defers
         self._together = self._store.files.slot_bytes <= _WAITED_BYTES
         self.computed = False
 
@@ -242,7 +262,7 @@ class ProgramMachine(StoreMachine):
         for step, expert in zip(group, experts, strict=True):
             self._store.ready(step.key, step.slot)
             self._tables.place(self._layer, expert, step.slot)
-        if len(group) < len(self._positions_of):
+        if not self._defers or len(group) < len(self._positions_of):
             self.computed = True
             with self._tables.only(self._layer, experts):
                 self._event.compute_located()

@@ -93,9 +93,10 @@ def test_every_decision_is_that_of_python(name: str, seed: int, monkeypatch: pyt
     assert made == decisions(name, seed, monkeypatch, compiled=False)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", ["lru", "lfu", "lfru", "foresight"])
-def test_all_layers_in_one_call_take_the_decisions_of_single_events(name: str) -> None:
-    spec = make_spec(layers=3, experts=16, top_k=3)
+def test_all_layers_in_one_call_take_the_decisions_of_single_events(name: str, layers: int) -> None:
+    spec = make_spec(layers=layers, experts=16, top_k=3)
     one, alone = DecisionDigest(), DecisionDigest()
     stream = list(random_stream(spec, num_requests=3, prompt_tokens=5, new_tokens=30, seed=2))
     together, apart = Residency(build_policy(name, spec, {}, 14)), Residency(build_policy(name, spec, {}, 14), alone)
@@ -107,6 +108,23 @@ def test_all_layers_in_one_call_take_the_decisions_of_single_events(name: str) -
         run_forwards(apart, [(info, events)])
     assert one.hexdigest() == alone.hexdigest()
     assert together.counts == apart.counts and apart.counts.missed > 0
+
+
+@pytest.mark.parametrize("name", ["lfu", "foresight"])
+def test_a_compiled_policy_goes_on_from_a_kept_state(name: str) -> None:
+    spec = make_spec(layers=2, experts=16, top_k=2)
+    stream = list(random_stream(spec, num_requests=2, prompt_tokens=4, new_tokens=12, seed=3))
+    earlier = Residency(build_policy(name, spec, {}, 8))
+    run_forwards(earlier, stream)
+    state, expected = earlier.policy.state(), earlier.policy.expected_use()
+    later = Residency(build_policy(name, spec, {}, 8))
+    assert later.compiled is not None
+    later.policy.restore(state)
+    assert {what: array.tolist() for what, array in later.policy.state().items()} == {
+        what: array.tolist() for what, array in state.items()
+    }
+    if name == "lfu":
+        assert later.policy.expected_use() == expected and expected
 
 
 class Changed(lru.Policy):

@@ -49,7 +49,7 @@ def test_a_shape_on_a_laptop(qwen: Checkpoint) -> None:
     assert found.token.limit == "disk"
     assert found.tokens_s_range[0] <= found.tokens_s <= found.tokens_s_range[1]
     assert found.tokens_s == pytest.approx(1 / found.token.seconds)
-    assert found.command == "moetool serve qwen3-30b-a3b"
+    assert found.command == "moetool serve MODEL"
     assert json.loads(json.dumps(found.to_json()))["memory_bytes"]["dense weights"] == found.budget.dense_bytes
     assert {fact[0] for fact in found.facts} >= {"memory bandwidth", "disk", "misses", "sizes"}
 
@@ -97,7 +97,7 @@ def test_a_gpu_that_is_not_here_is_assumed(qwen: Checkpoint) -> None:
     found = fit(qwen, FitOptions(gpu_bytes=24 * GB, disk_bytes_s=3e9, host_bytes=32 * GB))
     assert found.has_gpu
     assert any("assumed" in origin for what, _, origin in found.facts if what == "memory bandwidth")
-    assert found.command == "moetool serve qwen3-30b-a3b --device cuda --host-memory 32GB"
+    assert found.command == "moetool serve MODEL --device cuda --host-memory 32GB"
 
 
 def test_a_gguf_header_gives_exact_sizes(tmp_path: Path) -> None:
