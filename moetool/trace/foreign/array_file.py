@@ -87,6 +87,8 @@ def find(pack: Mapping[str, Any], names: str) -> str | None:
 def by_layer(path: Path, pack: Mapping[str, Any], names: str, kinds: str) -> LayerArrays | None:
     """Return the arrays of all layers under one of these names, or of a file with one entry; None without.
 
+    One entry of another name must have three or four dimensions: any table of numbers has two.
+
     Args:
         kinds: accepted NumPy kinds, such as `iu`.
 
@@ -94,6 +96,7 @@ def by_layer(path: Path, pack: Mapping[str, Any], names: str, kinds: str) -> Lay
         MismatchError: the layers' arrays differ in shape.
     """
     entry = find(pack, names)
+    named_so = entry is not None
     if entry is None and len(arrays := [name for name, value in pack.items() if _kind(value)]) == 1:
         entry = arrays[0] if not re.search("logical|physical", arrays[0]) else None
     layers: tuple[int, ...] | None = None
@@ -108,6 +111,8 @@ def by_layer(path: Path, pack: Mapping[str, Any], names: str, kinds: str) -> Lay
     if isinstance(value, list):
         value = _stacked(path, entry, value)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or value.ndim < 2 or not value.size:
+        return None
+    if not named_so and value.ndim not in (3, 4):
         return None
     return LayerArrays(values=value, layers=layers, entry=entry)
 

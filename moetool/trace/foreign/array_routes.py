@@ -80,8 +80,10 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
     experts_BTLK = experts_BTLK[:, :, keep_L]
     blank_BT = (experts_BTLK == -1).all(axis=(2, 3))
     present = find(pack, _PRESENT)
+    begin_B = np.zeros(batch, int)  # of the prompt, after the padding at its left
     if present is not None:
-        blank_BT = blank_BT | ~_beside(path, present, pack[present], batch, length).astype(bool)
+        present_BT = _beside(path, present, pack[present], batch, length).astype(bool)
+        blank_BT, begin_B = blank_BT | ~present_BT, present_BT.argmax(axis=1)
     if blank_BT.any():
         notes = [*notes, f"{int(blank_BT.sum()):,} tokens without experts (blank or padding) left out"]
     top_k = experts_BTLK.shape[3]
@@ -114,7 +116,7 @@ def routes(path: Path, pack: Mapping[str, Any], arrays: ArrayRoutes, facts: Mode
         sequences.append(
             RouteSequence(
                 name=str(b),
-                prompt_tokens=None if prompts_B is None else int(keep_T[: prompts_B[b]].sum()),
+                prompt_tokens=None if prompts_B is None else int(keep_T[begin_B[b] :][: prompts_B[b]].sum()),
                 experts_TS=experts_TS.astype(np.uint16),
                 weights_TS=parts[0],
                 logits_TF=parts[1],

@@ -1,10 +1,10 @@
 """Experts of each token as an array: `.npy`, `.npz`, `.safetensors` or `.pt` of whole numbers [T, L, K] or
 [B, T, L, K].
 
-The entry is `routed_experts`, `topk_ids`, `selected_experts` or similar, or the only one of its file. A list of arrays
-or an entry for each layer (`layer_3`) hold [T, K] or [B, T, K] each. A mask of bools [T, L, E] is read too. -1 marks
-blanks: layers and tokens without experts, which are left out. Beside it: weights (`topk_weights`), `input_ids`,
-`attention_mask` and `prompt_lengths`.
+The entry is `routed_experts`, `topk_ids`, `selected_experts` or similar (then also [T, K] of one layer), or the only
+one of its file. A list of arrays or an entry for each layer (`layer_3`) hold [T, K] or [B, T, K] each. A mask of bools
+[T, L, E] is read too. -1 marks blanks: layers and tokens without experts, which are left out. Beside it: weights
+(`topk_weights`), `input_ids`, `attention_mask` and `prompt_lengths`.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     pack = array_file.load(path)
     found = array_file.by_layer(path, pack, _IDS, "iub")
     if found is None:
-        raise MismatchError(f"{path} has no array of expert numbers, expected {_IDS.split()[0]} or one array")
+        raise MismatchError(f"{path} has no array of expert numbers, expected {_IDS.split()[0]} or one array [T, L, K]")
     values, layers, notes = batched(path, found.values, found.layers, facts)
     num_experts = None
     if values.dtype.kind == "b":

@@ -5,7 +5,7 @@ The entry is `router_logits`, `gate_logits`, `router_probs` or similar, or the o
 as transformers returns with `output_router_logits`, or an entry for each layer (`layer_3`) hold [T, E] or [B, T, E].
 The experts are the `top_k` highest (`topk` in the file, or --set top_k), the lower number first among equals. Values
 that are 0 except for as many experts of every token are the weights of the chosen ones. Rows that add up to 1 are
-probabilities; the trace holds their logarithms.
+probabilities; the trace holds their logarithms. Rows of zeros are padding, or of layers without experts: left out.
 """
 
 from pathlib import Path
@@ -41,7 +41,9 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     pack = array_file.load(path)
     found = array_file.by_layer(path, pack, _LOGITS, "f")
     if found is None:
-        raise MismatchError(f"{path} has no array of router logits, expected {_LOGITS.split()[0]} or one array")
+        raise MismatchError(
+            f"{path} has no array of router logits, expected {_LOGITS.split()[0]} or one array [T, L, E]"
+        )
     values, layers, notes = batched(path, found.values, found.layers, facts)
     arrays, more = chosen(path, values.astype(np.float32), layers, _top_k(pack), facts)
     return routes(path, pack, arrays, facts, [*notes, *more])
@@ -76,8 +78,10 @@ def chosen(
     if top_k > num_experts:
         raise MismatchError(f"{path} has {num_experts} logits per layer, expected at least top_k {top_k}")
     experts, highest = _top(values_BTLE, top_k)
+    blank_BTL = used_BTL == 0
+    experts[blank_BTL] = -1
     notes = [f"the experts of a token are the {top_k} with the highest logits"]
-    if values_BTLE.min() >= 0 and np.abs(values_BTLE.sum(axis=3) - 1).max() < 0.02:
+    if values_BTLE.min() >= 0 and np.abs(values_BTLE.sum(axis=3) - 1)[~blank_BTL].max(initial=0) < 0.02:
         with np.errstate(divide="ignore"):
             logits = np.log(values_BTLE)
         notes.append("the file holds probabilities; the logits are their logarithms")

@@ -121,3 +121,35 @@ def test_half_a_file_is_refused_in_one_line(tmp_path: Path, form: str) -> None:
     with pytest.raises(MoetoolError, match=file.name) as refusal:
         import_trace([file], "expert_arrays", tmp_path / "t")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["f.npy", "f.npz", "f.pt"])
+def test_a_table_of_numbers_is_no_routes(tmp_path: Path, name: str) -> None:
+    """Counts [L, E] and token ids [B, T] are whole numbers too."""
+    counts = np.random.default_rng(0).integers(0, 5000, (5, 8))
+    saves: dict[str, Any] = {"f.npy": np.save, "f.npz": lambda path, made: np.savez(path, counts=made)}
+    saves.get(name, lambda path, made: torch.save(torch.from_numpy(made), path))(tmp_path / name, counts)
+    for format in (None, "expert_arrays"):
+        with pytest.raises(MoetoolError, match=name):
+            import_trace([tmp_path / name], format, tmp_path / "t")
+
+
+def test_a_table_with_the_name_of_experts_is_one_layer(tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", topk_ids=A[:, 0])
+    import_trace([tmp_path / "f.npz"], None, tmp_path / "t", settings={"num_experts": EXPERTS})
+    (rows,) = rows_of(tmp_path / "t")
+    assert (rows.experts_TS == A[:, 0]).all()
+
+
+def test_a_prompt_begins_after_the_padding_at_its_left(tmp_path: Path) -> None:
+    experts = np.zeros((2, 10, 3, 2), np.int64)
+    experts[..., 1] = 1
+    experts[0, 3:], experts[1, :4] = A, ROUTES["b"]
+    mask = np.zeros((2, 10), np.int64)
+    mask[0, 3:], mask[1, :4] = 1, 1
+    np.savez(tmp_path / "f.npz", routed_experts=experts, attention_mask=mask, prompt_lengths=[2, 3])
+    made = import_trace([tmp_path / "f.npz"], None, tmp_path / "t", settings={"num_experts": EXPERTS})
+    assert not any("prompt not recorded" in note for note in made.notes)
+    for name, prompt, rows in zip("ab", (2, 3), rows_of(tmp_path / "t"), strict=True):
+        assert (rows.experts_TS.reshape(ROUTES[name].shape) == ROUTES[name]).all()
+        assert (rows.phase_T == 0).tolist() == [i < prompt for i in range(TOKENS[name])]

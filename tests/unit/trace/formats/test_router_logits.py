@@ -90,3 +90,23 @@ def test_values_that_no_trace_can_hold_are_refused(tmp_path: Path, wrong: float)
     with pytest.raises(MoetoolError, match=r"f\.npy") as refusal:
         import_trace([tmp_path / "f.npy"], None, tmp_path / "t", settings={"top_k": 2})
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["logits", "probabilities"])
+def test_rows_of_zeros_are_padding(tmp_path: Path, kind: str) -> None:
+    values = LOGITS
+    if kind == "probabilities":
+        values = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=2, keepdims=True)
+    padded = np.zeros((2, 8, 4, 8), np.float32)  # layer 0 without experts
+    padded[0, 2:, 1:], padded[1, :4, 1:] = values, values[:4]
+    np.savez(tmp_path / "f.npz", router_logits=padded, topk=2)
+    made = import_trace([tmp_path / "f.npz"], None, tmp_path / "t")
+    assert any(note.startswith("6 tokens") for note in made.notes)
+    trace = Trace(tmp_path / "t")
+    assert trace.spec.layer_ids_L == (1, 2, 3)
+    assert ("weights" in trace.columns) == (kind == "probabilities")
+    for length, rows in zip((6, 4), trace.whole_requests(["logits"]), strict=True):
+        assert (rows.experts_TS.reshape(length, 3, 2) == top(LOGITS, 2)[:length]).all()
+        expected = LOGITS[:length] if kind == "logits" else np.log(values[:length])
+        assert rows.logits_TF is not None
+        assert np.allclose(rows.logits_TF.reshape(length, 3, 8), expected, atol=5e-3)
