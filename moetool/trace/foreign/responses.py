@@ -163,13 +163,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One answer: its routes and model, the position of the first row, and the rows left out as reused or blank."""
+    """One answer: its routes and model, the position of the first row, and the rows left out as reused or blank.
+
+    Attributes:
+        notes: on facts of the model that the file does not tell.
+    """
 
     sequence: RouteSequence
     spec: ModelSpec
     start: int
     reused: int
     blank: int
+    notes: list[str]
 
 
 def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, answer: Answer) -> Found:
@@ -184,7 +189,7 @@ def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, 
     """
     num_rows, num_hidden, top_k = experts_THK.shape
     layers = facts.layers_of(where, num_hidden)
-    num_experts, _ = facts.num_experts_or(experts_THK)
+    num_experts, notes = facts.num_experts_or(experts_THK)
     spec = facts.spec_of(where, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
     start, prompt_tokens = 0, answer.prompt_tokens
     if prompt_tokens is not None:
@@ -226,13 +231,14 @@ def sequence(where: str, name: str, experts_THK: np.ndarray, facts: ModelFacts, 
         start=start,
         reused=int(reused_T.sum()),
         blank=int((blank_T & ~reused_T).sum()),
+        notes=notes,
     )
 
 
 def routes(path: Path, found: list[Found]) -> Routes:
     """Return all answers of a file."""
-    spec = max((one.spec for one in found), key=lambda spec: spec.num_experts)
-    notes = list(NOTES)
+    widest = max(found, key=lambda one: one.spec.num_experts)
+    notes = [*NOTES, *widest.notes]
     if any(one.start for one in found):
         notes.append("some prompts were recorded from a later position: their earlier tokens are missing")
     if any(one.sequence.prompt_tokens is None for one in found):
@@ -244,7 +250,7 @@ def routes(path: Path, found: list[Found]) -> Routes:
         )
     if blank := sum(one.blank for one in found):
         notes.append(f"{blank:,} tokens without experts (blank rows) left out")
-    return Routes(spec=spec, task=path.stem, sequences=[one.sequence for one in found], notes=notes)
+    return Routes(spec=widest.spec, task=path.stem, sequences=[one.sequence for one in found], notes=notes)
 
 
 def write_responses(

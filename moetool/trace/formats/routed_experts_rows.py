@@ -4,6 +4,7 @@
 and top-k given). It has a row for every layer of the model and for each token but the last, which is never forwarded;
 or for all tokens. Blank rows (null, [] or -1) are left out. Optional beside it: `prompt_ids` or `prompt_length`,
 `response_ids` or `response_length`, or `input_ids` of both, and `id`, `task`, in the names that trainers use.
+`token_ids` are of the answer, or of both if there are as many as rows (or one more), or as both lengths add up to.
 """
 
 from pathlib import Path
@@ -50,6 +51,10 @@ def _read(where: str, i: int, row: dict[str, Any], facts: ModelFacts) -> respons
     prompt_ids, new_ids, every = (_ids(where, row, names) for names in (_PROMPT_IDS, _NEW_IDS, _ALL_IDS))
     prompt, new = (_first(where, row, names, int) for names in (_PROMPT, _NEW))
     prompt = len(prompt_ids) if prompt_ids is not None else prompt
+    if every is None and prompt is not None and new_ids is not None and new_ids == row.get("token_ids"):
+        both = len(new_ids) == prompt + new if new is not None else 0 <= len(new_ids) - len(experts_THK) <= 1
+        if both and len(new_ids) >= prompt and new_ids[:prompt] == (prompt_ids or new_ids[:prompt]):
+            every, prompt_ids, new_ids, new = new_ids, new_ids[:prompt], new_ids[prompt:], len(new_ids) - prompt
     new = len(new_ids) if new_ids is not None else new
     if prompt_ids is not None and new_ids is not None:
         every = prompt_ids + new_ids

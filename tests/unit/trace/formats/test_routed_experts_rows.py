@@ -49,6 +49,40 @@ def test_rollouts_of_every_encoding(tmp_path: Path, form: str, last: bool) -> No
         assert (rows.phase_T == 0).sum() == PROMPT[name]
 
 
+def test_the_number_of_experts_is_the_highest_and_a_note_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl"
+    file.write_text("".join(json.dumps({"routed_experts": hidden_rows(name).tolist()}) + "\n" for name in "ab"))
+    made = import_trace([file], None, tmp_path / "t", settings={"first_k_dense": 1})
+    most = max(int(rows.max()) for rows in ROUTES.values()) + 1
+    assert Trace(tmp_path / "t").spec.num_experts == most
+    assert [note for note in made.notes if "highest number" in note] == [
+        f"{most} experts per layer, from the highest number in the file; --set num_experts tells more"
+    ]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_token_ids_of_the_whole_text_begin_with_the_prompt(tmp_path: Path, last: bool, counted: bool) -> None:
+    rows = hidden_rows("a").tolist() + [[[0, 0]] * 4] * last
+    held = {"routed_experts": rows, "prompt_length": PROMPT["a"], "token_ids": [*IDS["a"], 99]}
+    if counted:
+        held["response_length"] = len(IDS["a"]) + 1 - PROMPT["a"]
+    (tmp_path / "f.json").write_text(json.dumps(held))
+    import_trace([tmp_path / "f.json"], None, tmp_path / "t", settings=HEADLESS)
+    (found,) = rows_of(tmp_path / "t")
+    assert found.token_id_T.tolist() == IDS["a"] and found.position_T.tolist() == list(range(TOKENS["a"]))
+    assert (found.phase_T == 0).sum() == PROMPT["a"]
+
+
+def test_token_ids_of_the_answer_follow_the_prompt(tmp_path: Path) -> None:
+    new = [*IDS["a"][PROMPT["a"] :], 99]
+    held = {"routed_experts": hidden_rows("a").tolist(), "prompt_length": PROMPT["a"], "token_ids": new}
+    (tmp_path / "f.json").write_text(json.dumps(held))
+    import_trace([tmp_path / "f.json"], None, tmp_path / "t", settings=HEADLESS)
+    (found,) = rows_of(tmp_path / "t")
+    assert (found.phase_T == 0).sum() == PROMPT["a"] and len(found) == TOKENS["a"]
+
+
 def test_blank_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     rows: list[Any] = hidden_rows("a").tolist()
     rows[0], rows[2], rows[4] = None, [], [[-1, -1]] * 4
