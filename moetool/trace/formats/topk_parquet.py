@@ -1,8 +1,8 @@
 """Routes in Parquet, one row per token: `sequence`, `position`, `expert_ids` and `weights`, the last two [layer, k]
 flat.
 
-The schema metadata holds `model`, `moe_layers` (such as "1..26"), `num_experts`, `top_k`, `layout` and `task`; for a
-model unknown to this module also `expert_bytes`. Source: the routes that DeepSeek published with ESFT
+The schema metadata holds `model`, `moe_layers` (such as "1..26"), `num_experts`, `top_k`, `layout` and `task`, and
+perhaps `expert_bytes`. Source: the routes that DeepSeek published with ESFT
 (github.com/deepseek-ai/ESFT, results/expert_scores). The file does not separate the prompt from new tokens, unless its
 metadata say `positions` from the first generated token: then it holds new tokens only, and no prompt.
 """
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.base.errors import MismatchError, first_line
-from moetool.base.types import ModelSpec
+from moetool.base.types import UNKNOWN_BYTES, ModelSpec
 from moetool.trace.foreign.file_sample import FileSample
 from moetool.trace.foreign.model_facts import ModelFacts, require_even, spec_from_routes
 from moetool.trace.foreign.routes import Routes, RouteSequence, check, one_task, renormalized, whole_requests
@@ -48,7 +48,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
             f"{path} is not a complete Parquet file ({first_line(error)}); download it again"
         ) from error
     header = _header(path, table.schema.metadata or {})
-    spec = facts.adopt(path, _spec(path, header))
+    spec = facts.adopt(path, _spec(path, header, facts))
     columns = _columns(path, table, sum(spec.top_k_L))
     check(path, spec, columns["expert_ids"], columns["weights"])
     sums_TL = columns["weights"].astype(np.float32).reshape(len(table), spec.num_layers, -1).sum(axis=2)
@@ -61,7 +61,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         else "teacher-forced: the file does not separate the prompt from new tokens",
         f"{task}: the top-k weights of a layer add up to {sums_TL.mean():.2f} on average",
     ]
-    if "expert_bytes" not in header:
+    if "expert_bytes" not in header and header["model"] in _MODELS and facts.known("expert_bytes") is None:
         notes.append("bytes of an expert and hidden size are those of the model's published config, in bfloat16")
     return Routes(
         spec=renormalized(spec, facts, columns["weights"]),
@@ -140,7 +140,7 @@ def _header(path: Path, metadata: dict[bytes, bytes]) -> dict[str, str]:
     return header
 
 
-def _spec(path: Path, header: dict[str, str]) -> ModelSpec:
+def _spec(path: Path, header: dict[str, str], facts: ModelFacts) -> ModelSpec:
     model = header["model"]
     known = _MODELS.get(model, {})
     span = re.match(r"\s*(\d+)\s*\.\.\s*(\d+)", header["moe_layers"])
@@ -150,22 +150,18 @@ def _spec(path: Path, header: dict[str, str]) -> ModelSpec:
     num_experts, top_k = (_number(path, header, key) for key in ("num_experts", "top_k"))
     if top_k > num_experts:
         raise MismatchError(f"{path} has top_k {top_k} of num_experts {num_experts}, expected at most {num_experts}")
-    if "expert_bytes" not in header and not known:
-        raise MismatchError(
-            f"{path} is of {model!r}, whose expert size is unknown (known: {', '.join(sorted(_MODELS))}), and "
-            f"has no expert_bytes in its schema metadata; add it there"
-        )
-    expert_bytes = _number(path, header, "expert_bytes") if "expert_bytes" in header else known["expert_bytes"]
+    told = _number(path, header, "expert_bytes") if "expert_bytes" in header else known.get("expert_bytes")
+    expert_bytes = facts.known("expert_bytes") or told or UNKNOWN_BYTES
     layers = tuple(range(first, last + 1))
-    facts = {"layers": layers, "num_experts": num_experts, "top_k": top_k, "expert_bytes": expert_bytes}
+    told_facts = {"layers": layers, "num_experts": num_experts, "top_k": top_k, "expert_bytes": expert_bytes}
     return spec_from_routes(
         model,
-        facts,
+        told_facts,
         layer_ids_L=layers,
         num_experts_L=(num_experts,) * len(layers),
         top_k_L=(top_k,) * len(layers),
         num_shared_experts=known.get("num_shared_experts", 0),
-        hidden_size=known.get("hidden_size", 0),
+        hidden_size=facts.hidden_size or known.get("hidden_size", 0),
         expert_bytes_L=(expert_bytes,) * len(layers),
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 from moetool.base import durable
 from moetool.base.errors import MismatchError, UsageError
-from moetool.base.types import Phase
+from moetool.base.types import UNKNOWN_BYTES, Phase
 from moetool.trace.foreign.importing import formats_with, import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
@@ -155,6 +155,21 @@ def test_experts_of_a_known_model_have_their_size(tmp_path: Path) -> None:
     assert Trace(tmp_path / "t").spec.slot_bytes == 17_301_504
 
 
+@pytest.mark.parametrize("model", ["lab/other", "deepseek-ai/DeepSeek-V2-Lite"])
+def test_a_given_size_of_experts_counts(tmp_path: Path, model: str) -> None:
+    file = write_parquet(tmp_path / "a.parquet", model=model, expert_bytes=None)
+    made = import_trace([file], "topk_parquet", tmp_path / "t", settings={"expert_bytes": 4096})
+    assert Trace(tmp_path / "t").spec.slot_bytes == 4096
+    assert not any("published config, in" in note or "size of an expert is unknown" in note for note in made.notes)
+
+
+def test_an_unknown_size_of_experts_is_noted(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", model="lab/other", expert_bytes=None)
+    made = import_trace([file], "topk_parquet", tmp_path / "t")
+    assert Trace(tmp_path / "t").spec.slot_bytes == UNKNOWN_BYTES
+    assert any("size of an expert is unknown" in note for note in made.notes)
+
+
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     routes, law = write_csv(tmp_path / "r.csv", HEADER + csv_rows()), write_parquet(tmp_path / "law.parquet")
     out = tmp_path / "t"
@@ -246,7 +261,7 @@ _WEIGHTS = np.full(ROUTES.shape, 0.25, np.float16)
         ({}, {"num_experts": "many"}, "num_experts 'many'"),
         ({}, {"top_k": "9"}, "top_k 9 of num_experts 8"),
         ({}, {"top_k": "3"}, "expert_ids of type .*6.* expected .*9"),
-        ({}, {"expert_bytes": None}, "whose expert size is unknown"),
+        ({}, {"expert_bytes": "few"}, "expert_bytes 'few'"),
         ({"more": pa.array(range(TOKENS))}, {}, "has the columns .*more, expected sequence"),
         ({"position": pa.array([0, 1, 3, 2, 0, 1, 2], pa.int32())}, {}, "sequence 0: position 3, expected 2"),
         ({"sequence": pa.array([0, 0, 0, 0, 1, 1, 0], pa.int32())}, {}, "row 6 begins it again"),
