@@ -45,7 +45,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         raise MismatchError(f"{path} has no numbered folders of .pt files, expected one for each layer")
     if min(layers) < 1:
         raise MismatchError(f"{path} has a layer {min(layers)}, expected Megatron's numbers from 1")
-    names = [file.name for file in next(iter(layers.values()))]
+    names = sorted({file.name for files in layers.values() for file in files})
     sequences: list[RouteSequence] = []
     made: Routes | None = None
     for name in names:

@@ -44,6 +44,10 @@ def test_layers_of_a_checkpoint_arrive(tmp_path: Path, samples: bool) -> None:
 
 def test_a_missing_or_other_file_is_named(tmp_path: Path) -> None:
     step = write(tmp_path)
+    first = (step / "2" / "b.pt").rename(tmp_path / "b.pt")
+    with pytest.raises(MoetoolError, match=r"2/b\.pt is missing"):
+        import_trace([step], None, tmp_path / "t")
+    first.rename(step / "2" / "b.pt")
     (step / "3" / "b.pt").unlink()
     with pytest.raises(MoetoolError, match=r"3/b\.pt"):
         import_trace([step], None, tmp_path / "t")
