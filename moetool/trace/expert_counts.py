@@ -55,7 +55,7 @@ class Counted:
             raise MismatchError(
                 f"a count of tokens is {counts_WLE.min()}, expected 0 or more; download the files again"
             )
-        if not len(counts_WLE):
+        if not counts_WLE.any():
             raise MismatchError("no pass has any tokens: the recorder was off; record again")
         if len(idle := np.flatnonzero(~counts_WLE.any(axis=(0, 2)))):
             layers = [layer for i, layer in enumerate(self.spec.layer_ids_L) if i not in idle]
