@@ -6,8 +6,8 @@ The composition fixes the batches in advance (`moetool.capture.composition`). Ea
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def open_plan(
     composition = stored_composition(stored_facts(out), len(read.items)) if setup.resume else None
     if options.batch_size is not None and composition is not None and composition.most != options.batch_size:
         composition = None  # the stage refuses the difference
-    open_model = setup.open_model
+    open_model, notes = setup.open_model, list[str]()
     if open_model is None:
         given = {"device": options.device, "dtype": options.dtype}
         chosen = choose(
@@ -161,28 +161,32 @@ def open_plan(
             batch_size=options.batch_size,
             composition=setup.memory.composition or composition,
         )
-        for line in aligned(chosen.choices):
-            setup.on_note(line)
+        notes += aligned(chosen.choices)
         options = replace(options, device=chosen.options.device, dtype=chosen.options.dtype)
         composition, open_model = chosen.composition, chosen.open_model
         if "resident" in options.keep and setup.memory.device_memory_bytes is None:
-            setup.on_note("every expert is in memory, because column resident needs a second forward")
+            notes.append("every expert is in memory, because column resident needs a second forward")
             composition, open_model = replace(composition, slots=0), load_full
     pooled = open_model is not load_full
     plan = plan_capture(checkpoint, read, options, pooled=pooled, composition=composition)
-    for why in plan.refused[:_MOST_REFUSED]:
-        setup.on_note(f"left out: {why}")
+    notes += [f"left out: {why}" for why in plan.refused[:_MOST_REFUSED]]
+    if (more := len(plan.refused) - _MOST_REFUSED) > 0:
+        notes.append(f"left out: {more:,} more prompts")
     _LOG.info(
         "capture of %s: %d prompts in %d batches, %d too long, %d empty, %d refused; %s",
         *(plan.spec.name, plan.num_prompts, len(plan.batches), plan.too_long, plan.empty, len(plan.refused)),
         plan.facts,
     )
-    return plan, open_model
+    return replace(plan, notes=tuple(notes)), open_model
 
 
-def enter_stage(plan: CapturePlan, out: Path, setup: RunSetup) -> AbstractContextManager[CaptureFolder]:
-    """Call `open_stage` with a run's setup."""
-    return open_stage(out, plan, resume=setup.resume, overwrite=setup.overwrite, on_note=setup.on_note)
+@contextmanager
+def enter_stage(plan: CapturePlan, out: Path, setup: RunSetup) -> Iterator[CaptureFolder]:
+    """Call `open_stage` with a run's setup; the plan's notes follow once the output is known to be writable."""
+    with open_stage(out, plan, resume=setup.resume, overwrite=setup.overwrite, on_note=setup.on_note) as stage:
+        for note in plan.notes:
+            setup.on_note(note)
+        yield stage
 
 
 def run_batches(

@@ -365,7 +365,8 @@ def memory_bytes(spec: ModelSpec, size: int, num_windows: int = 8) -> int:
     """Return the bytes of the arrays of a `TokenMemory` of `size` tokens with `num_windows` concurrent requests."""
     num = spec.num_layers * spec.num_experts
     token = num + (num + 7) // 8 + 4 * sum(spec.top_k_L) + 12
-    return size * token + num_windows * (size * (spec.num_layers + 4) + 4 * num)
+    fixed = 8 * num + _scales().nbytes
+    return fixed + size * token + num_windows * (size * (spec.num_layers + 4) + 4 * num)
 
 
 @cache

@@ -16,7 +16,7 @@ def test_capture_and_plan_as_of_the_model_that_the_file_stands_for(run: Run, ref
     path, twin = written("qwen3_moe", tmp_path, spelled=reference, vocab_size=4096)
     for file in reference.glob("tokenizer*"):
         shutil.copy(file, twin)
-    common = ("--data", "chat", "--max-prompts", 2, "--max-new-tokens", 3)
+    common = ("--data", "chat", "--max-prompts", 2, "--max-new-tokens", 3, "--dtype", "float32")
     for model, name in ((path, "trace"), (twin, "other")):
         code, _, err = run("capture", model, *common, "--out", tmp_path / name)
         assert code == 0, err

@@ -86,7 +86,7 @@ def test_two_hundred_unread_streams_let_a_new_request_of_the_same_client_through
 
 def test_unread_streams_are_cut_for_another_request_of_the_same_client() -> None:
     engine = ScriptedEngine(reply="word " * 50_000, max_running=4, max_requests=4, max_context=10**6)
-    options = ServerOptions(unread_timeout_s=0.5, send_timeout_s=600)
+    options = ServerOptions(unread_timeout_s=0.5, send_timeout_s=600, preempt_after_s=600)
     with serving(engine, options=options) as (url, _):
         socks = [_stream(url, {**GREEDY, "max_tokens": 50_000}, "one") for _ in range(4)]
         eventually(lambda: engine.num_live == 4)

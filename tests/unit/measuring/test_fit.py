@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from moetool.base.machine import resident_bytes
 from moetool.measuring.fit import Fit, fit, spoken
 from moetool.measuring.fit_machine import FitOptions
 from moetool.models.checkpoint import Checkpoint
@@ -68,7 +69,7 @@ def test_more_memory_and_a_faster_disk_help(qwen: Checkpoint) -> None:
 
 
 def test_too_little_memory_names_what_is_missing(qwen: Checkpoint) -> None:
-    found = fit(qwen, replace(LAPTOP, host_bytes=2 * GB))
+    found = fit(qwen, replace(LAPTOP, host_bytes=resident_bytes() + 2 * GB))
     assert (found.budget, found.tokens_s) == (None, 0.0)
     assert "does not fit" in found.verdict and "weights outside the experts take" in found.verdict
     assert found.to_json()["fits"] is False
