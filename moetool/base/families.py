@@ -152,7 +152,7 @@ _ALL = (
     Family(name="glm4_moe", score="sigmoid"),
     Family(name="glm4_moe_lite", score="sigmoid"),
     Family(name="glm_moe_dsa", score="sigmoid", own_cache=_INDEXED, appends=True),
-    Family(name="gpt_oss", renormalize=True, own_cache=_EAGER, appends=True),
+    Family(name="gpt_oss", renormalize=True),
     Family(name="granitemoe", renormalize=True),
     Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR, appends=True),
     Family(name="granitemoeshared", renormalize=True),

@@ -143,7 +143,7 @@ def test_given_answers_are_recorded_as_if_decoded(tmp_path: Path, full: Any, tok
 _ANSWERS = (" 19 apples", " nineteen and more words", None)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mimo_v2_flash", "qwen3_next"])
 def test_families_with_their_own_caches_run_in_batches(family: str, tmp_path: Path, reference: Path) -> None:
     families.save(family, tmp_path / "m")
     for file in reference.glob("token*"):

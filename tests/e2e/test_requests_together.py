@@ -19,10 +19,10 @@ SLOTS = 12  # of 64 experts
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory, reference: Path) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("gpt_oss")
-    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    families.save("gpt_oss", folder, num_local_experts=16, **layers)
+def qwen3_next(tmp_path_factory: pytest.TempPathFactory, reference: Path) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("qwen3_next")
+    layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    families.save("qwen3_next", folder, num_experts=16, **layers)
     for file in reference.glob("token*"):
         shutil.copy(file, folder)
     return Checkpoint.open(str(folder))
@@ -47,16 +47,16 @@ def _serve(checkpoint: Checkpoint, pool: str, *, together: bool) -> tuple[Counts
     return counts, tokens
 
 
-def test_four_requests_load_fewer_experts_together_than_in_turn(gpt_oss: Checkpoint) -> None:
-    turn, alone = _serve(gpt_oss, "layer", together=False)
-    both, tokens = _serve(gpt_oss, "layer", together=True)
+def test_four_requests_load_fewer_experts_together_than_in_turn(qwen3_next: Checkpoint) -> None:
+    turn, alone = _serve(qwen3_next, "layer", together=False)
+    both, tokens = _serve(qwen3_next, "layer", together=True)
     assert tokens == alone and len(tokens) == len(PROMPTS)
     assert both.needed < 0.75 * turn.needed  # every forward needs the union at each layer, once
     assert both.loads < 0.85 * turn.loads
 
 
-def test_a_step_that_needs_more_than_one_pool_evicts_all_of_it(gpt_oss: Checkpoint) -> None:
-    one, tokens = _serve(gpt_oss, "one", together=True)
-    layer, same = _serve(gpt_oss, "layer", together=True)
+def test_a_step_that_needs_more_than_one_pool_evicts_all_of_it(qwen3_next: Checkpoint) -> None:
+    one, tokens = _serve(qwen3_next, "one", together=True)
+    layer, same = _serve(qwen3_next, "layer", together=True)
     assert tokens == same and layer.needed == one.needed
     assert one.hit_rate < layer.hit_rate / 2

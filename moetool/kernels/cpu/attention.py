@@ -32,6 +32,8 @@ class AttentionJob(NamedTuple):
         heads: KV heads.
         parts: tasks that share a KV head.
         sequences: number of sequences.
+        sinks: address of the scores of each task's sinks (`sink_rows`).
+        sink_bytes: from one task of a sequence to the next; 0: all have the same.
     """
 
     next_task: int
@@ -46,6 +48,8 @@ class AttentionJob(NamedTuple):
     heads: int
     parts: int
     sequences: int
+    sinks: int
+    sink_bytes: int
 
 
 _PLACES = {name: place for place, name in enumerate(AttentionJob._fields)}
@@ -56,6 +60,7 @@ _AHEAD = 16
 takes 0.6 of its time without prefetching (two threads)."""
 _MOST_QUERIES = LANES
 """Query heads of a task."""
+_NO_SINKS = torch.full((1, LANES), -math.inf)
 
 
 class OneQuery(NamedTuple):
@@ -78,6 +83,7 @@ def attend_one_query(
     sequences: Sequence[OneQuery],
     scaling: float | None,
     output_THD: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of some rows of a batch. A row's result is bit-identical in any batch.
 
@@ -87,6 +93,7 @@ def attend_one_query(
         positions: positions in the cache of the keys of all sequences.
         scaling: factor on the scores (default: 1 / sqrt(D)).
         output_THD: bfloat16, contiguous; other rows stay as they are.
+        sinks: as in `sink_rows`.
     """
     num_heads, _, width = query_HTD.shape
     key, value = views
@@ -101,6 +108,7 @@ def attend_one_query(
     rooms = [(each.end - each.first) * padded + LANES for each in sequences]  # one vector after the last score
     scores = torch.empty(tasks * sum(rooms), dtype=torch.float32)
     item = key.element_size()
+    sink_TL = sink_rows(sinks, groups)
     job = [
         *AttentionJob(
             0,
@@ -115,6 +123,8 @@ def attend_one_query(
             heads=key.shape[1],
             parts=parts,
             sequences=len(sequences),
+            sinks=sink_TL.data_ptr(),
+            sink_bytes=0 if sinks is None else 4 * LANES,
         )
     ]
     room, index = scores.data_ptr(), positions.data_ptr()
@@ -122,6 +132,19 @@ def attend_one_query(
         job += (each.row, index + 8 * each.first, each.end - each.first, room, 4 * size)
         room += 4 * size * tasks
     kernel(job, torch.get_num_threads())
+
+
+def sink_rows(sinks: torch.Tensor | None, groups: int) -> torch.Tensor:
+    """Scores of attention sinks, float32 [tasks of a sequence, LANES], minus infinity where there are none.
+
+    Args:
+        sinks: for each query head the score of a further key, whose value is 0; None: there are none.
+        groups: query heads per KV head.
+    """
+    if sinks is None:
+        return _NO_SINKS
+    scores = sinks.detach().float().view(-1, split_heads(groups)[0])
+    return torch.nn.functional.pad(scores, (0, LANES - scores.shape[1]), value=-math.inf)
 
 
 def supports(query: torch.Tensor, view: torch.Tensor) -> bool:
@@ -221,7 +244,8 @@ class _Attention:
         num_scores = v.times(num_keys, self._padded)
         v.store(v.all(v.float32, -math.inf), builder.add(scores, v.times(num_scores, 4)))
         vectors = builder.sdiv(builder.add(num_scores, v.number(LANES - 1)), v.number(LANES))
-        inverse = builder.fdiv(v.all(v.float32, 1.0), self._softmax(scores, vectors))
+        sinks = v.load(builder.add(field("sinks"), builder.mul(part, field("sink_bytes"))), v.floats)
+        inverse = builder.fdiv(v.all(v.float32, 1.0), self._softmax(scores, vectors, sinks))
         step, value_token = max(1, LANES // self._queries), field("value_token")
         for plane in range(0, self._planes, step):
             planes = range(plane, min(plane + step, self._planes))
@@ -254,14 +278,18 @@ class _Attention:
                 target = self._at(output, 2 * LANES * (g * self._planes + plane))
                 v.store(v.bfloat16(builder.fmul(builder.load(place), factor)), target, 2)
 
-    def _softmax(self, scores: Any, vectors: Any) -> Any:
-        """Replace scores by their exponentials; returns the sums, that of query `lane % padded` in each lane."""
+    def _softmax(self, scores: Any, vectors: Any, sinks: Any) -> Any:
+        """Replace scores by their exponentials; returns the sums, that of query `lane % padded` in each lane.
+
+        Sinks count in the sums alone.
+        """
         v, builder = self._v, self._v.builder
-        greatest, total = self._place(v.all(v.float32, -math.inf)), self._place(v.all(v.float32, 0.0))
+        greatest = self._place(sinks)
         with self._each(vectors) as n:
             each = v.load(builder.add(scores, v.times(n, 4 * LANES)), v.floats)
             builder.store(self._greater(each, builder.load(greatest)), greatest)
         top = self._folded(builder.load(greatest), self._greater)
+        total = self._place(v.exponential(builder.fsub(sinks, top)))
         with self._each(vectors) as n:
             at = builder.add(scores, v.times(n, 4 * LANES))
             power = v.exponential(builder.fsub(v.load(at, v.floats), top))

@@ -16,6 +16,8 @@ from moetool.runtime.kv.pages import PLAIN, KvBatch
 PAGED = "moetool_paged"
 """Name of `paged_attention` among transformers' attention functions. No mask function has it, so none is made."""
 _LEAST_ROOM = 256
+MASK_NUMBERS = 2**23
+"""Most numbers of a mask with sinks, which has its own for each head."""
 _ABSENT = 0  # the model passes no window; None: it passes that there is none
 # Without cuDNN, which would plan for each new shape.
 _WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -73,6 +75,7 @@ def paged_attention(
     sliding_window: int | None = _ABSENT,
     kv_batch: KvBatch | str | None = None,
     recorder: Any = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a batch of concatenated sequences, each over its own keys only; writes the new keys and values.
@@ -84,6 +87,7 @@ def paged_attention(
     Args:
         recorder: records the call (`moetool.runtime.steps.recorder`); nothing is computed.
         kv_batch: the batch and its pages; `PLAIN`: one whole sequence, without pages.
+        s_aux: attention sinks: for each head the score of a further key, whose value is 0.
 
     Shapes:
         query [1, heads, sum of query lengths, head]; key and value likewise with the KV heads, new tokens only.
@@ -94,27 +98,27 @@ def paged_attention(
     if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
         sliding_window = getattr(module, "sliding_window", None) or None
     if recorder is not None:
-        values = {"scaling": scaling, "window": sliding_window, "sinks": kwargs.get("s_aux")}
+        values = {"scaling": scaling, "window": sliding_window, "sinks": s_aux}
         return recorder.record_attention(module, query, key, value, values), None
     if is_unexpanded(module):
         return attend_latents(module, query, key, value, scaling, kv_batch), None
     if kv_batch == PLAIN:
-        return attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
+        return attend(query, key, value, scaling, sliding_window, s_aux).transpose(1, 2).contiguous(), None
     kv_batch = _require_batch(module, kv_batch)
     views = kv_batch.pages.rows_of(module.layer_idx)
     for view, new in zip(views, (key, value), strict=True):
         view.index_copy_(0, kv_batch.write_row_T, new[0].transpose(0, 1))
     if kv_batch.decode is not None:
-        return _decode(query, views, kv_batch.decode.within(sliding_window), scaling), None
+        return _decode(query, views, kv_batch.decode.within(sliding_window), scaling, s_aux), None
     spans = kv_batch.spans(sliding_window, supports(query, views[0]))
     output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
     if spans.singles:
-        attend_one_query(query[0], views, kv_batch.key_rows, spans.singles, scaling, output[0])
+        attend_one_query(query[0], views, kv_batch.key_rows, spans.singles, scaling, output[0], s_aux)
     if spans.rows is not None:
         key, value = (view.index_select(0, spans.rows).transpose(0, 1)[None] for view in views)
     for begin, end, first, last in spans.others:
         keys = slice(first, last)
-        one = attend(query[:, :, begin:end], key[:, :, keys], value[:, :, keys], scaling, sliding_window)
+        one = attend(query[:, :, begin:end], key[:, :, keys], value[:, :, keys], scaling, sliding_window, s_aux)
         output[:, begin:end] = one.transpose(1, 2)
     return output, None
 
@@ -175,7 +179,11 @@ def plain_arguments(model: Any) -> dict[str, Any]:
 
 
 def _decode(
-    query: torch.Tensor, views: Sequence[torch.Tensor], rows: DecodeRows, scaling: float | None
+    query: torch.Tensor,
+    views: Sequence[torch.Tensor],
+    rows: DecodeRows,
+    scaling: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [1, B, heads, head] of the new tokens of B sequences over a layer's rows [., KV heads, head]."""
     held = [
@@ -185,13 +193,22 @@ def _decode(
     num_heads, batch, width = query.shape[1:]
     num_kv_heads = held[0].shape[1]
     query_BHGD = query[0].transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, width)
+    mask = rows.mask_B11N
+    if sinks is not None:
+        held = [_with_sink(each) for each in held]
+        mask = _sink_mask(mask, sinks.view(num_kv_heads, -1, 1))
     with sdpa_kernel(_WITH_MASK):
-        output = F.scaled_dot_product_attention(query_BHGD, held[0], held[1], rows.mask_B11N, scale=scaling)
+        output = F.scaled_dot_product_attention(query_BHGD, held[0], held[1], mask, scale=scaling)
     return output.reshape(1, batch, num_heads, width)
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention [1, heads, T, head] of one sequence whose last key belongs to its last query.
 
@@ -199,8 +216,54 @@ def attend(
         query: [1, heads, T, head]; key and value likewise with the KV heads and at least T tokens.
         scaling: factor on the scores (default: 1 / sqrt(head)).
         window: number of keys that a query attends to; None: all up to its own.
+        sinks: for each head the score of a further key, whose value is 0.
     """
-    mask = _causal_mask(query.shape[2], key.shape[2], window, query.device)
+    num_q, num_k = query.shape[2], key.shape[2]
+    if sinks is not None:
+        return _attend_with_sinks(query, key, value, scaling, window, sinks)
+    plain = (window is None or num_k <= window) and num_q in (1, num_k)
+    return _scored(query, key, value, scaling, None if plain else _causal_mask(num_q, num_k, window, query.device))
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """`attend`, with the sinks as scores of a last key of zeros, for some queries at a time."""
+    (heads, num_q), num_k = query.shape[1:3], key.shape[2]
+    span = num_k if window is None else min(num_k, 2 * window)
+    step = max(1, min(span, MASK_NUMBERS // (heads * span)))
+    outputs = []
+    for begin in range(0, num_q, step):
+        end = min(begin + step, num_q)
+        first = 0 if window is None else max(0, num_k - num_q + begin - window + 1)
+        keys, values = (each[:, :, first : num_k - num_q + end] for each in (key, value))
+        attended = _causal_mask(end - begin, keys.shape[2], window, query.device)
+        mask = query.new_zeros(attended.shape).masked_fill_(~attended, float("-inf"))
+        mask = _sink_mask(mask, sinks.view(1, heads, 1, 1))
+        outputs.append(_scored(query[:, :, begin:end], _with_sink(keys), _with_sink(values), scaling, mask))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _with_sink(rows: torch.Tensor) -> torch.Tensor:
+    """Keys or values [., ., N, D] and a further one of zeros."""
+    return F.pad(rows, (0, 0, 0, 1))
+
+
+def _sink_mask(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """A mask [.., N] to be added to scores, with sinks [.., 1] as a further column."""
+    shape = torch.broadcast_shapes(mask.shape[:-1], sinks.shape[:-1])
+    return torch.cat([mask.expand(*shape, -1), sinks.to(mask.dtype).expand(*shape, 1)], dim=-1)
+
+
+def _scored(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention under a mask [T, N] or [1, heads, T, N]; causal without one."""
     scored = partial(
         F.scaled_dot_product_attention, is_causal=mask is None and query.shape[2] > 1, attn_mask=mask, scale=scaling
     )
@@ -213,12 +276,11 @@ def attend(
         # The kernel that takes a mask knows no groups of heads: each KV head is a sequence of its own here.
         groups = query[0].unflatten(0, (key.shape[1], -1))
         shared = (heads[0, :, None].expand(-1, groups.shape[1], -1, -1) for heads in (key, value))
-        return scored(groups, *shared).flatten(0, 1)[None]
+        grouped_mask = mask if mask.dim() == 2 else mask[0].unflatten(0, (key.shape[1], -1))
+        return scored(groups, *shared, attn_mask=grouped_mask).flatten(0, 1)[None]
 
 
-def _causal_mask(num_q: int, num_k: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """True where a query attends; None if plain causal attention suffices."""
-    if (window is None or num_k <= window) and (num_q in (1, num_k)):
-        return None
+def _causal_mask(num_q: int, num_k: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where a query attends, [T, N]."""
     mask = torch.ones(num_q, num_k, dtype=torch.bool, device=device).tril(num_k - num_q)
     return mask if window is None else mask.triu(num_k - num_q - window + 1)

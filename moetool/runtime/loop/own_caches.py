@@ -1,6 +1,6 @@
 """Batches of requests that each keep a transformers cache of their own, for families that pages cannot hold.
 
-Pages do not hold linear and chunked attention, fixed-size states and attention sinks. With the model's own attention
+Pages do not hold linear, chunked and indexed attention and fixed-size states. With the model's own attention
 and cache they run as in `generate`. The forwards of the requests meet at every MoE layer
 (`moetool.runtime.loop.joint_forwards`), so that experts are loaded and multiplied once for all.
 """

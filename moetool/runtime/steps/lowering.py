@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moetool.kernels.cpu import step_operations as functions
 from moetool.kernels.cpu.activations import BinaryRows, row_job
-from moetool.kernels.cpu.attention import AttentionJob, find_attention_kernel, split_heads
+from moetool.kernels.cpu.attention import AttentionJob, find_attention_kernel, sink_rows, split_heads
 from moetool.kernels.cpu.blocks import row_order
 from moetool.kernels.cpu.compiled import BLOCK_ROWS
 from moetool.kernels.cpu.dots import RowJob
@@ -374,8 +374,6 @@ class _Lowering:
         values, output = operation.values, operation.output
         _, heads, rows, width = query.shape
         kv_heads = key.shape[1]
-        if values.get("sinks") is not None:
-            raise Unrecordable("attention with sinks")
         if value.shape[-1] != width or query.dtype != torch.bfloat16 or heads % kv_heads:
             raise Unrecordable("attention with keys and values of different widths")
         kernel = find_attention_kernel(heads // kv_heads, width)
@@ -389,6 +387,9 @@ class _Lowering:
         each = self._strides_of(layer)
         queries, padded = split_heads(heads // kv_heads)
         parts = heads // kv_heads // queries
+        sinks = values.get("sinks")
+        sink_TL = sink_rows(sinks, heads // kv_heads)
+        self._program.kept.append(sink_TL)
         numbers = AttentionJob(
             0,
             scaled.data_ptr(),
@@ -402,6 +403,8 @@ class _Lowering:
             heads=kv_heads,
             parts=parts,
             sequences=rows,
+            sinks=sink_TL.data_ptr(),
+            sink_bytes=0 if sinks is None else 4 * LANES,
         )
         page = self._made.pages_L5[layer].ctypes.data
         job = [0, page, rows, kv_heads, 2 * width, self._address(key), key.strides[2], key.strides[1]]

@@ -18,7 +18,6 @@ EXACT = {
 } | {name: {} for name in ("jamba", "nemotron_h", "qwen3_next", "zaya")}
 WINDOWED = {
     "gemma4_text": {"sliding_window": 16},
-    "gpt_oss": {"sliding_window": 16},
     "mimo_v2_flash": {"sliding_window": 17},
 }
 

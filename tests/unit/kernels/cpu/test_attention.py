@@ -76,6 +76,21 @@ def test_what_the_kernel_does_not_compute_is_left_to_torch() -> None:
     assert find_attention_kernel(2, 32) is not None
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 4, 64), (6, 2, 32), (24, 1, 64), (4, 4, 32)])
+def test_a_sink_is_a_key_whose_value_is_zero(heads: int, kv_heads: int, width: int) -> None:
+    cache, query = _cache(kv_heads, width), _queries(heads, 2, width)
+    sinks = 3 * torch.randn(heads, generator=torch.Generator().manual_seed(2)).bfloat16()
+    keys = torch.arange(40)
+    output = torch.empty(2, heads, width).bfloat16()
+    sequences = [OneQuery(0, 0, 1), OneQuery(1, 0, 40)]
+    attend_one_query(query, tuple(cache), keys, sequences, None, output, sinks)
+    for row, (_, _, end) in enumerate(sequences):
+        key, value = (each[:end].transpose(0, 1).double().repeat_interleave(heads // kv_heads, 0) for each in cache)
+        scores = (query[:, row, None].double() @ key.mT)[:, 0] * width**-0.5
+        weights = torch.cat([scores, sinks[:, None].double()], dim=1).softmax(1)[:, :-1]
+        assert torch.allclose(output[row].double(), (weights[:, None] @ value)[:, 0], rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 6, 1), (4, 3)])
 def test_new_tokens_beside_prompts_are_computed_as_alone(lengths: tuple[int, ...], window: int | None) -> None:
