@@ -77,9 +77,9 @@ _foreign_files: set[str] = set()
 
 
 def foreign_place(error: BaseException) -> str | None:
-    """Where an error left a plugin that does not come with moetool: `FILE:LINE in FUNCTION`.
+    """Return the line of a foreign plugin from which an error came: `FILE:LINE in FUNCTION`.
 
-    Its files if the error is in the pool, which acts on a policy's answers; None for other errors.
+    Return the plugins' files if the error is in the pool, which acts on a policy's answers; None for other errors.
     """
     if isinstance(error, SyntaxError) and error.filename in _foreign_files:
         return f"{error.filename}:{error.lineno}"

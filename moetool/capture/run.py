@@ -169,15 +169,20 @@ def open_plan(
             composition, open_model = replace(composition, slots=0), load_full
     pooled = open_model is not load_full
     plan = plan_capture(checkpoint, read, options, pooled=pooled, composition=composition)
-    notes += [f"left out: {why}" for why in plan.refused[:_MOST_REFUSED]]
-    if (more := len(plan.refused) - _MOST_REFUSED) > 0:
-        notes.append(f"left out: {more:,} more prompts")
+    notes += left_out(plan.refused)
     _LOG.info(
         "capture of %s: %d prompts in %d batches, %d too long, %d empty, %d refused; %s",
         *(plan.spec.name, plan.num_prompts, len(plan.batches), plan.too_long, plan.empty, len(plan.refused)),
         plan.facts,
     )
     return replace(plan, notes=tuple(notes)), open_model
+
+
+def left_out(refused: Sequence[str]) -> list[str]:
+    """Return notes on prompts that are left out, from why they were refused."""
+    notes = [f"left out: {why}" for why in refused[:_MOST_REFUSED]]
+    more = len(refused) - _MOST_REFUSED
+    return notes if more <= 0 else [*notes, f"left out: {more:,} more prompts"]
 
 
 @contextmanager

@@ -120,12 +120,18 @@ def capture(
     texts = gathered.prompts
     if gathered.duplicates:
         tables.narrate(f"moetool: prompts left out, because they repeat others: {gathered.duplicates:,}")
+    if gathered.refused:
+        from moetool.capture.run import left_out
+
+        for note in left_out(gathered.refused):
+            _note(note)
     if server is not None:
         if max_new_tokens == 0:
             raise UsageError("--max-new-tokens 0 is not possible with --server, whose answers have at least one token")
         _from_server(
             server, server_key, model, texts, out, max_new_tokens or prompts.NEW_TOKENS, batch_size or 1, overwrite
         )
+        _report_refused(gathered.refused, out)
         return
     from moetool.capture import workers as shares
     from moetool.capture.automatic import CaptureMemory
@@ -167,13 +173,19 @@ def capture(
             made = shares.capture_with_workers(model, texts, out, options, workers, setup)
         else:
             made = run(model, texts, out, options, setup)
+    made = replace(made, refused=(*gathered.refused, *made.refused))
     if as_json:
         tables.print_json(made.to_json())
     else:
         _print_summary(made)
-    if made.refused:
+    _report_refused(made.refused, out)
+
+
+def _report_refused(refused: Sequence[str], out: Path) -> None:
+    """Raise MismatchError if prompts were left out."""
+    if refused:
         raise MismatchError(
-            f"{made.refused[0]} ({tables.numbered(len(made.refused), 'prompt')} left out in all; {out} has the others)"
+            f"{refused[0]} ({tables.numbered(len(refused), 'prompt')} left out in all; {out} has the others)"
         )
 
 

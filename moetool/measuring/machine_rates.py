@@ -15,7 +15,7 @@ from moetool.measuring.probes.expert_compute import random, synchronize
 from moetool.measuring.probes.host_copies import copy_costs
 
 Fact = tuple[str, str, str]
-"""What, its value, and where it comes from."""
+"""Name of a rate, its value, and its source."""
 _ROUNDS = 5
 _COLD_BYTES = 192 * 10**6  # more than the caches of most processors hold
 _FILE_BYTES, _READ_BYTES, _READERS = 64 * 10**6, 4 * 2**20, 2

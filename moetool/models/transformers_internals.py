@@ -1,4 +1,4 @@
-"""What moetool uses of transformers beyond its public interface, in one list that only gets shorter.
+"""Parts of transformers that moetool uses beyond the public interface, in one list that only gets shorter.
 
 `make oldest` and `make newest` run it with the oldest and the newest release.
 """
@@ -16,6 +16,17 @@ def router_recorders(module: Any) -> list[Any]:
     """The classes of routers that a module records, each with the position of the logits in its output."""
     found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
     return found if isinstance(found, list) else [found]
+
+
+def expert_gate(module: Any) -> tuple[Any, bool]:
+    """The gate function of an experts' module, and whether it is SiLU of the first half times the second half."""
+    from torch.nn import SiLU
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    gate = module._apply_gate
+    is_default = getattr(gate, "__func__", None) is _default_apply_gate
+    return gate, is_default and isinstance(module.act_fn, SiLU | SiLUActivation)
 
 
 def wide_parameters(model: Any, dtype: Any) -> tuple[str, ...]:

@@ -38,23 +38,33 @@ class PromptRow(NamedTuple):
     where: str = ""
 
 
-def _read_jsonl(file: Path) -> Iterator[PromptRow]:
+Rows = Iterator[PromptRow | MismatchError]
+"""The rows of a file; in place of a malformed one, the error that says where and why."""
+
+
+def _read_jsonl(file: Path) -> Rows:
     with file.open("rb") as lines:
         for number, (offset, line) in enumerate(_lines(lines), start=1):
-            text = _decode(line, file, offset)
-            if not text.strip():
-                continue
             where = f"{file}:{number}"
             try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise _refusal(where, f"is not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise _refusal(where, f"is a JSON {type(row).__name__}")
-            yield plain(row, number, where)
+                text = _decode(line, file, offset)
+                if text.strip():
+                    yield plain(_object(text, where), number, where)
+            except MismatchError as error:
+                yield error
 
 
-def _read_csv(file: Path) -> Iterator[PromptRow]:
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(where, f"is not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise _refusal(where, f"is a JSON {type(row).__name__}")
+    return row
+
+
+def _read_csv(file: Path) -> Rows:
     with file.open("rb") as lines:
         text = "".join(_decode(line, file, offset) for offset, line in _lines(lines))
     separator = "\t" if file.suffix.lower() == ".tsv" else separator_of(text.partition("\n")[0])
@@ -64,13 +74,14 @@ def _read_csv(file: Path) -> Iterator[PromptRow]:
         for number, row in enumerate(rows, start=1):
             where = f"{file}:{rows.line_num}"
             if None in row or None in row.values():
-                raise _refusal(where, f"has other than {len(rows.fieldnames or ())} cells", "one for each column")
-            yield plain({name: value for name, value in row.items() if value != ""}, number, where)
+                yield _refusal(where, f"has other than {len(rows.fieldnames or ())} cells", "one for each column")
+            else:
+                yield _row({name: value for name, value in row.items() if value != ""}, number, where)
     except csv.Error as error:
         raise _refusal(f"{file}:{rows.line_num}", f"is not CSV ({error})", "quotes that close") from None
 
 
-def _read_parquet(file: Path) -> Iterator[PromptRow]:
+def _read_parquet(file: Path) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -87,7 +98,7 @@ def _read_parquet(file: Path) -> Iterator[PromptRow]:
                 for row in batch.to_pylist():
                     number += 1
                     lowered = {name.strip().lower(): value for name, value in row.items()}
-                    yield plain(lowered, number, f"{file}, row {number}")
+                    yield _row(lowered, number, f"{file}, row {number}")
         except (pa.ArrowException, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise _refusal(str(file), f"is damaged ({reason})", "Parquet") from error
@@ -95,7 +106,7 @@ def _read_parquet(file: Path) -> Iterator[PromptRow]:
             raise _refusal(str(file), f"has text that is not UTF-8 after row {number}", "UTF-8 text") from None
 
 
-def _read_text(file: Path) -> Iterator[PromptRow]:
+def _read_text(file: Path) -> Rows:
     with file.open("rb") as lines:
         end = DOCUMENT_END if _has_line(lines, DOCUMENT_END.encode()) else ""
         number = 0
@@ -110,14 +121,14 @@ def _read_text(file: Path) -> Iterator[PromptRow]:
                 document = []
 
 
-READERS: dict[str, Callable[[Path], Iterator[PromptRow]]] = {
+READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
     ".txt": _read_text,
 }
-"""Readers of files, by suffix. They raise MismatchError with the place of invalid content, and OSError."""
+"""Readers of files, by suffix. They raise MismatchError if the rest of a file cannot be read, and OSError."""
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -146,6 +157,13 @@ def _decode(line: bytes, file: Path, offset: int) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _refusal(f"{file}, byte {offset + error.start}", "is not UTF-8", "UTF-8 text") from None
+
+
+def _row(row: Mapping[str, Any], number: int, where: str) -> PromptRow | MismatchError:
+    try:
+        return plain(row, number, where)
+    except MismatchError as error:
+        return error
 
 
 def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
@@ -199,8 +217,10 @@ def _chat(messages: Any, where: str) -> tuple[tuple[dict[str, Any], ...], str | 
         read = TypeAdapter(list[ChatMessage]).validate_python(messages)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "messages"
-        raise _refusal(where, f"has messages whose {place}: {first['msg']}", _CHAT) from None
+        message, *inner = first["loc"]
+        field = f" (field {'.'.join(map(str, inner))})" if inner else ""
+        why = first["msg"].removeprefix("Value error, ")
+        raise _refusal(where, f"has an invalid message {int(message) + 1}{field}: {why}", _CHAT) from None
     answer = read.pop().content if read[-1].role == "assistant" else None
     if not any(message.content and message.content.strip() for message in read):
         raise _refusal(where, "has messages without text before the answer", _CHAT)

@@ -125,12 +125,14 @@ class GatheredPrompts:
     """Prompts and their origins.
 
     Attributes:
+        refused: for each malformed row of a file, its place and what is wrong.
         origins: entries for a trace's manifest, one per source (each task of a public data set is a source): numbers of
-            prompts and of exact and near duplicates, and the settings that reproduce them.
+            prompts, duplicates (exact and near) and malformed rows, and the settings that reproduce them.
     """
 
     prompts: list[Prompt]
     origins: list[dict[str, Any]]
+    refused: list[str]
 
     @property
     def duplicates(self) -> int:
@@ -150,8 +152,11 @@ def describe() -> list[dict[str, Any]]:
 
 
 def load(sources: Sequence[str], *, max_prompts: int | None = None) -> list[Prompt]:
-    """Return the prompts of the sources; see `gather`."""
-    return gather(sources, max_prompts=max_prompts).prompts
+    """Return the prompts of the sources; see `gather`. Raises: MismatchError: a row is malformed."""
+    gathered = gather(sources, max_prompts=max_prompts)
+    if gathered.refused:
+        raise MismatchError(gathered.refused[0])
+    return gathered.prompts
 
 
 def gather(
@@ -173,7 +178,7 @@ def gather(
     Raises:
         UsageError: there is no such set or file, its format is unknown, a number is invalid, or the hub refuses access
             to the data set.
-        MismatchError: a file is empty, damaged, not UTF-8, or lacks prompts.
+        MismatchError: a file is empty or damaged, or has no well-formed row; other malformed rows are `refused`.
         MoetoolError: a file cannot be read, or the hub cannot be reached.
     """
     options = options or DataOptions()
@@ -201,7 +206,7 @@ def gather(
         raise UsageError(
             "data.task is for one public data set, and several are named; write NAME:TASK for each instead"
         )
-    gathered = GatheredPrompts(prompts=[], origins=[])
+    gathered = GatheredPrompts(prompts=[], origins=[], refused=[])
     for part in parts:
         _take(part, max_prompts, seen, gathered)
     return gathered
@@ -227,12 +232,13 @@ class _Source:
     """A source of prompts.
 
     Attributes:
-        prompts: prompts, each with the text for the comparison of duplicates: its own, or the values of its template.
+        prompts: prompts, each with the text for the comparison of duplicates: its own, or the values of its template;
+            in place of a malformed row its error.
         origin: entry for the manifest; its counts grow as prompts are read.
         name: name for messages.
     """
 
-    prompts: Iterator[tuple[Prompt, str]]
+    prompts: Iterator[tuple[Prompt, str] | MismatchError]
     origin: dict[str, Any]
     name: str
 
@@ -241,8 +247,13 @@ def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None,
     """Move the prompts of a source that are not duplicates to `gathered`."""
     before = (seen.num_exact, seen.num_near) if seen else (0, 0)
     taken: list[Prompt] = []
+    refused: list[str] = []
     try:
-        for prompt, compared in source.prompts:
+        for row in source.prompts:
+            if isinstance(row, MismatchError):
+                refused.append(str(row))
+                continue
+            prompt, compared = row
             if seen is None or not seen.repeats(compared):
                 taken.append(prompt)
                 if len(taken) == max_prompts:
@@ -250,6 +261,8 @@ def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None,
     except OSError as error:
         raise MoetoolError(f"cannot read {source.name}: {error.strerror or error}; choose another --data") from error
     exact, near = (seen.num_exact - before[0], seen.num_near - before[1]) if seen else (0, 0)
+    if not taken and refused:
+        raise MismatchError(refused[0])
     if not taken and exact + near:
         raise MismatchError(
             f"all {exact + near} prompts of {source.name} repeat earlier ones, expected new ones; leave it out, "
@@ -260,6 +273,7 @@ def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None,
         why = f": {left_out} rows lack a field's value or are too short" if left_out else ""
         raise MismatchError(f"{source.name} holds no prompt{why}, expected at least one; choose another --data")
     gathered.prompts.extend(taken)
+    gathered.refused.extend(refused)
     similarity = seen.similarity if seen else None
     gathered.origins.append(
         {
@@ -267,6 +281,7 @@ def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None,
             "prompts": len(taken),
             "exact_duplicates": exact,
             "near_duplicates": near,
+            "malformed": len(refused),
             "similarity": similarity,
         }
     )
@@ -350,10 +365,12 @@ def _maybe(template: str | None, row: Mapping[str, Any], where: str) -> str | No
 
 
 def _of_file(file: Path) -> _Source:
-    def read() -> Iterator[tuple[Prompt, str]]:
+    def read() -> Iterator[tuple[Prompt, str] | MismatchError]:
         for row in READERS[file.suffix.lower()](file):
-            found = {**row._asdict(), "task": row.task or file.stem}
-            yield Prompt(dataset=file.stem, **found), row.text
+            if isinstance(row, MismatchError):
+                yield row
+            else:
+                yield Prompt(dataset=file.stem, **{**row._asdict(), "task": row.task or file.stem}), row.text
 
     return _Source(prompts=read(), origin={"source": file.stem}, name=str(file))
 

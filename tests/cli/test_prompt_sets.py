@@ -46,3 +46,14 @@ def test_what_cannot_be_is_said_in_one_line(
     assert (found, out, len(err.strip().splitlines())) == (code, "", 1), err
     assert [part for part in parts if part not in err] == []
     assert not (tmp_path / "t").exists()
+
+
+def test_malformed_rows_are_listed_and_the_others_captured(tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"prompt": "12 + 7 ="}\n{"text": 1}\n{"prompt": "One, two,"}\n{oops\n')
+    code, out, err = run(
+        "capture", "reference", "--data", file, "--out", tmp_path / "t", "--max-new-tokens", "1", "--json"
+    )
+    made = json.loads(out)
+    assert (code, made["requests"], made["skipped"], len(made["refused"])) == (3, 2, 2, 2)
+    assert all(err.count(place) > 0 for place in (f"{file}:2", f"{file}:4")) and "Traceback" not in err

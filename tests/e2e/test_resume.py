@@ -141,7 +141,7 @@ def quick(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
 
 @pytest.fixture
 def stopped(case: Case, tmp_path: Path) -> Path:
-    """Where a capture was to go of which the first batch is there."""
+    """Output of an interrupted capture that has finished its first batch."""
     out = tmp_path / "t"
     with (
         pytest.raises(MoetoolError),

@@ -9,23 +9,28 @@ import torch
 from moetool.kernels.cpu.activations import BinaryRow, BinaryRowCall, BinaryRows, compile_rows, compiled
 from moetool.kernels.cpu.vectors import LANES
 
+Gate = Callable[[torch.Tensor], torch.Tensor]
+"""From the first product [T, 2 * I] of an experts' module to the input [T, I] of the second one."""
 
-def gate_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of an experts' module from the first product [T, 2 * I] to the second one's input [T, I].
 
-    A gate with SiLU is computed by the kernel where it can be; the result is that of transformers but for the last bit
-    of an exponential in float32. Each number's result is bit-identical in any batch.
+def gate_of(gate: Gate, is_silu: bool) -> Gate:
+    """Return a gate that the kernel computes where it can.
+
+    Args:
+        is_silu: whether the gate is SiLU of the first half times the second half, as the kernel computes.
+
+    The kernel's result is that of transformers but for the last bit of an exponential in float32. Each number's result
+    is bit-identical in any batch.
     """
-    gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
-    return functools.partial(_gated, gate) if _has_silu(module) else gate
+    return functools.partial(_gated, gate) if is_silu else gate
 
 
 def is_silu_gate(gate: Any) -> bool:
-    """Whether a function from `gate_of` computes what the kernel does."""
+    """Whether a gate is one from `gate_of` that uses the kernel."""
     return isinstance(gate, functools.partial) and gate.func is _gated
 
 
-def _gated(gate: Callable[[torch.Tensor], torch.Tensor], both: torch.Tensor) -> torch.Tensor:
+def _gated(gate: Gate, both: torch.Tensor) -> torch.Tensor:
     width = both.shape[-1] // 2
     usable = both.dtype == torch.bfloat16 and both.device.type == "cpu" and both.is_contiguous() and not width % LANES
     if not usable or (kernel := find_gate_kernel()) is None:
@@ -35,14 +40,6 @@ def _gated(gate: Callable[[torch.Tensor], torch.Tensor], both: torch.Tensor) -> 
     addresses = (first, step, first + 2 * width, step, output.data_ptr(), 2 * width)
     kernel(BinaryRows(*addresses, output.numel() // width, width // LANES), 0.0)
     return output
-
-
-def _has_silu(module: Any) -> bool:
-    from transformers.activations import SiLUActivation
-    from transformers.integrations.moe import _default_apply_gate
-
-    gate = getattr(module._apply_gate, "__func__", None)
-    return gate is _default_apply_gate and isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation)
 
 
 @functools.cache

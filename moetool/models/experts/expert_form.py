@@ -17,6 +17,7 @@ from moetool.kernels.cpu.gates import gate_of
 from moetool.kernels.cpu.matmul import RowsOf
 from moetool.kernels.cpu.scaled_weight import ScaledWeight, StackedWeight
 from moetool.models.experts.stored_expert import Weight
+from moetool.models.transformers_internals import expert_gate
 
 _WHOLE_VECTORS = 128
 """Multiple of a row's length (gate and up) whose halves are whole vectors on any CPU, unrolled twice."""
@@ -194,7 +195,7 @@ def _interface(module: Any) -> ExpertForm:
         parts=_stacked(module, *names),
         up_transposed=module.is_transposed,
         down_transposed=module.is_transposed,
-        gate=gate_of(module) if module.has_gate else module.act_fn,
+        gate=gate_of(*expert_gate(module)) if module.has_gate else module.act_fn,
         finish=module.post_expert_norm if module.has_post_expert_norm else None,
     )
 

@@ -269,7 +269,7 @@ class ExpertRuntime:
         return weighted_sum(products, weights_TK).to(hidden_TD.dtype)
 
     def native_weights(self, layer: MoeLayer) -> ExpertWeights | None:
-        """Where a layer's experts lie, if the calls of a recorded step compute them (`moetool.runtime.steps`)."""
+        """Return addresses of a layer's experts, if the calls of a recorded step compute them (`runtime.steps`)."""
         return None if self._tables is None else self._tables.weights(layer)
 
     @property

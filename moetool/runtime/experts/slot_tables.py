@@ -18,7 +18,7 @@ from moetool.runtime.experts.store import ExpertStore
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Where a layer's experts lie, if compiled functions multiply by them.
+    """Addresses of a layer's experts, for compiled functions that multiply by them.
 
     Attributes:
         up, down: one of the experts' weights, for kind and shape.
@@ -31,7 +31,7 @@ class ExpertWeights:
 
 
 class SlotTables:
-    """For each layer, where its experts lie: an expert is in its table while its slot holds it.
+    """The addresses of each layer's experts: an expert is in its table while its slot holds it.
 
     Args:
         store: one device's; that of a CPU.

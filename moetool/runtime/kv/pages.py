@@ -19,7 +19,7 @@ PLAIN: Final = "one whole sequence"
 
 
 class RowShape(NamedTuple):
-    """What a layer keeps of a token.
+    """Shape of a token's row in the KV cache of one layer.
 
     Attributes:
         heads: KV heads.

@@ -312,6 +312,37 @@ def test_chats_without_text_are_refused(tmp_path: Path, messages: object) -> Non
     refused(tmp_path / "a.jsonl", "a.jsonl:1", "messages")
 
 
+@pytest.mark.parametrize(
+    ("second", "facts"),
+    [
+        ({"role": "robot", "content": "x"}, ("message 2", "field role")),
+        ({"role": "user", "content": [{"type": "image_url"}]}, ("message 2", "field content", "image_url")),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": 7}}]}, ("field tool_calls.0.function.name",)),
+        ({"role": "user"}, ("message 2", "content")),
+    ],
+)
+def test_an_invalid_message_is_named_with_its_field(
+    tmp_path: Path, second: dict[str, object], facts: tuple[str, ...]
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}, second]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat))
+    assert "Value error" not in refused(tmp_path / "a.jsonl", *facts)
+
+
+def test_malformed_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    lines = [b'{"prompt": "first one"}', b"{oops", b'{"prompt": "caf\xe9"}', b'{"text": 1}', b'{"prompt": "last one"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.csv").write_text("prompt,answer\nalone\ntwo cells,yes\n,no\n")
+    pq.write_table(pa.table({"prompt": ["", None, "a row of Parquet"]}), tmp_path / "c.parquet")
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.csv", "c.parquet")]
+    gathered = prompts.gather(files)
+    assert [prompt.text for prompt in gathered.prompts] == ["first one", "last one", "two cells", "a row of Parquet"]
+    assert [origin["malformed"] for origin in gathered.origins] == [3, 2, 2]
+    places = ["a.jsonl:2", "a.jsonl, byte", "a.jsonl:4", "b.csv:2", "b.csv:4", "c.parquet, row 1", "c.parquet, row 2"]
+    assert [place for place, why in zip(places, gathered.refused, strict=True) if place not in why] == []
+    assert prompts.gather(files[:1], max_prompts=1).refused == []
+
+
 def test_chats_have_the_shapes_that_serve_accepts(tmp_path: Path) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     said = [

@@ -1,4 +1,4 @@
-"""What a machine may leave for later calls of a recorded step."""
+"""Steps of an event that a machine may leave to later calls of a recorded step."""
 
 import pytest
 
