@@ -48,9 +48,9 @@ def _lives(pid: int) -> bool:
 def test_calls_and_what_they_raise(workers: Workers) -> None:
     assert workers.call(0, "say", "hello") == "a: hello"
     assert workers.call(1, "say", word="you") == "b: you"
-    with pytest.raises(MismatchError, match="found x"):
+    with refused(MismatchError, "x"):
         workers.call(1, "fail")
-    with pytest.raises(MoetoolError, match=r"TypeError: .*unexpected keyword argument 'words'"):
+    with refused(MoetoolError, "TypeError", "words"):
         workers.call(1, "say", words="you")
     with refused(MoetoolError, "first", "sleep", "0.1 s"):
         workers.call(0, "sleep", 1.0, timeout_s=0.1)
@@ -241,7 +241,7 @@ def test_a_forked_process_outlives_its_fork_server_and_is_known_by_its_start(tmp
     assert lives(second.pid, second.started)
     end_process(second.pid, second.started)
     assert not lives(second.pid, second.started)
-    with pytest.raises(MoetoolError, match="the fork server has ended"):
+    with refused(MoetoolError, "fork", "server", "ended"):
         fork_server.start(orders[0], tmp_path / "log")
 
 
@@ -249,7 +249,7 @@ def test_a_fork_server_tells_what_failed_and_is_started_again_once_it_has_died(t
     head = identity("head")
     order = ProcessOrder(mark="moetool-worker-0", authority=head.authority, orphan_s=600.0)
     with contextlib.closing(ForkServer("tests.launched")) as fork_server:
-        with pytest.raises(MoetoolError, match=r"cannot start a worker: .*No such file"):
+        with refused(MoetoolError, "No such file"):
             fork_server.start(order, tmp_path / "missing" / "log")
         first = fork_server.start(order, tmp_path / "log")
         parent = psutil.Process(first.pid).parent()
@@ -276,7 +276,7 @@ def test_a_folder_that_is_damaged_or_open_to_others_is_refused_in_one_line(tmp_p
     whole = [f'{{"authority": {one}, "identities": {{}}, "settings": ""}}' for one in damaged]
     for damage in ("{}", "[1]", '{"authority": "', *whole):
         (path / "cluster.json").write_text(damage)
-        with pytest.raises(MismatchError, match=r"cluster\.json.*remove"):
+        with refused(MismatchError, "cluster.json"):
             ClusterFolder("c", tmp_path)
     path.chmod(0o750)
     with refused(UsageError, 750, 700):
@@ -291,9 +291,7 @@ def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:
     folder.require_same([{"a": 1}], {})
     folder.require_same([{"a": 2}], {})  # none lives
     folder.require_same([{"a": 2}], _living())
-    with pytest.raises(
-        MismatchError, match=r"cluster c run another model, plan or options.*\(processes 7 on 127.0.0.1\)"
-    ):
+    with refused(MismatchError, "7", "127.0.0.1"):
         folder.require_same([{"a": 3}], _living())
     folder.close()
     for name in ("", "a/b", "..", "x" * 65):

@@ -32,6 +32,7 @@ from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import SimulatedRequest, lay_out
 from tests.clusters import make_cluster
 from tests.edge_workers import DrawnWorker, Table
+from tests.refusals import refused
 from tests.synthetic import make_spec
 
 SPEC = make_spec(2, 8, 2)
@@ -259,7 +260,7 @@ def test_a_full_cluster_says_that_experts_have_no_room_on_their_way() -> None:
             Observed(tokens_GLE=tokens_GLE, horizon_tokens=100.0), in_force, costs, Replanner(planner="prism_exact")
         )
 
-    with pytest.raises(CapacityError, match="to stage an expert"):
+    with refused(CapacityError, "stage", "expert"):
         reach(2)
     decision = reach(3)
     held_GLE = old_GLE.copy()

@@ -113,7 +113,7 @@ def test_the_header_alone_is_enough_for_a_profile(tmp_path: Path) -> None:
     alone = Checkpoint.open(tmp_path / "header.gguf", weights=False)
     assert alone.spec.expert_bytes_L == whole.spec.expert_bytes_L
     assert alone.slot_bytes(torch.bfloat16) == 3 * 64 * 32 * 2
-    with pytest.raises(MismatchError, match=r"header\.gguf is truncated"):
+    with refused(MismatchError, "header.gguf"):
         Checkpoint.open(tmp_path / "header.gguf")
 
 

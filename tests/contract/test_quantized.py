@@ -20,6 +20,7 @@ from moetool.runtime.experts.copies import stride_of
 from tests import families, quantized
 from tests.greedy import Greedy, forward_logits, generated, prompts, require_same_under_every_policy, served
 from tests.quantized import GROUP, compressed, compressed_config, where_whole
+from tests.refusals import refused
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
@@ -207,10 +208,10 @@ def test_a_tokenizer_that_is_code_is_read_from_the_file_beside_it(reference: Pat
     expected = Checkpoint.open(reference).tokenizer("Hello 123 world<|user|>")["input_ids"]
     assert Checkpoint.open(tmp_path, weights=False).tokenizer("Hello 123 world<|user|>")["input_ids"] == expected
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UsageError, match=r"its tokenizer\.json is damaged"):
+    with refused(UsageError, "tokenizer.json"):
         _ = Checkpoint.open(tmp_path, weights=False).tokenizer
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(UsageError, match=r"it is code \(auto_map\).* put a tokenizer\.json") as caught:
+    with refused(UsageError, "auto_map", "tokenizer.json") as caught:
         _ = Checkpoint.open(tmp_path, weights=False).tokenizer
     assert "\n" not in str(caught.value)
 
@@ -409,5 +410,5 @@ def test_a_wrong_group_size_is_refused(case: Case, tmp_path: Path) -> None:
     if changed == text or "tensor_group" in text:
         pytest.skip("its groups are fixed by the format")
     file.write_text(json.dumps(config | {"quantization_config": json.loads(changed)}))
-    with pytest.raises(MismatchError, match=r"model\.safetensors: model\.layers\..* has shape .*, expected"):
+    with refused(MismatchError, "model.safetensors", "model.layers"):
         load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)

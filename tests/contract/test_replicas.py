@@ -191,7 +191,7 @@ def test_experts_that_others_packed_are_read(scheme: Scheme, tmp_path: Path) -> 
         load_unpacked(tmp_path, torch.float32)
         return
     # Why routed experts get no zero points of ours: plain transformers does not hand them to compressed-tensors.
-    with pytest.raises(MismatchError, match=r"transformers cannot load .*Asymmetric quant requires zero-point values"):
+    with refused(MismatchError, "transformers", "load", "Asymmetric"):
         load_unpacked(tmp_path, torch.float32)
     full = load_full(Checkpoint.open(tmp_path), torch.float32)
     experts = full.layers[1].experts
@@ -286,7 +286,7 @@ def test_gpt_oss_is_read_with_packed_attention_and_refused_with_packed_experts(t
             single = stacked.replace("down_proj", f"{expert}.down_proj.weight")
             tensors |= to_tensors(single, round_weight(weight_ID.T, Scheme(group=16), torch.float32), 4)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(MismatchError, match=r"matches model.layers.0.mlp.experts.down_proj: .* does not read"):
+    with refused(MismatchError, "model.layers.0.mlp.experts.down_proj"):
         load_lazy(Checkpoint.open(tmp_path), torch.float32)
 
 
@@ -341,9 +341,9 @@ def test_a_missing_tensor_is_an_error(case: Case, tmp_path: Path) -> None:
     file = tmp_path / "m" / "model-00002-of-00004.safetensors"
     tensors = load_file(file)
     save_file({n: t for n, t in tensors.items() if "q_proj" not in n}, file, metadata={"format": "pt"})
-    with pytest.raises(MismatchError, match="missing keys"):
+    with refused(MismatchError, "missing", "keys"):
         load_unpacked(tmp_path / "m", torch.float32)
-    with pytest.raises(MismatchError, match="q_proj"):
+    with refused(MismatchError, "q_proj"):
         load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)
 
 

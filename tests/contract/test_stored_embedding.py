@@ -14,6 +14,7 @@ from moetool.models.loading import load_full, load_lazy
 from moetool.models.stored_embedding import StoredEmbedding
 from tests import families
 from tests.greedy import generated, prompts, served
+from tests.refusals import refused
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "minimax_m2")
@@ -77,12 +78,12 @@ def test_a_file_that_changes_gives_no_rows(tmp_path: Path) -> None:
     with pytest.raises(IndexError, match=f"expected 0 to {rows.num_embeddings - 1}"):
         rows(torch.tensor([[rows.num_embeddings]]))
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    with pytest.raises(OSError, match=r"model\.safetensors was written to"):
+    with refused(OSError, "model.safetensors"):
         rows(torch.tensor([[0]]))
-    with pytest.raises(MismatchError, match=r"model\.safetensors was written to"):
+    with refused(MismatchError, "model.safetensors"):
         StoredEmbedding(checkpoint.weight_index, "model.embed_tokens.weight", torch.float32)
     os.truncate(tmp_path / "model.safetensors", 64)
-    with pytest.raises(OSError, match=r"model\.safetensors ends at byte"):
+    with refused(OSError, "model.safetensors"):
         rows(torch.tensor([[0]]))
 
 
@@ -110,6 +111,6 @@ def test_a_change_stops_all_reads_of_the_model(tmp_path: Path) -> None:
     loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
     assert loaded.files is not None
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    with pytest.raises(OSError, match="was written to"):
+    with refused(OSError, "written"):
         loaded.model.get_input_embeddings()(torch.tensor([[0]]))
     assert "model.safetensors was written to" in loaded.files.shards.changed

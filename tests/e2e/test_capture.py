@@ -23,6 +23,7 @@ from moetool.runtime.budget import footprint
 from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from tests import families
+from tests.refusals import refused
 
 
 def capture(model: str, texts: list[Prompt], out: Path, *, overwrite: bool = False, **options: Any) -> Captured:
@@ -95,7 +96,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> Non
     assert (made.requests, made.skipped, made.too_long, made.empty) == (2, 1, 1, 0)
     provenance = Trace(tmp_path / "t").manifest["provenance"]
     assert (provenance["skipped"], provenance["too_long"], provenance["empty"]) == (1, 1, 0)
-    with pytest.raises(CapacityError, match=r"no prompt fits \(1 in all\)"):
+    with refused(CapacityError, "no prompt", "1"):
         capture("reference", _prompts(1, "word " * 2000), tmp_path / "u", max_new_tokens=2)
     assert not (tmp_path / "u").exists()
 
@@ -103,7 +104,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> Non
 def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     capture("reference", _prompts(1), tmp_path / "t", max_new_tokens=2)
     before = Trace(tmp_path / "t").sha256
-    with pytest.raises(UsageError, match="exists already"):
+    with refused(UsageError, "exists"):
         capture("reference", _prompts(2), tmp_path / "t", max_new_tokens=2)
     assert Trace(tmp_path / "t").sha256 == before
     capture("reference", _prompts(2), tmp_path / "t", max_new_tokens=2, overwrite=True)

@@ -18,6 +18,7 @@ from moetool.models.files.file_changes import WriteReports
 from moetool.models.shards import WeightsChanged
 from moetool.runtime.assembly import build_engine
 from moetool.runtime.serve_options import ServeOptions
+from tests.refusals import refused
 from tests.servers import connect, eventually, get, post, serving
 
 ASK: dict[str, Any] = {"model": "m", "prompt": "The king said", "max_tokens": 8, "temperature": 0}
@@ -136,7 +137,7 @@ def test_weights_that_are_replaced_between_their_header_and_their_opening_are_re
     assert checkpoint.index.tensors
     shutil.copy(model / FILE, model / "new")
     (model / "new").replace(model / FILE)
-    with pytest.raises(MismatchError, match="was replaced while the model was being opened; try again"):
+    with refused(MismatchError, "replaced", "model", "being"):
         checkpoint.open_shards()
     with Checkpoint.open(model) as again:
         again.open_shards()
@@ -183,7 +184,7 @@ def test_a_part_that_was_read_before_is_compared(model: Path, reported: bool, mo
             write_through_a_map(model / FILE, second[1])
         assert bytes(shards.read(*first)) == same
         if not reported:
-            with pytest.raises(WeightsChanged, match="may have been written to"):
+            with refused(WeightsChanged, "written"):
                 shards.read(*third)
             shards.changed = ""
         with pytest.raises(WeightsChanged, match=f"{FILE} was written to after .* at {second[1]:,}"):

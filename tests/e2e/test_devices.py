@@ -34,6 +34,7 @@ from tests.engines import (
     generate,
     require_replayed,
 )
+from tests.refusals import refused
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
 SLOT = 73_728
@@ -173,8 +174,8 @@ def test_fewer_gpus_than_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert parse_devices("cuda", 3) == [torch.device("cuda", index) for index in range(3)]
     assert parse_devices("cuda", 2, 2) == [torch.device("cuda", 2), torch.device("cuda", 0)]
     assert parse_devices("cpu", 2) == [torch.device("cpu")] * 2
-    with pytest.raises(UsageError, match=r"devices is 4, but torch can use 3 GPUs.* set fewer devices"):
+    with refused(UsageError, "devices", "4", "3 GPUs"):
         parse_devices("cuda", 4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UsageError, match="devices is 2, but torch can use 1 GPU"):
+    with refused(UsageError, "devices", "2", "1 GPU"):
         build_engine(Checkpoint.open("reference"), options=ServeOptions(device="cuda", devices=2))

@@ -23,6 +23,7 @@ from moetool.runtime.loop.engine import Engine
 from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.serve_options import ServeOptions
 from tests.identities import identity
+from tests.refusals import refused
 from tests.servers import eventually
 
 CYCLES = int(os.environ.get("MOETOOL_LIFETIME_CYCLES", "24"))
@@ -121,7 +122,7 @@ def test_a_pooled_model_that_fails_half_way_leaves_nothing(name: str, monkeypatc
 
     before = descriptors()
     monkeypatch.setattr(assembly, name, fail)
-    with pytest.raises(CapacityError, match="does not fit"):
+    with refused(CapacityError, "fit"):
         open_pooled(Checkpoint.open("reference"), torch.float32, device_memory_bytes=30_000_000)
     assert descriptors() == before
 
@@ -173,7 +174,7 @@ def test_a_judgement_that_cannot_begin_leaves_nothing(at: str, monkeypatch: pyte
 
     before = descriptors()
     monkeypatch.setattr(judging, at, fail_second)
-    with pytest.raises(MoetoolError, match="damaged"):
+    with refused(MoetoolError, "damaged"):
         judging.judge(Checkpoint.open("reference"), Checkpoint.open("reference"), torch.zeros(1, 4), torch.float32)
     assert len(calls) == 2 and descriptors() == before
 
@@ -190,6 +191,6 @@ def test_a_model_that_cannot_be_loaded_leaves_nothing(at: str, monkeypatch: pyte
 
     before = descriptors()
     monkeypatch.setattr(loading, at, fail)
-    with pytest.raises(MoetoolError, match="damaged"):
+    with refused(MoetoolError, "damaged"):
         build_engine(Checkpoint.open("reference"), options=OPTIONS)
     assert descriptors() == before

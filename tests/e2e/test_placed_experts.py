@@ -41,6 +41,7 @@ from tests import families
 from tests.edge import PATIENT, Nodes, cluster
 from tests.engines import engine, every_read_fails_once, generate, openmp
 from tests.identities import identity
+from tests.refusals import refused
 from tests.servers import eventually
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
@@ -166,10 +167,10 @@ def test_malformed_rows_are_refused(thirds: Nodes) -> None:
     assert found.counts == {1: 2, 4: 1} and torch.equal(found.rows_RD, rows[[0, 1, 0]])
     for counts, sources in (({1: 2, 4: 1}, [0, 1]), ({1: 2}, [0, 1, 0]), ({1: 9}, [1] * 9), ({1: 2, 4: 1}, [0, 2, 0])):
         damaged = rows_parts(3, counts, rows, None)[0] + struct.pack(f"!{len(sources)}I", *sources)
-        with pytest.raises(MoetoolError, match="malformed rows"):
+        with refused(MoetoolError, "malformed", "rows"):
             read_rows([damaged, bytearray(data)], spec)
     for damaged in (head[:5], head[:-1], head + bytes(4)):
-        with pytest.raises(MoetoolError, match="malformed rows"):
+        with refused(MoetoolError, "malformed", "rows"):
             read_rows([damaged, bytearray(data)], spec)
 
 
@@ -508,7 +509,7 @@ def test_a_full_server_takes_no_more(well_again: Nodes, baseline: Any) -> None:
     runtime = well_again[0].experts
     runtime.holding.capacity = len(runtime.held)
     try:
-        with pytest.raises(CapacityError, match="server 0 holds 86 experts and has room for 86; drop one first"):
+        with refused(CapacityError, "server 0", "86"):
             runtime.adopt(0, 1, source=1)
         runtime.drop(0, 0)
         assert runtime.adopt(0, 1, source=1).source == 1
@@ -592,11 +593,11 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
     for asked, parts in wrong:
         with pytest.raises(MoetoolError):
             nodes[0].experts.handle(Frame(head=asked, parts=parts))
-    with pytest.raises(MismatchError, match="belongs to another model"):
+    with refused(MismatchError, "belongs", "model"):
         nodes[0].experts.set_holders(ExpertLocations(version=10**6, servers_LE=((),), peers=()))
     node = nodes[0]
     parts = node.experts.residency, node.engine.store
-    with pytest.raises(CapacityError, match="server 0 should hold 256 experts but has room for 255"):
+    with refused(CapacityError, "server 0", "256", "255"):
         LocalExperts(0, node.experts.spec, *parts, ALL, 255)  # type: ignore[arg-type]
     with pytest.raises(LinkError):
         nodes[0].peers.call(2, {}, (), timeout_s=0.0).result(5)

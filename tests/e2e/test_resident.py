@@ -26,6 +26,7 @@ from moetool.runtime.request import SamplingParams
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import families
+from tests.refusals import refused
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said that"]
 SHARE, NEW = 0.25, 4
@@ -180,15 +181,15 @@ def _right(trace: Trace) -> float:
 
 
 def test_where_it_cannot_be_had_it_is_refused_by_name(lazy: Any, full: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="experts are loaded when needed"):
+    with refused(UsageError, "experts", "loaded", "needed"):
         GateRecorder(lazy.model, lazy.layers, ["topk", "resident"])
     for share in (0.0, 1.5):
-        with pytest.raises(UsageError, match="expected a share"):
+        with refused(UsageError, "share"):
             replace(_options(), resident=share)
     doubled = load_full(full.checkpoint, torch.float32)
     doubled.model.model.layers[3].mlp.register_forward_hook(lambda module, args, output: output * 2)
     doubled.model.model.layers[3].register_forward_hook(lambda module, args, output: output * 1.5)
-    with pytest.raises(UsageError, match=r"qwen3_moe: layer 4 has other logits in .*; expected .* leave resident out"):
+    with refused(UsageError, "layer 4", "qwen3_moe"):
         GateRecorder(doubled.model, doubled.layers, ["resident"])
 
 

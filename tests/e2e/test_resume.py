@@ -31,6 +31,7 @@ from moetool.runtime.recording.recorder import GateRecorder
 from moetool.trace.reader import Trace
 from tests import families
 from tests.faults import every_fault, fault_at
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (5, 9, 3)
@@ -264,7 +265,7 @@ def test_a_stopped_capture_says_what_is_kept_and_how_to_go_on(case: Case, tmp_pa
 
 def test_a_stopped_capture_is_not_replaced_unasked(case: Case, stopped: Path) -> None:
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match=r"t\.stage contains an interrupted capture.*--resume, or remove.*rm -r"):
+        with refused(UsageError, "t.stage", "--resume"):
             case.run(stopped, resume=False, overwrite=overwrite)
     case.run(stopped)
     case.require_whole(stopped)
@@ -299,7 +300,7 @@ def test_damage_is_refused(case: Case, stopped: Path) -> None:
     stage = CaptureFolder(stopped, case.plan)
     whole = stage.file(0).read_bytes()
     stage.file(0).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(MismatchError, match=r"missing or damaged.*remove it, and repeat the command with --resume"):
+    with refused(MismatchError, "--resume"):
         case.run(stopped)
     stage.file(0).unlink()
     case.run(stopped)
@@ -314,7 +315,7 @@ def test_a_finished_capture_is_finished(case: Case, tmp_path: Path) -> None:
     again = case.run(out)
     assert replace(again, seconds=0.0) == replace(first, seconds=0.0)
     case.require_whole(out)
-    with pytest.raises(UsageError, match="exists already"):
+    with refused(UsageError, "exists"):
         case.run(out, plan=replace(case.plan, facts={**case.plan.facts, "threads": 2}))
 
 
@@ -371,7 +372,7 @@ def test_a_disk_that_is_too_small_is_refused_at_once(
     assert f"{len(LENGTHS)} prompts; rows take {row} bytes/token" in said[-1] and "may not" not in said[-1]
     with_free(least)
     assert "This may not fit" in said[-1]
-    with pytest.raises(CapacityError, match="choose another --out"):
+    with refused(CapacityError, "--out"):
         with_free(least - 1)
     assert not stage_path(tmp_path / "t").exists()
 
@@ -382,7 +383,7 @@ def test_a_disk_that_fills_half_way_loses_nothing(case: Case, stopped: Path) -> 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 4, limits[1]))
     try:
-        with pytest.raises(MoetoolError, match=r"cannot write to .*t\.stage.* are kept in"):
+        with refused(MoetoolError, "t.stage"):
             case.run(stopped)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,6 +13,7 @@ import pytest
 
 from moetool.base.errors import MoetoolError, UsageError
 from moetool.serving.server import bind, url_of
+from tests.refusals import refused
 
 PROCESS = """
 import sys
@@ -41,11 +42,11 @@ def test_a_port_in_use_is_known_at_once() -> None:
 
 
 def test_addresses_that_do_not_exist() -> None:
-    with pytest.raises(UsageError, match="--port"):
+    with refused(UsageError, "--port"):
         bind("127.0.0.1", 70_000)
-    with pytest.raises(UsageError, match="--host"):
+    with refused(UsageError, "--host"):
         bind("no.such.host.invalid", 0)
-    with pytest.raises(MoetoolError, match="cannot listen"):
+    with refused(MoetoolError, "cannot listen"):
         bind("192.0.2.1", 0)  # reserved for documentation
 
 

@@ -34,9 +34,9 @@ def test_a_key_is_asked_for_everywhere_but_health() -> None:
         for wrong in ("s3cret", "Basic s3cret", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9"):
             assert post(url, "/v1/completions", ASK, Authorization=wrong)[0] == 401
         assert post(url, "/v1/completions", ASK, Authorization="bearer s3cret")[0] == 200
-        with pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
+        with refused(openai.AuthenticationError, "Bearer", "KEY"):
             client_of(url).models.list()
-        with pytest.raises(MoetoolError, match=r"401.*API key required"):
+        with refused(MoetoolError, "401", "API"):
             Conversation(url)
 
 
@@ -67,7 +67,7 @@ def test_requests_are_numbered_and_logged_without_their_text(tmp_path: Path, cap
 def test_an_access_log_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
     engine = ScriptedEngine()
     with (
-        pytest.raises(MoetoolError, match="cannot write the access log"),
+        refused(MoetoolError, "write", "access", "log"),
         serving(engine, options=ServerOptions(access_log=str(tmp_path / "no" / "log"))),
     ):
         pass
@@ -126,7 +126,7 @@ def test_deadlines() -> None:
         status, body = post(url, "/v1/completions", {**ASK, "max_tokens": 200}, **{"X-Request-Timeout": "1e9"})
         assert status == 503 and "within 0.5 s" in body["error"]["message"] and time.monotonic() - began >= 0.5
         eventually(lambda: engine.num_live == 0)
-        with pytest.raises(openai.APIError, match=r"within 0\.5 s"):
+        with refused(openai.APIError, "0.5 s"):
             list(client_of(url).completions.create(stream=True, **{**ASK, "max_tokens": 200}))
         for wrong in ("soon", "0", "-1", "nan"):
             assert post(url, "/v1/completions", ASK, **{"X-Request-Timeout": wrong})[0] == 400
@@ -295,7 +295,7 @@ def test_a_conversation() -> None:
         assert conversation.usage["completion_tokens"] > 3
     with refused(MoetoolError, url, "moetool serve"):
         Conversation(url)
-    with pytest.raises(UsageError, match="not a server address"):
+    with refused(UsageError, "server", "address"):
         Conversation("ftp://a")
 
 
@@ -307,7 +307,7 @@ def test_a_conversation_drops_its_oldest_turns_where_it_outgrows_the_context() -
         assert conversation.num_dropped > 2 and len(conversation.messages) + conversation.num_dropped == 24
         assert conversation.messages[-2]["content"].startswith("turn 11")
         before = list(conversation.messages)
-        with pytest.raises(ServerRefused, match="maximum context length"):
+        with refused(ServerRefused, "maximum", "context", "length"):
             list(conversation.ask("word " * 400))
         assert conversation.messages == before
         done = CliRunner().invoke(app, ["chat", url, "--set", "temperature=0"], input=("word " * 30 + "\n") * 6)
@@ -317,7 +317,7 @@ def test_a_conversation_drops_its_oldest_turns_where_it_outgrows_the_context() -
 def test_a_conversation_that_breaks_off_is_not_remembered() -> None:
     with serving(ScriptedEngine(fail_at=3)) as (url, _):
         conversation = Conversation(url)
-        with pytest.raises(MoetoolError, match="disk is on fire"):
+        with refused(MoetoolError, "disk", "fire"):
             list(conversation.ask("hello"))
         assert conversation.messages == []
 

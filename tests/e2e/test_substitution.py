@@ -15,6 +15,7 @@ from moetool.runtime.request import SamplingParams
 from moetool.runtime.serve_options import ServeOptions
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine, generate, require_replayed
+from tests.refusals import refused
 
 COSTS = {"load_s": 3.0, "host_s": 1.0}
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
@@ -77,5 +78,5 @@ def test_replay_substitutes_as_serve_did(
 
 def test_a_family_without_substitutes_is_refused_when_serving(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], fixed="its router is made of stone"))
-    with pytest.raises(Exception, match=r"smoe .* qwen3_moe does not allow that: its router is made of stone"):
+    with refused(Exception, "smoe", "qwen3_moe"):
         build_engine(Checkpoint.open(str(reference)), options=ServeOptions(), policy="smoe")

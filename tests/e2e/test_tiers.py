@@ -17,6 +17,7 @@ from moetool.runtime.assembly import build_engine, open_pooled
 from moetool.runtime.serve_options import ServeOptions
 from moetool.trace.reader import Trace
 from tests.engines import AllOnHost, Answered, RandomPolicy, SomeOnHost, engine
+from tests.refusals import refused
 from tests.streams import Eager
 
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
@@ -129,6 +130,6 @@ def test_serve_options_make_the_tier(reference: Path) -> None:
 
 def test_a_host_tier_that_is_too_small_to_compute_from_is_refused(reference: Path, tokenizer: Any) -> None:
     policy = SomeOnHost(_spec(reference), 16, seed=0)
-    with pytest.raises(CapacityError, match="--host-memory 100,000 holds 1 experts of 73,728 bytes, expected at least"):
+    with refused(CapacityError, "--host-memory", "100,000", "1", "73,728"):
         engine(reference, tokenizer, policy, 16, host_memory_bytes=100_000)
     assert build_policy("lru", _spec(reference), {}, 4).computes_on_host is False

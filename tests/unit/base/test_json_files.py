@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moetool.base import json_files
 from moetool.base.errors import MismatchError
 from moetool.base.json_files import parse_object, read_json
+from tests.refusals import refused
 
 _values = st.recursive(
     st.one_of(
@@ -78,5 +79,5 @@ def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch:
     file.write_text('{"a": 1}  ')
     assert read_json(file, advice="plan again") == {"a": 1}
     file.write_text('{"a": 1}   ')
-    with pytest.raises(MismatchError, match=r"plan.json is damaged \(it has more than 10 bytes\); plan again"):
+    with refused(MismatchError, "plan.json", "10"):
         read_json(file, advice="plan again")

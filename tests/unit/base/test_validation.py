@@ -16,6 +16,7 @@ from moetool.costing.costs import CostProfile
 from moetool.placement.cluster_file import load_cluster
 from moetool.placement.plan import MigrationPlan, PlacementPlan
 from tests.artefacts import CACHE_PLAN, MIGRATION_PLAN, PLACEMENT_PLAN, PROFILE, Json
+from tests.refusals import refused
 
 LOADERS: dict[str, tuple[Callable[[Path], object], Callable[[], Json], str]] = {
     "cache": (CachePlan.load, CACHE_PLAN, "moetool plan cache"),
@@ -118,7 +119,7 @@ def test_what_cannot_be_is_refused(kind: str, path: str, value: Any, says: str, 
 def test_a_placement_that_does_not_fit_names_the_gpu(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(put(PLACEMENT_PLAN(), "cluster.servers.0.gpus.0.memory_bytes", 5)))
-    with pytest.raises(CapacityError, match=r"on GPU 0, expected at most 5.* moetool plan placement"):
+    with refused(CapacityError, "GPU 0", "5"):
         PlacementPlan.load(file)
 
 
@@ -140,13 +141,13 @@ def test_a_pipe_a_socket_a_device_and_a_folder_are_refused_at_once(tmp_path: Pat
             for name, says in (("pipe", "a named pipe"), ("socket", "a socket")):
                 with pytest.raises(MismatchError, match=f"it is {says}, expected a regular file.*{command}"):
                     load(tmp_path / name)
-            with pytest.raises(MismatchError, match="it is a device"):
+            with refused(MismatchError, "device"):
                 load(Path("/dev/zero"))
-            with pytest.raises(UsageError, match="is a directory"):
+            with refused(UsageError, "directory"):
                 load(tmp_path)
-    with pytest.raises(UsageError, match="it is a named pipe"):
+    with refused(UsageError, "named pipe"):
         load_cluster(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="Is a directory"):
+    with refused(UsageError, "Is a directory"):
         load_cluster(tmp_path)
 
 
@@ -174,7 +175,7 @@ def test_a_plan_is_of_bounded_length(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(b"{}" + b" " * artefact.MAX_BYTES)
     for load, _, _ in LOADERS.values():
-        with pytest.raises(MismatchError, match="more than 67,108,864 bytes"):
+        with refused(MismatchError, "67,108,864"):
             load(file)
 
 

@@ -70,7 +70,7 @@ def test_with_a_profile_the_fastest_is_chosen_and_the_evidence_is_timed(trace: T
     assert timed.policy == "lru"
     assert "lru had the shortest time per output token" in timed.reason
     assert f"it takes {times['lru'] * 1e3:,.2f} ms" in timed.reason
-    with pytest.raises(MismatchError, match="the profile is of"):
+    with refused(MismatchError, "profile"):
         choose_cache(trace, 16_000, profile=make_profile(make_spec(experts=9)))
 
 
@@ -141,7 +141,7 @@ def test_foreign_and_damaged_plans_are_refused_in_one_line(trace: Trace, tmp_pat
     refuses(json.dumps({**values, "colour": 1}), "colour")
     values.pop("policy")
     refuses(json.dumps(values), "policy")
-    with pytest.raises(UsageError, match="no plan at"):
+    with refused(UsageError, "no plan"):
         CachePlan.load(tmp_path / "absent.json")
     other = replace(make_spec(layers=5), name="other")
     with refused(MismatchError, "synthetic", "other"):

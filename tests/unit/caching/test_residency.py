@@ -142,7 +142,7 @@ def test_a_gate_that_asks_for_others_instead_of_the_misses_is_refused() -> None:
     policy = Scripted(4)
     residency = Residency(policy)
     policy.gate = lambda event, hits, misses: [misses[0], 7]  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"answered \[1, 7\] for the misses \[1, 2\]"):
+    with refused(ValueError, "[1, 7]", "[1, 2]"):
         residency.event(event([1, 2]))
 
 
@@ -204,11 +204,11 @@ def test_a_policy_that_would_give_a_wrong_weight_is_stopped() -> None:
         def evict(self, locked: Collection[int]) -> int:
             return self.queue[0]
 
-    with pytest.raises(ValueError, match="for the misses"):
+    with refused(ValueError, "misses"):
         Residency(Forgetful(2)).event(event([1, 2]))
     residency = Residency(Greedy(2))
     residency.event(event([1, 2]))
-    with pytest.raises(ValueError, match="still needed"):
+    with refused(ValueError, "still", "needed"):
         residency.event(event([1, 3]))
 
 

@@ -2,10 +2,9 @@
 
 import json
 
-import pytest
-
 from moetool.base.errors import UsageError
 from moetool.capture.composition import MOST_TOGETHER, Composition, compose, stored_composition
+from tests.refusals import refused
 
 
 def test_batches_fill_the_cache_and_are_of_about_equal_size() -> None:
@@ -33,7 +32,7 @@ def test_a_stored_composition_is_the_same() -> None:
     assert stored_composition(stored, 7) == made
     assert stored["composition"] == made.to_json()  # compared by resume
     assert stored_composition(stored, 8) is None and stored_composition({}, 7) is None
-    with pytest.raises(UsageError, match="chunk_tokens"):
+    with refused(UsageError, "chunk_tokens"):
         stored_composition({"composition": {**stored["composition"], "chunk_tokens": "x"}}, 7)
-    with pytest.raises(UsageError, match="kv_tokens"):
+    with refused(UsageError, "kv_tokens"):
         Composition(sizes=(1,), kv_tokens=0, chunk_tokens=1)

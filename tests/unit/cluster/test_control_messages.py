@@ -13,6 +13,7 @@ from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.frames import FrameConnection, LinkError, pack
 from moetool.runtime.serve_options import ServeOptions
 from tests.identities import NOBODY
+from tests.refusals import refused
 
 
 def _sent(value: Any) -> Any:
@@ -56,7 +57,7 @@ def test_values_arrive_as_they_were() -> None:
 
 def test_what_has_no_plain_form_is_not_sent() -> None:
     for value in (object(), {1, 2}, [print], np.array([object()])):
-        with pytest.raises(TypeError, match="cannot be sent to a worker"):
+        with refused(TypeError, "sent", "worker"):
             to_plain(value)
 
 

@@ -170,5 +170,5 @@ def test_foreign_and_damaged_profiles_are_refused_in_one_line(tmp_path: Path) ->
     refuses(json.dumps({**values, "colour": 1}), "colour")
     refuses(json.dumps({**values, "link": {"x": [2, 1], "y": [1, 2]}}), "link")
     refuses(json.dumps({**values, "loads": [{"tier": "disk"}]}), "loads.0.threads")
-    with pytest.raises(UsageError, match="no profile at"):
+    with refused(UsageError, "no profile"):
         CostProfile.load(tmp_path / "absent.json")

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from moetool.base.errors import UsageError
 from moetool.measuring.fit_machine import SYSTEM_BYTES, FitOptions, fit_machine, size
+from tests.refusals import refused
 
 
 def test_a_named_machine_keeps_its_figures() -> None:
@@ -27,7 +26,7 @@ def test_given_sizes_replace_figures(tmp_path: Path) -> None:
 
 
 def test_unknown_machines_are_refused() -> None:
-    with pytest.raises(UsageError, match="h100"):
+    with refused(UsageError, "h100"):
         fit_machine(FitOptions(machine="h1000"))
 
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_profiled_is_said_before_anything_is_measured(tiny: Path,
         profile(str(tiny))
     with refused(UsageError, "deepseek-v2-light", "deepseek-v2-lite"):
         profile("deepseek-v2-light", ProfileOptions(config_only=True))
-    with pytest.raises(UsageError, match="no config at"):
+    with refused(UsageError, "no config"):
         profile(str(tmp_path / "none"), ProfileOptions(config_only=True))
     with refused(UsageError, "--config-only", "--predictor"):
         profile(str(tiny), ProfileOptions(config_only=True, predictor=tmp_path))
@@ -175,7 +175,7 @@ def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.Monk
     with refused(CapacityError, "1,000"):
         layer.layer_curves(Checkpoint.open(tiny), torch.float32, "cpu", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
-    with pytest.raises(CapacityError, match="has 5 bytes free"), disk.scratch_shards(tiny, 100):
+    with refused(CapacityError, "5 bytes free"), disk.scratch_shards(tiny, 100):
         pass
 
 

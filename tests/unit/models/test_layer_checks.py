@@ -13,6 +13,7 @@ from moetool.base.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from tests import families
 from tests.logs import warnings
+from tests.refusals import refused
 
 EXPERTS = {"qwen3_moe": "num_local_experts", "deepseek_v3": "n_routed_experts"}
 
@@ -35,7 +36,7 @@ def _add(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def test_a_config_of_fewer_layers_than_its_weights_is_refused(family: str, predicting: int, tmp_path: Path) -> None:
     """A count of prediction blocks does not hide an ordinary layer."""
     _model(tmp_path, family, num_hidden_layers=2, num_nextn_predict_layers=predicting)
-    with pytest.raises(MismatchError, match=r"hold the layer model\.layers\.2, .* counts 2 layers") as caught:
+    with refused(MismatchError, "model.layers.2", "2") as caught:
         _ = Checkpoint.open(tmp_path).spec
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
     assert Checkpoint.open(tmp_path, weights=False).spec.layer_ids_L[-1] == 1
@@ -70,7 +71,7 @@ def test_experts_with_a_gap_in_their_numbers_are_refused(tmp_path: Path) -> None
     file = _model(tmp_path) / "model.safetensors"
     stored = load_file(file)
     save_file({name.replace(".experts.5.", ".experts.8."): value for name, value in stored.items()}, file)
-    with pytest.raises(MismatchError, match=r"hold expert 8 of model\.layers\.0\.mlp\.experts, expected 0 to 7"):
+    with refused(MismatchError, "expert 8", "model.layers.0.mlp.experts", "0", "7"):
         _ = Checkpoint.open(tmp_path).spec
 
 

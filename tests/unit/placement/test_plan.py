@@ -150,7 +150,7 @@ def test_held_out_requests_are_the_others(cluster: Cluster, traces: dict[str, Tr
     assert [uses("", place) for place in range(6)] == [False, True] * 3
     halves = [read_demand(traces, cluster, how).tokens_GLE.sum() for how in (uses, lambda s, p: not uses(s, p))]
     assert sum(halves) == read_demand(traces, cluster).tokens_GLE.sum()
-    with pytest.raises(UsageError, match="expected a share above 0 and at most 1"):
+    with refused(UsageError, "share", "0", "1"):
         planned_share(0.0)
 
 
@@ -188,7 +188,7 @@ def test_wrong_traces_are_refused(cluster: Cluster, traces: dict[str, Trace], tm
         plan_placement({**traces, "lab": other}, cluster, "uniform", {})
     with refused(UsageError, "moon", "--trace", "clinic, lab"):
         plan_placement({"moon": other}, cluster, "uniform", {})
-    with pytest.raises(UsageError, match="no trace to plan from"):
+    with refused(UsageError, "no trace"):
         plan_placement({}, cluster, "uniform", {})
     plan, _ = plan_placement(traces, cluster, "uniform", {})
     with refused(MismatchError, "synthetic"):
@@ -224,7 +224,7 @@ def test_damaged_plans_are_refused_in_one_line(cluster: Cluster, traces: dict[st
     path.write_text("[]")
     with refused(MismatchError, path):
         PlacementPlan.load(path)
-    with pytest.raises(UsageError, match="no plan at"):
+    with refused(UsageError, "no plan"):
         PlacementPlan.load(tmp_path / "none.json")
 
 
@@ -318,7 +318,7 @@ def test_whether_a_migration_pays_is_decided_in_seconds(tmp_path: Path) -> None:
     assert MigrationPlan.load(tmp_path / "m.json") == made
     made.check(spec)
     other = replace(new, cluster=replace(cluster, links=(Link(between=("s0", "s1"), bytes_s=1.0),)))
-    with pytest.raises(MismatchError, match="different clusters"):
+    with refused(MismatchError, "different", "clusters"):
         plan_migration(old, other, problem.demand, horizon_tokens=1)
 
 
@@ -408,7 +408,7 @@ def test_ktransformers_gets_the_counts_behind_the_plan(
     assert (count_LE.numpy() == read_demand(traces, cluster, planned_share(0.5)).tokens_LE).all()
     with refused(MismatchError, 3, 6):
         ktransformers.write_plan(replace(half, split=1.0), tmp_path / "k.pt")
-    with pytest.raises(MismatchError, match="names no trace"):
+    with refused(MismatchError, "no trace"):
         ktransformers.write_plan(replace(plan, traces=()), tmp_path / "k.pt")
 
 
@@ -416,6 +416,6 @@ def test_ktransformers_gets_the_counts_behind_the_plan(
 def test_unequal_slots_are_refused_with_the_place(writer: Any, tmp_path: Path) -> None:
     problem = make_problem(make_spec(2, 4), make_cluster([[5], [6]]))
     plan = _plan(problem.spec, problem.cluster, place("prism_exact", problem))
-    with pytest.raises(MismatchError, match="needs equal slots on every rank in every layer, but this plan has"):
+    with refused(MismatchError, "equal", "slots", "rank"):
         writer.write_plan(plan, tmp_path / "x")
     assert not (tmp_path / "x").exists()

@@ -154,7 +154,7 @@ def test_the_most_used_experts_come_before_whole_layers_where_they_suffice_or_me
 def test_a_layer_too_large_for_any_server_is_on_as_few_as_possible() -> None:
     problem = make_problem(make_spec(1, 9), make_cluster([[2], [6], [4]]))
     assert place("whole_layers", problem).sum(axis=(1, 2)).tolist() == [2, 6, 4]  # 6 and 3 cover it; the rest is free
-    with pytest.raises(UsageError, match="forward_tokens"):
+    with refused(UsageError, "forward_tokens"):
         place("whole_layers", problem, {"forward_tokens": 0})
 
 
@@ -399,7 +399,7 @@ def test_what_planners_refuse() -> None:
         place("director", problem, {"kick": 1})
     with refused(CapacityError, "c_max 3"):
         place("director", problem, {"c_max": 3})
-    with pytest.raises(CapacityError, match="too many to try"):
+    with refused(CapacityError, "too many"):
         place("exhaustive", make_problem(make_spec(2, 16), make_cluster([[16], [16]])), {"objective": "latency"})
     with refused(UsageError, "speed"):
         place("exhaustive", problem, {"objective": "speed"})

@@ -14,6 +14,7 @@ from moetool.trace.events import to_events
 from moetool.trace.rows import TokenBatch
 from moetool.training.predictor import Predictor, build
 from moetool.training.tokens import Tokens, from_rows
+from tests.refusals import refused
 from tests.synthetic_routes import AHEAD, make_rows, make_spec
 
 SPEC = make_spec()
@@ -50,7 +51,7 @@ def test_gates_that_are_not_known_so_far_ahead_are_refused() -> None:
     assert event.ahead_ATE is not None
     predictor.observe(replace(event, ahead_ATE=event.ahead_ATE[:1]))
     predictor.scores(1)
-    with pytest.raises(MismatchError, match="needs gates 2 layers ahead, but 1 are known; capture"):
+    with refused(MismatchError, "2 layers ahead", "1"):
         predictor.scores(2)
 
 

@@ -61,7 +61,7 @@ def test_another_policys_or_models_state_is_refused(tmp_path: Path) -> None:
     with refused(MismatchError, "lfu", "ffffffffffff"):
         restore_state(file, "lfu", make("lfu", other))
     file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(MismatchError, match="is damaged"):
+    with refused(MismatchError, "damaged"):
         restore_state(file, "lfu", lfu)
 
 
@@ -76,7 +76,7 @@ def test_residents_that_are_no_keys_are_refused(residents: np.ndarray, tmp_path:
     with safetensors.safe_open(file, framework="numpy") as opened:
         metadata = opened.metadata()
     safetensors.numpy.save_file({**arrays, "residents": residents}, file, metadata=metadata)
-    with pytest.raises(MismatchError, match="residents"):
+    with refused(MismatchError, "residents"):
         restore_state(file, "lfu", lfu)
 
 
@@ -91,7 +91,7 @@ def test_a_failed_save_leaves_the_former_file(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(MoetoolError, match="No space left"):
+    with refused(MoetoolError, "No space left"):
         save_state(file, "lfu", lfu)
     assert file.read_bytes() == former and list(tmp_path.iterdir()) == [file]
 

@@ -24,6 +24,7 @@ from moetool.simulation.simulated_costs import GpuSeconds, make_network
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import SimulatedRequest, lay_out
 from tests.clusters import make_cluster
+from tests.refusals import refused
 from tests.synthetic import make_spec
 
 BYTES = 1000
@@ -295,7 +296,7 @@ def test_arrivals(tmp_path: Path) -> None:
     mooncake.write_text('{"timestamp": 40, "input_length": 7, "output_length": 3, "hash_ids": [0]}\n' * 2)
     assert [a.new_tokens for a in read_arrivals(str(mooncake), [0], 1, rng)] == [3]
     mooncake.write_text('{"timestamp": 40}\n')
-    with pytest.raises(MismatchError, match="expected the columns TIMESTAMP"):
+    with refused(MismatchError, "TIMESTAMP"):
         read_arrivals(str(mooncake), [0], 1, rng)
-    with pytest.raises(UsageError, match="is not a file"):
+    with refused(UsageError, "not a file"):
         read_arrivals("possion:10s", [0], 1, rng)

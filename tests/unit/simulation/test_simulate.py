@@ -58,10 +58,10 @@ def test_no_request_is_drawn_that_the_predictor_was_trained_on(traces: dict[str,
 
     assert drawn([1, 3, 5, 7, 9, 11]) == 6  # the history
     assert drawn([0, 1, 3, 5, 7, 9, 11]) == 5  # and one of the six that are drawn
-    with pytest.raises(UsageError, match="no request left to draw that the predictor was not trained on"):
+    with refused(UsageError, "no request", "predictor", "not trained"):
         drawn([0, 2, 4, 6, 8, 10])
     runs = {"options": OPTIONS, "inputs": ModeInputs(predictor=affinity)}
-    with pytest.raises(UsageError, match="was not trained on"):
+    with refused(UsageError, "not trained"):
         sweep({"s0": traces["s0"]}, cluster, {}, "director-proactive", "poisson:3s", 4, **runs)
 
 
@@ -140,7 +140,7 @@ def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: SimulationInputs
     assert moving.windows[0].local == static.windows[0].local  # alike until the first migration
     always = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, decide="always"), inputs=inputs)
     assert all(one.made for one in always.migrations)
-    with pytest.raises(MismatchError, match="for another cluster"):
+    with refused(MismatchError, "another cluster"):
         simulate(
             replace(world, cluster=replace(cluster, link_bytes_s=1.0)), "prism", "every:1s", 1, OPTIONS, inputs=inputs
         )
@@ -305,7 +305,7 @@ def test_what_makes_no_sense_is_refused(world: SimulationInputs) -> None:
             parse_sweeps(swept)
     with refused(UsageError, "prism"):
         simulate(world, "prsm", "every:1s", 1)
-    with pytest.raises(MismatchError, match="hidden size"):
+    with refused(MismatchError, "hidden", "size"):
         nameless = replace(world, spec=replace(SPEC, hidden_size=0))
         simulate(nameless, "uniform", "every:1s", 1)
 

@@ -97,7 +97,7 @@ def test_parts_by_task_are_the_tasks(many: Trace, tmp_path: Path) -> None:
         assert part.requests["prompt_id"].to_pylist() == [str(i)]
         require_same_rows(part, many)
         assert part.manifest["provenance"]["part"] == f"t{i}"
-    with pytest.raises(UsageError, match="exists already"):
+    with refused(UsageError, "exists"):
         split(many, tmp_path / "parts", by="task")
     split(many, tmp_path / "parts", by="request", shares=[0.5], overwrite=True)
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["0", "1", "split.json"]
@@ -113,7 +113,7 @@ def test_shares_are_evenly_spread_and_together_the_whole(many: Trace, tmp_path: 
         require_same_rows(part, many)
     assert sorted(p for part in parts.values() for p in requests_of(part)) == list("012345")
     for shares in ([], [0.0], [1.0], [0.7, 0.7], [-0.5], [float("nan")]):
-        with pytest.raises(UsageError, match="expected shares above 0"):
+        with refused(UsageError, "shares", "0"):
             split(many, tmp_path / "x", by="request", shares=shares)
     with refused(UsageError, "part 1"):
         split(many, tmp_path / "x", by="request", shares=[0.99])
@@ -162,10 +162,10 @@ def test_what_cannot_be_merged_is_refused(many: Trace, tmp_path: Path) -> None:
     other = head(many, tmp_path / "other", layers=2)
     with refused(MismatchError, "tiny", 2):
         merge([many, other], tmp_path / "x")
-    with pytest.raises(UsageError, match="is the same trace as"):
+    with refused(UsageError, "same trace"):
         merge([many, Trace(many.path)], tmp_path / "x")
     with refused(UsageError, 1):
         merge([many], tmp_path / "x")
-    with pytest.raises(UsageError, match="exists already"):
+    with refused(UsageError, "exists"):
         merge([many, head(many, tmp_path / "s", requests=1)], tmp_path / "other")
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob("*.partial"))

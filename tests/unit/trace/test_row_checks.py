@@ -88,7 +88,7 @@ def test_shuffled_rows_are_refused_though_their_hashes_are_right(tmp_path: Path)
     forwards = traces.together(LENGTHS)
     trace = traces.write(tmp_path / "t", forwards[::-1], LENGTHS, composition={"kind": "batch"})
     trace.verify()
-    with pytest.raises(MismatchError, match="forwards go back"):
+    with refused(MismatchError, "forwards", "back"):
         list(trace.batches())
 
 
@@ -101,7 +101,7 @@ def test_a_replay_of_experts_that_are_not_there_is_refused(tmp_path: Path) -> No
 def test_an_expert_twice_is_found_by_the_whole_check(tmp_path: Path) -> None:
     trace = corrupted(tmp_path / "t", lambda rows: rows.experts_TS.__setitem__((0, 1), rows.experts_TS[0, 0]))
     assert sum(map(len, trace.batches(EVERY))) == 10
-    with pytest.raises(MismatchError, match=r"uses expert \d of MoE layer 0 twice at position"):
+    with refused(MismatchError, "layer 0", "MoE"):
         trace.check()
     traces.write(tmp_path / "good", traces.together(LENGTHS), LENGTHS).check()
 
@@ -136,7 +136,7 @@ def test_counts_that_disagree_are_refused(tmp_path: Path) -> None:
         list(Trace(trace.path).batches())
     twice = table.set_column(0, "request", pa.array([0, 0], pa.int32()))
     _replace(trace.path, "requests.parquet", twice, whole)
-    with pytest.raises(MismatchError, match="out of order or repeated"):
+    with refused(MismatchError, "order", "repeated"):
         Trace(trace.path)
     other = table.set_column(0, "request", pa.array([0, 9], pa.int32()))
     _replace(trace.path, "requests.parquet", other, whole)
@@ -211,5 +211,5 @@ def test_counts_that_cannot_be_are_refused(tmp_path: Path) -> None:
     os.mkfifo(folder / FILE)
     with refused(MismatchError, "named pipe"):
         ExpertCounts(folder)
-    with pytest.raises(UsageError, match="no counts at"):
+    with refused(UsageError, "no counts"):
         ExpertCounts(tmp_path / "none")

@@ -17,6 +17,7 @@ from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP, TokenBatch
 from moetool.trace.segments import SegmentLimits, SegmentWriter
 from tests import traces
+from tests.refusals import refused
 from tests.servers import eventually
 from tests.traces import SPEC
 
@@ -90,7 +91,7 @@ def test_a_trace_is_read_while_it_grows_and_its_segments_are_joined_at_its_end(t
     assert writer.status().written == trace.num_tokens == sum(map(len, FORWARDS))
     files = {str(file.relative_to(trace.path)) for file in trace.path.rglob("*.*")}
     assert files == {*trace.manifest["files"], "manifest.json", "README.md"}
-    with pytest.raises(MismatchError, match="closed during the read; run the command again"):
+    with refused(MismatchError, "closed", "during", "read"):
         early.verify()
 
 
@@ -168,7 +169,7 @@ def test_a_disk_that_stays_full_ends_the_trace_and_not_who_writes_it(
     assert status.lost and not status.waiting and status.written == sum(map(len, FORWARDS[:2]))
     full.clear()  # too late: there is to be no gap
     writer.append(FORWARDS[3])
-    with pytest.raises(MoetoolError, match=r"holds the first \d+ of [\d,]+ rows: .*No space left on device"):
+    with refused(MoetoolError, "No space left"):
         writer.close({})
     assert len(logged) == 2 and "ends after" in logged[1]
     trace = Trace(tmp_path / "t")
@@ -179,7 +180,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_what_was_written(tmp_path: Path, f
     writer = write(tmp_path / "t", FORWARDS[:6], SegmentLimits(rows=8, seconds=60.0))
     eventually(lambda: writer.status().waiting < 8)
     full.set()
-    with pytest.raises(MoetoolError, match="No space left"):
+    with refused(MoetoolError, "No space left"):
         writer.close({})
     assert is_prefix(Trace(tmp_path / "t")) in (5, 6)
 
@@ -188,7 +189,7 @@ def test_a_disk_that_is_full_once_all_is_written_says_so(tmp_path: Path, full: t
     writer = write(tmp_path / "t", FORWARDS[:6], SegmentLimits(rows=1, seconds=60.0))
     eventually(lambda: writer.status().waiting == 0)
     full.set()
-    with pytest.raises(MoetoolError, match=r"holds all [\d,]+ rows, but could not be closed \(No space left on device"):
+    with refused(MoetoolError, "No space left"):
         writer.close({})
     trace = Trace(tmp_path / "t")
     assert is_prefix(trace) == 6 and not trace.closed
@@ -196,7 +197,7 @@ def test_a_disk_that_is_full_once_all_is_written_says_so(tmp_path: Path, full: t
 
 def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path, full: threading.Event) -> None:
     full.set()
-    with pytest.raises(MoetoolError, match=r"cannot write the trace to .*No space left"):
+    with refused(MoetoolError, "No space left"):
         write(tmp_path / "t", [])
 
 

@@ -119,7 +119,7 @@ def test_a_workload_is_the_sum_over_the_tokens_and_counts_all_of_them(name: str)
             expected_LE[layer] += 2 * chance_LE[layer] / chance_LE[layer].sum()
     np.testing.assert_allclose(load_LE, expected_LE)
     np.testing.assert_allclose(predictor.workload(prompt, new_tokens=10), 3 * load_LE)
-    with pytest.raises(UsageError, match="has no tokens"):
+    with refused(UsageError, "no tokens"):
         predictor.workload([])
 
 
@@ -187,7 +187,7 @@ def test_withheld_ids_are_refused(name: str, tmp_path: Path) -> None:
     predictor = _built(name)
     with refused(MismatchError, name):
         predictor.workload([3, -1])
-    with pytest.raises(MismatchError, match="some are withheld"):
+    with refused(MismatchError, "some", "withheld"):
         predictor.observe(_events([-1, -1])[0])
     with durable.staged_directory(tmp_path / "trace") as staged:
         writer = TraceWriter(staged, SPEC, ["topk"], 0)
@@ -195,7 +195,7 @@ def test_withheld_ids_are_refused(name: str, tmp_path: Path) -> None:
         writer.add_request(0, dataset="d", task="t", prompt_id="0", prompt_tokens=2, new_tokens=2)
         writer.append(replace(rows, token_id_T=np.array([1, 2, -1, 3], np.int32)))
         writer.finish(composition={"kind": "sequential"}, provenance={})
-    with pytest.raises(MismatchError, match="withholds its token ids"):
+    with refused(MismatchError, "withholds", "token", "ids"):
         read(Trace(tmp_path / "trace"), predictor.needs, [0], tmp_path)
     assert read(Trace(tmp_path / "trace"), {"experts"}, [0], tmp_path).token_id_T is None
 

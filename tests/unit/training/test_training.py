@@ -131,7 +131,7 @@ def test_wrong_arguments(tmp_path: Path, arguments: dict, message: str) -> None:
 def test_an_existing_output_is_kept(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     train("popularity", trace, tmp_path / "out")
-    with pytest.raises(UsageError, match="exists already"):
+    with refused(UsageError, "exists"):
         train("affinity", trace, tmp_path / "out")
     assert load_predictor(tmp_path / "out").name == "popularity"
     train("affinity", trace, tmp_path / "out", overwrite=True)
@@ -179,7 +179,7 @@ def test_damage_is_refused_in_one_line(tmp_path: Path, damage: Callable[[Path], 
 
 
 def test_a_missing_predictor_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="moetool train expert_mlp"):
+    with refused(UsageError, "expert_mlp"):
         load_predictor(tmp_path / "nothing")
 
 

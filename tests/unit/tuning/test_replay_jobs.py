@@ -3,11 +3,10 @@
 import multiprocessing
 from pathlib import Path
 
-import pytest
-
 from moetool.base.errors import CapacityError, MoetoolError
 from moetool.tuning.replay import ReplaySetup, replay
 from moetool.tuning.replay_jobs import num_jobs, replay_with_jobs
+from tests.refusals import refused
 from tests.synthetic import make_spec, write_trace
 
 
@@ -17,11 +16,11 @@ def test_processes_make_the_rows_of_one_and_count_all_tokens(tmp_path: Path) -> 
     policies, budgets = ["foresight", "lru", "belady", "lru"], [5000, 9000]
     assert replay_with_jobs(trace, policies, budgets, setup) == replay(trace, policies, budgets)
     assert shown[-1] == (trace.num_tokens * 6, trace.num_tokens * 6)  # one task per pool
-    with pytest.raises(CapacityError, match="1,999"):
+    with refused(CapacityError, "1,999"):
         replay_with_jobs(trace, policies, [1999], setup)
     for process in multiprocessing.active_children():
         process.kill()
-    with pytest.raises(MoetoolError, match="jobs"):
+    with refused(MoetoolError, "jobs"):
         replay_with_jobs(trace, policies, budgets, setup)
     assert replay_with_jobs(trace, policies, budgets, setup) == replay(trace, policies, budgets)
 

@@ -112,9 +112,9 @@ def test_lowest_is_taken_per_seed() -> None:
     best = {"best": {"lowest": ("a", "b", "c")}, "less": {"less": ("best", "d")}}
     values = derive({"a": [4.0, 8.0], "b": [6.0, 5.0], "c": [9.0, 9.0], "d": [2.0, 5.0]}, best)
     assert (values["best"], values["less"]) == ([4.0, 5.0], [0.5, 0.0])
-    with pytest.raises(UsageError, match="1 values"):
+    with refused(UsageError, "1 values"):
         derive({"a": [1.0]}, {"x": {"lowest": ("a",)}})
-    with pytest.raises(UsageError, match="3 values"):
+    with refused(UsageError, "3 values"):
         derive({"a": [1.0]}, {"x": {"minus": ("a", "a", "a")}})
 
 
@@ -188,7 +188,7 @@ def test_predictors_of_one_class_are_replayed_separately(tmp_path: Path) -> None
 def test_unmeasured_names_are_refused() -> None:
     with refused(UsageError, "prism"):
         _judge(Check(lowest="prsm"), prism=[1.0])
-    with pytest.raises(UsageError, match="an empty check"):
+    with refused(UsageError, "empty", "check"):
         Check(order=("alone",))
     with refused(UsageError, "x"):
         derive({"a": [1.0]}, {"x": {"lss": ("a", "a")}})
@@ -341,7 +341,7 @@ def test_profile_has_the_costs_of_the_assumed_machine() -> None:
     assert profile.on("cuda").expert(3) == pytest.approx(4e-3)
     assert Prices(profile, profile.spec, options).load_ns("pinned", 0) == 5_000_000
     assert Prices(profile, profile.spec, options).host_costs()["host_s"] == pytest.approx(4e-3)
-    with pytest.raises(UsageError, match="load_s"):
+    with refused(UsageError, "load_s"):
         AssumedMachine(load_s=-1.0)
 
 

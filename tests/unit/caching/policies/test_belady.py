@@ -5,7 +5,6 @@ from functools import lru_cache
 from itertools import combinations, permutations
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from moetool.base.errors import UsageError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.policy import Policy, build_policy
 from moetool.caching.residency import Residency
+from tests.refusals import refused
 from tests.synthetic import make_spec, random_stream, run_forwards
 
 Events = list[list[int]]
@@ -142,5 +142,5 @@ def test_equal_next_uses_are_told_apart_by_what_follows() -> None:
 
 
 def test_belady_cannot_serve() -> None:
-    with pytest.raises(UsageError, match="replay only"):
+    with refused(UsageError, "replay"):
         build_policy("belady", make_spec(), {}, 4)

@@ -121,12 +121,12 @@ def test_a_state_of_another_model_is_refused() -> None:
         drive(full, walk(1))
         state = full.policy.state()
         state[name][...] = value
-        with pytest.raises(ValueError, match="out of range"):
+        with refused(ValueError, "range"):
             policy.restore(state)
     full = made()
     drive(full, walk(3))
     state = full.policy.state()
-    with pytest.raises(ValueError, match="experts of another layer"):
+    with refused(ValueError, "experts", "layer"):
         policy.restore(state | {"path_RP": np.zeros_like(state["path_RP"])})
     for path_RP in (state["path_RP"].astype(np.float64), state["path_RP"][0], np.int32(0) + np.zeros((), np.int32)):
         with refused(ValueError, 8):
@@ -424,5 +424,5 @@ def test_stored_routes_are_whole_rows_and_then_none(row: int, value: int) -> Non
     predictor = counted(60, tokens=100)
     predictor.validate()
     predictor.path_FLK[row, -1, -1] = value
-    with pytest.raises(ValueError, match="out of range"):
+    with refused(ValueError, "range"):
         predictor.validate()

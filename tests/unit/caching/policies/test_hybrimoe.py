@@ -7,6 +7,7 @@ from moetool.base.errors import UsageError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency, StepKind
+from tests.refusals import refused
 from tests.synthetic import make_spec
 
 
@@ -125,5 +126,5 @@ def test_the_host_gets_what_the_fewest_tokens_use() -> None:
 
 def test_options_that_make_no_sense_are_refused() -> None:
     for wrong in ({"distance": 0}, {"alpha": 0.0}, {"alpha": 1.1}):
-        with pytest.raises(UsageError, match="hybrimoe"):
+        with refused(UsageError, "hybrimoe"):
             build_policy("hybrimoe", make_spec(layers=1, experts=4, top_k=2), wrong, 4)

@@ -16,6 +16,7 @@ from moetool.training.predictor import build
 from moetool.training.tokens import read
 from moetool.tuning.replay import ReplaySetup, replay
 from tests import synthetic_routes
+from tests.refusals import refused
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec
 
 SPEC = make_spec(layers=3, experts=8, top_k=2)
@@ -78,7 +79,7 @@ def test_a_guess_takes_no_place_within_a_share() -> None:
 
 
 def test_slots_per_layer_must_be_some() -> None:
-    with pytest.raises(UsageError, match="slots_per_layer is 0"):
+    with refused(UsageError, "slots_per_layer", "0"):
         _mixtral(8, slots_per_layer=0)
     assert _mixtral(11, slots_per_layer=1)[0].share == 1
     assert _mixtral(11, slots_per_layer=9)[0].share == 3
@@ -124,7 +125,7 @@ def test_promoe_gives_up_what_it_prefetched_for_coming_layers_last_and_looks_som
     assert policy.evict_for_prefetch(17, set()) is None
     policy.gate(events[1], [], [])  # now layer 1 has its experts
     assert policy.evict_for_prefetch(17, set()) == 9
-    with pytest.raises(UsageError, match="distance is 0, expected at least 1"):
+    with refused(UsageError, "distance", "0"):
         _promoe(SPEC, distance=0)
 
 

@@ -258,7 +258,7 @@ def test_costs_that_are_none_are_refused() -> None:
     for wrong in ({"load_s": 1.0}, {"host_s": 1.0}, {"load_s": -1.0, "host_s": 1.0}):
         with refused(UsageError, "load_s", "host_s"):
             HostCosts(**wrong)
-    with pytest.raises(UsageError, match="alpha"):
+    with refused(UsageError, "alpha"):
         smoe.Options(alpha=1.5)
 
 
@@ -270,7 +270,7 @@ def test_the_smallest_alpha_that_is_fast_enough() -> None:
     assert smoe.choose_alpha(alphas, squares, 1.04) == pytest.approx(0.4, abs=1e-3)
     with refused(UsageError, 4):
         smoe.choose_alpha(alphas, [10.0, 8.0, 6.0, 4.0], 3.0)
-    with pytest.raises(UsageError, match="too few for a curve"):
+    with refused(UsageError, "too few", "curve"):
         smoe.choose_alpha([0.1], [1.0], 3.0)
 
 
@@ -287,7 +287,7 @@ def test_only_what_it_looks_at_is_asked_of_a_trace(tmp_path: Path) -> None:
 
 def test_models_without_substitutes_are_refused(tmp_path: Path) -> None:
     spec = make_spec()
-    with pytest.raises(UsageError, match="scores of every router"):
+    with refused(UsageError, "scores", "router"):
         build_policy("smoe", replace(spec, has_logits_L=(True, False, True)), {}, 4)
     for family in ("phimoe", "llama4_text", "gemma4_text"):
         with pytest.raises(UsageError, match=f"smoe .* {family} does not allow"):
@@ -297,7 +297,7 @@ def test_models_without_substitutes_are_refused(tmp_path: Path) -> None:
     lengths = [(3, 2)]
     trace = traces.write(tmp_path / "trace", traces.alone(lengths), lengths)
     trace.spec = replace(trace.spec, name="phimoe:tiny")
-    with pytest.raises(UsageError, match="sparsemixer"):
+    with refused(UsageError, "sparsemixer"):
         replay(trace, ["smoe"], [6 * trace.spec.slot_bytes])
 
 

@@ -13,6 +13,7 @@ import pytest
 import moetool.cluster.edge.dashboard as dashboard
 from moetool.base.errors import UsageError
 from tests.edge_workers import odds
+from tests.refusals import refused
 from tests.unit.cluster.edge.test_scheduler import SPEC, World, planned
 
 
@@ -112,5 +113,5 @@ def test_names_that_are_allowed(world: World) -> None:
 
 
 def test_a_port_that_is_taken_is_said(page: dashboard.Dashboard) -> None:
-    with pytest.raises(UsageError, match=r"the cluster page cannot listen on 127.0.0.1:\d+ .*--set dashboard.port="):
+    with refused(UsageError, "127.0.0.1", "--set", "dashboard.port"):
         dashboard.Dashboard(dict, port=int(page.url.rsplit(":", 1)[1]))

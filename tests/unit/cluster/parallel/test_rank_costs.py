@@ -15,6 +15,7 @@ from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.costing.costs import CostProfile, Curve
 from tests.clusters import make_cluster
 from tests.profiles import make_profile
+from tests.refusals import refused
 from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
@@ -102,7 +103,7 @@ def test_what_batches_have_waited_for_experts_is_what_moving_costs_until_that_is
 
 
 def test_a_profile_of_another_data_type_is_refused() -> None:
-    with pytest.raises(MismatchError, match="float64"):
+    with refused(MismatchError, "float64"):
         Costs(SPEC, CLUSTER, profile=profile_of(), dtype="float64")
 
 
@@ -130,5 +131,5 @@ def test_requests_start_where_the_plan_says() -> None:
     assert np.bincount(many).tolist() == pytest.approx([1000] * 4, rel=0.1)
     assert turns.deal([5, 6, 7], [0, 1], 2, {0: 2, 1: 0}) == [1, 1]  # beside what runs
     assert turns.deal([5, 6, 7], [0, 1], 2, {0: 1}) == [1, 0, 1]
-    with pytest.raises(UsageError, match="did you mean 'first'"):
+    with refused(UsageError, "first"):
         RankAssignment(server_G=four, starts="frist")

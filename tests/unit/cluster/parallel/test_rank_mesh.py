@@ -18,6 +18,7 @@ from moetool.cluster.parallel.process_group import Group, GroupBroken
 from moetool.cluster.parallel.rank_mesh import Arrivals, Mesh
 from moetool.cluster.parallel.rank_options import RankOptions
 from tests.identities import identity
+from tests.refusals import refused
 
 RANKS = 3
 
@@ -122,7 +123,7 @@ def test_a_lost_rank_ends_the_swap_of_all() -> None:
         waiting.start()
         first, second = in_threads(lambda rank: groups[rank].gather([1]), [0, 1])
         assert isinstance(first, GroupBroken) and isinstance(second, GroupBroken)
-        with pytest.raises(GroupBroken, match="was aborted"):
+        with refused(GroupBroken, "aborted"):
             groups[2].gather([1])
 
 
@@ -175,7 +176,7 @@ def test_another_number_of_rows_than_told_ends_the_generation() -> None:
 def test_a_rank_that_does_not_join_is_named() -> None:
     with listening(2) as (listeners, arrivals):
         members = [(rank, listener.address) for rank, listener in enumerate(listeners)]
-        with pytest.raises(LinkError, match="GPU 1 did not connect in time"):
+        with refused(LinkError, "GPU 1"):
             Mesh(3, 0, members, identity=identity("rank-0"), arrivals=arrivals[0], timeout_s=0.2)
 
 

@@ -19,6 +19,7 @@ from moetool.cluster.parallel.staged_migration import MigrationStage, plan_stage
 from moetool.placement.latency import flows
 from tests.clusters import make_cluster
 from tests.identities import identity
+from tests.refusals import refused
 
 
 def random_placement(rng: np.random.Generator, gpus: int, layers: int, experts: int, slots: int) -> np.ndarray:
@@ -145,7 +146,7 @@ def test_a_piece_that_never_arrives_keeps_no_rank_from_its_all_to_all_for_ever()
     windows.open(10.0)
     assert windows.try_hold()
     began = time.perf_counter()
-    with pytest.raises(MoetoolError, match=r"transfer took 0\.05 s"):
+    with refused(MoetoolError, "0.05 s"):
         windows.close(0.05)
     assert time.perf_counter() - began < 5 and windows.waited_s >= 0.05 and not windows.exchanging
     windows.release()
@@ -180,7 +181,7 @@ def test_channels_carry_frames_between_ranks_only() -> None:
         assert channel.receive(memoryview(room)) == ({}, b"") and room == b"12345"
         with pytest.raises(LinkError, match=r"head-x may not call|does not accept this process"):
             connect(listener.address, identity("head-x"), "rank-1")
-        with pytest.raises(LinkError, match="not rank-2 of this cluster"):
+        with refused(LinkError, "rank-2"):
             connect(listener.address, identity("rank-0"), "rank-2")
         with socket.create_connection(listener.address, timeout=10.0) as raw:
             raw.sendall(b"\0" * 64)
@@ -213,7 +214,7 @@ def test_both_ends_may_send_at_once_more_than_either_takes_in() -> None:
     sender.start()
     assert len(channel.receive(timeout_s=30.0)[1]) == 8 * 2**20
     assert channel.receive(timeout_s=30.0)[0] == {"done": True} and there == [8 * 2**20]
-    with pytest.raises(LinkError, match="in time"):
+    with refused(LinkError, "time"):
         channel.receive(timeout_s=0.01)
     sender.join(30.0)
     channel.close()
@@ -221,7 +222,7 @@ def test_both_ends_may_send_at_once_more_than_either_takes_in() -> None:
 
 
 def test_options_of_ranks_are_checked() -> None:
-    with pytest.raises(UsageError, match="did you mean"):
+    with refused(UsageError, "did you mean"):
         RankOptions(migrate="overlapp")
     with pytest.raises(UsageError):
         RankOptions(seats=0)

@@ -15,6 +15,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.tested_formats import UNLISTED
 from tests import families
 from tests.command_line import exit_code
+from tests.refusals import refused
 
 KNOWN = sorted({*(name for name, family in FAMILIES.items() if not family.refused), *UNLISTED})
 _GROUPS = (
@@ -176,7 +177,7 @@ def test_a_field_that_the_code_ignores_may_say_anything(family: str, changed: di
 def test_a_nested_text_config_is_checked(tmp_path: Path) -> None:
     text = {**families.config("qwen3_5_moe_text").to_dict(), "num_key_value_heads": 3}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
-    with pytest.raises(MismatchError, match=r"num_attention_heads: found 4, expected a multiple of 3"):
+    with refused(MismatchError, "num_attention_heads", "4", "3"):
         Checkpoint(tmp_path, weights=False)
 
 
@@ -201,5 +202,5 @@ def test_a_gguf_file_is_named_itself(tmp_path: Path) -> None:
     assert content[at - 4 : at] == (4).to_bytes(4, "little")
     content[at : at + 4] = (3).to_bytes(4, "little")
     (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(MismatchError, match=r"m\.gguf: num_attention_heads: found \d+, expected a multiple of 3"):
+    with refused(MismatchError, "m.gguf", "num_attention_heads", "3"):
         Checkpoint(tmp_path / "m.gguf", weights=False)

@@ -123,7 +123,7 @@ def test_one_gguf_file_is_asked_for_by_name(hub: Hub) -> None:
     assert _downloaded(hub) == {"m-Q4.gguf", "m-big-00001-of-00002.gguf", "m-big-00002-of-00002.gguf"}
     with refused(UsageError, 5, "org/small-moe/m-Q4.gguf", "org/small-moe/m-Q8.gguf"):
         locate(NAME)
-    with pytest.raises(UsageError, match=r"does not name one of its GGUF files"):
+    with refused(UsageError, "GGUF"):
         locate(f"{NAME}/m-Q5.gguf")
 
 
@@ -173,7 +173,7 @@ def test_a_header_is_continued_where_its_connection_broke(gguf_hub: Hub) -> None
     gguf_hub.breaks["one.gguf"] = [1000, 0, 500]
     assert Checkpoint.open(f"{NAME}/one.gguf", weights=False).spec.num_layers
     gguf_hub.breaks["m-00001-of-00003.gguf"] = [0] * 9
-    with pytest.raises(MoetoolError, match=r"cannot get .* from the hub"):
+    with refused(MoetoolError, "hub"):
         Checkpoint.open(f"{NAME}/m-00001-of-00003.gguf", weights=False)
 
 
@@ -199,7 +199,7 @@ def test_a_connection_that_breaks_is_continued_where_it_broke(hub: Hub) -> None:
 
 def test_the_next_command_continues_what_an_earlier_one_left(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.breaks["model-1.safetensors"] = [100_000, *[0] * 40]
-    with pytest.raises(MoetoolError, match=r"model-1.safetensors stopped at 100.0 kB of .* to continue") as caught:
+    with refused(MoetoolError, "model-1.safetensors", "100.0") as caught:
         locate(NAME)
     assert "\n" not in str(caught.value)
     hub.breaks.clear()
@@ -355,5 +355,5 @@ def test_names_on_the_hub() -> None:
     for wrong in ("a", "./a/b", "a/b/c", "/a/b", "a/b@../../x", "a/b@", "a/../c.gguf"):
         assert parse_hub_name(wrong) is None, wrong
     assert with_revision("a/b", "v1") == "a/b@v1"
-    with pytest.raises(UsageError, match=r"is for a name on the hub"):
+    with refused(UsageError, "hub"):
         with_revision("reference", "v1")

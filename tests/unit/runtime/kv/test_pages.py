@@ -4,7 +4,6 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from moetool.kernels.cpu.attention import OneQuery
@@ -13,6 +12,7 @@ from moetool.models.loading import LoadedModel
 from moetool.models.transformers_internals import attention_of
 from moetool.runtime.kv.paged_attention import PAGED, paged_attention
 from moetool.runtime.kv.pages import KvBatch, KvPages, RowShape
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_a_layer_of_latents_has_one_row_and_the_model_writes_none() -> None:
 
 def test_attention_without_its_batch_is_an_error_and_not_attention_of_one_sequence(full: LoadedModel) -> None:
     query = torch.randn(1, 4, 3, 8)
-    with pytest.raises(RuntimeError, match="kv_batch"):
+    with refused(RuntimeError, "kv_batch"):
         paged_attention(SimpleNamespace(layer_idx=0), query, query, query, None)
     model, before = full.model, attention_of(full.model)
     from transformers import AttentionInterface
@@ -63,7 +63,7 @@ def test_attention_without_its_batch_is_an_error_and_not_attention_of_one_sequen
     AttentionInterface.register(PAGED, paged_attention)
     model.set_attn_implementation(PAGED)
     try:
-        with pytest.raises(RuntimeError, match="kv_batch"):
+        with refused(RuntimeError, "kv_batch"):
             model(torch.tensor([[3, 4, 5]]), use_cache=False)
     finally:
         model.set_attn_implementation(before)

@@ -145,7 +145,7 @@ def test_several_files_of_one_model_are_tasks_of_one_trace(tmp_path: Path) -> No
     with refused(UsageError, "law"):
         import_trace([law, law], "topk_parquet", tmp_path / "v")
     other = write_parquet(tmp_path / "c.parquet", task="chat", model="lab/other")
-    with pytest.raises(MismatchError, match="lab/other"):
+    with refused(MismatchError, "lab/other"):
         import_trace([law, other], "topk_parquet", tmp_path / "v")
 
 
@@ -180,15 +180,15 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         import_trace([routes], "route_csv", out, tokens_as="decode")
     with refused(UsageError, "decode"):
         import_trace([law], "topk_parquet", out, tokens_as="decod")
-    with pytest.raises(UsageError, match="no file at"):
+    with refused(UsageError, "no file"):
         import_trace([tmp_path / "none.csv"], "route_csv", out)
-    with pytest.raises(MismatchError, match="not a complete Parquet file"):
+    with refused(MismatchError, "complete", "Parquet", "file"):
         import_trace([routes], "topk_parquet", out)
-    with pytest.raises(MismatchError, match="is not text"):
+    with refused(MismatchError, "not text"):
         import_trace([law], "route_csv", out)
     assert not out.exists()
     import_trace([law], "topk_parquet", out)
-    with pytest.raises(UsageError, match="--overwrite"):
+    with refused(UsageError, "--overwrite"):
         import_trace([law], "topk_parquet", out)
     import_trace([routes], "route_csv", out, overwrite=True)
     assert json.loads((out / "manifest.json").read_text())["provenance"]["model"] == "Tiny-Q4"
@@ -292,5 +292,5 @@ def test_a_damaged_parquet_is_refused(tmp_path: Path) -> None:
         with pytest.raises(MismatchError):
             import_trace([file], "topk_parquet", tmp_path / "t")
     empty = {name: column.slice(0, 0) for name, column in parquet_columns().items()}
-    with pytest.raises(MismatchError, match="has no rows"):
+    with refused(MismatchError, "no rows"):
         import_trace([write_parquet(file, empty)], "topk_parquet", tmp_path / "t")

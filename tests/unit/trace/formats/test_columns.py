@@ -147,7 +147,7 @@ def test_columns_are_mapped_by_name_or_number(tmp_path: Path) -> None:
         bring(tmp_path / "f.tsv", "expert=y")
     with refused(UsageError, "expert"):
         parse_map(["exprt=x"])
-    with pytest.raises(UsageError, match="none is known to be the expert"):
+    with refused(UsageError, "none", "known", "expert"):
         bring(tmp_path / "f.tsv", "layer=l")
     with refused(UsageError, "--map"):
         import_trace([foreign.write_policylang(tmp_path / "p")], "policylang", tmp_path / "u", mapping={"layer": "l"})
@@ -161,7 +161,7 @@ def test_a_line_of_metadata_and_aliases_of_fields_are_understood(tmp_path: Path)
     renamed = [{"l": r["layer"], "x": r["experts"], "t": r["token_idx"], "who": r["problem_id"]} for r in wide_rows()]
     trace = bring(write_jsonl(tmp_path / "g", renamed), "experts=x,layer_id=l,position=t,sequence=who")
     assert len(trace.requests) == 2
-    with pytest.raises(UsageError, match="expert twice"):
+    with refused(UsageError, "expert", "twice"):
         parse_map(["expert=x,experts=y"])
 
 
@@ -235,7 +235,7 @@ def test_counts_of_any_table(tmp_path: Path) -> None:
     made = import_trace([file], None, tmp_path / "t", settings={"top_k": 2, "expert_bytes": 1000})
     assert (made.kind, made.format) == ("counts", "column_counts")
     assert (ExpertCounts(tmp_path / "t").counts_WLE[0] == counts).all()
-    with pytest.raises(MoetoolError, match="an expert of a layer twice"):
+    with refused(MoetoolError, "expert", "layer", "twice"):
         import_trace(
             [write_csv(file, [*rows, rows[0]])], None, tmp_path / "u", settings={"top_k": 2, "expert_bytes": 1}
         )
@@ -275,9 +275,9 @@ def test_formats_are_told_by_content_and_said(tmp_path: Path) -> None:
     )
     assert run.exit_code == 0 and "read as columns: a table with columns for layer (layer)" in run.stderr
     (tmp_path / "odd").write_text("hello")
-    with pytest.raises(UsageError, match="unknown format"):
+    with refused(UsageError, "unknown", "format"):
         import_trace([tmp_path / "odd"], None, tmp_path / "u")
-    with pytest.raises(UsageError, match="import them one by one"):
+    with refused(UsageError, "import"):
         import_trace([files["columns"], files["policylang"]], None, tmp_path / "u")
     # both a layer with its expert and a count, and a usage file's triples
     assert {"columns", "coli_usage", "llamacpp_imatrix"} <= set(formats_with("recognize"))
@@ -290,7 +290,5 @@ def test_an_ambiguous_file_lists_the_candidates(tmp_path: Path) -> None:
         "choices": foreign.vllm_response("a")["choices"],
     }
     file = write_jsonl(tmp_path / "both.json", [response])
-    with pytest.raises(
-        UsageError, match=r"may be any of sglang_routed_experts \(.*\); vllm_routed_experts \(.*--format"
-    ):
+    with refused(UsageError, "sglang_routed_experts", "vllm_routed_experts", "--format"):
         import_trace([file], None, tmp_path / "t", settings=SAID)

@@ -13,6 +13,7 @@ from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests.foreign import EXPERTS, ROUTES, TOKENS
+from tests.refusals import refused
 
 A = ROUTES["a"]  # [7, 3, 2]
 
@@ -109,7 +110,7 @@ class Odd:
 )
 def test_wrong_arrays_are_refused_in_one_line(tmp_path: Path, content: np.ndarray) -> None:
     np.save(tmp_path / "f.npy", content, allow_pickle=True)
-    with pytest.raises(MoetoolError, match=r"f\.npy") as refusal:
+    with refused(MoetoolError, "f.npy") as refusal:
         import_trace([tmp_path / "f.npy"], "expert_arrays", tmp_path / "t")
     assert "\n" not in str(refusal.value) and not (tmp_path / "t").exists()
 

@@ -10,6 +10,7 @@ from moetool.base.errors import MoetoolError
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from tests.foreign import EXPERTS, ROUTES, TOKENS
+from tests.refusals import refused
 
 
 def write(folder: Path, *, samples: bool = True) -> Path:
@@ -45,15 +46,15 @@ def test_layers_of_a_checkpoint_arrive(tmp_path: Path, samples: bool) -> None:
 def test_a_missing_or_other_file_is_named(tmp_path: Path) -> None:
     step = write(tmp_path)
     first = (step / "2" / "b.pt").rename(tmp_path / "b.pt")
-    with pytest.raises(MoetoolError, match=r"2/b\.pt is missing"):
+    with refused(MoetoolError, "2/b.pt"):
         import_trace([step], None, tmp_path / "t")
     first.rename(step / "2" / "b.pt")
     (step / "3" / "b.pt").unlink()
-    with pytest.raises(MoetoolError, match=r"3/b\.pt"):
+    with refused(MoetoolError, "3/b.pt"):
         import_trace([step], None, tmp_path / "t")
     torch.save(torch.zeros(2, EXPERTS), step / "3" / "b.pt")
-    with pytest.raises(MoetoolError, match=r"b\.pt"):
+    with refused(MoetoolError, "b.pt"):
         import_trace([step], None, tmp_path / "t")
     torch.save(torch.zeros(2, 3, dtype=torch.int64), step / "3" / "b.pt")
-    with pytest.raises(MoetoolError, match=r"3/b\.pt"):
+    with refused(MoetoolError, "3/b.pt"):
         import_trace([step], None, tmp_path / "t")

@@ -14,6 +14,7 @@ from moetool.trace.expert_counts import count_experts
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
 from tests.published_routes import SHARED
+from tests.refusals import refused
 
 GPT_OSS = SHARED / "data" / "routes" / "gpt_oss_20b"
 needs_gpt_oss = pytest.mark.skipif(not GPT_OSS.is_dir(), reason="shared/data/routes is not here")
@@ -79,7 +80,7 @@ def test_damaged_objects_are_refused(tmp_path: Path, change: Any, fact: str) -> 
 
 def test_half_a_gzip_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "f.gz").write_bytes(gzip.compress(json.dumps(request(5, 12)).encode())[:-20])
-    with pytest.raises(MismatchError, match=r"f\.gz"):
+    with refused(MismatchError, "f.gz"):
         import_trace([tmp_path / "f.gz"], "router_data", tmp_path / "t")
 
 

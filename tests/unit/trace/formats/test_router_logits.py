@@ -11,6 +11,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from moetool.base.errors import MoetoolError, UsageError
 from moetool.trace.foreign.importing import import_trace
 from moetool.trace.reader import Trace
+from tests.refusals import refused
 
 RNG = np.random.default_rng(5)
 LOGITS = RNG.normal(size=(6, 3, 8)).astype(np.float32)  # [T, L, E]
@@ -78,7 +79,7 @@ def test_the_kind_of_the_values_is_found(tmp_path: Path, kind: str) -> None:
 
 def test_top_k_must_be_known(tmp_path: Path) -> None:
     np.save(tmp_path / "f.npy", LOGITS)
-    with pytest.raises(UsageError, match="top_k"):
+    with refused(UsageError, "top_k"):
         import_trace([tmp_path / "f.npy"], None, tmp_path / "t")
 
 
@@ -87,7 +88,7 @@ def test_values_that_no_trace_can_hold_are_refused(tmp_path: Path, wrong: float)
     values = LOGITS.copy()
     values[3, 1, 2] = wrong
     np.save(tmp_path / "f.npy", values)
-    with pytest.raises(MoetoolError, match=r"f\.npy") as refusal:
+    with refused(MoetoolError, "f.npy") as refusal:
         import_trace([tmp_path / "f.npy"], None, tmp_path / "t", settings={"top_k": 2})
     assert "\n" not in str(refusal.value)
 
