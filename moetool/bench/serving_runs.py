@@ -147,7 +147,7 @@ def run_engine(
     for key, slot in residency.slot_of.items():
         store.ready(key, slot)
     runtime = ExpertRuntime(loaded, residency, store)
-    engine = Engine(loaded, None, runtime, batcher, model_name=loaded.spec.name, lent=True)
+    engine = Engine(loaded, None, runtime, batcher, model_name=loaded.spec.name, closes_model=False)
     try:
         engine.state = "ready"  # driven forward by forward without the engine's own thread
         _announce(batcher, forced)

@@ -32,10 +32,10 @@ class CompiledEvents:
 
     Args:
         policy: fills its part of the table (`Policy.compile_into`).
-        capacity: slots without lent ones.
+        capacity: slots without reserved ones.
         layer_slots: as for `Residency`.
         slot_of: residents and their slots, the longest resident first.
-        free: free slots, the next one last; lent slots are not among them.
+        free: free slots, the next one last; reserved slots are not among them.
         unused: residents that were prefetched and not used since.
         counts_26: counts so far (`Counts`) of prefill and decode.
 
@@ -127,7 +127,7 @@ class CompiledEvents:
 
     @property
     def room(self) -> int:
-        """Return the free slots; negative while more slots are lent than are free."""
+        """Return the free slots; negative while more slots are reserved than are free."""
         return self._fields[self._kernels.ROOM]
 
     def slot(self, key: int) -> int | None:
@@ -188,21 +188,21 @@ class CompiledEvents:
         self._kernels.give_up(self.table, self.memory, -1 if key is None else key)
 
     def set_capacity(self, capacity: int, layer_slots: Sequence[int]) -> None:
-        """Set the slots without lent ones, and those of each layer."""
+        """Set the slots without reserved ones, and those of each layer."""
         k, fields = self._kernels, self._fields
         fields[k.CAPACITY], fields[k.ROOM] = capacity, capacity - fields[k.RESIDENTS]
         self._own_L[:] = layer_slots or 0
         fields[k.BY_LAYER] = bool(layer_slots)
         fields[k.BEYOND] = int((self._held_L > self._own_L).sum())
 
-    def lend(self, count: int) -> list[int]:
+    def take_slots(self, count: int) -> list[int]:
         """Take free slots out of the pool."""
         slots = [self.free[-1 - at] for at in range(count)]
         self._fields[self._kernels.FREE] -= count
         return slots
 
-    def take_back(self, slots: Sequence[int]) -> None:
-        """Return lent slots to the pool, the next one last."""
+    def return_slots(self, slots: Sequence[int]) -> None:
+        """Return reserved slots to the pool, the next one last."""
         self._add_free(slots)
 
     def _add_free(self, slots: Sequence[int]) -> None:

@@ -40,10 +40,10 @@ class DevicePools:
 
     Attributes:
         places: number of slots on all devices; all slot numbers are below this.
-        lent: 0, as slots are lent on one device only.
+        reserved_slots: 0, as slots are reserved on one device only.
     """
 
-    lent = 0
+    reserved_slots = 0
 
     def __init__(self, residencies: Sequence[Residency], sink: Sink | None = None) -> None:
         self.residencies = tuple(residencies)

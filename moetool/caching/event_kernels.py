@@ -23,7 +23,7 @@ from moetool.prediction.token_kernels import pointer
 LRU, LFU, FORGETFUL_LFU, LFRU = map(np.int64, range(4))
 """Policies without a memory: values of KIND."""
 KIND, LAYERS, EXPERTS, CAPACITY, BY_LAYER = range(5)
-"""Sizes: L, E, slots without lent ones, whether layers have own slots (`OWN_L`)."""
+"""Sizes: L, E, slots without reserved ones, whether layers have own slots (`OWN_L`)."""
 ROOM, FREE, RESIDENTS, BEYOND, CLOCK, PHASE, FORWARD = range(5, 12)
 """State: free slots of the capacity and all, residents, layers with more than their own slots, admissions and uses so
 far, phase and number of the forward."""

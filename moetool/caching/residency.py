@@ -171,8 +171,8 @@ class Residency:
         if layer_slots:
             assert capacity_bytes is None and share == (0, 1) and len(layer_slots) == spec.num_layers
             assert min(layer_slots) >= 1 and sum(layer_slots) <= policy.num_slots
-        self._guaranteed = self._layer_slots = tuple(layer_slots)  # with all slots, and without lent ones
-        self._lent: list[int] = []
+        self._guaranteed = self._layer_slots = tuple(layer_slots)  # with all slots, and without reserved ones
+        self._reserved_slots: list[int] = []
         self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without pinned experts
         self._beyond: set[int] = set()  # layers with more residents than their guarantee
         if capacity_bytes is None:
@@ -428,29 +428,29 @@ class Residency:
         self._beyond = {layer for layer, slots in enumerate(self._layer_slots) if len(self._resident_L[layer]) > slots}
 
     @property
-    def lent(self) -> int:
-        """Return the lent slots (`lend`)."""
-        return len(self._lent)
+    def reserved_slots(self) -> int:
+        """Return the number of reserved slots."""
+        return len(self._reserved_slots)
 
-    def lend(self, count: int) -> list[int]:
-        """Lend slots from the next forward on, but keep the smallest legal pool.
+    def reserve_slots(self, count: int) -> list[int]:
+        """Take slots out of the pool from the next forward on for their memory, but keep the smallest legal pool.
 
         Called between two forwards, for one pool in slots without pinned experts. The policy chooses the evicted
-        experts. Slots that are no longer lent come back empty. The sink is not called.
+        experts. Slots that are no longer reserved come back empty. The sink is not called.
 
         Args:
-            count: number of lent slots in all.
+            count: number of reserved slots in all.
 
         Returns:
-            The newly lent slots, whose memory is free.
+            The newly reserved slots, whose memory is free.
         """
         assert not self._pinned and self._devices == 1 and set(self._size_L) == {1}
-        change = max(0, min(count, self.num_slots - max(MIN_SLOTS, len(self._guaranteed)))) - self.lent
+        change = max(0, min(count, self.num_slots - max(MIN_SLOTS, len(self._guaranteed)))) - self.reserved_slots
         self._capacity -= change
         if self._guaranteed:
             self._layer_slots = scaled_down(self.policy.spec, self._guaranteed, self._capacity)
         if self.compiled is not None:
-            return self._lend_compiled(change)
+            return self._reserve_compiled(change)
         self._room -= change
         if self._guaranteed:
             self._find_beyond()
@@ -459,21 +459,21 @@ class Residency:
             policy, residents = self.policy, self._slot_of.keys()
             self._give_up(policy.evict_among(among, residents) if self._guaranteed else policy.evict(()), ())
         for _ in range(-change):
-            self._free.append(self._lent.pop())
+            self._free.append(self._reserved_slots.pop())
         newly = [self._free.pop() for _ in range(change)]
-        self._lent += newly
+        self._reserved_slots += newly
         return newly
 
-    def _lend_compiled(self, change: int) -> list[int]:
+    def _reserve_compiled(self, change: int) -> list[int]:
         compiled = self.compiled
         assert compiled is not None
         compiled.set_capacity(self._capacity, self._layer_slots)
         while compiled.room < 0:
             compiled.give_up()
         if change < 0:
-            compiled.take_back([self._lent.pop() for _ in range(-change)])
-        newly = compiled.lend(max(change, 0))
-        self._lent += newly
+            compiled.return_slots([self._reserved_slots.pop() for _ in range(-change)])
+        newly = compiled.take_slots(max(change, 0))
+        self._reserved_slots += newly
         return newly
 
     def end_forward(self, info: ForwardInfo) -> None:

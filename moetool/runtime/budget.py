@@ -105,8 +105,8 @@ class Budget:
         host_bytes: host memory for experts, beside the device.
         library_bytes: libraries and buffers of the process, beside the device's parts.
         unused_bytes: the rest below the limit.
-        slots: expert slots, lent ones included.
-        base_slots: expert slots of the division that lends none.
+        slots: expert slots, reserved ones included.
+        base_slots: expert slots of the division that reserves none.
         kv_tokens: tokens of the KV cache, fully grown.
         first_kv_tokens: its tokens at the start; 0: all.
         chunk_tokens: most prompt tokens of one forward.
@@ -140,7 +140,7 @@ class Budget:
 
     @property
     def kept_slots(self) -> int:
-        """Slots that are never lent."""
+        """Slots that are never reserved."""
         return self.slots - self.share.most_slots - self.share.kv_slots
 
 

@@ -183,7 +183,7 @@ def expected_loads(model: Footprint, split: MemorySplit, share: MemoryShare, cur
     for number in range(_LENGTHS):
         length = shortest * (longest / shortest) ** ((number + 0.5) / _LENGTHS)
         grown = max(0, int(min(length, split.kv_tokens)) - first)
-        slots = share.slots - share.borrowed_by_cache(grown)
+        slots = share.slots - share.slots_for_cache(grown)
         new = min(TURN_PROMPT, length) if length <= split.kv_tokens else length
         total += TURN_ANSWER * model.token_experts * curve.at(slots / model.num_experts)
         total += (1 - _BEGINNING) * _prompt_loads(model, share, slots, new)
@@ -195,5 +195,5 @@ def _prompt_loads(model: Footprint, share: MemoryShare, slots: int, tokens: floa
     """Loads of experts without slots for a prompt whose tokens choose experts uniformly."""
     chunks = max(1.0, tokens / share.chunk_tokens)
     unused = (1 - model.token_experts / model.num_experts) ** (tokens / chunks)
-    kept = max(0, slots - share.borrowed(int(tokens / chunks)))
+    kept = max(0, slots - share.slots_for_forward(int(tokens / chunks)))
     return chunks * (1 - unused) * (model.num_experts - kept)

@@ -34,7 +34,7 @@ class MemoryShare:
     kv_slots: int = 0
     kv_tokens: int = 0
 
-    def borrowed(self, num_tokens: int) -> int:
+    def slots_for_forward(self, num_tokens: int) -> int:
         """Slots that a forward of this number of tokens borrows."""
         beyond = num_tokens - self.first_chunk
         if beyond <= 0 or not self.most_slots:
@@ -42,7 +42,7 @@ class MemoryShare:
         steps = -(-beyond * _STEPS // (self.chunk_tokens - self.first_chunk))
         return -(-self.most_slots * steps // _STEPS)
 
-    def borrowed_by_cache(self, num_tokens: int) -> int:
+    def slots_for_cache(self, num_tokens: int) -> int:
         """Slots that the KV cache borrows after growing by this number of tokens."""
         return -(-self.kv_slots * min(num_tokens, self.kv_tokens) // self.kv_tokens) if self.kv_tokens else 0
 

@@ -162,7 +162,7 @@ class ReplaySetup:
         timeline: which of the profile's devices, data types and tiers.
         devices: number of devices that share the model (`moetool.caching.devices`), with equal parts of the budget.
         changes: recorded forwards, and the policy with its pool form from there on.
-        lent: recorded forwards, and the slots that are lent from there on (`moetool.caching.residency`).
+        reserved_slots: recorded forwards, and the slots reserved from there on (`moetool.caching.residency`).
         jobs: processes of `moetool.tuning.replay_jobs`; 0: one per processor for a large replay.
         on_progress: called with the activity, the replayed tokens and the total.
     """
@@ -182,7 +182,7 @@ class ReplaySetup:
     timeline: TimelineOptions = DEFAULT_MACHINE
     devices: int = 1
     changes: Sequence[tuple[int, PolicyChoice]] = ()
-    lent: Sequence[tuple[int, int]] = ()
+    reserved_slots: Sequence[tuple[int, int]] = ()
     jobs: int = 1
     on_progress: Callable[[str, int, int], None] = ignore_progress
 
@@ -418,7 +418,7 @@ class _Run:
         self._costs = deque(_measured_costs(source.trace))  # of a server, each valid from a forward on
         self._late_ends = deque(source.late_ends)
         self._changes = deque(setup.changes)
-        self._lent = deque(setup.lent)
+        self._reserved_slots = deque(setup.reserved_slots)
         self._changing: PolicyChanges | None = None
         if setup.changes:
             self._changing = PolicyChanges(
@@ -459,8 +459,8 @@ class _Run:
         while self._changes and self._changes[0][0] <= info.recorded_id:
             assert self._changing is not None
             self._changing.change(self._changes.popleft()[1])
-        while self._lent and self._lent[0][0] <= info.recorded_id:
-            self._residency.residencies[0].lend(self._lent.popleft()[1])
+        while self._reserved_slots and self._reserved_slots[0][0] <= info.recorded_id:
+            self._residency.residencies[0].reserve_slots(self._reserved_slots.popleft()[1])
         steps = self._weigh(self._residency.begin_forward(info))
         if self._timeline is not None:
             self._timeline.begin_forward(info, steps)
@@ -551,12 +551,12 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         pinned=tuple(pinned),
         limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
         changes=tuple(changes),
-        lent=_lent_slots(made.get("lent", []), pinned),
+        reserved_slots=_reserved_slots(made.get("lent", []), pinned),
     )
 
 
-def _lent_slots(found: Any, pinned: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Slots that a server lent to prompts, each number from a forward on. Raises: MismatchError: the log is damaged."""
+def _reserved_slots(found: Any, pinned: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers of slots that a server reserved, each from a forward on. Raises: MismatchError: the log is damaged."""
     made = _by_forward("lent", found, "a number of slots")
     check.require(not (made and pinned), "manifest.provenance.lent", found, "none beside pinned experts")
     return tuple(made)

@@ -586,7 +586,9 @@ def _served(
 
     def forward(batch: Batch) -> None:
         info = batch.info
-        residency.lend(share.borrowed(len(info.request_T)) + share.borrowed_by_cache(batcher.borrowed_kv_tokens))
+        residency.reserve_slots(
+            share.slots_for_forward(len(info.request_T)) + share.slots_for_cache(batcher.grown_kv_tokens)
+        )
         experts_TLK = np.array([now[r][t] for r, t in zip(info.request_T, info.position_T, strict=True)])
         residency.begin_forward(info)
         for layer in range(spec.num_layers):

@@ -193,13 +193,13 @@ def test_programs_are_legal_while_slots_are_lent_and_come_back(
         residency = Residency(policy, digest, layer_slots=own)
         lent_slots: list[int] = []
         for (info, events), count in zip(stream, lent * len(stream), strict=False):
-            before, newly = residency.lent, residency.lend(count)
-            assert len(newly) == max(0, residency.lent - before) and residency.lent <= count
-            capacity = policy.num_slots - residency.lent
+            before, newly = residency.reserved_slots, residency.reserve_slots(count)
+            assert len(newly) == max(0, residency.reserved_slots - before) and residency.reserved_slots <= count
+            capacity = policy.num_slots - residency.reserved_slots
             assert capacity == max(policy.num_slots - count, min(policy.num_slots, max(MIN_SLOTS, len(own))))
             assert len(residency.slot_of) <= capacity
-            lent_slots = lent_slots[: residency.lent] + newly
-            assert len(lent_slots) == residency.lent
+            lent_slots = lent_slots[: residency.reserved_slots] + newly
+            assert len(lent_slots) == residency.reserved_slots
             residency.begin_forward(info)
             for event in events:
                 keys = {spec.expert_key(event.layer, expert) for expert in event.needed}
@@ -218,7 +218,7 @@ def test_slots_that_come_back_are_used(name: str) -> None:
     stream = list(random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=60, seed=1))
     residency = Residency(build(name, spec, 16, stream), layer_slots=equal_slots(spec, 16))
     for number, (info, events) in enumerate(stream):
-        residency.lend(8 if number < 30 else 0)
+        residency.reserve_slots(8 if number < 30 else 0)
         run_forwards(residency, [(info, events)])
         assert number != 29 or len(residency.slot_of) == 8
     assert len(residency.slot_of) == 16

@@ -80,9 +80,12 @@ def test_long_requests_at_once_keep_to_the_memory_and_to_their_answers(
             before = len(sizes)
             engine.step()
             if len(sizes) > before:  # slots lent are at least what the forward and the grown cache need
-                lent, grown = engine.residency.lent, batcher.borrowed_kv_tokens
-                assert lent >= SHARE.borrowed(sizes[-1])
-                assert lent >= min(SLOTS - 2, SHARE.borrowed(sizes[-1]) + SHARE.borrowed_by_cache(grown)) or not grown
+                lent, grown = engine.residency.reserved_slots, batcher.grown_kv_tokens
+                assert lent >= SHARE.slots_for_forward(sizes[-1])
+                assert (
+                    lent >= min(SLOTS - 2, SHARE.slots_for_forward(sizes[-1]) + SHARE.slots_for_cache(grown))
+                    or not grown
+                )
                 seen.append((grown, lent))
 
     first = [client.ask(number) for number in range(3)]

@@ -120,16 +120,16 @@ def test_a_small_cache_grows_for_chats_that_take_turns(monkeypatch: pytest.Monke
             request = talk.ask(chats[i], max_tokens=4)
             talk.finish()
             reused.append(talk.outputs[request][0].reused)
-            sizes.append(talk.engine.batcher.borrowed_kv_tokens)
+            sizes.append(talk.engine.batcher.grown_kv_tokens)
             chats[i] = [*chats[i], *talk.tokens(request), 60 + turn, 61, 62]
     assert reused[:2] == [0, 0] and sizes[:2] == [0, 0]
     assert min(reused[2:4]) < 100 and all(0 < size <= 768 for size in sizes[4:])
     assert all(count >= 190 for count in reused[4:])
-    assert talk.engine.residency.lent > 0
+    assert talk.engine.residency.reserved_slots > 0
     for number in range(60):
         talk.ask([70 + number % 20, 3, 4], max_tokens=4)
         talk.finish()
-    assert talk.engine.batcher.borrowed_kv_tokens == talk.engine.residency.lent == 0
+    assert talk.engine.batcher.grown_kv_tokens == talk.engine.residency.reserved_slots == 0
     talk.engine.close()
 
 

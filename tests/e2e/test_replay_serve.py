@@ -26,6 +26,7 @@ from moetool.training.predictor import build
 from moetool.training.tokens import Tokens
 from moetool.tuning.replay import SERVED, ReplaySetup, replay, replay_served
 from tests.engines import engine, require_replayed
+from tests.refusals import refused
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
 
@@ -165,7 +166,7 @@ def test_replay_decides_by_the_costs_that_the_server_measured(
     assert row.counts.hosted and row.counts.missed
     assert costs and all(load_s > 0 and host_s > 0 for _, load_s, host_s in costs)
     trace.manifest["provenance"]["costs"] = [[0, 1.0, "a"]]
-    with pytest.raises(MismatchError, match=r"costs\.0: .*a forward and two times"):
+    with refused(MismatchError, "costs.0"):
         replay(trace, [policy], [60 * trace.spec.slot_bytes])
 
 
@@ -213,9 +214,9 @@ def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, 
         other.step()
     other.close()
     assert answers[4] == again
-    with pytest.raises(UsageError, match="in which the server ran them"):
+    with refused(UsageError, "server", "ran"):
         replay(trace, ["served"], budget, ReplaySetup(sequential=True))
-    with pytest.raises(UsageError, match="one device"):
+    with refused(UsageError, "one device"):
         replay(trace, ["served"], budget, ReplaySetup(devices=2))
 
 
@@ -243,7 +244,7 @@ def test_replay_decides_as_serve_did_while_prompts_and_the_kv_cache_borrow_slots
                     made.step()
                     sizes = made.stats()["memory_bytes"]
                     assert sizes["expert_slots"] + sizes["lent_by_expert_slots"] == made.store.pool_bytes
-                    seen.add((made.residency.lent, sizes["kv_cache"]))
+                    seen.add((made.residency.reserved_slots, sizes["kv_cache"]))
         answers.append(tokens)
         assert require_replayed(made, log, SERVED)[1].counts.kept
         lent = [slots for slots, _ in seen]

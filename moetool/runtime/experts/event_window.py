@@ -19,13 +19,13 @@ class WindowForward:
     Attributes:
         events: events by layer, without the optional columns that some policies use.
         counts: hits, late hits and misses of its experts.
-        lent: expert slots lent while it ran.
+        reserved_slots: expert slots reserved for prompts and the KV cache while it ran.
     """
 
     info: ForwardInfo
     events: tuple[GateEvent, ...]
     counts: Counts
-    lent: int = 0
+    reserved_slots: int = 0
 
 
 class EventWindow:
@@ -52,13 +52,13 @@ class EventWindow:
         """Add an event of the forward."""
         self._current.append(event)
 
-    def end(self, info: ForwardInfo, counts: Counts, lent: int = 0) -> None:
-        """End the forward, complete or not; `lent` slots were lent."""
+    def end(self, info: ForwardInfo, counts: Counts, reserved_slots: int = 0) -> None:
+        """End the forward, complete or not; `reserved_slots` were reserved."""
         bare = replace(info, embedding_TD=None)
         events = tuple(GateEvent(forward=bare, layer=e.layer, experts_TK=e.experts_TK) for e in self._current)
         self._current = []
         with self._lock:
-            self._forwards.append(WindowForward(bare, events, counts - self._before, lent))
+            self._forwards.append(WindowForward(bare, events, counts - self._before, reserved_slots))
             self._events += len(events)
             self._rows += len(events) * len(info.request_T)
             self.passed += 1

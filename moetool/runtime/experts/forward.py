@@ -201,7 +201,7 @@ class ExpertRuntime:
             finally:
                 self._info = None
                 self.residency.end_forward(info)
-                self.window.end(info, self.residency.counts, self.residency.lent)
+                self.window.end(info, self.residency.counts, self.residency.reserved_slots)
 
     @property
     def defers_events(self) -> bool:
@@ -215,7 +215,7 @@ class ExpertRuntime:
         watching[handle.id] = on_products
         return handle
 
-    def watch_looks(self, on_logits: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    def watch_partial_logits(self, on_logits: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call `on_logits` with the partial forward's logits [T, E] of each layer except the first."""
         assert self._resident_forward is not None, "no partial forward runs"
         return self._resident_forward.watch(on_logits)

@@ -206,7 +206,7 @@ class Batcher:
         return self._ledger.evicted
 
     @property
-    def borrowed_kv_tokens(self) -> int:
+    def grown_kv_tokens(self) -> int:
         """Current KV cache tokens beyond the initial ones; all if it does not grow."""
         ledger = self._ledger
         return PAGE_TOKENS * (ledger.limit - (ledger.first if ledger.first < ledger.num_pages else 0))

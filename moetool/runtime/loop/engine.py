@@ -53,7 +53,7 @@ class Engine:
         model_name: the model's name for clients.
         log: records the gate stream and the decisions.
         save: saves the policy's learned state; called every few minutes and at close.
-        lent: whether the caller closes the model, which may serve further engines.
+        closes_model: whether `close` closes the model, which otherwise may serve further engines.
 
     Attributes:
         host_order: order in which experts are read into host memory ahead of use, for display; empty: they are not.
@@ -72,10 +72,10 @@ class Engine:
         model_name: str,
         log: ServeLog | None = None,
         save: Callable[[], None] | None = None,
-        lent: bool = False,
+        closes_model: bool = True,
     ) -> None:
         self._loaded = loaded
-        self._lent = lent
+        self._closes_model = closes_model
         self._files = None if loaded.files is None else loaded.files.shards
         self._reason = ""
         self.host_order = ""
@@ -107,7 +107,7 @@ class Engine:
             batcher.record_steps(loaded.layers, runtime)
         self._log = log
         if log is not None:
-            log.attach(loaded, runtime.watch_looks)
+            log.attach(loaded, runtime.watch_partial_logits)
         self._routes = RequestRoutes(loaded)
         self._sinks: dict[int, Sink] = {}
         self._scores: set[Future[list[TokenLogprob | None]]] = set()
@@ -241,7 +241,7 @@ class Engine:
             *(self.model_name, self._forwards, self._forward_seconds, self._new_tokens, self._failures),
             self.store.stats,
         )
-        if not self._lent:
+        if self._closes_model:
             self._loaded.close()
         lost: list[str] = []
         for keep in (self._save, None if self._log is None else self._log.close):
@@ -298,8 +298,8 @@ class Engine:
         GPU.
         """
         counts, read = self.residency.counts, self.store.stats
-        lent = self.residency.lent
-        lent_bytes = lent * self.store.pool_bytes // self.store.num_slots
+        reserved = self.residency.reserved_slots
+        reserved_bytes = reserved * self.store.pool_bytes // self.store.num_slots
         fetched = counts.prefetched + counts.missed + counts.hosted
         uses, misses = self.runtime.uses_L, self.runtime.misses_L
         return {
@@ -326,8 +326,8 @@ class Engine:
             "memory_bytes": {
                 "dense": self._dense_bytes,
                 "kv_cache": self.batcher.kv_bytes - self.batcher.held_kv_bytes,
-                "expert_slots": self.store.pool_bytes - lent_bytes,
-                "lent_by_expert_slots": lent_bytes,
+                "expert_slots": self.store.pool_bytes - reserved_bytes,
+                "lent_by_expert_slots": reserved_bytes,
                 "host_experts": self.store.host_pool_bytes,
                 "process": psutil.Process().memory_info().rss,
             },
@@ -438,7 +438,7 @@ class Engine:
         if _LOG.isEnabledFor(logging.DEBUG):
             self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
         self._change_policy(batch.info.forward_id)
-        self._lend(batch.info)
+        self._reserve_slots(batch.info)
         if self._log is not None:
             self._log.begin_forward(batch)
         self._routes.begin_forward(batch)
@@ -458,20 +458,20 @@ class Engine:
             if self._log is not None:
                 self._log.on_change(forward, choice)
 
-    def _lend(self, info: ForwardInfo) -> None:
-        """Lend expert slots to the next forward and to the KV cache, or take them back."""
+    def _reserve_slots(self, info: ForwardInfo) -> None:
+        """Reserve expert slots for the next forward and the KV cache, or return them."""
         if self._share is None:
             return
         assert isinstance(self.residency, Residency) and isinstance(self.store, ExpertStore)
-        before, wanted = self.residency.lent, self._share.borrowed(len(info.request_T))
-        wanted += self._share.borrowed_by_cache(self.batcher.borrowed_kv_tokens)
+        before, wanted = self.residency.reserved_slots, self._share.slots_for_forward(len(info.request_T))
+        wanted += self._share.slots_for_cache(self.batcher.grown_kv_tokens)
         if wanted == before:
             return
         if wanted < before:
             trim_heap()  # return the longer forward's activations before slots grow into their memory
-        self.store.release(self.residency.lend(wanted))
-        if self._log is not None and self.residency.lent != before:
-            self._log.on_lent(info.forward_id, self.residency.lent)
+        self.store.release(self.residency.reserve_slots(wanted))
+        if self._log is not None and self.residency.reserved_slots != before:
+            self._log.on_reserved_slots(info.forward_id, self.residency.reserved_slots)
 
     def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
         if request in self._sinks:  # not cancelled before it began

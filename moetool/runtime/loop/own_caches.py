@@ -165,7 +165,7 @@ class OwnCaches:
         return not self._requests
 
     @property
-    def borrowed_kv_tokens(self) -> int:
+    def grown_kv_tokens(self) -> int:
         """All tokens: requests' own caches have a fixed share of memory."""
         return self.kv_tokens
 

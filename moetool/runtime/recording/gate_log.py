@@ -74,7 +74,7 @@ class ServeLog:
         self._digest = DecisionDigest()
         self._costs: list[tuple[int, float, float]] = []
         self._changes: list[tuple[int, str, str]] = []
-        self._lent: list[tuple[int, int]] = []
+        self._reserved_slots: list[tuple[int, int]] = []
         self._ends: list[tuple[int, int]] = []
         self._last: dict[int, int] = {}  # running requests, and the last forward of each
         self._forward = -1  # newest forward
@@ -87,8 +87,8 @@ class ServeLog:
         """The folder of the trace."""
         return self._out
 
-    def attach(self, loaded: LoadedModel, looks: Callable[..., RemovableHandle] | None = None) -> None:
-        """Start recording the model; `looks` as for `GateRecorder`.
+    def attach(self, loaded: LoadedModel, watch_partial: Callable[..., RemovableHandle] | None = None) -> None:
+        """Start recording the model; `watch_partial` as for `GateRecorder`.
 
         Raises:
             UsageError: another process writes there.
@@ -115,7 +115,9 @@ class ServeLog:
                 if isinstance(error, MoetoolError):
                     raise
                 raise MoetoolError(f"cannot write the gate log {self._out}: {error.strerror or error}") from error
-            self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep, self._ahead, looks=looks)
+            self._recorder = GateRecorder(
+                loaded.model, loaded.layers, self._keep, self._ahead, watch_partial=watch_partial
+            )
             self._stack = stack.pop_all()
 
     def add_request(self, request: int, prompt_tokens: int) -> None:
@@ -145,9 +147,9 @@ class ServeLog:
         """Record a policy change that applies from a forward on (`moetool.caching.policy_changes`)."""
         self._changes.append((forward, choice.policy, choice.pool))
 
-    def on_lent(self, forward: int, slots: int) -> None:
-        """Record the number of expert slots lent from a forward on (`Residency.lend`)."""
-        self._lent.append((forward, slots))
+    def on_reserved_slots(self, forward: int, slots: int) -> None:
+        """Record the number of expert slots reserved from a forward on (`Residency.reserve_slots`)."""
+        self._reserved_slots.append((forward, slots))
 
     def end_forward(self, failed: bool) -> None:
         """Write the finished forward; a failed one leaves no rows."""
@@ -200,7 +202,7 @@ class ServeLog:
             "reused_tokens": self._reused_tokens,
             **({"costs": list(self._costs)} if self._costs else {}),
             **({"changes": list(self._changes)} if self._changes else {}),
-            **({"lent": list(self._lent)} if self._lent else {}),
+            **({"lent": list(self._reserved_slots)} if self._reserved_slots else {}),
             **({"ends": list(self._ends)} if self._ends else {}),
         }
 

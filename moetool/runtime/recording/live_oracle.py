@@ -230,8 +230,8 @@ class LiveOracle:
         for number, forward in enumerate(forwards):
             if number == skipped:
                 before = residency.counts
-            if forward.lent != residency.lent:
-                residency.lend(forward.lent)
+            if forward.reserved_slots != residency.reserved_slots:
+                residency.reserve_slots(forward.reserved_slots)
             residency.begin_forward(forward.info)
             for i, event in enumerate(forward.events):
                 residency.event(event)

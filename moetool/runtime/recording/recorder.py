@@ -28,8 +28,8 @@ class GateRecorder:
             experts and their weights.
         ahead: number of layers that `ahead` looks ahead.
         resident: share of a layer's experts that `resident` assumes resident.
-        looks: registers a function that receives the logits of each layer but the first, if a server computes
-            `resident` itself (`ExpertRuntime.watch_looks`).
+        watch_partial: registers a function that receives the logits of each layer but the first, if a server computes
+            `resident` itself (`ExpertRuntime.watch_partial_logits`).
 
     Effects: adds forward hooks, which `close` removes.
 
@@ -46,7 +46,7 @@ class GateRecorder:
         ahead: int = 3,
         *,
         resident: float = 0.5,
-        looks: Callable[[Callable[[torch.Tensor], None]], RemovableHandle] | None = None,
+        watch_partial: Callable[[Callable[[torch.Tensor], None]], RemovableHandle] | None = None,
     ) -> None:
         keep = frozenset(keep)
         self._held: list[tuple[Batch, dict[str, list[torch.Tensor]], torch.Tensor | None]] = []
@@ -59,14 +59,14 @@ class GateRecorder:
         self._hidden: list[torch.Tensor] | None = [] if "hidden" in keep else None
         self._ahead: list[torch.Tensor] | None = [] if "ahead" in keep else None
         self._resident: list[torch.Tensor] | None = [] if "resident" in keep else None
-        made_here = self._resident is not None and looks is None
+        made_here = self._resident is not None and watch_partial is None
         self._resident_forward = ResidentForward(model, layers, resident, self._on_resident) if made_here else None
         self._distance = ahead
         self._layers = layers
         self._embedding: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        if self._resident is not None and looks is not None:
-            self._handles.append(looks(self._on_resident))
+        if self._resident is not None and watch_partial is not None:
+            self._handles.append(watch_partial(self._on_resident))
         self._family = families.known(model.config.get_text_config().model_type)
         for layer in layers:
             self._handles.append(watch(layer, self._on_routes))

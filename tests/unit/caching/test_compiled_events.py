@@ -15,6 +15,7 @@ from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policies import lru
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency
+from tests.refusals import refused
 from tests.synthetic import make_spec, random_stream, run_forwards
 
 FORMS = ((), 1.0, 0.5)  # one pool, equal slots per layer, half of them
@@ -62,7 +63,7 @@ def decisions(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, compiled
             running.append(coming)
             coming += 1
         if rng.random() < 0.15:
-            steps.append(residency.lend(int(rng.integers(0, slots))))
+            steps.append(residency.reserve_slots(int(rng.integers(0, slots))))
         if rng.random() < 0.1:
             residency.forget(int(rng.integers(layers * num)))
         if rng.random() < 0.1:
@@ -82,7 +83,7 @@ def decisions(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, compiled
         steps.append((asdict(residency.prefill), asdict(residency.decode), list(residency.slot_of.items()), held))
         state = {what: array.tolist() for what, array in residency.policy.state().items()}
         steps.append((state, residency.policy.expected_use()))
-        steps.append((residency.residents, residency.num_residents, residency.lent))
+        steps.append((residency.residents, residency.num_residents, residency.reserved_slots))
     return steps
 
 
@@ -147,5 +148,5 @@ def test_python_decides_where_compiled_code_cannot(what: str) -> None:
 def test_an_expert_beyond_the_layer_is_refused() -> None:
     residency = Residency(build_policy("lru", make_spec(experts=8), {}, 6))
     info = ForwardInfo(forward_id=0, request_T=(0,), phase_T=(Phase.DECODE,), position_T=(0,))
-    with pytest.raises(AssertionError, match="bounds"):
+    with refused(AssertionError, "bounds"):
         residency.event(GateEvent(forward=info, layer=0, experts_TK=((1, 8),)))

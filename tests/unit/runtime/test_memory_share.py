@@ -33,13 +33,13 @@ from tests.command_line import child_environment
 
 def test_longer_chunks_borrow_more_and_never_less_than_their_activations() -> None:
     share = MemoryShare(slots=60, most_slots=30, chunk_tokens=2070)
-    found = [share.borrowed(tokens) for tokens in range(3000)]
+    found = [share.slots_for_forward(tokens) for tokens in range(3000)]
     assert found == sorted(found)
     assert set(found[: LEAST_CHUNK + 1]) == {0} and found[LEAST_CHUNK + 1] > 0 and found[2070] == 30 < found[2999]
     assert len(set(found[:2071])) <= 17
     slot_tokens = (2070 - LEAST_CHUNK) / 30
     assert all((tokens - LEAST_CHUNK) / slot_tokens <= slots for tokens, slots in enumerate(found))
-    assert MemoryShare(slots=60, chunk_tokens=64).borrowed(3000) == 0
+    assert MemoryShare(slots=60, chunk_tokens=64).slots_for_forward(3000) == 0
 
 
 def test_returned_pages_are_no_longer_resident() -> None:
@@ -123,7 +123,7 @@ def test_the_memory_holds_what_is_lent_and_what_is_kept(
     share = flexible_share(model, split, chunk=chunk, cache=cache)
     borrowed, longest, first = share.most_slots, share.chunk_tokens, split.kv_tokens - share.kv_tokens
     beyond = int(grown * share.kv_tokens)
-    slots = share.slots - share.borrowed(min(tokens, longest)) - share.borrowed_by_cache(beyond)
+    slots = share.slots - share.slots_for_forward(min(tokens, longest)) - share.slots_for_cache(beyond)
     activations = max(share.first_chunk if borrowed else longest, min(tokens, longest))
     kv_bytes = (first + beyond) * (model.kv_token_bytes + model.context_bytes)
     assert max(model.min_slots, split.slots // 2) <= slots <= share.slots <= num_experts

@@ -95,7 +95,7 @@ def test_requests_end_with_their_last_forward(tmp_path: Path, monkeypatch: pytes
 def test_only_the_requests_asked_for(trace: Trace) -> None:
     (row,) = replay(trace, ["belady"], [6000], ReplaySetup(requests=frozenset([1, 3])))
     assert row.decode_tokens == 2 * 6
-    with pytest.raises(UsageError, match="nothing to replay"):
+    with refused(UsageError, "nothing", "replay"):
         replay(trace, ["lru"], [6000], ReplaySetup(requests=frozenset([99])))
 
 
@@ -189,12 +189,12 @@ def test_a_log_is_repeated_with_its_slots_or_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(MismatchError, match=fact):
             replay_served(_equal(tmp_path / f"other{number}", **about))
-    with pytest.raises(UsageError, match="all requests"):
+    with refused(UsageError, "requests"):
         replay_served(_equal(tmp_path / "part"), ReplaySetup(requests=frozenset([1])))
 
 
 def test_a_log_that_lends_slots_beside_pinned_experts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match=r"lent: .*none beside pinned experts"):
+    with refused(MismatchError, "lent", "none", "beside"):
         replay(_log(tmp_path / "log", pinned=[3], lent=[[4, 1]]), ["served"], [9000])
 
 
@@ -226,7 +226,7 @@ def test_a_profile_adds_times_and_changes_no_decision(trace: Trace) -> None:
 
 def test_a_profile_that_does_not_say_what_the_policy_costs_is_refused(trace: Trace) -> None:
     profile, predictor = make_profile(trace.spec), MadeUpPredictor(trace.spec)
-    with pytest.raises(MismatchError, match="no time of a prediction"):
+    with refused(MismatchError, "time", "prediction"):
         replay(trace, ["duoserve"], [9000], ReplaySetup(predictor=predictor, profile=profile))
     replay(trace, ["lru"], [9000], ReplaySetup(predictor=predictor, profile=profile))
     options = TimelineOptions(prediction_ms=0.0)

@@ -38,14 +38,14 @@ def _drive(
     lend: Callable[[int], int] = lambda number: 0,
 ) -> None:
     for number, (info, events) in enumerate(stream):
-        residency.lend(lend(number))
+        residency.reserve_slots(lend(number))
         window.begin(residency.counts)
         residency.begin_forward(info)
         for event in events:
             residency.event(event)
             window.add(event)
         residency.end_forward(info)
-        window.end(info, residency.counts, residency.lent)
+        window.end(info, residency.counts, residency.reserved_slots)
 
 
 def _oracle(spec: ModelSpec, window: EventWindow, serving: str, every_s: float = 0.0, **plan: Any) -> LiveOracle:
