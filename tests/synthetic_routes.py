@@ -8,6 +8,7 @@ import numpy as np
 
 from moetool.base import durable
 from moetool.base.types import ModelSpec
+from moetool.simulation.workload import Route
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from tests import synthetic
@@ -124,3 +125,8 @@ def write_trace(
                     writer.add_embedding(request, iteration, make_embedding(spec, request, rng))
         writer.finish(composition={"kind": "sequential"}, provenance={"made_by": "tests"})
     return path
+
+
+def route_of(spec: ModelSpec, prompt_TS: np.ndarray, reply_TS: np.ndarray) -> Route:
+    """The route of a simulated request, without token ids."""
+    return Route(spec=spec, prompt_TS=prompt_TS, reply_TS=reply_TS, token_id_T=np.zeros(0, np.int32))

@@ -7,6 +7,7 @@ scoring, latency             scores of a placement
 relaxation, rounding         DIRECTOR's programme of a layer; least_remote Prism's; linear_programme solves both
 local_search, expert_copies  improvements of a layer: one copy per expert, and further copies
 gpus, engine_slots           experts of a server on its GPUs; equal slots, as engines need
+request_ranks                the rank on which a request starts; replica_routing the copy that a token uses
 plan, migration              plans, and the order of moves between them
 decide                       whether to migrate, in plans, simulations and live clusters; replacement_record its result
 modes, comparison            planners on a stream of batches, and on held-out requests

@@ -27,8 +27,7 @@ from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import GpuSeconds, Network
 from moetool.simulation.workload import SimulatedRequest
 
-ARRIVE, ROUND, TICK, WINDOW, CALL, READY, SEND, WORK, BACK = range(9)
-ADMISSIONS = ("seats", "rounds")
+ARRIVE, TICK, WINDOW, CALL, READY, SEND, WORK, BACK = range(8)
 
 
 class Watcher(Protocol):
@@ -36,9 +35,6 @@ class Watcher(Protocol):
 
     def on_tick(self, engine: "EventLoop") -> None:
         """Handle a tick: the time for a re-placement decision."""
-
-    def on_round(self, engine: "EventLoop", begun: Sequence[SimulatedRequest], begin: Callable[[float], None]) -> None:
-        """Handle a round of requests: call `begin` with the time at which they may start."""
 
     def on_finished(self, request: SimulatedRequest) -> None:
         """Handle the end of a request."""
@@ -61,15 +57,12 @@ class LoopOptions:
 
     Attributes:
         seats: concurrent requests per GPU; others wait.
-        admission: `seats`: a waiting request begins when its GPU has a free seat. `rounds`: static batches: requests
-            begin together, as many as each GPU has seats, when the last round has ended.
         tick_s: seconds between re-placement decisions of the watcher (0: never).
         window_s: seconds between rows of `EventLoop.windows`.
         on_finished: called with the number of finished requests after each.
     """
 
     seats: int = 1
-    admission: str = "seats"
     tick_s: float = 0.0
     window_s: float = 60.0
     on_finished: Callable[[int], None] = lambda count: None
@@ -125,8 +118,7 @@ class EventLoop:
         self.running: dict[int, SimulatedRequest] = {}
         self._mates_G = [[h for h, m in enumerate(cluster.server_G) if m == n] for n in cluster.server_G]
         self._under_way_G = [0] * num_gpus
-        self._seats, self._rounds = options.seats, options.admission == "rounds"
-        self._round_called = False
+        self._seats = options.seats
         self._on_finished = options.on_finished
         self._tick_s, self._window_s = options.tick_s, options.window_s
         self._next_tick_s = options.tick_s if options.tick_s > 0 else inf
@@ -184,35 +176,6 @@ class EventLoop:
         least = min(*self.computing.dense[1:], *self.computing.expert[1:])
         fastest = max(gpu.speed for gpu in self.cluster.gpus)
         return [inf if len(gpus) == 1 else least / fastest for gpus in self._mates_G]
-
-    def idle_until(self, queue: int) -> float:
-        """Return the time until which no token can join a link, by the running phases.
-
-        Running or imminent compute on its sending GPUs ends in a message; any other message must be computed first. No
-        expert may move before this call (`moving`), so that no result joins its link early.
-
-        Source: DIRECTOR § V-B, whose windows are estimated from the predicted routing; here they are known.
-        """
-        senders = {
-            g for g, row in enumerate(self.network.queue_GG) for h, one in enumerate(row) if g != h and one == queue
-        }
-        dense_s, fastest = self.computing.dense, max(gpu.speed for gpu in self.cluster.gpus)
-        soonest = first = inf
-        for time_s, _, _, _, kind, what, g, cost, _ in self._heap:
-            if kind in (TICK, WINDOW, CALL):
-                continue
-            first = min(first, time_s)
-            if kind < READY or g not in senders:
-                continue
-            if kind == READY:
-                assert isinstance(what, SimulatedRequest)
-                step = what.step
-                if step == len(what.route.steps):
-                    continue
-                cost = dense_s[what.route.prompt_tokens if step < self.spec.num_layers else 1]
-                cost /= self.cluster.gpus[g].speed
-            soonest = min(soonest, time_s if kind in (SEND, BACK) else max(time_s, self.free_G[g]) + cost)
-        return min(soonest, first + min(*dense_s[1:], *self.computing.expert[1:]) / fastest)
 
     def _loop(self) -> None:
         # Local names, since a run has tens of millions of events.
@@ -337,12 +300,7 @@ class EventLoop:
             assert isinstance(what, SimulatedRequest)
             self._expect_next()
             self.waiting_G[what.gpu].append(what)
-            if self._rounds:
-                self._call_round()
-            else:
-                self._admit(what.gpu)
-        elif kind == ROUND:
-            self._begin_round()
+            self._admit(what.gpu)
         elif kind == CALL:
             what(self, self.now_s)  # type: ignore[operator]
         elif len(self.finished) < len(self.requests):
@@ -357,36 +315,12 @@ class EventLoop:
 
     def _admit(self, gpu: int) -> None:
         while self.waiting_G[gpu] and self._under_way_G[gpu] < self._seats:
-            self._begin(self.waiting_G[gpu].popleft(), self.now_s)
-
-    def _begin(self, request: SimulatedRequest, at_s: float) -> None:
-        request.started_s = at_s
-        self._under_way_G[request.gpu] += 1
-        self.running[request.number] = request
-        self._number += 1
-        heappush(self._heap, (at_s, self.now_s, self._since_s, self._number, READY, request, request.gpu, 0.0, 0))
-
-    def _call_round(self) -> None:
-        # After all other events of this time, so that requests that arrive together begin together.
-        if not self._round_called and not self.running:
-            self._round_called = True
-            self.at(self.now_s, ROUND)
-
-    def _begin_round(self) -> None:
-        self._round_called = False
-        begun = [queue.popleft() for queue in self.waiting_G for _ in range(min(self._seats, len(queue)))]
-        if not begun:
-            return
-        self.running.update({request.number: request for request in begun})
-
-        def begin(at_s: float) -> None:
-            for request in begun:
-                self._begin(request, at_s)
-
-        if self.watcher is None:
-            begin(self.now_s)
-        else:
-            self.watcher.on_round(self, begun, begin)
+            request = self.waiting_G[gpu].popleft()
+            request.started_s = self.now_s
+            self._under_way_G[gpu] += 1
+            self.running[request.number] = request
+            self._number += 1
+            heappush(self._heap, (self.now_s, self.now_s, self._since_s, self._number, READY, request, gpu, 0.0, 0))
 
     def _finish(self, request: SimulatedRequest) -> None:
         request.finished_s = self.now_s
@@ -396,7 +330,4 @@ class EventLoop:
         self._on_finished(len(self.finished))
         if self.watcher is not None:
             self.watcher.on_finished(request)
-        if not self._rounds:
-            self._admit(request.gpu)
-        elif not self.running and any(self.waiting_G):
-            self._call_round()
+        self._admit(request.gpu)

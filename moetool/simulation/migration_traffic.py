@@ -1,7 +1,6 @@
 """Migration traffic while the cluster serves: moves take link time."""
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import TYPE_CHECKING
 
 from moetool.placement.plan import Move
@@ -9,7 +8,6 @@ from moetool.simulation.event_loop import CALL
 
 if TYPE_CHECKING:
     from moetool.simulation.event_loop import EventLoop
-    from moetool.simulation.simulation_options import SimulationOptions
 
 
 class Moving:
@@ -18,19 +16,17 @@ class Moving:
     A move waits for the previous one on the same GPU, which frees memory. It also waits for the previous one of the
     same expert, which some GPU or host always holds. Other moves run concurrently. A copy between servers passes its
     link's queue in pieces, interleaved with messages of requests. A GPU uses an expert once it is complete. Copies
-    within a server use the link between GPUs in the same way, or host memory at its rate without a queue.
+    within a server come from host memory at its rate, without a queue.
 
     Args:
-        options: `piece_bytes` per entry in a link's queue, use of windows (`migrate`), and use of links within a server
-            (`copies`).
+        piece_bytes: bytes per entry in a link's queue.
         done: called with the end time of the last move.
     """
 
     def __init__(
-        self, engine: "EventLoop", moves: Sequence[Move], options: "SimulationOptions", done: Callable[[float], None]
+        self, engine: "EventLoop", moves: Sequence[Move], piece_bytes: int, done: Callable[[float], None]
     ) -> None:
-        self._moves, self._piece, self._done = moves, options.piece_bytes, done
-        self._windows, self._over_links = options.migrate == "overlap", options.copies == "links"
+        self._moves, self._piece, self._done = moves, piece_bytes, done
         self._server_G, self._gpus = engine.cluster.server_G, engine.cluster.gpus
         self._left = len(moves)
         self._then: list[list[int]] = [[] for _ in moves]
@@ -54,7 +50,7 @@ class Moving:
             move = self._moves[i]
             home = self._server_G[move.gpu]
             source = -1 if move.source < 0 else self._server_G[move.source]
-            if move.kind == "copy" and source >= 0 and (source != home or self._over_links):
+            if move.kind == "copy" and source >= 0 and source != home:
                 self._send(engine, i, engine.network.queue_GG[move.source][move.gpu], move.bytes)
             elif move.bytes:
                 engine.at(now_s + move.seconds, CALL, self._end_of(i))
@@ -68,18 +64,10 @@ class Moving:
         link = engine.link_Q[queue]
         began = max(engine.now_s, link[0])
         size = min(self._piece, left)
-        if self._windows:
-            until_s = engine.idle_until(queue)
-            size = min(left, int((until_s - began) / link[1]) if until_s < inf else left)
-            if size < min(self._piece, left):  # the rest of the window is too short: wait for the next message
-                engine.at(max(engine.now_s, until_s), CALL, lambda engine, now_s: self._send(engine, i, queue, left))
-                return
         sent = began + size * link[1]
         link[0] = sent
         engine.moved_Q[queue] += size
-        loaded, move = sent, self._moves[i]
-        if self._server_G[move.source] != self._server_G[move.gpu]:
-            loaded = max(sent, began + size / self._gpus[move.gpu].host_to_device_bytes_s)
+        loaded = max(sent, began + size / self._gpus[self._moves[i].gpu].host_to_device_bytes_s)
         if left > size:
             engine.at(loaded, CALL, lambda engine, now_s: self._send(engine, i, queue, left - size))
         else:

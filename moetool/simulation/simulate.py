@@ -21,19 +21,22 @@ from moetool.placement.recall import Recall
 from moetool.placement.scoring import remote_call_s
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachines
-from moetool.simulation.placement_control import SimulatedReplacement, find_mode
+from moetool.simulation.lockstep import RankMachines
+from moetool.simulation.lockstep_serving import LockstepServing, ServingOptions
+from moetool.simulation.placement_control import PlacementDecisions, SimulatedReplacement, find_mode
+from moetool.simulation.rank_seconds import RankSeconds, mean_row_s, rank_seconds
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import (
     AssumedCosts,
+    GpuSeconds,
     assumed,
     make_network,
-    mean_call_s,
     planning_latency,
     profiled,
     token_bytes,
 )
 from moetool.simulation.simulation_options import SimulationOptions
-from moetool.simulation.simulation_results import Simulated, collect
+from moetool.simulation.simulation_results import Simulated, collect, collect_ranks
 from moetool.simulation.workload import RequestSource, Route, SimulatedRequest, draw_requests, read_source
 from moetool.trace.expert_counts import count_experts
 
@@ -192,19 +195,19 @@ def simulate(
     requests: int,
     options: SimulationOptions | None = None,
     *,
-    costs: AssumedCosts | CostProfile | None = None,
+    costs: AssumedCosts | CostProfile | RankSeconds | None = None,
     inputs: ModeInputs | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Simulated:
     """Simulate a mode.
 
-    Source: Prism § IV-C and DIRECTOR § VIII-B; deviations in `moetool.simulation.event_loop.EventLoop` and
-    `moetool.simulation.placement_control.SimulatedReplacement`.
+    Source: Prism § IV-C (`moetool.simulation.event_loop.EventLoop`) and DIRECTOR § VIII-B
+    (`moetool.simulation.lockstep_serving.LockstepServing`), with their deviations.
 
     Args:
         arrivals: as in `moetool.simulation.arrivals.read_arrivals`.
         requests: number of requests.
-        costs: measured profile, or assumed costs.
+        costs: measured profile, or assumed costs, or those of ranks.
         on_progress: called with the activity, the amount done and the total.
 
     Raises:
@@ -231,14 +234,26 @@ def simulate(
             most_tokens=options.prompt_tokens,
             first_number=len(drawn),
         )
-    longest = max(request.route.prompt_tokens for request in drawn)
-    context = int(np.mean([request.route.prompt_tokens for request in drawn]))
     size = token_bytes(spec, options.value_bytes, options.token_bytes)
-    if isinstance(costs, CostProfile):
-        computing = profiled(costs, spec, longest, context)
+    machines: RankMachines | SimulatedMachines
+    if chosen.batches if options.mode == "auto" else options.mode == "ep":
+        seconds = rank_seconds(costs, spec)
+        machines = RankMachines(
+            spec=spec, cluster=cluster, seconds=seconds, token_bytes=size, exchange=options.exchange
+        )
+        batch = drawn[: options.seats * len(cluster.gpus)]
+        latency = planning_latency(cluster, mean_row_s(seconds, [one.route for one in batch]), size, seconds.name)
     else:
-        computing = assumed(costs or AssumedCosts(), longest)
-    latency = planning_latency(cluster, computing, size, mean_call_s(computing, drawn) if chosen.batches else 0.0)
+        options.require_edge()
+        computing = _edge_costs(spec, costs, drawn)
+        machines = SimulatedMachines(
+            spec=spec,
+            cluster=cluster,
+            network=make_network(cluster, size, options.links),
+            computing=computing,
+            bytes_per_token=size,
+        )
+        latency = planning_latency(cluster, computing.expert[1], size, computing.name)
 
     def placing(done: int, total: int) -> None:
         on_progress(f"{mode}: placing", done, total)
@@ -253,8 +268,7 @@ def simulate(
             raise MismatchError("the plan is for another cluster; plan for this one with: moetool plan placement")
         placed_GLE = inputs.plan.placed_GLE
     placing(1, 1)
-    network = make_network(cluster, size, options.links)
-    control = SimulatedReplacement(
+    decisions = PlacementDecisions(
         chosen.sees,
         InForce(spec=spec, cluster=cluster, placed_GLE=placed_GLE),
         ReplacementCosts(latency=latency, call_s=remote_call_s(cluster, size)),
@@ -268,23 +282,53 @@ def simulate(
         options,
         _prediction(world, inputs.predictor) if options.lookahead == "predicted" else None,
     )
-    rounds = chosen.batches if options.admission == "auto" else options.admission == "rounds"
+
+    def served(count: int) -> None:
+        on_progress(f"{mode}: serving requests", count, len(drawn))
+
+    _LOG.info("%s: %d requests on %d GPUs, %s", mode, len(drawn), len(cluster.gpus), latency.name)
+    if isinstance(machines, RankMachines):
+        rounds = chosen.batches if options.admission == "auto" else options.admission == "rounds"
+        serving = LockstepServing(
+            machines,
+            drawn,
+            decisions,
+            ServingOptions(
+                seats=options.seats,
+                static=rounds,
+                chunk_tokens=options.chunk_tokens,
+                window_s=options.window_s,
+                on_finished=served,
+            ),
+        )
+        serving.run()
+        return collect_ranks(serving, mode, options.seed)
     engine = EventLoop(
-        SimulatedMachines(spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=size),
-        Routing(cluster, network, placed_GLE),
+        machines,
+        Routing(cluster, machines.network, placed_GLE),
         drawn,
-        control,
+        SimulatedReplacement(decisions),
         LoopOptions(
             seats=options.seats,
-            admission="rounds" if rounds else "seats",
-            tick_s=options.replan_s if chosen.sees != "nothing" and not rounds else 0.0,
+            tick_s=options.replan_s if chosen.sees != "nothing" else 0.0,
             window_s=options.window_s,
-            on_finished=lambda count: on_progress(f"{mode}: serving requests", count, len(drawn)),
+            on_finished=served,
         ),
     )
-    _LOG.info("%s: %d requests on %d GPUs, %s", mode, len(drawn), len(cluster.gpus), computing.name)
     engine.run()
-    return collect(engine, mode, options.seed, control.records)
+    return collect(engine, mode, options.seed, decisions.records)
+
+
+def _edge_costs(
+    spec: ModelSpec, costs: AssumedCosts | CostProfile | RankSeconds | None, drawn: Sequence[SimulatedRequest]
+) -> GpuSeconds:
+    longest = max(request.route.prompt_tokens for request in drawn)
+    if isinstance(costs, CostProfile):
+        context = int(np.mean([request.route.prompt_tokens for request in drawn]))
+        return profiled(costs, spec, longest, context)
+    if costs is not None and not isinstance(costs, AssumedCosts):
+        raise UsageError(f"{costs.name} are costs of ranks in lockstep; set mode=ep")
+    return assumed(costs or AssumedCosts(), longest)
 
 
 def _options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

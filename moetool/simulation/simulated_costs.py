@@ -1,7 +1,5 @@
 """Costs of the simulated machines: seconds of dense layers, of experts, and of messages on links."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +8,6 @@ from moetool.base.errors import MismatchError, UsageError
 from moetool.base.types import Cluster, ModelSpec
 from moetool.costing.costs import CostProfile
 from moetool.placement.latency import Latency, linear_latency
-from moetool.simulation.workload import SimulatedRequest
 
 LINKS = ("pair", "server")
 
@@ -174,31 +171,13 @@ def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") ->
     )
 
 
-def mean_call_s(computing: GpuSeconds, requests: Sequence[SimulatedRequest]) -> float:
-    """Return the mean seconds of an expert call per token; tokens of a prompt share calls.
-
-    Source: DIRECTOR § VI-A, whose f_comp is profiled.
-    """
-    drawn = Counter(id(request.route) for request in requests)  # requests share routes
-    routes = {id(request.route): request.route for request in requests}
-    calls = Counter[int]()  # by their tokens
-    for number, route in routes.items():
-        for step in route.steps:
-            for _, tokens in step:
-                calls[tokens] += drawn[number]
-    return sum(computing.expert[tokens] * n for tokens, n in calls.items()) / sum(t * n for t, n in calls.items())
-
-
-def planning_latency(cluster: Cluster, computing: GpuSeconds, bytes_per_token: int, call_s: float = 0.0) -> Latency:
-    """Return the simulated machine's costs for planners: straight lines through 0.
+def planning_latency(cluster: Cluster, call_s: float, bytes_per_token: int, name: str) -> Latency:
+    """Return a simulated machine's costs for planners: straight lines through 0. Links cost their bytes only.
 
     Args:
-        call_s: seconds of an expert call (0: that of a single token, as in decoding).
-
-    Links cost their bytes, without latency.
+        call_s: seconds of an expert call.
+        name: origin of the costs.
     """
     rate_GG = [[cluster.link(a, b)[0] for b in cluster.server_G] for a in cluster.server_G]
     byte_s_GG = 1.0 / np.array(rate_GG)
-    return linear_latency(
-        cluster, max(call_s or computing.expert[1], 1e-12), byte_s_GG, float(bytes_per_token), computing.name
-    )
+    return linear_latency(cluster, max(call_s, 1e-12), byte_s_GG, float(bytes_per_token), name)

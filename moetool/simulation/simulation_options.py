@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from moetool.base.config import Span, require_within
-from moetool.base.errors import unknown_name
-from moetool.simulation.event_loop import ADMISSIONS
+from moetool.base.errors import UsageError, unknown_name
+from moetool.simulation.lockstep import EXCHANGES
 from moetool.simulation.simulated_costs import LINKS
 
+MODES = ("auto", "edge", "ep")
+ADMISSIONS = ("auto", "seats", "rounds")
 MIGRATIONS = ("pipelined", "overlap", "stop", "free")
 COPIES = ("host", "links")
 PLANNINGS = ("free", "beside", "wait")
@@ -24,23 +26,28 @@ class SimulationOptions:
         prompt_tokens: maximum length of prompts (0: no limit), also of those for placements.
         decode_tokens: maximum number of new tokens.
         pace: gaps between arrivals are divided by this.
+        mode: as of `serve`. `edge`: servers that call each other's experts; `ep`: ranks in lockstep; `auto`: ep for
+            DIRECTOR's modes.
         seats: concurrent requests per GPU.
-        admission: `seats` or `rounds` (`moetool.simulation.event_loop.EventLoop`); `auto`: rounds for DIRECTOR's modes.
-        replan_s: seconds between re-placement decisions, without rounds (0: never).
+        admission: of ranks. `seats`: a request joins when a seat is free; `rounds`: static batches, each as large as
+            the seats; `auto`: rounds for DIRECTOR's modes.
+        chunk_tokens: tokens of a rank in a step; longer prompts take several steps (0: no limit).
+        exchange: `rows` or `gather` (`moetool.simulation.lockstep.RankMachines`).
+        replan_s: seconds between re-placement decisions of edge servers (0: never).
         decay: factor of past statistics at each decision.
         decide: `eq4`: migrate if Prism's Eq. 4 holds, or, in DIRECTOR's modes, if Eq. 5 gains more than moving costs;
             `always`; `auto`: always for DIRECTOR's modes.
-        migrate: form of migration (DIRECTOR's Figures 6b, 6c and 6a). `pipelined`: during serving, in the queues of
-            links; `overlap`: the same, but only while tokens leave a link idle; `stop`: a round waits for the moves;
-            `free`: at once and without cost.
-        copies: source of copies within a server. `host`: host memory at its rate, without a queue; `links`: the link
-            between GPUs, which tokens use too.
-        planning: time of planning with rounds. `free`: none; `beside`: during the previous round, and the round waits
-            for the rest (the first keeps its placement); `wait`: the round waits for all of it. A mode that sees only
-            the past plans when a round ends and does not wait: its experts move when the plan is ready.
+        migrate: form of migration (DIRECTOR's Figures 6b, 6c and 6a). `pipelined`: during serving; `free`: at once and
+            without cost. For ranks also `overlap`: during serving, while ranks compute; `stop`: a batch waits for the
+            moves.
+        copies: source of copies within a server of ranks. `host`: host memory at its rate; `links`: the link between
+            GPUs, which tokens use too.
+        planning: time of planning for ranks. `free`: none; `beside`: during the previous batch, and the batch waits for
+            the rest (the first keeps its placement); `wait`: the batch waits for all of it. A mode that sees only the
+            past plans when a batch ends and does not wait: its experts move when the plan is ready.
         plan_s: seconds of one planning (0: the processor time measured here).
-        predict_share: share of a round's seconds for the prediction of the next, in addition to planning.
-        piece_bytes: bytes of a moving expert per entry in a link's queue.
+        predict_share: share of a batch's seconds for the prediction of the next, in addition to planning.
+        piece_bytes: bytes of a moving expert per entry in the queue of a link between edge servers.
         lookahead: routing of the queue in modes that see it. `true`: the real one, decoded tokens included;
             `predicted`: from each prompt's tokens (cascade, replica), or by other predictors from the experts of its
             first MoE layer. New tokens then count like the prompt's.
@@ -59,8 +66,11 @@ class SimulationOptions:
     prompt_tokens: int = 0
     decode_tokens: int = 20
     pace: float = 1.0
+    mode: str = "auto"
     seats: int = 1
     admission: str = "auto"
+    chunk_tokens: int = 0
+    exchange: str = "rows"
     replan_s: float = 300.0
     decay: float = 0.5
     decide: str = "auto"
@@ -79,7 +89,9 @@ class SimulationOptions:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("admission", ("auto", *ADMISSIONS)),
+            ("mode", MODES),
+            ("admission", ADMISSIONS),
+            ("exchange", EXCHANGES),
             ("decide", DECISIONS),
             ("migrate", MIGRATIONS),
             ("copies", COPIES),
@@ -93,4 +105,15 @@ class SimulationOptions:
         require_within(self, "--set ", seed=zero, prompt_tokens=zero, replan_s=zero, decay=Span(0, 1))
         require_within(self, "--set ", decode_tokens=one, seats=one, piece_bytes=one, value_bytes=one)
         require_within(self, "--set ", pace=more, window_s=more, plan_s=zero, predict_share=zero)
-        require_within(self, "--set ", token_bytes=zero, expert_bytes=zero)
+        require_within(self, "--set ", token_bytes=zero, expert_bytes=zero, chunk_tokens=zero)
+
+    def require_edge(self) -> None:
+        """Raises: UsageError: an option needs ranks in lockstep."""
+        for name, value, known in (
+            ("migrate", self.migrate, ("pipelined", "free")),
+            ("admission", self.admission, ("auto", "seats")),
+            ("chunk_tokens", self.chunk_tokens, (0,)),
+            ("exchange", self.exchange, ("rows",)),
+        ):
+            if value not in known:
+                raise UsageError(f"--set {name}={value} needs ranks in lockstep; add --set mode=ep, or leave it out")

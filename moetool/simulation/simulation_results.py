@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from moetool.base.types import Cluster
 from moetool.placement.replacement_record import ReplacementRecord
 from moetool.simulation.event_loop import EventLoop
+from moetool.simulation.lockstep_serving import LockstepServing
+from moetool.simulation.workload import SimulatedRequest
 
 PERCENTILES = (50, 90, 95, 99)
 _MIGRATION = (
@@ -169,31 +172,15 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[ReplacementRecord]) -> Simulated:
     """Collect the results of a finished event loop."""
-    cluster = engine.cluster
-    names = [cluster.servers[n].name for n in cluster.server_G]
     seconds = max(request.finished_s for request in engine.finished)
-    cuts = [(0.0, 0, 0), *engine.windows, (seconds, engine.calls, engine.local_calls)]
-    windows = []
-    for (_, calls, local), (until_s, more, more_local) in pairwise(cuts):
-        share = (more_local - local) / (more - calls) if more > calls else None
-        windows.append(Window(until_s=until_s, calls=more - calls, local=share))
     byte_s = engine.network.byte_s
     return Simulated(
         mode=mode,
         seed=seed,
         costs=engine.computing.name,
-        served=tuple(
-            ServedRequest(
-                server=names[request.gpu],
-                gpu=request.gpu,
-                prompt_tokens=request.route.prompt_tokens,
-                new_tokens=request.route.new_tokens,
-                **{name: getattr(request, name) for name in ("arrived_s", "started_s", "first_s", "finished_s")},
-            )
-            for request in sorted(engine.finished, key=lambda request: request.number)
-        ),
+        served=_served(engine.cluster, engine.finished),
         local=engine.local_calls / engine.calls,
-        windows=tuple(windows),
+        windows=_windows([*engine.windows, (seconds, engine.calls, engine.local_calls)]),
         utilisation_G=tuple(busy / seconds for busy in engine.busy_G),
         links=tuple(
             (name, sent, sent * each / seconds)
@@ -203,3 +190,55 @@ def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[Replac
         migrations=tuple(migrations),
         seconds=seconds,
     )
+
+
+def collect_ranks(serving: LockstepServing, mode: str, seed: int) -> Simulated:
+    """Collect the results of ranks in lockstep that have served all requests; links are those of pairs of servers."""
+    cluster, ranks = serving.machines.cluster, serving.ranks
+    seconds = max(request.finished_s for request in serving.finished)
+    server_G, names = np.array(cluster.server_G), [server.name for server in cluster.servers]
+    sent_NN = np.zeros((len(names), len(names)))
+    for bytes_GG in (ranks.sent_GG, serving.moved_GG):
+        np.add.at(sent_NN, (server_G[:, None], server_G[None, :]), bytes_GG)
+    links = []
+    for a, b in np.argwhere(sent_NN).tolist():
+        sent, rate = int(sent_NN[a, b]), cluster.link(a, b)[0]
+        name, senders = (
+            (f"{names[a]} inside", len(cluster.servers[a].gpus)) if a == b else (f"{names[a]} -> {names[b]}", 1)
+        )
+        links.append((name, sent, sent / rate / senders / seconds))
+    return Simulated(
+        mode=mode,
+        seed=seed,
+        costs=serving.machines.seconds.name,
+        served=_served(cluster, serving.finished),
+        local=ranks.local_calls / ranks.calls,
+        windows=_windows([*serving.windows, (seconds, ranks.calls, ranks.local_calls)]),
+        utilisation_G=tuple((ranks.busy_G / seconds).tolist()),
+        links=tuple(links),
+        migrations=tuple(serving.decisions.records),
+        seconds=seconds,
+    )
+
+
+def _served(cluster: Cluster, finished: Sequence[SimulatedRequest]) -> tuple[ServedRequest, ...]:
+    names = [cluster.servers[n].name for n in cluster.server_G]
+    return tuple(
+        ServedRequest(
+            server=names[request.gpu],
+            gpu=request.gpu,
+            prompt_tokens=request.route.prompt_tokens,
+            new_tokens=request.route.new_tokens,
+            **{name: getattr(request, name) for name in ("arrived_s", "started_s", "first_s", "finished_s")},
+        )
+        for request in sorted(finished, key=lambda request: request.number)
+    )
+
+
+def _windows(cuts: Sequence[tuple[float, int, int]]) -> tuple[Window, ...]:
+    """Return windows from cumulative (seconds, calls, local calls)."""
+    windows = []
+    for (_, calls, local), (until_s, more, more_local) in pairwise([(0.0, 0, 0), *cuts]):
+        share = (more_local - local) / (more - calls) if more > calls else None
+        windows.append(Window(until_s=until_s, calls=more - calls, local=share))
+    return tuple(windows)

@@ -1,7 +1,8 @@
-"""Routing of simulated requests: rows of real traces, arranged in steps for the event loop."""
+"""Routing of simulated requests: rows of real traces."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -16,25 +17,48 @@ Step = tuple[tuple[int, int], ...]
 """One MoE layer of one forward: (expert, its tokens), by expert."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
-    """The routing of a request for the event loop.
+    """The routing of a request.
 
     Attributes:
-        steps: layers of all forwards in order: the prompt is one forward, each new token another.
-        prompt_tokens: tokens of the first forward.
-        new_tokens: number of later forwards.
-        calls_LE: expert calls of all tokens.
         prompt_TS: routes of the prompt, as in a trace.
+        reply_TS: routes of its new tokens, each one forward.
         token_id_T: prompt tokens, the only known data of a waiting request; empty for synthetic routes.
     """
 
-    steps: list[Step]
-    prompt_tokens: int
-    new_tokens: int
-    calls_LE: np.ndarray
+    spec: ModelSpec
     prompt_TS: np.ndarray
+    reply_TS: np.ndarray
     token_id_T: np.ndarray
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of the prompt."""
+        return len(self.prompt_TS)
+
+    @property
+    def new_tokens(self) -> int:
+        """Return the number of forwards after the prompt's."""
+        return len(self.reply_TS)
+
+    @cached_property
+    def calls_LE(self) -> np.ndarray:
+        """Expert calls of all tokens."""
+        return count_experts(self.spec, np.concatenate([self.prompt_TS, self.reply_TS]))
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Layers of all forwards in order, for the event loop: the prompt is one forward, each new token another."""
+        start_L = np.concatenate([[0], np.cumsum(self.spec.top_k_L)]).tolist()
+        spans = [slice(a, b) for a, b in pairwise(start_L)]
+        steps: list[Step] = []
+        for span in spans:
+            experts, tokens = np.unique(self.prompt_TS[:, span], return_counts=True)
+            steps.append(tuple(zip(experts.tolist(), tokens.tolist(), strict=True)))
+        for row in self.reply_TS.tolist():
+            steps += [tuple((expert, 1) for expert in sorted(row[span])) for span in spans]
+        return steps
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -169,8 +193,12 @@ def draw_requests(
         # Servers that share a source share its routes.
         key = (id(source), pick, prompt, new)
         if key not in known:
-            token_id_T = _repeated(source.token_ids[pick], prompt)
-            known[key] = lay_out(spec, _repeated(prompt_TS, prompt), _repeated(reply_TS, new), token_id_T)
+            known[key] = Route(
+                spec=spec,
+                prompt_TS=_repeated(prompt_TS, prompt),
+                reply_TS=_repeated(reply_TS, new),
+                token_id_T=_repeated(source.token_ids[pick], prompt),
+            )
         gpu = first[n] + turn[n] % len(cluster.servers[n].gpus)
         turn[n] += 1
         requests.append(SimulatedRequest(number=number, gpu=gpu, route=known[key], arrived_s=arrival.at_s))
@@ -179,25 +207,3 @@ def draw_requests(
 
 def _repeated(rows_TS: np.ndarray, length: int) -> np.ndarray:
     return rows_TS[np.arange(length) % len(rows_TS)]
-
-
-def lay_out(
-    spec: ModelSpec, prompt_TS: np.ndarray, reply_TS: np.ndarray, token_id_T: np.ndarray | None = None
-) -> Route:
-    """Return the steps of a prompt and of a reply."""
-    start_L = np.concatenate([[0], np.cumsum(spec.top_k_L)]).tolist()
-    spans = [slice(a, b) for a, b in pairwise(start_L)]
-    steps: list[Step] = []
-    for span in spans:
-        experts, tokens = np.unique(prompt_TS[:, span], return_counts=True)
-        steps.append(tuple(zip(experts.tolist(), tokens.tolist(), strict=True)))
-    for row in reply_TS.tolist():
-        steps += [tuple((expert, 1) for expert in sorted(row[span])) for span in spans]
-    return Route(
-        steps=steps,
-        prompt_tokens=len(prompt_TS),
-        new_tokens=len(reply_TS),
-        calls_LE=count_experts(spec, np.concatenate([prompt_TS, reply_TS])),
-        prompt_TS=prompt_TS,
-        token_id_T=np.zeros(0, np.int32) if token_id_T is None else token_id_T,
-    )

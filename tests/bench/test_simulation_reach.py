@@ -41,3 +41,4 @@ def test_ten_thousand_requests(traces: dict[str, Trace], mode: str, num_gpus: in
     assert peak_bytes <= 4e9
     assert len(found.served) == 10_000
     assert sum(one.new_tokens == 20 for one in found.served) > 9_000
+    assert cpu <= 600

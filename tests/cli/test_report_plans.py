@@ -59,7 +59,7 @@ def test_a_placement_beside_the_one_before_it(run: Run, inputs: dict[str, Any], 
 
 def test_a_simulation_as_a_page_and_a_folder_of_figures(run: Run, inputs: dict[str, Any], tmp_path: Path) -> None:
     page, folder = tmp_path / "page.html", tmp_path / "figures"
-    modes = ("--planner", "uniform,eplb-proactive", "--set", "admission=rounds")
+    modes = ("--planner", "uniform,eplb-proactive", "--set", "mode=ep", "--set", "admission=rounds")
     sweeps = ("--sweep", "bandwidth=1kB,4kB", "--sweep", "seed=0,1", "--set", "uniform.shuffle=true")
     common = (*inputs["traces"], inputs["cluster"], "--requests", 8, "--arrivals", "every:1s")
     code, out, err = run("simulate", *common, *modes, *sweeps, "--report", page, "--figure", folder)

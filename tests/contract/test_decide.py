@@ -25,15 +25,16 @@ from moetool.placement.modes import follow
 from moetool.placement.replacement_record import ReplacementRecord
 from moetool.placement.scoring import remote_call_s
 from moetool.simulation.event_loop import EventLoop, SimulatedMachines
-from moetool.simulation.placement_control import SimulatedReplacement
+from moetool.simulation.placement_control import PlacementDecisions, SimulatedReplacement
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import GpuSeconds, make_network
 from moetool.simulation.simulation_options import SimulationOptions
-from moetool.simulation.workload import SimulatedRequest, lay_out
+from moetool.simulation.workload import SimulatedRequest
 from tests.clusters import make_cluster
 from tests.edge_workers import DrawnWorker, Table
 from tests.refusals import refused
 from tests.synthetic import make_spec
+from tests.synthetic_routes import route_of
 
 SPEC = make_spec(2, 8, 2)
 SERVERS, ROOM, TOKENS = 3, 9, 40
@@ -129,22 +130,23 @@ def by_simulator(planner: str, call_s: float) -> Eq4:
         computing=GpuSeconds(name="test", dense=[0.0] * 99, expert=[0.0] * 99),
         bytes_per_token=SPEC.hidden_size * 2,
     )
-    control = SimulatedReplacement(
+    decisions = PlacementDecisions(
         "past",
         InForce(spec=SPEC, cluster=CLUSTER, placed_GLE=begun()),
         ReplacementCosts(latency=unit_latency(CLUSTER), call_s=call_s),
         Replanner(planner=planner, always=True),
         SimulationOptions(),
     )
+    control = SimulatedReplacement(decisions)
     engine = EventLoop(machines, Routing(CLUSTER, network, begun()), [])
     for server in range(SERVERS):
         rows_TS = routes(server)
-        route = lay_out(SPEC, rows_TS[: TOKENS // 2], rows_TS[TOKENS // 2 :])
+        route = route_of(SPEC, rows_TS[: TOKENS // 2], rows_TS[TOKENS // 2 :])
         control.on_finished(SimulatedRequest(number=server, gpu=server, route=route, arrived_s=0.0))
     before = holdings(engine.routing)
     control.on_tick(engine)
     engine.run()
-    (record,) = control.records
+    (record,) = decisions.records
     return of_record(record, before, holdings(engine.routing))
 
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from moetool.base.errors import CapacityError, UsageError
+from moetool.capture.run import CaptureOptions, capture
 from moetool.cluster.parallel import members
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting, replacement_costs
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
@@ -20,11 +22,20 @@ from moetool.cluster.parallel.process_group import Group
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement.decide import Decision, InForce, Observed, Replanner, decide
+from moetool.prompts.gather import Prompt
 from moetool.runtime.request import SamplingParams, Unavailable
+from moetool.simulation.lockstep import RankMachines
+from moetool.simulation.lockstep_serving import LockstepServing, ServingOptions
+from moetool.simulation.rank_seconds import AssumedRank
+from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.workload import SimulatedRequest, read_source
+from moetool.trace.reader import Trace
 from tests import engines
 from tests.ranks import Answers, ThreadRanks, held, joined_after, open_head, striped
 from tests.refusals import refused
 from tests.servers import eventually
+from tests.simulated import static
+from tests.synthetic_routes import route_of
 
 GPUS = 3
 TEXTS = ["The capital of France", "def add(a, b):", "12 + 30 =", "Once upon", "the court found", "import os"]
@@ -128,6 +139,40 @@ def test_ranks_give_a_single_machines_logits(head: RankHead, prompts: Any, alone
     away = record.tokens_GLE[(0, 2), :].sum() if placement == "one has all" else None
     if away is not None:
         assert record.sent_GG.sum() == 2 * away * row_bytes  # there and back
+
+
+@pytest.mark.parametrize("copies", [0, 5])
+def test_the_simulated_ranks_have_the_same_loads_and_bytes(
+    head: RankHead, reference: Path, tokenizer: Any, tmp_path: Path, copies: int
+) -> None:
+    """Rows of every rank, those of the busiest in each layer of each step, and bytes of every link."""
+    placed_GLE = striped(head.spec, GPUS, replicas=copies)
+    head.use(BatchReplacement("offline", head.spec, head.cluster), placed_GLE)
+    answers = Answers(head)
+    with held(head):
+        asked = [answers.ask(tokenizer(text)["input_ids"], 6, ignore_eos=True) for text in TEXTS]
+    answers.wait(asked)
+    head.wait_idle()
+    record = head.batches[-1]
+    texts = [Prompt(prompt_id=str(n), text=text, dataset="", task="") for n, text in enumerate(TEXTS)]
+    options = CaptureOptions(max_new_tokens=6, batch_size=1, keep=("topk",), threads=1, dtype="float32")
+    capture(reference, texts, tmp_path / "trace", options)
+    source = read_source(Trace(tmp_path / "trace"), lambda place: True, decode_tokens=5)
+    requests = [
+        SimulatedRequest(number=n, gpu=0, route=route_of(head.spec, prompt_TS, reply_TS), arrived_s=0.0)
+        for n, (prompt_TS, reply_TS) in enumerate(zip(source.prompts, source.replies, strict=True))
+    ]
+    free = replace(head.cluster, servers=tuple(replace(one, gpu_link_bytes_s=1e300) for one in head.cluster.servers))
+    costs = AssumedCosts(dense_s=0.0, dense_token_s=0.0, expert_s=1.0, expert_token_s=1.0)  # a second for each row
+    machines = RankMachines(
+        spec=head.spec, cluster=free, seconds=AssumedRank(costs=costs), token_bytes=4 * head.spec.hidden_size
+    )
+    serving = LockstepServing(machines, requests, static(head.spec, free, placed_GLE), ServingOptions(seats=2))
+    serving.run()
+    assert serving.ranks.rows_GL.sum() == record.rows
+    assert serving.now_s == pytest.approx(record.hottest)
+    assert (serving.ranks.sent_GG == record.sent_GG).all()
+    assert sum(batch.steps for batch in serving.batches) == record.steps
 
 
 def test_a_decode_step_takes_two_exchanges_a_layer(

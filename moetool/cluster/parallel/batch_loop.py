@@ -17,9 +17,9 @@ from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_options import HeadOptions
-from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.cluster.parallel.requests import RankRequest, Requests
 from moetool.models.files.content_hash import differing_file
+from moetool.placement.request_ranks import RankAssignment
 from moetool.runtime.request import State, Unavailable
 
 _LOG = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from moetool.caching.devices import Pool
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_buffers import ExpertBuffers
 from moetool.cluster.parallel.process_group import Group, GroupBroken
-from moetool.cluster.parallel.replica_routing import destinations
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.models.experts.stored_expert import Weight
 from moetool.models.loading import LoadedModel
+from moetool.placement.replica_routing import destinations
 from moetool.runtime.experts.forward import ExpertRuntime, RemoteExperts
 from moetool.runtime.experts.grouping import ROWS_TOGETHER, ChoiceRows
 from moetool.runtime.experts.store import ExpertStore

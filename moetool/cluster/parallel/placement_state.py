@@ -14,9 +14,9 @@ from moetool.base.types import Cluster, ModelSpec
 from moetool.cluster.parallel.batch_placement import BatchReplacement, Waiting
 from moetool.cluster.parallel.batch_records import BatchRecord
 from moetool.cluster.parallel.rank_costs import Costs
-from moetool.cluster.parallel.replica_routing import holders_of, without
 from moetool.cluster.parallel.staged_migration import plan_stages
 from moetool.placement.decide import Decision
+from moetool.placement.replica_routing import holders_of, without
 
 _LOG = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from moetool.cluster.parallel.lockstep import FOREVER, Lockstep
 from moetool.cluster.parallel.process_group import Group, GroupBroken
 from moetool.cluster.parallel.rank_mesh import Arrivals, Mesh
 from moetool.cluster.parallel.rank_options import RankOptions
-from moetool.cluster.parallel.replica_routing import placed_of
 from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.cluster.transport import own_address
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
+from moetool.placement.replica_routing import placed_of
 from moetool.runtime.decoding import Batch
 from moetool.runtime.experts.store import open_store
 from moetool.runtime.loop.own_caches import open_batcher

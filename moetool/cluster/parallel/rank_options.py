@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from moetool.base.config import Span, require_within
 from moetool.base.errors import unknown_name
 from moetool.cluster.parallel.compute_windows import MIGRATIONS
-from moetool.cluster.parallel.request_ranks import RankAssignment
+from moetool.placement.request_ranks import RankAssignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moetool.base.errors import MoetoolError
-from moetool.cluster.parallel.request_ranks import RankAssignment
+from moetool.placement.request_ranks import RankAssignment
 from moetool.runtime.request import Output, SamplingParams, Sink, TokenLogprob
 
 _RETRIES = 3

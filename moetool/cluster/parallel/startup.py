@@ -16,7 +16,6 @@ from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
-from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.cluster.transport import own_address
 from moetool.costing.costs import CostProfile
 from moetool.models.checkpoint import Checkpoint
@@ -26,6 +25,7 @@ from moetool.placement.demand import STARTS, Demand
 from moetool.placement.latency import unit_latency
 from moetool.placement.plan import PlacementPlan
 from moetool.placement.planner import Problem
+from moetool.placement.request_ranks import RankAssignment
 from moetool.training.predictor import load_predictor
 
 _MEASURED_TOKENS = 32

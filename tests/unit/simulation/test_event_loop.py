@@ -1,8 +1,6 @@
 """The simulated cluster against queueing theory, hand computation, brute force and the scores of placements."""
 
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,11 @@ from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachi
 from moetool.simulation.migration_traffic import Moving
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import GpuSeconds, make_network
-from moetool.simulation.simulation_options import SimulationOptions
-from moetool.simulation.workload import SimulatedRequest, lay_out
+from moetool.simulation.workload import SimulatedRequest
 from tests.clusters import make_cluster
 from tests.refusals import refused
 from tests.synthetic import make_spec
+from tests.synthetic_routes import route_of
 
 BYTES = 1000
 
@@ -58,7 +56,7 @@ def _request(
     rows_TS = np.stack(
         [np.concatenate([rng.permutation(spec.num_experts)[:k] for k in spec.top_k_L]) for _ in range(prompt + new)]
     )
-    route = lay_out(spec, rows_TS[:prompt], rows_TS[prompt:])
+    route = route_of(spec, rows_TS[:prompt], rows_TS[prompt:])
     return SimulatedRequest(number=number, gpu=gpu, route=route, arrived_s=arrived_s)
 
 
@@ -76,7 +74,7 @@ def test_a_single_queue_waits_as_m_d_1_does(queue: str) -> None:
     spec, load, service_s, count = make_spec(1, 1, 1), 0.7, 2.0, 16_000
     gap_s = service_s / load
     times = np.cumsum(np.random.default_rng(1).exponential(gap_s, count)).tolist()
-    route = lay_out(spec, np.zeros((1, 1), np.int64), np.zeros((0, 1), np.int64))
+    route = route_of(spec, np.zeros((1, 1), np.int64), np.zeros((0, 1), np.int64))
     requests = [SimulatedRequest(number=i, gpu=0, route=route, arrived_s=at_s) for i, at_s in enumerate(times)]
     placed_GLE = np.zeros((2, 1, 1), bool)
     placed_GLE[1 if queue == "link" else 0] = True
@@ -112,7 +110,7 @@ def test_a_layer_by_hand() -> None:
     placed_GLE = np.zeros((3, 1, 3), bool)
     placed_GLE[[0, 1, 2], 0, [0, 1, 2]] = True
     rows_TS = np.array([[0, 1, 2]])
-    request = SimulatedRequest(number=0, gpu=0, route=lay_out(spec, rows_TS, rows_TS), arrived_s=5.0)
+    request = SimulatedRequest(number=0, gpu=0, route=route_of(spec, rows_TS, rows_TS), arrived_s=5.0)
     engine = _engine(spec, cluster, placed_GLE, [request], dense_s=3.0, expert_s=4.0)
     # 3 s dense; to b's first GPU 2 s, to its second 2 s more on the same link, each + 0.25; there 2 s and 4 s; back.
     # The first is back at 3 + 2.25 + 2 + 2.25 = 9.5, the second at 3 + 4.25 + 4 + 2.25 = 13.5; its own expert at 7.
@@ -184,16 +182,6 @@ def test_half_the_bandwidth_is_not_faster(seed: int) -> None:
     assert means == sorted(means)
 
 
-def test_requests_in_rounds_begin_together_when_the_last_round_is_through() -> None:
-    spec, cluster = make_spec(1, 2, 1), make_cluster([[2, 2]])
-    placed_GLE = np.ones((2, 1, 2), bool)
-    requests = [_request(spec, i, i % 2, 0.0, 1, i, 0) for i in range(5)]
-    _engine(spec, cluster, placed_GLE, requests, admission="rounds")  # type: ignore[arg-type]
-    # Each forward is one second on the own GPU: requests of 1 and 2 forwards, then 3 and 4, then 5.
-    assert [r.started_s for r in requests] == [0, 0, 2, 2, 6]
-    assert [r.finished_s for r in requests] == [1, 2, 5, 6, 11]
-
-
 def test_of_equally_near_copies_the_idlest_is_taken_and_of_unequal_ones_the_nearest() -> None:
     spec = make_spec(1, 1, 1)
     placed_GLE = np.array([False, True, True])[:, None, None]
@@ -202,7 +190,7 @@ def test_of_equally_near_copies_the_idlest_is_taken_and_of_unequal_ones_the_near
     def run(*links: Link) -> list[float]:
         cluster = make_cluster([[1], [1], [1]], link_bytes_s=1e9, links=links)
         requests = [
-            SimulatedRequest(number=i, gpu=0, route=lay_out(spec, rows_TS, none_TS), arrived_s=0.1 * i)
+            SimulatedRequest(number=i, gpu=0, route=route_of(spec, rows_TS, none_TS), arrived_s=0.1 * i)
             for i in range(2)
         ]
         return _engine(spec, cluster, placed_GLE, requests, expert_s=4.0, seats=2).busy_G
@@ -225,7 +213,7 @@ def test_experts_on_the_move_end_in_the_new_placement_and_use_the_links() -> Non
     machines = SimulatedMachines(spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=1)
     engine = EventLoop(machines, routing, requests)
     moves, ended = order_moves(spec, cluster, old_GLE, new_GLE), []
-    Moving(engine, moves, SimulationOptions(piece_bytes=300), ended.append)
+    Moving(engine, moves, 300, ended.append)
     engine.run()
     assert len(ended) == 1
     assert routing.near == Routing(cluster, network, new_GLE).near
@@ -237,43 +225,6 @@ def test_experts_on_the_move_end_in_the_new_placement_and_use_the_links() -> Non
     slowest = max(sum(m.bytes for m in far if m.gpu == g) for g in range(4)) / 1e5
     assert ended[0] >= slowest / 3  # three links lead to a GPU's server at most
     assert len(engine.finished) == 12
-
-
-def test_experts_that_move_in_windows_delay_no_token() -> None:
-    """Experts that nobody uses move within a node: in windows every request ends as if none did, else later."""
-    spec = make_spec(2, 12, 2, expert_bytes=(20_000, 20_000))
-    node = make_cluster([[24] * 4], slot_bytes=20_000)
-    cluster = replace(node, servers=(replace(node.servers[0], gpu_link_bytes_s=2e5),))
-    old_GLE, new_GLE = (np.zeros((4, 2, 12), bool) for _ in range(2))
-    for expert in range(12):
-        old_GLE[expert % 4, :, expert] = True
-        new_GLE[(expert + (expert >= 8)) % 4, :, expert] = True
-    network = make_network(cluster, BYTES)
-    rng = np.random.default_rng(0)
-    rows = [np.stack([np.concatenate([rng.permutation(8)[:2] for _ in range(2)]) for _ in range(9)]) for _ in range(8)]
-    requests = [
-        SimulatedRequest(number=i, gpu=i % 4, route=lay_out(spec, each[:4], each[4:]), arrived_s=0.01 * i)
-        for i, each in enumerate(rows)
-    ]
-    computing = GpuSeconds(name="test", dense=[0.0] + [0.013] * 9, expert=[0.0] + [0.011] * 9)
-    machines = SimulatedMachines(
-        spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=BYTES
-    )
-    ends: dict[str, list[float]] = {}
-    for how in ("none", "pipelined", "overlap"):
-        routing, moved = Routing(cluster, network, old_GLE), []
-        engine = EventLoop(machines, routing, deepcopy(requests))
-        if how != "none":
-            moves = order_moves(spec, cluster, old_GLE, new_GLE, buffered=True)
-            Moving(engine, moves, SimulationOptions(piece_bytes=2000, migrate=how, copies="links"), moved.append)
-        engine.run()
-        ends[how] = [one.finished_s for one in sorted(engine.finished, key=lambda one: one.number)]
-        if how != "none":
-            assert len(moved) == 1 and moved[0] < max(ends[how])
-            assert routing.near == Routing(cluster, network, new_GLE).near
-            assert sum(engine.moved_Q) == 8 * spec.slot_bytes
-    assert ends["overlap"] == pytest.approx(ends["none"])
-    assert np.mean(ends["pipelined"]) > np.mean(ends["none"]) + 1e-3
 
 
 def test_arrivals(tmp_path: Path) -> None:

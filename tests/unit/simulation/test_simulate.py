@@ -314,11 +314,11 @@ def test_results_that_join_their_link_ahead_of_time_change_nothing(
     world: SimulationInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [
-        (mode, gap, replace(OPTIONS, seats=seats, links=links, admission=admission))
-        for mode, gap, seats, links, admission in (
-            ("uniform", "every:1s", 2, "pair", "seats"),
-            ("prism_exact", "poisson:1s", 1, "pair", "seats"),
-            ("redundant", "every:2s", 3, "server", "rounds"),
+        (mode, gap, replace(OPTIONS, seats=seats, links=links))
+        for mode, gap, seats, links in (
+            ("uniform", "every:1s", 2, "pair"),
+            ("prism_exact", "poisson:1s", 1, "pair"),
+            ("redundant", "every:2s", 3, "server"),
         )
     ]
     ahead = [simulate(world, mode, gap, 30, options).to_json() for mode, gap, options in runs]

@@ -185,10 +185,10 @@ def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> 
         {
             "token_bytes": round(2 * model.hidden * options.batch),
             "expert_bytes": model.expert_bytes,
-            "piece_bytes": 1 << 20,
             **options.simulation,
             "copies": "host" if case.way_bytes_s else "links",
             "plan_s": case.plan_s,
+            "mode": "ep",
             "admission": "rounds",
             "split": 1.0,
             "seed": seed,

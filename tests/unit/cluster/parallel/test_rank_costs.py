@@ -11,8 +11,8 @@ from moetool.base.types import Link
 from moetool.cluster.parallel.batch_placement import BatchCosts, measured_latency
 from moetool.cluster.parallel.batch_records import BatchRecord, slope
 from moetool.cluster.parallel.rank_costs import Costs
-from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.costing.costs import CostProfile, Curve
+from moetool.placement.request_ranks import RankAssignment
 from tests.clusters import make_cluster
 from tests.profiles import make_profile
 from tests.refusals import refused

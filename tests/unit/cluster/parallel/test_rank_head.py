@@ -17,8 +17,8 @@ from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
-from moetool.cluster.parallel.request_ranks import RankAssignment
 from moetool.cluster.parallel.requests import RankRequest, Requests
+from moetool.placement.request_ranks import RankAssignment
 from moetool.runtime.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
 from tests.refusals import refused
