@@ -43,6 +43,7 @@ class Family:
         exception: why the weights do not follow from the recorded logits by that rule; empty if they do.
         fixed: why experts cannot be substituted although the rule holds; empty if they can.
         own_cache: why pages cannot hold it, so that each request keeps its own; empty if it can.
+        unrecorded: why its decode steps run module by module on a CPU; empty if they are recorded as programs.
         appends: whether such a cache takes several tokens at once after the first forward, as for the next chat turn.
         refused: why it can be neither captured nor served; empty if it can.
         notes: further facts for display.
@@ -57,6 +58,7 @@ class Family:
     exception: str = ""
     fixed: str = ""
     own_cache: str = ""
+    unrecorded: str = ""
     appends: bool = False
     refused: str = ""
     notes: str = ""
@@ -75,6 +77,13 @@ class Family:
         return "no" if self.refused else "in batches"
 
     @property
+    def decoded(self) -> str:
+        """How decode steps run on a CPU in bfloat16: `program`, `modules` or `no`."""
+        if self.refused:
+            return "no"
+        return "modules" if self.own_cache or self.unrecorded else "program"
+
+    @property
     def weight_rule(self) -> str:
         """The rule in words."""
         if self.refused:
@@ -89,9 +98,12 @@ class Family:
             "known": "inferred" if self.inferred else "listed",
             "captured": not self.refused,
             "served": self.served,
+            "decoded": self.decoded,
             "substitution": self.substitutable,
             "weights": "as its router computes" if self.inferred else self.weight_rule,
-            "remarks": "; ".join(filter(None, (self.refused, self.exception, self.fixed, self.own_cache, self.notes))),
+            "remarks": "; ".join(
+                filter(None, (self.refused, self.exception, self.fixed, self.own_cache, self.unrecorded, self.notes))
+            ),
         }
 
     def rule(self, config: Any, router: Any) -> Rule:
@@ -109,6 +121,7 @@ _CONVOLUTION = "its convolutions keep a state that the paged cache cannot hold"
 _INDEXED = "its indexed attention is not supported by the paged cache"
 _EAGER = "its attention has only transformers' eager form, which cannot be paged"
 _CHUNKED = "its chunked attention is not supported by the paged cache"
+_UNKNOWN = "recorded steps have no function for its {}"
 _OWN_CODE = "transformers has no class for it, and moetool never runs code from a checkpoint"
 
 _ALL = (
@@ -118,6 +131,7 @@ _ALL = (
     Family(
         name="dbrx",
         renormalize=True,
+        unrecorded=_UNKNOWN.format("LayerNorm"),
         fixed="its router returns logits, not a replaceable choice",
         notes="weights are divided by their p-norm; p is 1 in the checkpoints",
     ),
@@ -168,7 +182,7 @@ _ALL = (
         notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
     ),
     Family(name="kimi_linear", score="sigmoid", own_cache=_LINEAR, appends=True),
-    Family(name="laguna", score="sigmoid", renormalize=True),
+    Family(name="laguna", score="sigmoid", renormalize=True, unrecorded=_UNKNOWN.format("softplus")),
     Family(name="lfm2_moe", score="sigmoid", own_cache=_CONVOLUTION, appends=True),
     Family(
         name="llama4_text",
@@ -191,7 +205,11 @@ _ALL = (
     Family(name="mixtral", renormalize=True),
     Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR, appends=True),
     Family(name="olmoe"),
-    Family(name="phimoe", exception="sparsemixer masks the logits again for each of the two experts"),
+    Family(
+        name="phimoe",
+        exception="sparsemixer masks the logits again for each of the two experts",
+        unrecorded=_UNKNOWN.format("LayerNorm"),
+    ),
     Family(name="qwen2_moe"),
     Family(name="qwen3_5_moe_text", renormalize=True, own_cache=_LINEAR, appends=True),
     Family(name="qwen3_moe"),

@@ -142,15 +142,17 @@ def models(as_json: Json = False) -> None:
     if as_json:
         tables.print_json(rows)
         return
-    columns = ["family", "captured", "served", "substitution", "weights"]
+    columns = ["family", "captured", "served", "decoded", "smoe", "weights"]
     yes = {True: "yes", False: "no"}
-    table = [
-        [r["family"], yes[r["captured"]], yes[r["served"] != "no"], yes[r["substitution"]], _short(r["weights"])]
-        for r in rows
-        if r["known"] == "listed"
-    ]
+    table = []
+    for r in [row for row in rows if row["known"] == "listed"]:
+        served = [yes[r["captured"]], yes[r["served"] != "no"], r["decoded"], yes[r["substitution"]]]
+        table.append([r["family"], *served, _short(r["weights"])])
     tables.print_table(f"{len(table)} families of Mixture-of-Experts models", columns, table, num_text=len(columns))
-    tables.print_paragraph("captured, served: moetool capture, moetool serve; substitution: the policy smoe")
+    tables.print_paragraph(
+        "captured, served: moetool capture, moetool serve; smoe: the policy that substitutes experts"
+    )
+    tables.print_paragraph("decoded: how decode steps run on a CPU in bfloat16 (moetool guide speed)")
     tables.print_paragraph(
         "weights: score function of the router; sum 1: divided by the sum over the top-k experts (*: if the config "
         "sets norm_topk_prob)"

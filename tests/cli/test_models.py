@@ -18,11 +18,13 @@ def test_every_family_is_listed(run: Run) -> None:
         "known": "listed",
         "captured": True,
         "served": "in batches",
+        "decoded": "program",
         "substitution": True,
         "weights": "softmax, summing to one",
         "remarks": "",
     }
     assert rows["jamba"]["served"] == "in batches" and "linear attention" in rows["jamba"]["remarks"]
+    assert [rows[name]["decoded"] for name in ("gpt_oss", "jamba", "phimoe")] == ["program", "modules", "modules"]
     assert not rows["llama4_text"]["substitution"]
     assert rows["deepseek"]["served"] == "no" and "never runs code" in rows["deepseek"]["remarks"]
     for row in rows.values():

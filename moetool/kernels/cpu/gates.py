@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,22 @@ def gate_of(gate: Gate, is_silu: bool) -> Gate:
     is bit-identical in any batch.
     """
     return functools.partial(_gated, gate) if is_silu else gate
+
+
+class ClampedGate(NamedTuple):
+    """gpt-oss's gate: `(clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate))` of alternating numbers."""
+
+    alpha: float
+    limit: float
+
+
+def clamped_gate(gate: Any) -> ClampedGate | None:
+    """Constants of a function from `gate_of` that computes gpt-oss's gate; None: it is another one."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    if getattr(gate, "__func__", None) is not GptOssExperts._apply_gate:
+        return None
+    return ClampedGate(float(gate.__self__.alpha), float(gate.__self__.limit))
 
 
 def is_silu_gate(gate: Any) -> bool:

@@ -166,7 +166,7 @@ class RowWeight(NamedTuple):
 def row_weight(weight: Any) -> RowWeight | None:
     """Describe a weight [O, I] of any size to the kernel for few rows; None if there is no kernel."""
     if isinstance(weight, ScaledWeight):
-        return None if weight.transposed else RowWeight(weight.kind, weight.row_shape, *_addresses(weight))
+        return RowWeight(weight.kind, weight.row_shape, *_addresses(weight))
     if not isinstance(weight, torch.Tensor) or not _suits(weight) or find_kernel() is None:
         return None
     return RowWeight(BFLOAT16, _row_shape(*weight.shape), *_addresses(weight))

@@ -28,18 +28,22 @@ from moetool.kernels.cpu.memory import (
     shorts,
     widened,
 )
+from moetool.kernels.cpu.threads import next_task_of
 
 CHUNK = 512
 """Most numbers of a row that are computed together, unless an operation needs whole rows."""
+TABLE = 6
+"""Numbers of an expert in a table."""
 OPERAND = 6
 """Numbers of an operand in a job: address, type, and bytes between neighbours in four dimensions."""
-(COPY, ADD, SUBTRACT, MULTIPLY, DIVIDE, NEGATE, SQUARE, INVERSE_ROOT, SIGMOID, SILU, NOT, FILL) = range(12)
+(COPY, ADD, SUBTRACT, MULTIPLY, DIVIDE, NEGATE, SQUARE, INVERSE_ROOT, SIGMOID, SILU, NOT, CLAMP, FILL) = range(13)
 """Functions of numbers."""
-SUM, MEAN, SOFTMAX, TOP_K = range(12, 16)
+SUM, MEAN, SOFTMAX, TOP_K = range(13, 17)
 """Functions of rows."""
 _job = types.void(types.CPointer(types.int64))
 _compiled = numba.cfunc(_job, nopython=True, error_model="numpy", cache=True)
 _inner = numba.njit(error_model="numpy", cache=True)
+_next_task = next_task_of()
 
 
 @_inner
@@ -152,6 +156,9 @@ def _apply(code: Any, count: Any, a: Any, b: Any, c: Any, made: Any) -> None:
     elif code == NOT:
         for i in range(count):
             made[i] = one - a[i]
+    elif code == CLAMP:
+        for i in range(count):
+            made[i] = c[i] if a[i] > c[i] else (b[i] if a[i] < b[i] else a[i])
     else:
         for i in range(count):
             made[i] = c[i] if b[i] != 0 else a[i]
@@ -285,37 +292,91 @@ def order(job: Any) -> None:
 def write_pages(job: Any) -> None:
     """Write new keys and values into the KV cache, and make its addresses known to the attention that follows.
 
-    Job: -, layer's row of pages, rows, heads, bytes of a head, key, its bytes per row and head, value, its bytes per
-    row and head, job of attention, first of its sequences, room of scores, numbers of a key's scores, tasks.
+    Job: -, layer's row of pages, rows, heads; for keys and values each their address, bytes per row and head, bytes
+    of a head, and of the cache's before them; job of attention, first of its sequences, room of scores, numbers of a
+    key's scores, tasks.
 
     The layer's row of pages: key and value addresses, rows to write, positions, and per row the first key and the
     number of keys.
     """
     layer = longs(job[1])
-    rows, heads, size = job[2], job[3], job[4]
-    attention = longs(job[11])
+    rows, heads = job[2], job[3]
+    attention = longs(job[14])
     written, spans = longs(layer[2]), longs(layer[4])
     for row in range(rows):
         for head in range(heads):
             for part in range(2):
-                source = job[5 + 3 * part] + row * job[6 + 3 * part] + head * job[7 + 3 * part]
+                at = 4 + 5 * part
+                source = job[at] + row * job[at + 1] + head * job[at + 2]
                 token, step = attention[5 + 2 * part], attention[6 + 2 * part]
-                target = layer[part] + written[row] * token + head * step
+                target = layer[part] + written[row] * token + head * step + job[at + 4]
                 old, new = shorts(source), shorts(target)
-                for i in range(size // 2):
+                for i in range(job[at + 3] // 2):
                     new[i] = old[i]
     attention[2], attention[3] = layer[0], layer[1]
-    room = longs(job[13])[0]
+    room = longs(job[16])[0]
     for row in range(rows):
-        at = job[12] + 5 * row
+        at = job[15] + 5 * row
         keys = spans[2 * row + 1]
-        bytes_a_task = 4 * (keys * job[14] + 16)
+        bytes_a_task = 4 * (keys * job[17] + 16)
         attention[at] = row
         attention[at + 1] = layer[3] + 8 * spans[2 * row]
         attention[at + 2] = keys
         attention[at + 3] = room
         attention[at + 4] = bytes_a_task
-        room += bytes_a_task * job[15]
+        room += bytes_a_task * job[18]
+
+
+@_compiled
+def absorb(job: Any) -> None:
+    """Multiply queries by the weights that expand keys from latents, head by head, and by a factor.
+
+    Job: next task, heads, rows, query, its bytes per row and head, numbers without and with rotation, weight (bfloat16
+    [rows of a head, rank] by head), rows of a head, rank, address of the factor, output (float32 [rows, heads, rank +
+    numbers with rotation]).
+    """
+    heads, rows, nope, rotary, rank = job[1], job[2], job[6], job[7], job[10]
+    factor = floats(job[11])[0]
+    head = _next_task(job)
+    while head < heads:
+        for row in range(rows):
+            query = shorts(job[3] + row * job[4] + head * job[5])
+            output = floats(job[12] + 4 * (row * heads + head) * (rank + rotary))
+            for i in range(rank):
+                output[i] = np.float32(0.0)
+            for first in range(0, nope, 4):
+                weight = job[8] + 2 * (head * job[9] + first) * rank
+                w0, w1 = shorts(weight), shorts(weight + 2 * rank)
+                w2, w3 = shorts(weight + 4 * rank), shorts(weight + 6 * rank)
+                q0, q1 = widened(query[first]), widened(query[first + 1])
+                q2, q3 = widened(query[first + 2]), widened(query[first + 3])
+                for i in range(rank):
+                    total = fused(q1, widened(w1[i]), fused(q0, widened(w0[i]), output[i]))
+                    output[i] = fused(q3, widened(w3[i]), fused(q2, widened(w2[i]), total))
+            for i in range(rank):
+                output[i] *= factor
+            for i in range(rotary):
+                output[rank + i] = widened(query[nope + i]) * factor
+        head = _next_task(job)
+
+
+@_compiled
+def expand_values(job: Any) -> None:
+    """Multiply weighted sums of latents by the weights that expand values, head by head.
+
+    Job: next task, heads, rows, sums (bfloat16 [rows, heads, width]), width, weight of the first head's values, rows of
+    a head, rank, numbers of a value, scratch (float32 [heads, rank]), output (bfloat16 [rows, heads, numbers]).
+    """
+    heads, rows, width, rank, numbers = job[1], job[2], job[4], job[7], job[8]
+    head = _next_task(job)
+    while head < heads:
+        room = job[9] + 4 * head * rank
+        for row in range(rows):
+            _read(job[3] + 2 * (row * heads + head) * width, BFLOAT16, 2, rank, floats(room))
+            output = shorts(job[10] + 2 * (row * heads + head) * numbers)
+            for n in range(numbers):
+                output[n] = rounded(dot_bfloat16(room, job[5] + 2 * (head * job[6] + n) * rank, rank // 16))
+        head = _next_task(job)
 
 
 @_compiled
@@ -323,20 +384,20 @@ def route(job: Any) -> None:
     """Make the jobs of a layer's products from its routes: each expert once, in order of first choice.
 
     Job: -, routes, rows, k, table, jobs of both products, their numbers before the lists, scratch, the program's
-    header. The table has for each expert the addresses of the first weight and its scales, and of the second. Experts
-    whose address is 0 are left out, or end the run.
+    header. The table has `TABLE` addresses for each expert: of the first weight and its scales, of the second, and of
+    both biases. Experts whose address is 0 are left out, or end the run.
     """
     routes, rows, k, table = longs(job[1]), job[2], job[3], longs(job[4])
     first, second, head, experts, header = longs(job[5]), longs(job[6]), job[7], longs(job[8]), longs(job[9])
     count = 0
     if header[4]:
         for place in range(rows * k):
-            if table[4 * routes[place]] == 0:
+            if table[TABLE * routes[place]] == 0:
                 header[1] = 0
                 return
     for place in range(rows * k):
         expert = routes[place]
-        if table[4 * expert] == 0:
+        if table[TABLE * expert] == 0:
             continue
         known = False
         for each in range(count):
@@ -351,8 +412,9 @@ def route(job: Any) -> None:
     made = 0
     for each in range(count):
         expert = experts[each]
-        first[head + each], first[head + count + each] = table[4 * expert], table[4 * expert + 1]
-        second[head + each], second[head + count + each] = table[4 * expert + 2], table[4 * expert + 3]
+        at = TABLE * expert
+        first[head + each], first[head + count + each] = table[at], table[at + 1]
+        second[head + each], second[head + count + each] = table[at + 2], table[at + 3]
         first[starts + each], second[starts + each] = made, made
         for place in range(rows * k):
             if routes[place] == expert:
@@ -360,6 +422,43 @@ def route(job: Any) -> None:
                 second[pairs + 2 * made], second[pairs + 2 * made + 1] = place, place
                 made += 1
     first[starts + count], second[starts + count] = made, made
+
+
+@_compiled
+def gate_clamped(job: Any) -> None:
+    """The gate of gpt-oss, of products to which biases are added, each operation rounded as torch rounds it.
+
+    Job: -, routes, their number, table of experts, numbers of a result, products (bfloat16, gate and up alternating),
+    addresses of alpha and of the limit, output (bfloat16).
+    """
+    routes, table, width = longs(job[1]), longs(job[3]), job[4]
+    alpha, limit = floats(job[6])[0], floats(job[7])[0]
+    one = np.float32(1.0)
+    for place in range(job[2]):
+        if table[TABLE * routes[place]] == 0:
+            continue
+        bias, both = shorts(table[TABLE * routes[place] + 4]), shorts(job[5] + 4 * place * width)
+        output = shorts(job[8] + 2 * place * width)
+        for i in range(width):
+            gate = widened(rounded(widened(both[2 * i]) + widened(bias[2 * i])))
+            up = widened(rounded(widened(both[2 * i + 1]) + widened(bias[2 * i + 1])))
+            gate = limit if gate > limit else gate
+            up = limit if up > limit else (-limit if up < -limit else up)
+            power = _exponential(-widened(rounded(gate * alpha)))
+            gated = widened(rounded(gate * widened(rounded(one / (one + power)))))
+            output[i] = rounded(widened(rounded(up + one)) * gated)
+
+
+@_compiled
+def add_biases(job: Any) -> None:
+    """Add the second bias of experts to their products. Job: -, routes, their number, table, width, products."""
+    routes, table, width = longs(job[1]), longs(job[3]), job[4]
+    for place in range(job[2]):
+        if table[TABLE * routes[place]] == 0:
+            continue
+        bias, products = shorts(table[TABLE * routes[place] + 5]), shorts(job[5] + 2 * place * width)
+        for i in range(width):
+            products[i] = rounded(widened(products[i]) + widened(bias[i]))
 
 
 @_compiled

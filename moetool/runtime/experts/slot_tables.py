@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from moetool.kernels.cpu.gates import find_gate_kernel, is_silu_gate
+from moetool.kernels.cpu.gates import ClampedGate, clamped_gate, find_gate_kernel, is_silu_gate
 from moetool.kernels.cpu.matmul import RowWeight, row_weight
+from moetool.kernels.cpu.step_operations import TABLE
 from moetool.kernels.cpu.vectors import LANES
 from moetool.models.experts.expert_form import ExpertForm, out_in
 from moetool.models.experts.moe_layers import MoeLayer
@@ -22,12 +24,15 @@ class ExpertWeights:
 
     Attributes:
         up, down: one of the experts' weights, for kind and shape.
-        table_E4: for each expert the addresses of up and its scales, and of down and its scales; 0 if it has no slot.
+        table_E6: for each expert the addresses of up and its scales, of down and its scales, and of their biases; 0 if
+            it has no slot.
+        gate: constants of the gate of experts with biases; None: it is SiLU's, without biases.
     """
 
     up: RowWeight
     down: RowWeight
-    table_E4: np.ndarray
+    table_E6: np.ndarray
+    gate: ClampedGate | None
 
 
 class SlotTables:
@@ -42,7 +47,7 @@ class SlotTables:
     def __init__(self, loaded: LoadedModel, store: ExpertStore) -> None:
         self._store = store
         self._weights_L: list[ExpertWeights | None] = [self._describe(layer) for layer in loaded.layers]
-        self._addresses: dict[tuple[int, int], tuple[int, int, int, int]] = {}  # by layout and slot
+        self._addresses: dict[tuple[int, int], list[int]] = {}  # by layout and slot
         self._holders: dict[int, tuple[int, int]] = {}  # layer and expert in the tables, by slot
         store.on_replaced = self._remove
 
@@ -58,23 +63,25 @@ class SlotTables:
         layout = self._layout_of(layer)
         found = self._addresses.get((layout, slot))
         if found is None:
-            up, down = _products(layer.form, self._store.views_of(layout, slot))
+            weights = self._store.views_of(layout, slot)
+            up, down = _products(layer.form, weights)
             assert up is not None and down is not None
-            found = self._addresses[layout, slot] = (up.values, up.scale, down.values, down.scale)
+            biases = [bias.data_ptr() for bias in weights[1::2]] if layer.form.has_bias else [0, 0]  # type: ignore[union-attr]
+            found = self._addresses[layout, slot] = [up.values, up.scale, down.values, down.scale, *biases]
         self._holders[slot] = (layer.index, expert)
         self._table(layer.index)[expert] = found
 
     @contextlib.contextmanager
     def only(self, layer: MoeLayer, experts: Iterable[int]) -> Iterator[None]:
         """Leave all other experts out of a layer's table meanwhile."""
-        table_E4 = self._table(layer.index)
-        kept_E4, chosen = table_E4.copy(), list(experts)
-        table_E4[:] = 0
-        table_E4[chosen] = kept_E4[chosen]
+        table_E6 = self._table(layer.index)
+        kept_E6, chosen = table_E6.copy(), list(experts)
+        table_E6[:] = 0
+        table_E6[chosen] = kept_E6[chosen]
         try:
             yield
         finally:
-            table_E4[:] = kept_E4
+            table_E6[:] = kept_E6
 
     def _remove(self, slot: int) -> None:
         if (holder := self._holders.pop(slot, None)) is not None:
@@ -83,7 +90,7 @@ class SlotTables:
     def _table(self, layer: int) -> np.ndarray:
         weights = self._weights_L[layer]
         assert weights is not None
-        return weights.table_E4
+        return weights.table_E6
 
     def _layout_of(self, layer: MoeLayer) -> int:
         return self._store.files.layout_of(self._store.files.spec.expert_key(layer.index, 0))
@@ -93,14 +100,22 @@ class SlotTables:
         keys = [spec.expert_key(layer.index, expert) for expert in range(form.num_experts)]
         if len({self._store.files.layout_of(key) for key in keys}) > 1:
             return None
-        if form.has_bias or form.finish is not None or form.num_identity or not is_silu_gate(form.gate):
+        weights = self._store.views_of(self._layout_of(layer), 0)
+        gate = clamped_gate(form.gate) if form.has_bias else None
+        if form.finish is not None or form.num_identity or (gate is None and not is_silu_gate(form.gate)):
             return None
-        up, down = _products(form, self._store.views_of(self._layout_of(layer), 0))
+        if form.has_bias and (gate is None or not all(map(_is_bias, weights[1::2]))):
+            return None
+        up, down = _products(form, weights)
         if up is None or down is None or find_gate_kernel() is None or (up.shape.outputs // 2) % LANES:
             return None
-        return ExpertWeights(up, down, np.zeros((form.num_experts, 4), np.int64))
+        return ExpertWeights(up, down, np.zeros((form.num_experts, TABLE), np.int64), gate)
 
 
 def _products(form: ExpertForm, weights: tuple[Weight, ...]) -> tuple[RowWeight | None, RowWeight | None]:
-    up, down = weights
+    up, down = weights[:: 2 if form.has_bias else 1]
     return row_weight(out_in(up, form.up_transposed)), row_weight(out_in(down, form.down_transposed))
+
+
+def _is_bias(weight: Weight) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dtype == torch.bfloat16 and weight.is_contiguous()

@@ -98,7 +98,8 @@ def paged_attention(
     if sliding_window is _ABSENT:  # qwen2_moe applies it by its mask only
         sliding_window = getattr(module, "sliding_window", None) or None
     if recorder is not None:
-        values = {"scaling": scaling, "window": sliding_window, "sinks": s_aux}
+        expansion = Expansion.of(module) if is_unexpanded(module) else None
+        values = {"scaling": scaling, "window": sliding_window, "sinks": s_aux, "expansion": expansion}
         return recorder.record_attention(module, query, key, value, values), None
     if is_unexpanded(module):
         return attend_latents(module, query, key, value, scaling, kv_batch), None

@@ -1,5 +1,6 @@
 """Lower a recorded step to a program of compiled functions (`moetool.kernels.cpu.program`)."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -26,6 +27,7 @@ from moetool.kernels.cpu.vectors import LANES
 from moetool.kernels.norms import find_norm_kernel
 from moetool.models.experts.moe_layers import MoeLayer
 from moetool.runtime.experts.slot_tables import ExpertWeights
+from moetool.runtime.kv.latents import Expansion
 from moetool.runtime.steps.recorder import ModuleCall, Operand, Operation, Recording, Unrecordable
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32, torch.int64: INT64, torch.bool: BOOLEAN}
@@ -190,6 +192,12 @@ class _Lowering:
     def _lower_masked_fill(self, operation: Operation) -> None:
         self._operate(functions.FILL, operation.output, operation.inputs[:3])
 
+    def _lower_clamp(self, operation: Operation) -> None:
+        x, least, most = (*operation.inputs, None, None)[:3]
+        least, most = operation.values.get("min", least), operation.values.get("max", most)
+        bounds = (-math.inf if least is None else least, math.inf if most is None else most)
+        self._operate(functions.CLAMP, operation.output, (x, *bounds))
+
     def _lower_copy_(self, operation: Operation) -> None:
         self._operate(functions.COPY, operation.output, operation.inputs[1:2])
 
@@ -212,6 +220,14 @@ class _Lowering:
             target = Operand(output.storage, offset, part.shape, output.strides, output.dtype)
             self._operate(functions.COPY, target, (part,))
             first += part.shape[axis]
+
+    def _lower_stack(self, operation: Operation) -> None:
+        parts, axis = operation.inputs[0], operation.inputs[1] if len(operation.inputs) > 1 else 0
+        output, strides = operation.output, list(operation.output.strides)
+        step = strides.pop(axis % len(output.shape))
+        for number, part in enumerate(parts):
+            target = Operand(output.storage, output.offset + number * step, part.shape, tuple(strides), output.dtype)
+            self._operate(functions.COPY, target, (part,))
 
     def _lower_sum(self, operation: Operation) -> None:
         self._reduce(functions.SUM, operation)
@@ -371,31 +387,79 @@ class _Lowering:
 
     def _lower_attention(self, operation: Operation) -> None:
         query, key, value = operation.inputs
-        values, output = operation.values, operation.output
+        values = operation.values
         _, heads, rows, width = query.shape
-        kv_heads = key.shape[1]
-        if value.shape[-1] != width or query.dtype != torch.bfloat16 or heads % kv_heads:
+        if query.dtype != torch.bfloat16 or key.strides[-1] != 2 or value.strides[-1] != 2:
+            raise Unrecordable("attention to numbers that no kernel reads")
+        scaling = width**-0.5 if values.get("scaling") is None else values["scaling"]
+        expansion: Expansion | None = values.get("expansion")
+        if expansion is not None:
+            self._attend_to_latents(operation, expansion, scaling)
+            return
+        if value.shape[-1] != width or heads % key.shape[1]:
             raise Unrecordable("attention with keys and values of different widths")
-        kernel = find_attention_kernel(heads // kv_heads, width)
-        if kernel is None or key.strides[-1] != 2 or value.strides[-1] != 2:
-            raise Unrecordable(f"attention of heads of {width}")
-        layer, scaling = values["layer"], values.get("scaling")
         scaled = self._reserved("query", torch.float32, rows * heads * width)
         strides = (0, 4 * width, 4 * heads * width, 4)
-        target = self._outside(scaled, query.shape, strides)
-        self._operate(functions.MULTIPLY, target, (query, width**-0.5 if scaling is None else scaling))
-        each = self._strides_of(layer)
-        queries, padded = split_heads(heads // kv_heads)
-        parts = heads // kv_heads // queries
+        self._operate(functions.MULTIPLY, self._outside(scaled, query.shape, strides), (query, scaling))
+        parts = [(key, 0), (value, 0)]
+        self._attend(values, scaled, heads, key.shape[1], width, parts, self._address(operation.output))
+
+    def _attend_to_latents(self, operation: Operation, expansion: Expansion, scaling: float) -> None:
+        """Absorb the queries, attend to the rows of latents and rotary keys, and expand values from their sums."""
+        query, latent, rotary = operation.inputs
+        heads, rows = query.shape[1:3]
+        weight, (_, nope, rank) = expansion.key_HNR, expansion.key_HNR.shape
+        numbers, width = expansion.value_HVR.shape[1], rank + rotary.shape[-1]
+        together = nope + numbers
+        if nope % 4 or rank % LANES or weight.dtype != torch.bfloat16 or weight.stride() != (together * rank, rank, 1):
+            raise Unrecordable("latent attention with weights that no function multiplies")
+        self._program.kept.append(weight)
+        large = 2 * heads * together * rank >= _PARALLEL_BYTES
+        absorbed = self._reserved("query", torch.float32, rows * heads * width)
+        job = [0, heads, rows, self._address(query), query.strides[2], query.strides[1], nope, width - rank]
+        job += [weight.data_ptr(), together, rank, self._scalar(scaling), absorbed.data_ptr()]
+        self._program.add(functions.absorb.address, job, parallel=large)
+        sums = self._reserved("sums of latents", torch.bfloat16, rows * heads * width)
+        parts = [(latent, 0), (rotary, 2 * rank)]
+        self._attend(operation.values, absorbed, heads, 1, width, parts, sums.data_ptr())
+        room = self._reserved("latents", torch.float32, heads * rank)
+        job = [0, heads, rows, sums.data_ptr(), width, expansion.value_HVR.data_ptr(), together, rank, numbers]
+        job += [room.data_ptr(), self._address(operation.output)]
+        self._program.add(functions.expand_values.address, job, parallel=large)
+
+    def _attend(
+        self,
+        values: dict[str, Any],
+        scaled: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        width: int,
+        written: Sequence[tuple[Operand, int]],
+        output: int,
+    ) -> None:
+        """Write new keys and values into the KV cache, and attend to it.
+
+        Args:
+            scaled: queries, float32 [T, heads, width].
+            written: keys and values, each with the bytes of a row of the cache before them.
+            output: address, bfloat16 [T, heads, width].
+        """
+        groups, rows = heads // kv_heads, self._rows
+        kernel = find_attention_kernel(groups, width)
+        if kernel is None:
+            raise Unrecordable(f"attention of heads of {width}")
+        layer, each = values["layer"], self._strides_of(values["layer"])
+        queries, padded = split_heads(groups)
+        parts = groups // queries
         sinks = values.get("sinks")
-        sink_TL = sink_rows(sinks, heads // kv_heads)
+        sink_TL = sink_rows(sinks, groups)
         self._program.kept.append(sink_TL)
         numbers = AttentionJob(
             0,
             scaled.data_ptr(),
             0,
             0,
-            self._address(output),
+            output,
             key_token=each.key_token,
             key_head=each.key_head,
             value_token=each.value_token,
@@ -406,15 +470,15 @@ class _Lowering:
             sinks=sink_TL.data_ptr(),
             sink_bytes=0 if sinks is None else 4 * LANES,
         )
-        page = self._made.pages_L5[layer].ctypes.data
-        job = [0, page, rows, kv_heads, 2 * width, self._address(key), key.strides[2], key.strides[1]]
-        job += [self._address(value), value.strides[2], value.strides[1], 0, len(numbers)]
-        job += [self._made.room.ctypes.data, padded, kv_heads * parts]
-        written = self._program.add(functions.write_pages.address, job)
+        job = [0, self._made.pages_L5[layer].ctypes.data, rows, kv_heads]
+        for x, offset in written:
+            job += [self._address(x), x.strides[2], x.strides[1], 2 * x.shape[-1], offset]
+        job += [0, len(numbers), self._made.room.ctypes.data, padded, kv_heads * parts]
+        pages = self._program.add(functions.write_pages.address, job)
         parallel = heads * width >= 1024
         sequences = [0] * (5 * rows)
         attended = self._program.add(kernel.work.address, [*numbers, *sequences], parallel=parallel)  # type: ignore[attr-defined]
-        self._program.refer(written + 11, attended)
+        self._program.refer(pages + 14, attended)
         tasks = kv_heads * parts
         a_key, always = self._made.score_bytes
         self._made.score_bytes = (max(a_key, 4 * padded * tasks), max(always, 4 * LANES * tasks * rows))
@@ -448,24 +512,29 @@ class _Lowering:
         products = self._reserved("products", torch.bfloat16, most * width)
         inner_ordered = self._reserved("inner", torch.float32, most * down.shape.x_bytes // 4)
         chosen = self._reserved("chosen", torch.int64, most)
-        self._program.kept.append(known.table_E4)
+        self._program.kept.append(known.table_E6)
         ordered = self._order(("experts",), self._address(hidden), hidden.dtype, up, rows)
         self._ordered = None
         head = len(RowJob._fields) + len(up.shape)
         lists = [0] * (3 * most + 1 + 2 * most)
-        job = [0, self._address(index), rows, k, known.table_E4.ctypes.data, 0, 0, head, chosen.data_ptr()]
+        routes, table = self._address(index), known.table_E6.ctypes.data
+        job = [0, routes, rows, k, table, 0, 0, head, chosen.data_ptr()]
         job.append(self._program.header)
         routed = self._program.add(functions.route.address, job)
         up_job = [*self._head(up, ordered, firsts.data_ptr(), torch.bfloat16), *lists]
         large = _is_large(up) or most * up.shape.row_bytes * up.shape.outputs >= _PARALLEL_BYTES
         up_at = self._program.add(kernel_of(up.kind).multiply.work.address, up_job, parallel=large)  # type: ignore[attr-defined]
-        gate = find_gate_kernel()
-        assert gate is not None
         start = firsts.data_ptr()
-        given = BinaryRows(
-            start, 4 * inner, start + 2 * inner, 4 * inner, gated.data_ptr(), 2 * inner, most, inner // LANES
-        )
-        self._program.add(gate.work.address, row_job(given, 0.0))  # type: ignore[attr-defined]
+        if known.gate is None:
+            gate = find_gate_kernel()
+            assert gate is not None
+            given = BinaryRows(
+                start, 4 * inner, start + 2 * inner, 4 * inner, gated.data_ptr(), 2 * inner, most, inner // LANES
+            )
+            self._program.add(gate.work.address, row_job(given, 0.0))  # type: ignore[attr-defined]
+        else:
+            job = [0, routes, most, table, inner, start, *map(self._scalar, known.gate), gated.data_ptr()]
+            self._program.add(functions.gate_clamped.address, job)
         function = ordering(down.kind, True).work  # type: ignore[attr-defined]
         self._program.kept.append(function)
         blocks = most * down.shape.x_bytes // (4 * _block_floats(down))
@@ -473,6 +542,8 @@ class _Lowering:
         self._program.add(functions.order.address, job)
         down_job = [*self._head(down, inner_ordered.data_ptr(), products.data_ptr(), torch.bfloat16), *lists]
         down_at = self._program.add(kernel_of(down.kind).multiply.work.address, down_job, parallel=large)  # type: ignore[attr-defined]
+        if known.gate is not None:
+            self._program.add(functions.add_biases.address, [0, routes, most, table, width, products.data_ptr()])
         self._program.refer(routed + 5, up_at)
         self._program.refer(routed + 6, down_at)
         summed = len(self._program)

@@ -56,9 +56,6 @@ class RecordedSteps:
                 self._hooks_of[id(module)] = hooks
             elif not called:
                 self._others += hooks
-
-        if any(value is None for value in pages.values):
-            self.refused = "its KV cache holds latents"
         self._record(1)
 
     def takes(self, batch: KvBatch) -> bool:
@@ -160,10 +157,13 @@ class RecordedSteps:
         return call.first if self._runtime.locate(call.layer, event) else call.summed
 
     def _strides(self, layer: int) -> PageStrides:
-        if self._pages.values[layer] is None:
-            raise Unrecordable("a KV cache of latents")
-        key, value = self._pages.rows_of(layer)
+        key, value = self._rows(layer)
         return PageStrides(2 * key.stride(0), 2 * key.stride(1), 2 * value.stride(0), 2 * value.stride(1))
+
+    def _rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values; latents are both."""
+        key, value = self._pages.keys[layer], self._pages.values[layer]
+        return key, key if value is None else value
 
     def _bind(self, step: LoweredStep, batch: KvBatch) -> Any:
         """Write the addresses of the KV cache and of the batch's rows; returns what must stay alive meanwhile."""
@@ -176,7 +176,7 @@ class RecordedSteps:
             if window not in spans:
                 spans[window] = _spans(ends, window)
                 num_keys = max(num_keys, int(spans[window][:, 1].sum()))
-            key, value = self._pages.rows_of(layer)
+            key, value = self._rows(layer)
             pages[layer] = (key.data_ptr(), value.data_ptr(), written, positions, spans[window].ctypes.data)
         a_key, always = step.score_bytes
         if self._scores.nbytes < a_key * num_keys + always:

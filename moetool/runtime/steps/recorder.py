@@ -160,9 +160,15 @@ class Recorder(TorchDispatchMode):
     def record_attention(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, values: dict[str, Any]
     ) -> torch.Tensor:
-        """Record attention [1, T, H, V] over the module's layer of the KV cache, new keys and values included."""
+        """Record attention [1, T, H, V] over the module's layer of the KV cache, new keys and values included.
+
+        Args:
+            values: `scaling`, `window`, `sinks` and `expansion`, that of latents in place of keys and values.
+        """
         with _disable_current_modes():
-            output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+            expansion = values.get("expansion")
+            width = value.shape[3] if expansion is None else expansion.value_HVR.shape[1]
+            output = query.new_zeros(1, query.shape[2], query.shape[1], width)
             self.emit("attention", output, (query, key, value), {"layer": module.layer_idx, **values})
         return output
 

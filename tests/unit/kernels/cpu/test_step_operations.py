@@ -171,3 +171,40 @@ def test_complex_products() -> None:
     program.close()
     program.run(0, len(program), 1)
     assert np.allclose(made.numpy(), (a * b).numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("least", "most"), [(-1.0, 2.0), (-torch.inf, 0.5)])
+def test_clamped_numbers(least: float, most: float) -> None:
+    x = _numbers(3, 40)
+    x[1, 2] = torch.nan
+    bounds = [torch.tensor([bound]) for bound in (least, most)]
+    made = _run(functions.CLAMP, torch.empty_like(x), x, *bounds)
+    assert torch.equal(made.nan_to_num(7), x.clamp(least, most).nan_to_num(7))
+
+
+def test_the_gate_and_biases_of_gpt_oss_have_the_bits_of_transformers() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    width, k, experts = 96, 3, 5
+    module = GptOssExperts(GptOssConfig(hidden_size=64, intermediate_size=width, num_local_experts=experts))
+    first, second = _numbers(k, 2 * width, seed=3), _numbers(k, 64, seed=4)
+    up, down = _numbers(experts, 2 * width, seed=5), _numbers(experts, 64, seed=6)
+    first[0, :4] = torch.tensor([torch.nan, 40.0, 40.0, -40.0])
+    routes, table = torch.tensor([4, 0, 2]), np.zeros((experts, functions.TABLE), np.int64)
+    for expert in (0, 4):  # expert 2 has no slot
+        table[expert] = 1, 0, 1, 0, up[expert].data_ptr(), down[expert].data_ptr()
+    gated, summed, program = torch.zeros(k, width).bfloat16(), second.clone(), Program()
+    constants = torch.tensor([module.alpha, module.limit])
+    given = [0, routes.data_ptr(), k, table.ctypes.data]
+    addresses = [first.data_ptr(), constants.data_ptr(), constants.data_ptr() + 4, gated.data_ptr()]
+    program.add(functions.gate_clamped.address, [*given, width, *addresses])
+    program.add(functions.add_biases.address, [*given, 64, summed.data_ptr()])
+    program.close()
+    program.run(0, len(program), 1)
+    for place, expert in enumerate(routes.tolist()):
+        if expert == 2:
+            assert not gated[place].any() and torch.equal(summed[place], second[place])
+            continue
+        expected = module._apply_gate(first[place] + up[expert])
+        assert torch.equal(gated[place].nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(summed[place], second[place] + down[expert])

@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from moetool.base.families import FAMILIES
 from moetool.kernels import norms
 from moetool.kernels.cpu import matmul
 from moetool.models.experts.moe_layers import moe_layers
+from moetool.runtime.kv.latents import Expansion, is_unexpanded, keep_latents
+from moetool.runtime.kv.pages import row_shapes
 from moetool.runtime.steps.lowering import LoweredStep, PageStrides, lower
 from moetool.runtime.steps.recorder import Unrecordable, record_step
 from tests import families
@@ -22,15 +25,24 @@ _WIDTHS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 
     "intermediate_size": 96,
     "shared_expert_intermediate_size": 32,
 }
-_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "minimax_m2", "granitemoe")
-_HEADS, _WIDTH, _ROWS = 2, 32, 16
+_LATENTS = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32} | {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+_PAGED = [family for family in FAMILIES.values() if not (family.refused or family.own_cache)]
+_ROWS = 16
 
 
-def _own_token(module: Any, query: Any, key: Any, value: Any, mask: Any, recorder: Any = None, **given: Any) -> Any:
+def _own_token(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, recorder: Any = None, **given: Any
+) -> Any:
     """Attention of each token to itself alone."""
+    expansion = Expansion.of(module) if is_unexpanded(module) else None
     if recorder is not None:
         values = {"scaling": given.get("scaling"), "window": given.get("sliding_window"), "sinks": given.get("s_aux")}
-        return recorder.record_attention(module, query, key, value, values), None
+        return recorder.record_attention(module, query, key, value, {**values, "expansion": expansion}), None
+    if expansion is not None:
+        return expansion.values(key[0].expand(query.shape[1], -1, -1)).transpose(0, 1)[None].contiguous(), None
     return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous(), None
 
 
@@ -42,23 +54,30 @@ def _registered() -> Iterator[None]:
 
 def _model(family: str, **changed: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(families.config(family, **_WIDTHS, **changed), dtype=torch.bfloat16)
+    config = families.config(family)
+    widths = {name: size for name, size in _WIDTHS.items() if hasattr(config, name)}
+    widths |= _LATENTS if hasattr(config, "kv_lora_rank") else {}
+    model = AutoModelForCausalLM.from_config(families.config(family, **widths, **changed), dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "bias" in name:
                 parameter.normal_(0, 0.15)
+            if name.endswith("sinks"):  # one key takes all the weight
+                parameter.fill_(-torch.inf)
     model.set_attn_implementation("own_token")
+    keep_latents(model)
     matmul.adopt(model)
     norms.adopt(model)
     return model.eval()
 
 
 def _lowered(model: Any, rows: int) -> LoweredStep:
-    strides = PageStrides(*[2 * _HEADS * _WIDTH, 2 * _WIDTH] * 2)
+    heads, width, _ = row_shapes(model.config)[0]
+    strides = PageStrides(*[2 * heads * width, 2 * width] * 2)
     return lower(record_step(model, moe_layers(model), rows), lambda layer: strides, lambda layer: None)
 
 
-def _run(step: LoweredStep, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _run(model: Any, step: LoweredStep, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The logits of tokens that each attend to themselves."""
     rows, recording = ids.shape[1], step.recording
     recording.ids.copy_(ids)
@@ -68,13 +87,14 @@ def _run(step: LoweredStep, ids: torch.Tensor, positions: torch.Tensor) -> torch
             tree_leaves(call.output), tree_leaves(call.module(*call.args, **call.kwargs)), strict=True
         ):
             target.copy_(made)
-    pages = torch.full((len(step.pages_L5), 2, _ROWS, _HEADS, _WIDTH), torch.nan, dtype=torch.bfloat16)
+    heads, width, value_width = row_shapes(model.config)[0]
+    pages = torch.full((len(step.pages_L5), 2, _ROWS, heads, width), torch.nan, dtype=torch.bfloat16)
     places, spans = torch.arange(rows) + 5, torch.tensor([[row, 1] for row in range(rows)])
     room = torch.zeros(step.score_bytes[0] * rows + step.score_bytes[1])
     step.room[0] = room.data_ptr()
     for layer, (key, value) in enumerate(pages):
         vectors = (places.data_ptr(), places.data_ptr(), spans.data_ptr())
-        step.pages_L5[layer] = (key.data_ptr(), value.data_ptr(), *vectors)
+        step.pages_L5[layer] = (key.data_ptr(), (value if value_width else key).data_ptr(), *vectors)
     at = 0
     for call in step.experts:
         step.program.run(at, call.first, 1)
@@ -84,18 +104,28 @@ def _run(step: LoweredStep, ids: torch.Tensor, positions: torch.Tensor) -> torch
     return step.logits
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", _FAMILIES)
-def test_a_step_has_the_bits_of_the_modules(family: str, rows: int) -> None:
+@pytest.mark.parametrize("family", [family.name for family in _PAGED if not family.unrecorded])
+def test_a_step_has_the_bits_of_the_modules(family: str) -> None:
+    """With latents, whose products are summed in another order, it differs by rounding."""
     families.require_known(family)
     model = _model(family)
-    step = _lowered(model, rows)
-    draw = torch.Generator().manual_seed(rows)
-    for _ in range(2):
-        ids, positions = (torch.randint(3, 60, (1, rows), generator=draw) for _ in range(2))
-        with torch.no_grad():
-            expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            assert torch.equal(_run(step, ids, positions), expected)
+    latent = hasattr(model.config, "kv_lora_rank")
+    draw = torch.Generator().manual_seed(1)
+    for rows in (1, 3):
+        step = _lowered(model, rows)
+        for _ in range(2):
+            ids, positions = (torch.randint(3, 60, (1, rows), generator=draw) for _ in range(2))
+            with torch.no_grad():
+                expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+                made = _run(model, step, ids, positions)
+                difference = float((made.float() - expected.float()).norm() / expected.float().norm())
+                assert difference <= (0.03 if latent else 0)
+
+
+@pytest.mark.parametrize("family", [family.name for family in _PAGED if family.unrecorded])
+def test_other_families_are_said_to_run_by_their_modules(family: str) -> None:
+    with pytest.raises(Unrecordable, match=r"no compiled function|not called with routes"):
+        _lowered(_model(family), 1)
 
 
 def test_memory_is_reused_between_layers() -> None:

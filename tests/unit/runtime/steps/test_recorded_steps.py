@@ -18,6 +18,7 @@ from moetool.runtime.request import Output, SamplingParams
 from moetool.runtime.steps.recorded_steps import MOST_ROWS, RecordedSteps
 from tests import families
 from tests.frozen import runs
+from tests.quantized import mxfp4_experts
 
 _LAYERS = 3
 _WIDTHS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32} | {
@@ -39,6 +40,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in runs.REFERENCE.glob("token*"):
         shutil.copy(file, path)
     return path
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """gpt-oss as it is released: experts in MXFP4 with biases, sinks, and windows in every second layer."""
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("gpt_oss")
+    widths = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    families.save("gpt_oss", path / "float32", std=0.15, head_dim=32, sliding_window=6, **widths)
+    model = AutoModelForCausalLM.from_pretrained(path / "float32", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "sinks" in name:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(path / "bfloat16")
+    mxfp4_experts(path / "bfloat16", path / "mxfp4")
+    for file in runs.REFERENCE.glob("token*"):
+        shutil.copy(file, path / "mxfp4")
+    return path / "mxfp4"
 
 
 def _engine(path: Path, policy: str = "lru", slots: int | None = None, **options: Any) -> Engine:
@@ -118,6 +139,22 @@ def test_tokens_are_those_of_the_modules(
     assert _recorded(engine).steps == _NEW_TOKENS - 1
     assert engine.stats()["recorded_steps"]["refused"] is None
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots"), [("lru", None), ("lru", 12), ("lru", 3), ("foresight", 9), ("hybrimoe", 9)]
+)
+def test_gpt_oss_in_mxfp4_has_the_tokens_of_its_modules(gpt_oss: Path, policy: str, slots: int | None) -> None:
+    made = []
+    for refused in ("", "to be compared with"):
+        engine = _engine(gpt_oss, policy, slots)
+        assert all(engine.runtime.native_weights(layer) for layer in moe_layers(engine.batcher.model))
+        assert not _recorded(engine).refused
+        _recorded(engine).refused = refused
+        made.append(_generate(engine))
+        assert _recorded(engine).steps == (0 if refused else _NEW_TOKENS - 1)
+        engine.close()
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize(("policy", "slots"), [("lru", 9), ("foresight", 9), ("finemoe", 9)])
