@@ -5,7 +5,8 @@ residency                    turns an event into steps: a miss becomes a load he
 program                      runs these steps on a machine
 devices                      several devices of one machine, each with its own residency
 layer_slots                  slots guaranteed to each layer
-host_split                   misses that the host computes
+host_split                   misses that the host computes, by policies that split them themselves
+machine_split                the same above any policy, by the time of link, host and device
 prediction_thread            a predictor beside the model
 policy_changes               another policy while a server runs
 plan                         cache plans

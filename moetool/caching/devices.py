@@ -13,6 +13,7 @@ import numpy as np
 
 from moetool.base.errors import CapacityError, UsageError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.caching.machine_split import MachineSplit
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import MIN_SLOTS, Policy, SharedPredictor, build_policy
 from moetool.caching.residency import Counts, Residency, Step, StepKind
@@ -242,6 +243,7 @@ def open_pool(
     pinned: Collection[int] = (),
     limits: PrefetchLimits | None = None,
     layer_slots: Sequence[int] = (),
+    split: MachineSplit | None = None,
 ) -> Pool:
     """Open the pool of these policies, one per device.
 
@@ -249,13 +251,14 @@ def open_pool(
         capacity_bytes: capacity of each device's pool, for pools in bytes.
         pinned: keys of pinned experts, of any device.
         limits: limits of prefetching. Devices share the bytes of a forward evenly; recall is measured per device.
-        layer_slots: as for `Residency`.
+        layer_slots, split: as for `Residency`; a split has one device.
 
     Raises:
         CapacityError: as `Residency`.
         UsageError: several devices share the model, and each layer has its own slots.
     """
     count = len(policies)
+    assert split is None or count == 1
     if layer_slots and count > 1:
         raise UsageError(
             f"a pool per layer works on one device, and {count} devices share the model; use one pool for all layers"
@@ -271,6 +274,7 @@ def open_pool(
             limits=limits,
             share=(device, count),
             layer_slots=layer_slots,
+            split=split,
         )
         for device, policy in enumerate(policies)
     ]

@@ -5,16 +5,37 @@ these decisions into programs. Experts are Python integers, the keys `ModelSpec.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from moetool.base import config, plugins
-from moetool.base.errors import CapacityError, UsageError
+from moetool.base.errors import CapacityError, UsageError, unknown_name
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 
+_ADMISSIONS = ("published", "value")
 MIN_SLOTS = 2
 """The smallest legal pool: one expert being computed and one in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionOptions:
+    """Options of policies that admit every miss as published, or by value.
+
+    Attributes:
+        admit: `published`, or `value`: an expert that the host computed gets a slot only if it is worth more than the
+            evicted one. A policy's use of slots is else the same.
+
+    Raises:
+        UsageError: an unknown value.
+    """
+
+    admit: str = "published"
+
+    def __post_init__(self) -> None:
+        if self.admit not in _ADMISSIONS:
+            raise unknown_name("admission", self.admit, _ADMISSIONS)
 
 
 class Policy:
@@ -184,6 +205,21 @@ class Policy:
     def evict_among_for_prefetch(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
         """Like `evict_for_prefetch`, where each layer has its own slots; arguments as for `evict_among`."""
         return self.evict_for_prefetch(key, set(residents).difference(candidates))
+
+    def worth(self, keys: Sequence[int]) -> Sequence[float]:
+        """Return what a slot for each of the event's misses is worth, on any scale; called after `gate`.
+
+        Called only if a stage above the policy splits misses (`moetool.caching.machine_split`).
+        """
+        return [0.0] * len(keys)
+
+    def evict_for_admission(self, key: int, locked: Collection[int]) -> int | None:
+        """Return the resident to evict for `key`, which the host has computed, or None if `key` is worth less."""
+        return self.evict(locked)
+
+    def evict_among_for_admission(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
+        """Like `evict_for_admission`, where each layer has its own slots; arguments as for `evict_among`."""
+        return self.evict_among(candidates, residents)
 
     def end_forward(self, info: ForwardInfo) -> None:
         """Note the end of a forward."""

@@ -30,6 +30,7 @@ from moetool.base.errors import CapacityError
 from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.compiled_events import CompiledEvents, kernels
 from moetool.caching.layer_slots import scaled_down
+from moetool.caching.machine_split import MachineSplit
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import MIN_SLOTS, Policy
 
@@ -124,6 +125,7 @@ class Residency:
         share: (g, n): device g of n. It computes and loads only the experts whose key is g modulo n. The policy sees
             the whole event, since its predictions may need the whole route; its requests for other devices' experts are
             ignored. Hits and misses are this device's.
+        split: lets the host compute some misses, unless the policy `computes_on_host` itself.
 
     Attributes:
         compiles: whether events may be compiled; False: Python decides, as an oracle.
@@ -146,6 +148,7 @@ class Residency:
         limits: PrefetchLimits | None = None,
         share: tuple[int, int] = (0, 1),
         layer_slots: Sequence[int] = (),
+        split: MachineSplit | None = None,
     ) -> None:
         if policy.num_slots < MIN_SLOTS:
             raise CapacityError(
@@ -190,7 +193,9 @@ class Residency:
         self._counts = self._decode
         self.sink = sink
         self._requests: dict[int, None] = {}
+        self.split = None if policy.computes_on_host else split
         plain = capacity_bytes is None and not pinned and share == (0, 1) and self.limits == PrefetchLimits()
+        plain = plain and self.split is None
         self._may_compile = plain and self.compiles
         self.compiled: CompiledEvents | None = None
         self._compile()
@@ -300,11 +305,20 @@ class Residency:
             steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
             misses = [key for key in misses if key not in hosted]
             counts.hosted += len(hosted)
-        counts.missed += len(misses)
         to_compute = deque(hits)
         if self._pinned:
             hits = [key for key in hits if key not in self._pinned]
         answered = self._own(policy.gate(event, hits, list(misses)))
+        admissible: list[int] = []
+        if self.split is not None:
+            worth = dict(zip(misses, policy.worth(misses), strict=True))
+            hosted = self.split.choose(event, to_compute, misses, list(worth.values()))
+            admissible = sorted(sorted(hosted), key=worth.__getitem__, reverse=True)
+            steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
+            answered = [key for key in answered if key not in hosted]
+            misses = [key for key in misses if key not in hosted]
+            counts.hosted += len(hosted)
+        counts.missed += len(misses)
         to_load, extra_loads = deque(answered), deque[int]()
         if answered != misses:
             if len(to_load) != len(misses):
@@ -349,6 +363,14 @@ class Residency:
             self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
             self._give_up(key, ())
+        if self.split is not None:
+            self.split.note(steps)
+            for key in admissible:
+                if not self.split.admits:
+                    break
+                before = len(steps)
+                self._load_ahead(StepKind.PREFETCH, deque((key,)), locked, wanted, steps, admits=True)
+                self.split.note(steps[before:])
         return self._emit(event.forward.forward_id, event.layer, steps)
 
     def slot(self, key: int) -> int | None:
@@ -491,9 +513,23 @@ class Residency:
         return keys if self._devices == 1 else [key for key in keys if key % self._devices == self._device]
 
     def _load_ahead(
-        self, kind: StepKind, keys: deque[int], locked: set[int], wanted: set[int], steps: list[Step]
+        self,
+        kind: StepKind,
+        keys: deque[int],
+        locked: set[int],
+        wanted: set[int],
+        steps: list[Step],
+        *,
+        admits: bool = False,
     ) -> None:
-        """Prefetch as many of `keys` as slots permit; `locked` and `wanted` experts stay."""
+        """Prefetch as many of `keys` as slots permit; `locked` and `wanted` experts stay.
+
+        Args:
+            admits: whether the host has just computed them.
+        """
+        policy = self.policy
+        evict = policy.evict_for_admission if admits else policy.evict_for_prefetch
+        evict_among = policy.evict_among_for_admission if admits else policy.evict_among_for_prefetch
         while keys:
             key = keys[0]
             if key in self._slot_of:
@@ -511,14 +547,14 @@ class Residency:
                 candidates = self._candidates(kept, key // self._stride)
                 if not candidates:
                     return  # until another expert of the event is computed
-                evicted = self.policy.evict_among_for_prefetch(key, candidates, self._slot_of.keys())
+                evicted = evict_among(key, candidates, self._slot_of.keys())
                 if evicted is not None:
                     self._give_up(evicted, kept)
             while self._room < size and evicted is not None:
                 if len(kept) >= len(self._slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
                 # In a pool in bytes, the first eviction for a prefetch justifies further ones.
-                evicted = self.policy.evict_for_prefetch(key, kept) if evicted == -1 else self.policy.evict(kept)
+                evicted = evict(key, kept) if evicted == -1 else policy.evict(kept)
                 if evicted is not None:
                     self._give_up(evicted, kept)
             keys.popleft()

@@ -15,6 +15,7 @@ from moetool.base.config import parse
 from moetool.base.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from moetool.base.types import ModelSpec
     from moetool.trace.reader import Trace
     from moetool.training.predictor import Predictor
 
@@ -224,6 +225,24 @@ def require_policies(names: list[str], options: dict[str, Any]) -> None:
         options[names[0]] = {**options.pop("policy"), **options.get(names[0], {})}
     if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
         raise UsageError(f"--set {stray[0]!r} fits none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+
+
+def named_timeline(name: str, profile: Path | None, spec: "ModelSpec", values: Any) -> tuple[Any, Any]:
+    """Return the profile of a model on a named machine, and the options of the timeline.
+
+    Raises:
+        UsageError: the machine is unknown or lacks figures, or a profile is given too.
+    """
+    from moetool.costing.machine_profile import machine_profile
+    from moetool.costing.machines import read_named_machine
+    from moetool.costing.pricing import TimelineOptions
+
+    if profile is not None:
+        raise UsageError("--machine and --profile are both costs of a machine; give one of them")
+    costs = machine_profile(read_named_machine(name), spec)
+    if isinstance(values, dict):
+        values = {"device": "cuda", "tier": "pinned", **values}
+    return costs, parse(TimelineOptions, values, "timeline")
 
 
 def read_timeline(path: Path | None, values: Any, **defaults: Any) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from moetool.cli.flags import (
     ProfileFile,
     TraceDir,
     listed,
+    named_timeline,
     open_predictor,
     open_trace,
     read_timeline,
@@ -46,6 +47,20 @@ def replay(
     ] = [],
     predictor: PredictorDir = None,
     profile: ProfileFile = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Times on a machine by vendors' figures instead of a profile: a name (e.g. pc-rtx-4090-ddr5) or a "
+            "TOML file."
+        ),
+    ] = None,
+    misses: Annotated[
+        str | None,
+        typer.Option(
+            help="Where misses are computed: load (on the device), host, both (split so that each event ends first); "
+            "comma-separated (default: all with --machine, else load)."
+        ),
+    ] = None,
     order: Annotated[
         str, typer.Option(help="Order of requests: auto, sequential (one after the other) or recorded.")
     ] = "auto",
@@ -81,6 +96,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
+    from moetool.caching.policy import policy_class
     from moetool.trace.same_prompts import Overlap, trained_on
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, whole_bytes
@@ -107,7 +123,11 @@ def replay(
     devices = options.pop("devices", 1)
     if type(devices) is not int or devices < 1:
         raise UsageError(f"devices is {devices!r}, expected 1 or more")
-    costs, timeline = read_timeline(profile, options.pop("timeline", {}))
+    if machine is not None:
+        costs, timeline = named_timeline(machine, profile, source.spec, options.pop("timeline", {}))
+    else:
+        costs, timeline = read_timeline(profile, options.pop("timeline", {}))
+    places = listed([misses or ("load" if machine is None else "load,host,both")])
     predicts = open_predictor(predictor)
     known = servable(source, predicts) if "auto" in asked else []
     names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
@@ -148,7 +168,9 @@ def replay(
             on_progress=on_progress,
         )
         rows = [replay_served(source, replace(setup, requests=None))] if served else []
-        rows += replay_with_jobs(source, names, budgets, setup) if names else []
+        for place in places if names else ():
+            split = [name for name in names if place == "load" or not policy_class(name).computes_on_host]
+            rows += replay_with_jobs(source, split, budgets, replace(setup, misses=place)) if split else []
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():
         tables.narrate(f"moetool: auto leaves out {name}, {why}")

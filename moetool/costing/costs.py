@@ -161,6 +161,9 @@ class CostProfile(Artefact):
         predictor: seconds of one prediction against the tokens of the forward, if a predictor was given.
         peer: address of the peer of `link`.
         link: seconds until bytes sent to the peer are received and acknowledged, against bytes.
+        link_share, host_share: rates of loads to a GPU and of experts on the host while both run, relative to each
+            alone.
+        miss_s: fixed seconds of an event with misses, in addition to its loads and experts.
     """
 
     KIND: ClassVar[str] = "cost_profile"
@@ -179,6 +182,9 @@ class CostProfile(Artefact):
     predictor: Curve | None = None
     peer: str | None = None
     link: Curve | None = None
+    link_share: float = 1.0
+    host_share: float = 1.0
+    miss_s: float = 0.0
 
     @property
     def sha256(self) -> str:
@@ -253,6 +259,9 @@ class CostProfile(Artefact):
         check.require_whole("machine.memory_bytes", self.machine.memory_bytes, 0)
         check.require_number("load_average", self.load_average)
         check.require_number("measured_s", self.measured_s)
+        check.require_number("miss_s", self.miss_s)
+        for name in ("link_share", "host_share"):
+            check.require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0 and at most 1")
         check.require(bool(self.compute), "compute", "no costs", "those of a device")
         check.require_distinct("compute", [f"{costs.dtype} on {costs.device}" for costs in self.compute])
         for i, costs in enumerate(self.compute):

@@ -27,6 +27,9 @@ LAYER_NORMS = 60
 CPU_MISS_LAYER_S = 0.1e-3
 """The policy's seconds a layer: 2 ms a token of DeepSeek-V2-Lite, 4 ms of Qwen3-30B-A3B (`moetool guide serving`)."""
 
+ASSUMED_DISK_BYTES_S = 3e9
+"""Reads from the disk of a machine without a figure: an entry-level solid-state disk on PCIe, sustained (assumed)."""
+
 _PACKED_CPU = ((16.0, 1.0), (8.0, 0.88), (4.0, 0.72), (3.0, 0.3))
 _PACKED_GPU = ((16.0, 1.0), (8.0, 0.58), (4.0, 0.3), (2.0, 0.15))
 """Rate of stored bytes by bits of a weight, relative to bfloat16: tables of `moetool guide speed`."""
@@ -95,15 +98,21 @@ class Rates:
 def rates_of(machine: NamedMachine) -> Rates:
     """Rates of one GPU of a machine, or of its cores without one."""
     if machine.gpus:
+        shares_memory = bool(machine.disk_bytes_s) and not machine.host_memory_bytes
         return Rates(
             device="cuda",
             memory_bytes_s=MEMORY_SHARE * machine.memory_bytes_s,
             flops=COMPUTE_SHARE * machine.half_flops,
             layer_s=GPU_LAYER_S,
             miss_layer_s=GPU_MISS_LAYER_S,
-            link_bytes_s=LINK_SHARE * machine.host_bytes_s if machine.host_memory_bytes else 0.0,
-            disk_bytes_s=machine.disk_bytes_s or LINK_SHARE * machine.host_bytes_s,
+            link_bytes_s=0.0 if shares_memory else LINK_SHARE * machine.host_bytes_s,
+            disk_bytes_s=machine.disk_bytes_s or ASSUMED_DISK_BYTES_S,
         )
+    return host_rates(machine)
+
+
+def host_rates(machine: NamedMachine) -> Rates:
+    """Rates of a machine's cores, beside a GPU or without one."""
     return Rates(
         device="cpu",
         memory_bytes_s=MEMORY_SHARE * machine.host_memory_bytes_s,
@@ -111,8 +120,19 @@ def rates_of(machine: NamedMachine) -> Rates:
         layer_s=CPU_LAYER_S,
         miss_layer_s=CPU_MISS_LAYER_S,
         link_bytes_s=0.0,
-        disk_bytes_s=machine.disk_bytes_s,
+        disk_bytes_s=machine.disk_bytes_s or ASSUMED_DISK_BYTES_S,
     )
+
+
+def together_share(link_bytes_s: float, host: Rates, bits: float) -> float:
+    """Rates of loads and of experts on the host while both run, relative to each alone.
+
+    Both read host memory, which then gives what products of one token alone read of bfloat16. Users of FreeToken
+    measured, in GB/s, 43.4 on the host and 21.6 over the link beside 65.8 and 25.1 alone; 21.9 and 8.4 beside 30.0 and
+    13.1; 71.5 and 14.8 beside 65.9 and 25.2 (github.com/FlashML-org/FreeToken, issues 281 and 436, pull request 38).
+    """
+    alone = link_bytes_s + 1e9 / host.read_s(1e9, bits)
+    return min(1.0, host.memory_bytes_s / alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

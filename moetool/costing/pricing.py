@@ -10,6 +10,7 @@ from moetool.base.config import Span, require_within
 from moetool.base.errors import MismatchError
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.caching.host_split import HostCosts
+from moetool.caching.machine_split import SplitCosts
 from moetool.caching.policy import parse_options
 from moetool.costing.costs import ComputeCosts, CostProfile
 
@@ -93,6 +94,8 @@ class Prices:
         self._gate, self._shared, self._head = (_Nanoseconds(c) for c in (costs.gate, costs.shared, costs.head))
         self._dense = _Nanoseconds(costs.dense or (lambda tokens: 0.0))
         self._prediction = _Nanoseconds(_prediction(profile, options))
+        self.link_share, self.host_share = profile.link_share, profile.host_share
+        self.miss_ns = round(profile.miss_s * 1e9)
         self._loads: dict[str, list[int]] = {}
         self.load_ns(options.tier, 0)  # refuses a tier without costs
         ids = spec.layer_ids_L
@@ -170,6 +173,33 @@ class Prices:
             "host_s": one / 1e9,
             "host_token_s": max(0, many - one) / (_SEVERAL - 1) / 1e9,
         }
+
+    def split_costs(self) -> SplitCosts | None:
+        """Return the costs of a split between link and host; None without a device beside the host.
+
+        Raises:
+            MismatchError: experts were not measured on the host.
+        """
+        if self.host_is_device:
+            return None
+        costs = self.host_costs()
+        if not costs.get("load_s") or not costs["host_s"]:
+            raise MismatchError(
+                "the profile has no costs of experts on the cpu, which computes misses; measure them with: "
+                "moetool profile"
+            )
+        one, many = self._expert[1], self._expert[_SEVERAL]
+        on_disk = self.options.tier == "disk"
+        load_s = self.load_ns("pinned" if on_disk else self.options.tier, 0) / 1e9
+        return SplitCosts(
+            **{**costs, "load_s": load_s},
+            device_s=one / 1e9,
+            device_token_s=max(0, many - one) / (_SEVERAL - 1) / 1e9,
+            layer_s=(self._attention[1] + self._gate[1] + self._shared[1]) / 1e9,
+            link_share=self.link_share,
+            host_share=self.host_share,
+            disk_s=max(0.0, self.load_ns("disk", 0) / 1e9 - load_s) if on_disk else 0.0,
+        )
 
     def _price(self, info: ForwardInfo) -> ForwardCosts:
         tokens = len(info.request_T)

@@ -6,7 +6,8 @@ computing it. A running transfer is never interrupted. On-demand loads precede a
 transfer that the compute stream waits for precedes all others that have not begun. A prefetch that has not begun when
 its slot is reused is dropped.
 
-Not modelled: Python's own time, sampling, and contention between reading and computing on one processor. Only calls to
+While the host computes experts beside a GPU, transfers and the host have the shares of their rates that the profile
+gives. Not modelled: Python's own time, sampling, and contention of reads and compute on one processor. Only calls to
 a predictor's `scores` cost time; a policy's own search or network, and look-ahead at later gates, are free.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from moetool.base.types import ForwardInfo, GateEvent, Phase
 from moetool.caching.program import run
-from moetool.caching.residency import Step
+from moetool.caching.residency import Step, StepKind
 from moetool.costing.pricing import Prices
 from moetool.costing.timing import Spent, Timing, percentiles
 
@@ -60,11 +61,16 @@ class _Job:
 
 
 class _Stream:
-    """The transfers of one tier, one at a time: on-demand loads first, each kind first come, first served."""
+    """The transfers of one tier, one at a time: on-demand loads first, each kind first come, first served.
 
-    __slots__ = ("busy", "demand", "free_at", "prefetches", "read_bytes")
+    Until `host_until` the host computes, and transfers have this share of their rate.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("busy", "demand", "free_at", "host_until", "prefetches", "read_bytes", "share")
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.host_until = 0
         self.demand: deque[_Job] = deque()
         self.prefetches: deque[_Job] = deque()
         self.free_at = 0
@@ -85,14 +91,29 @@ class _Stream:
             self.begin(job, start)
 
     def begin(self, job: _Job, start: int) -> None:
-        job.done = self.free_at = start + job.ns
-        self.busy += job.ns
+        ns = _stretched(job.ns, self.host_until - start, self.share)
+        job.done = self.free_at = start + ns
+        self.busy += ns
         self.read_bytes += job.num_bytes
+
+    def queued_until(self, now: int) -> int:
+        """Return when the transfers so far end."""
+        queued = (job for queue in (self.demand, self.prefetches) for job in queue)
+        left = sum(job.ns for job in queued if job.done == _QUEUED and not job.dropped)
+        return max(now, self.free_at) + left
 
     def busy_until(self, now: int) -> int:
         """Return the busy time up to `now`."""
         self.advance(now)
         return self.busy - max(0, self.free_at - now)
+
+
+def _stretched(ns: int, shared_ns: int, share: float) -> int:
+    """Return the time of work that has only a share of its rate for the first `shared_ns`."""
+    if shared_ns <= 0 or share == 1:
+        return ns
+    slow = round(ns / share)
+    return slow if slow <= shared_ns else shared_ns + ns - round(shared_ns * share)
 
 
 class _Tally:
@@ -191,6 +212,9 @@ class Timeline:
         self._answer = self._predict(event.forward)
         self._event, self._expert_ns = event, self._prices.experts(event)
         self._computed = self._hosted = 0
+        if self._prices.miss_ns and any(step.kind in (StepKind.LOAD, StepKind.HOST) for step in steps):
+            self._computed += self._prices.miss_ns
+            self.now += self._prices.miss_ns
         run(steps, self)
         self._answer = self._wait_for(self._answer)
         if self._hosted > self.now:
@@ -214,14 +238,19 @@ class Timeline:
     def compute_on_host(self, steps: Sequence[Step]) -> None:
         if self._prices.host_is_device:
             self._answer = self._wait_for(self._answer)
-        for step in steps:
-            ns = self._prices.host_expert_ns(self._event, step.key)
-            if self._prices.host_is_device:
-                self._computed += ns
-                self.now += ns
-            else:
-                self._hosted = max(self._hosted, self.now) + ns
-                self._tally.host += ns
+        total = sum(self._prices.host_expert_ns(self._event, step.key) for step in steps)
+        if self._prices.host_is_device:
+            self._computed += total
+            self.now += total
+            return
+        began = max(self._hosted, self.now)
+        loading = max((stream.queued_until(began) for stream in self._streams.values()), default=0) - began
+        loading = round(loading / self._prices.link_share)  # while the host computes too
+        total = _stretched(total, loading, self._prices.host_share)
+        self._hosted = began + total
+        self._tally.host += total
+        for stream in self._streams.values():
+            stream.host_until = self._hosted
 
     def compute(self, wave: Sequence[Step]) -> None:
         if self._answer:
@@ -330,4 +359,6 @@ class Timeline:
             self.now = job.done
 
     def _stream(self, tier: str) -> _Stream:
-        return self._streams.setdefault(tier, _Stream())
+        if tier not in self._streams:
+            self._streams[tier] = _Stream(self._prices.link_share)
+        return self._streams[tier]

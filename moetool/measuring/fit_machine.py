@@ -119,9 +119,8 @@ def _named(machine: NamedMachine, origin: str, options: FitOptions) -> FitMachin
     facts.append(
         ("fixed time per layer", f"{rates.layer_s * 1e3:.2g} ms", f"measured on {layer} (moetool guide speed)")
     )
-    facts.append(
-        ("disk", f"{count(rates.disk_bytes_s, 'B')}/s", origin if options.disk_bytes_s is None else "as given")
-    )
+    disk = origin if machine.disk_bytes_s else "assumed"
+    facts.append(("disk", f"{count(rates.disk_bytes_s, 'B')}/s", disk if options.disk_bytes_s is None else "as given"))
     host_bytes = options.host_bytes
     if host_bytes is None:
         host_bytes = max(0, int(machine.host_memory_bytes) - SYSTEM_BYTES)

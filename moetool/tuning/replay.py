@@ -22,6 +22,7 @@ from moetool.base.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from moetool.caching.decision_digest import DecisionDigest
 from moetool.caching.devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
 from moetool.caching.layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form, scaled_down
+from moetool.caching.machine_split import MODES, MachineSplit, SplitCosts
 from moetool.caching.plan import PrefetchLimits
 from moetool.caching.policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.caching.policy_changes import PolicyChanges, PolicyChoice
@@ -61,6 +62,9 @@ class ReplayRow:
         devices: number of devices that share budget and model.
         timing: times on the timeline, with a profile.
         trained_on: number of replayed requests that its predictor was trained on; on new ones it hits less.
+        misses: as in `ReplaySetup`; `own`: as the policy says, which computes on the host itself.
+        bound_s: with costs of link and host, a bound of the time per output token: compute, then the misses at the
+            rates of link and host together.
     """
 
     policy: str
@@ -76,6 +80,8 @@ class ReplayRow:
     devices: int = 1
     timing: Timing | None = None
     trained_on: int = 0
+    misses: str = "load"
+    bound_s: float | None = None
 
     @property
     def counts(self) -> Counts:
@@ -117,6 +123,7 @@ class ReplayRow:
             "budget_bytes": self.budget_bytes,
             "slots": self.slots,
             "devices": self.devices,
+            "misses": self.misses,
             "hit_rate": counts.hit_rate,
             "hit_rate_decode": self.decode.hit_rate,
             "needed": counts.needed,
@@ -133,6 +140,7 @@ class ReplayRow:
             "host_bytes_per_decode_token": self.host_bytes_per_decode_token,
             "digest": self.digest,
             "trained_on": self.trained_on,
+            "tpot_link_and_host_bound_s": self.bound_s,
             **timed,
         }
 
@@ -160,6 +168,9 @@ class ReplaySetup:
             in bytes.
         profile: costs of the machine for the rows' `timing`; None without times.
         timeline: which of the profile's devices, data types and tiers.
+        misses: `load`, or a mode of `moetool.caching.machine_split` for policies that do not compute on the host
+            themselves, by the costs of the profile or `split`.
+        split: costs of the split; None: those of the profile.
         devices: number of devices that share the model (`moetool.caching.devices`), with equal parts of the budget.
         changes: recorded forwards, and the policy with its pool form from there on.
         reserved_slots: recorded forwards, and the slots reserved from there on (`moetool.caching.residency`).
@@ -180,6 +191,8 @@ class ReplaySetup:
     pinned: Collection[int] = ()
     profile: CostProfile | None = None
     timeline: TimelineOptions = DEFAULT_MACHINE
+    misses: str = "load"
+    split: SplitCosts | None = None
     devices: int = 1
     changes: Sequence[tuple[int, PolicyChoice]] = ()
     reserved_slots: Sequence[tuple[int, int]] = ()
@@ -397,6 +410,7 @@ class _Run:
         setup: ReplaySetup,
         timeline: Timeline | None,
         source: _Source,
+        costs: SplitCosts | None,
     ) -> None:
         self._name = name
         self._budget_bytes = budget_bytes
@@ -412,7 +426,10 @@ class _Run:
             pinned=setup.pinned,
             limits=setup.limits,
             layer_slots=() if policies[0].needs_future else _layer_slots(policies[0], setup),
+            split=None if costs is None or setup.misses == "load" else MachineSplit(self._spec, costs, setup.misses),
         )
+        self._costs_of_misses = costs
+        self._misses = "own" if policies[0].computes_on_host else setup.misses
         self._timeline = timeline
         self._live = [policy for policy in policies if policy.live_costs]
         self._costs = deque(_measured_costs(source.trace))  # of a server, each valid from a forward on
@@ -482,20 +499,28 @@ class _Run:
             self._residency.end_request(request)
 
     def row(self, decode_tokens: int) -> ReplayRow:
+        timing = None if self._timeline is None else self._timeline.timing()
+        decode = self._residency.decode - self._warm[1]
+        bound_s = None
+        if timing is not None and timing.decode_forwards and self._costs_of_misses is not None:
+            misses_s = (decode.missed + decode.hosted) * self._costs_of_misses.missed_s
+            bound_s = (timing.decode.compute_s + misses_s) / timing.decode_forwards
         return ReplayRow(
             policy=self._name,
             budget_bytes=self._budget_bytes,
             slots=self._residency.num_slots,
             prefill=self._residency.prefill - self._warm[0],
-            decode=self._residency.decode - self._warm[1],
+            decode=decode,
             decode_tokens=decode_tokens,
             prefill_bytes=self._bytes[Phase.PREFILL],
             decode_bytes=self._bytes[Phase.DECODE],
             decode_host_bytes=self._host_bytes[Phase.DECODE],
             digest=self._digest.hexdigest(),
             devices=self._devices,
-            timing=None if self._timeline is None else self._timeline.timing(),
+            timing=timing,
             trained_on=self._trained_on,
+            misses=self._misses,
+            bound_s=bound_s,
         )
 
     def _weigh(self, steps: list[Step]) -> list[Step]:
@@ -637,6 +662,7 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
     prices = None if setup.profile is None else Prices(setup.profile, spec, setup.timeline)
     kinds = {name: policy_class(name) for name in policies}
     options = with_host_costs(policies, setup.options, prices)
+    split = _split_costs(setup, prices)
     for name, kind in kinds.items():
         source.trace.require(kind.needs, f"policy {name}")
         if not kind.lossless:
@@ -680,9 +706,30 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
             setup,
             None if prices is None else Timeline(prices, predictor=metered, prediction_lag=made[0].prediction_lag),
             source,
+            split,
         )
 
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
+
+
+def _split_costs(setup: ReplaySetup, prices: Prices | None) -> SplitCosts | None:
+    """Return the costs of link and host; None if they are unknown and all misses are loaded.
+
+    Raises:
+        UsageError: an unknown place of misses, several devices, or no costs.
+    """
+    if setup.misses not in ("load", *MODES):
+        raise unknown_name("place of misses", setup.misses, ("load", *MODES))
+    splits = setup.misses != "load"
+    costs = setup.split
+    if costs is None and prices is not None and (splits or prices.host_costs()):
+        costs = prices.split_costs()
+    if splits and (costs is None or setup.devices > 1):
+        raise UsageError(
+            f"misses {setup.misses!r} needs one device beside a host and the costs of both; name a machine with "
+            f"--machine, or give a profile with --set timeline.device=cuda"
+        )
+    return costs
 
 
 def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredictor]:

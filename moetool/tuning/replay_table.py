@@ -20,12 +20,17 @@ def replay_table(
     hosted = any(row.host_bytes_per_decode_token for row in rows)
     columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB/decode token"]
     columns += ["MB on host/token"] if hosted else []
+    split = any(row.misses != "load" for row in rows)
+    bounded = any(row.bound_s is not None for row in rows)
+    columns[1:1] = ["misses"] * split
     columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
+    columns += ["link+host ms"] if bounded else []
     table = []
     for row in rows:
         size = count(row.budget_bytes, "B")
         cells = [
             row.policy + " (auto)" * (row in chosen) + f" (trained on {row.trained_on})" * (row.trained_on > 0),
+            *([row.misses] if split else []),
             f"{size} ({percent(row.budget_bytes / whole_bytes, '.4g')})" if whole_bytes else size,
             f"{row.slots:,}",
             f"{row.counts.hit_rate:.3f}",
@@ -44,13 +49,16 @@ def replay_table(
                 "-" if None in bounds else " to ".join(map(milliseconds, bounds)),
                 percent(timing["stall_share"]),
                 count(row.timing.total.late),
+                *(["-" if row.bound_s is None else milliseconds(row.bound_s)] if bounded else []),
             ]
         table.append(cells)
     notes = ["in decode: hit rate of new tokens; loads, loaded: on demand and ahead"]
     if timed:
         notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
+    if bounded:
+        notes.append("link+host: compute, then the bytes of new tokens' misses at the rates of link and host together")
     if hosted:
         notes.append("MB on host/token: weights that the host's cores read instead of a load; compare the sum of both")
     if any(row.trained_on for row in rows):
         notes.append("trained on: requests here that the predictor was trained on; on new ones it hits less")
-    return TextTable(title=title, columns=columns, rows=table, num_keys=3, notes=tuple(notes))
+    return TextTable(title=title, columns=columns, rows=table, num_keys=3 + split, notes=tuple(notes))

@@ -5,79 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.base import config
-from moetool.base.config import POSITIVE, SHARE, Span, require_within
+from moetool.base.config import POSITIVE, SHARE, require_within
 from moetool.base.errors import UsageError
-from moetool.base.types import ModelSpec
 from moetool.bench.paper.assumed_machine import AssumedMachine
-from moetool.costing.machines import NamedMachine, read_named_machine, read_recipe
+from moetool.costing.machines import NamedMachine, NamedModel, read_named_machine, read_named_model
 from moetool.simulation.simulated_costs import AssumedCosts
-
-_MATRICES = 3  # of an expert: gate, up and down
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedModel:
-    """A model of `recipes/models`, by its published config.
-
-    Attributes:
-        name: display name.
-        layers: MoE layers.
-        experts, top_k: experts per layer and per token.
-        hidden, expert_width: width of the residual stream and of an expert's inner layer.
-        value_bytes: bytes per expert weight, scales included.
-        dense_parameters: parameters of a layer without its routed experts: attention, router, shared experts.
-        dense_value_bytes: bytes per dense parameter.
-
-    Raises:
-        UsageError: a size is impossible.
-    """
-
-    name: str
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    expert_width: int
-    value_bytes: float = 2.0
-    dense_parameters: int
-    dense_value_bytes: float = 2.0
-
-    def __post_init__(self) -> None:
-        whole = ("layers", "experts", "top_k", "hidden", "expert_width", "dense_parameters")
-        require_within(self, f"model {self.name}: ", **dict.fromkeys(whole, Span(1)))
-        require_within(self, f"model {self.name}: ", value_bytes=POSITIVE, dense_value_bytes=POSITIVE)
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of one routed expert."""
-        return _MATRICES * self.hidden * self.expert_width
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one routed expert."""
-        return round(self.expert_parameters * self.value_bytes)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of a layer without its routed experts."""
-        return round(self.dense_parameters * self.dense_value_bytes)
-
-    def spec(self) -> ModelSpec:
-        """The spec, for policies and predictors."""
-        return ModelSpec(
-            name=self.name,
-            revision="",
-            layer_ids_L=tuple(range(self.layers)),
-            num_experts_L=(self.experts,) * self.layers,
-            top_k_L=(self.top_k,) * self.layers,
-            has_logits_L=(True,) * self.layers,
-            num_shared_experts=0,
-            num_groups=1,
-            hidden_size=self.hidden,
-            expert_bytes_L=(self.expert_bytes,) * self.layers,
-            score_function="softmax",
-            renormalize=True,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +108,3 @@ def simulated_costs(machine: AssumedMachine, batch: int = 1) -> AssumedCosts:
         expert_s=machine.expert_s + (batch - 1) * machine.expert_token_s,
         expert_token_s=batch * machine.expert_token_s,
     )
-
-
-def read_named_model(name: str) -> NamedModel:
-    """Read a model by name. Raises: UsageError: it is unknown."""
-    return config.parse(NamedModel, read_recipe("model", name), f"model {name}")

@@ -198,6 +198,22 @@ class Policy(policy.Policy):
         victim = self.evict_among(candidates, residents)
         return victim if self._is_worth(key, victim) else None
 
+    def worth(self, keys: Sequence[int]) -> Sequence[float]:
+        if keys and self._layer not in self._valued:
+            self._value(self._layer, self._layer)
+        return [self._values_A[key] for key in keys]
+
+    def evict_for_admission(self, key: int, locked: Collection[int]) -> int | None:
+        victim = self.evict(locked)
+        if self._is_worth_more(key, victim):
+            return victim
+        self._order.append(victim)
+        return None
+
+    def evict_among_for_admission(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
+        victim = self.evict_among(candidates, residents)
+        return victim if self._is_worth_more(key, victim) else None
+
     def end_forward(self, info: ForwardInfo) -> None:
         path_TP, most = self._batch.path_TP, self.options.memory
         if self._table is not None:
@@ -251,6 +267,10 @@ class Policy(policy.Policy):
         needed = 1 - self.memory.unused_E.item(expert) if layer == self._layer + 1 else 0.0
         pays = (1 - unused) * (1 - needed)
         return pays > (1 - pays) * self.options.waste + unused * value
+
+    def _is_worth_more(self, key: int, victim: int) -> bool:
+        near_L, values = self._near_LL[self._layer], self._values_A
+        return bool(values[key] * near_L[key // self._stride] > values[victim] * near_L[victim // self._stride])
 
     def _rank(self, locked: Collection[int]) -> None:
         """Find the next victims among the residents that are not locked."""

@@ -13,8 +13,8 @@ from moetool.caching.compiled_events import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of LFU.
+class Options(policy.AdmissionOptions):
+    """Options of LFU; by value, an expert is worth more if it has more uses.
 
     Attributes:
         forget: whether an eviction resets an expert's count.
@@ -31,6 +31,7 @@ class Policy(policy.Policy):
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
+        self._by_value = getattr(options, "admit", "") == "value"
         self._uses: dict[int, tuple[int, int]] = {}  # key -> (uses, time of the last one)
         self._compiled_2A: np.ndarray | None = None  # the same by key, if events are compiled
         self._table = memoryview(b"")
@@ -91,6 +92,24 @@ class Policy(policy.Policy):
 
     def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         return min(candidates, key=lambda key: self._uses.get(key, (0, 0)))
+
+    def worth(self, keys: Sequence[int]) -> Sequence[float]:
+        return [self._uses.get(key, (0, 0))[0] if self._by_value else 0 for key in keys]
+
+    def evict_for_admission(self, key: int, locked: Collection[int]) -> int | None:
+        victim = self.evict(locked)
+        if self._is_worth_more(key, victim):
+            return victim
+        heappush(self._heap, (*self._uses.get(victim, (0, 0)), victim))
+        return None
+
+    def evict_among_for_admission(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
+        victim = self.evict_among(candidates, residents)
+        return victim if self._is_worth_more(key, victim) else None
+
+    def _is_worth_more(self, key: int, victim: int) -> bool:
+        uses, others = self.worth([key, victim])
+        return not self._by_value or uses > others
 
     def _use(self, key: int) -> None:
         self._time += 1

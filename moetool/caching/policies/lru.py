@@ -11,8 +11,8 @@ from moetool.caching.compiled_events import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """No options."""
+class Options(policy.AdmissionOptions):
+    """Options of LRU; by value, an expert is worth more if its use before the event's is later."""
 
 
 class Policy(policy.Policy):
@@ -26,6 +26,10 @@ class Policy(policy.Policy):
         super().__init__(spec, options, num_slots, predictor)
         self._order: OrderedDict[int, int] = OrderedDict()  # residents, least recently used first, by time of use
         self._time = 0
+        self._used: dict[int, int] | None = (
+            {} if getattr(options, "admit", "") == "value" else None
+        )  # also of experts without slots
+        self._before: dict[int, int] = {}  # of each miss, its use before the event's
 
     @property
     def compiles(self) -> bool:
@@ -38,6 +42,9 @@ class Policy(policy.Policy):
         for key in hits:
             self._order.move_to_end(key)
             self._order[key] = self._time = self._time + 1
+        if self._used is not None:
+            self._before = {key: self._used.get(key, -1) for key in misses}
+            self._used |= dict.fromkeys([*hits, *misses], self._time)
         return misses
 
     def admit(self, key: int, prefetched: bool) -> None:
@@ -48,6 +55,18 @@ class Policy(policy.Policy):
 
     def evict(self, locked: Collection[int]) -> int:
         return next(key for key in self._order if key not in locked)
+
+    def worth(self, keys: Sequence[int]) -> Sequence[float]:
+        return [self._before.get(key, 0) for key in keys]
+
+    def evict_for_admission(self, key: int, locked: Collection[int]) -> int | None:
+        return self._if_worth_less(self.evict(locked), key)
+
+    def evict_among_for_admission(self, key: int, candidates: Sequence[int], residents: Collection[int]) -> int | None:
+        return self._if_worth_less(self.evict_among(candidates, residents), key)
+
+    def _if_worth_less(self, victim: int, key: int) -> int | None:
+        return victim if self._used is None or self._before[key] > self._order[victim] else None
 
     def evict_among(self, candidates: Sequence[int], residents: Collection[int]) -> int:
         return min(candidates, key=self._order.__getitem__)

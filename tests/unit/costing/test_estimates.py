@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from moetool.costing.estimates import LINK_SHARE, ModelTraffic, Rates, prompt_seconds, rates_of, token_estimate
+from moetool.costing.estimates import (
+    ASSUMED_DISK_BYTES_S,
+    LINK_SHARE,
+    ModelTraffic,
+    Rates,
+    host_rates,
+    prompt_seconds,
+    rates_of,
+    together_share,
+    token_estimate,
+)
 from moetool.costing.machines import read_named_machine
 
 
@@ -96,3 +106,17 @@ def test_packed_weights_are_read_in_less_time_but_at_a_lower_rate() -> None:
         seconds = [rates.read_s(bits * 1e6, bits) for bits in (16, 8, 4.25)]
         assert seconds == sorted(seconds, reverse=True)
         assert rates.read_s(1e6, 16) < rates.read_s(1e6, 8) < rates.read_s(1e6, 4) < rates.read_s(1e6, 2)
+
+
+def test_a_machine_keeps_its_link_and_has_an_assumed_disk_without_a_figure() -> None:
+    alone, whole = rates_of(read_named_machine("rtx-3090")), rates_of(read_named_machine("pc-rtx-3090-ddr4"))
+    assert (alone.link_bytes_s, alone.disk_bytes_s) == (whole.link_bytes_s, ASSUMED_DISK_BYTES_S)
+    shared = rates_of(read_named_machine("jetson-agx-orin"))  # the GPU's memory is the host's
+    assert (shared.link_bytes_s, shared.disk_bytes_s) == (0.0, 7.9e9)
+
+
+@pytest.mark.parametrize(("link", "host", "together"), [(25.1, 65.8, 65.0), (13.1, 30.0, 30.3), (25.2, 65.9, 86.3)])
+def test_link_and_host_together_reach_what_users_measured(link: float, host: float, together: float) -> None:
+    # the machines of `together_share`, by their own rates alone
+    rates = replace(host_rates(read_named_machine("laptop-16gb")), memory_bytes_s=host)
+    assert together_share(link, rates, 16.0) * (link + host) == pytest.approx(together, rel=0.25)

@@ -399,3 +399,30 @@ def test_runs_side_by_side_share_prices_and_disturb_nothing() -> None:
         for made in lines:
             made.end_forward(info)
     assert [made.timing() for made in lines] == [drive("lru", slots, stream, profile)[0] for slots in (3, 9)]
+
+
+def test_link_and_host_slow_each_other_while_both_work() -> None:
+    gpu = compute(device="cuda", expert=flat(1))
+    profile = make_profile(SPEC, gpu, compute(expert=flat(30)), loads={"pinned": flat(10)})
+    profile = replace(profile, link_share=0.5, host_share=0.8, miss_s=4e-9)
+    prices = Prices(profile, SPEC, TimelineOptions(device="cuda", tier="pinned"))
+    host = Step(StepKind.HOST, 2, -1)
+    # 4: miss; link 10 at half its rate ..24; host 16 of 30 until then, the other 14 ..38
+    made = run([host, load(0, 0), use(0, 0)], line=Timeline(prices))
+    assert made.now == 38
+    made = run([load(0, 0), use(0, 0)], line=Timeline(prices))
+    assert made.now == 4 + 10 + 1
+    # the host ends first: 4 + 30 / 0.8, 42 in all; the link has done 19 of 40 then, and needs 21 more
+    made = run(
+        [host, *(load(key, key) for key in (0, 1, 3, 4)), *(use(key, key) for key in (0, 1, 3, 4))],
+        line=Timeline(prices),
+    )
+    assert made.now == pytest.approx(42 + 21 + 1, abs=1)
+
+
+def test_a_split_needs_costs_of_the_host() -> None:
+    gpu = compute(device="cuda", expert=flat(1))
+    profile = make_profile(SPEC, gpu, loads={"pinned": flat(10)})
+    with refused(MismatchError, "cpu"):
+        Prices(profile, SPEC, TimelineOptions(device="cuda", tier="pinned")).split_costs()
+    assert Prices(make_profile(SPEC), SPEC, TimelineOptions()).split_costs() is None

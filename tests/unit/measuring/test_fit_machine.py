@@ -25,6 +25,11 @@ def test_given_sizes_replace_figures(tmp_path: Path) -> None:
     assert ("disk", "2.0 GB/s", "as given") in found.facts
 
 
+def test_a_disk_without_a_figure_is_assumed() -> None:
+    found = fit_machine(FitOptions(machine="rtx-3090"))
+    assert ("disk", "3.0 GB/s", "assumed") in found.facts and found.rates.link_bytes_s == pytest.approx(25.2e9)
+
+
 def test_unknown_machines_are_refused() -> None:
     with refused(UsageError, "h100"):
         fit_machine(FitOptions(machine="h1000"))

@@ -8,6 +8,7 @@ import pytest
 
 from moetool.base.errors import CapacityError, MismatchError, UsageError
 from moetool.caching.decision_digest import DecisionDigest
+from moetool.caching.machine_split import SplitCosts
 from moetool.caching.policy import build_policy
 from moetool.caching.residency import Residency, StepKind
 from moetool.costing.pricing import TimelineOptions
@@ -222,6 +223,33 @@ def test_a_profile_adds_times_and_changes_no_decision(trace: Trace) -> None:
     assert on_demand.tpot_p95_s == on_demand.tpot_p50_s == pytest.approx((3 * (4 + 2 * 9) + 5) * 1e-9)
     # a layer is predicted for each of a token's layers but the first
     assert timed[ALL.index("duoserve") * 2].timing.total.prediction_s == pytest.approx(4 * 6 * 2 * 2e-9)  # type: ignore[union-attr]
+
+
+def test_misses_are_split_between_link_and_host_by_the_profile(trace: Trace) -> None:
+    gpu, host = compute(device="cuda", expert=flat(1), attention=flat(4)), compute(expert=flat(12))
+    profile = make_profile(trace.spec, gpu, host, loads={"pinned": flat(10)})
+    setup = ReplaySetup(profile=profile, timeline=TimelineOptions(device="cuda", tier="pinned"))
+    found = {
+        (row.policy, place): row
+        for place in ("load", "host", "both")
+        for row in replay(trace, ["lru", "foresight", "static_split"], [4000], replace(setup, misses=place))
+    }
+    for policy in ("lru", "foresight"):
+        load, host_only, both = (found[policy, place] for place in ("load", "host", "both"))
+        assert not load.counts.hosted and not host_only.counts.missed
+        assert both.counts.hosted and both.counts.missed
+        seconds = [row.timing.decode.seconds for row in (load, host_only, both) if row.timing is not None]
+        assert seconds[2] <= seconds[0] and seconds[2] < seconds[1]
+        for row in (load, both):
+            assert row.timing is not None and row.bound_s is not None and row.timing.tpot_mean_s is not None
+            assert row.bound_s == row.to_json()["tpot_link_and_host_bound_s"]
+        costs = SplitCosts(load_s=10e-9, host_s=12e-9, device_s=1e-9, layer_s=4e-9)
+        assert replay(trace, [policy], [4000], ReplaySetup(misses="both", split=costs))[0].digest == both.digest
+    static = {found["static_split", place].digest for place in ("load", "host", "both")}
+    assert len(static) == 1 and found["static_split", "both"].misses == "own"
+    for wrong, match in (({"misses": "some"}, "some"), ({"misses": "both", "profile": None}, "both")):
+        with pytest.raises(UsageError, match=match):
+            replay(trace, ["lru"], [4000], replace(setup, **wrong))  # type: ignore[arg-type]
 
 
 def test_a_profile_that_does_not_say_what_the_policy_costs_is_refused(trace: Trace) -> None:

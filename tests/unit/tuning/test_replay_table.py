@@ -41,3 +41,9 @@ def test_chosen_rows_and_rows_of_known_requests_are_marked() -> None:
     assert "auto" in first and "auto" not in second and "7" in second
     assert any("trained on" in note for note in made.notes)
     assert not any("trained on" in note for note in replay_table("", [ROW]).notes)
+
+
+def test_rows_of_split_misses_say_so() -> None:
+    made = replay_table("", [ROW, replace(ROW, misses="both")])
+    assert made.columns[1] == "misses" and [row[1] for row in made.rows] == ["load", "both"]
+    assert "misses" not in replay_table("", [ROW]).columns

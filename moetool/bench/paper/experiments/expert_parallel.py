@@ -11,11 +11,11 @@ from moetool.base import config
 from moetool.base.errors import UsageError
 from moetool.base.types import Cluster, Gpu, Server
 from moetool.bench.experiment_figure import ExperimentResult
-from moetool.bench.paper.named_machine import MachineChoice, NamedModel, simulated_costs
+from moetool.bench.paper.named_machine import MachineChoice, simulated_costs
 from moetool.bench.paper.samples import Samples
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.bench.paper.workbench import Workbench
-from moetool.costing.machines import NamedMachine
+from moetool.costing.machines import NamedMachine, NamedModel
 from moetool.placement.planner import quick_options
 from moetool.simulation.placement_control import find_mode
 from moetool.simulation.simulate import ModeInputs, SimulationInputs, read_world, simulate

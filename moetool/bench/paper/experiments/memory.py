@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from moetool.bench.experiment_figure import ExperimentResult
 from moetool.bench.paper.experiments.policies import PolicyLine
-from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.workbench import Workbench
 from moetool.caching.policy import parse_options, policy_class
+from moetool.costing.machines import read_named_model
 from moetool.training.predictor import build
 
 WHOLE = "all experts"

@@ -10,8 +10,8 @@ import torch
 
 from moetool.base.types import ForwardInfo, GateEvent, ModelSpec
 from moetool.bench.experiment_figure import ExperimentResult
-from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.workbench import Workbench
+from moetool.costing.machines import read_named_model
 from moetool.training.predictor import Predictor, build
 
 _STEPS = 20  # timed tokens of a round; one before them warms up

@@ -8,13 +8,8 @@ from moetool.base import assets
 from moetool.base.errors import UsageError
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import names, read_paper
-from moetool.bench.paper.named_machine import (
-    MachineChoice,
-    changed,
-    read_named_model,
-    simulated_costs,
-)
-from moetool.costing.machines import read_named_machine, recipe_names
+from moetool.bench.paper.named_machine import MachineChoice, changed, simulated_costs
+from moetool.costing.machines import read_named_machine, read_named_model, recipe_names
 from tests.refusals import refused
 
 

@@ -27,9 +27,9 @@ from moetool.bench.paper.experiments import (
     score_ranks,
 )
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
-from moetool.bench.paper.named_machine import read_named_model
 from moetool.bench.paper.verdict import CannotTestError, Check
 from moetool.bench.paper.workbench import Workbench
+from moetool.costing.machines import read_named_model
 from moetool.prompts.gather import Prompt
 from moetool.trace.reader import Trace
 from tests.refusals import refused

@@ -1,0 +1,305 @@
+"""Split of an event's misses between the link and the host's cores, so that the event ends first, above any policy.
+
+Link, host and device are modelled: a `MachineSplit` advances them by the costs of its own decisions, never by a clock.
+So decisions are functions of events and costs, and a replay repeats those of a server.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+from moetool.base.config import POSITIVE, SHARE, Span, require_within
+from moetool.base.errors import unknown_name
+from moetool.base.types import GateEvent, ModelSpec
+from moetool.caching.host_split import tokens_of
+
+MODES = ("host", "both")
+"""The host computes all misses; or some, while the others are loaded."""
+_PREFETCH = 2  # `moetool.caching.residency.StepKind`
+_FEW = 8  # misses of an event with reads whose split is improved step by step; of more, a part is a small one
+_WAITING = 3
+"""Most transfers on the link with which an expert that the host computed is still admitted (guide of benchmarks)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitCosts:
+    """Seconds of a machine's link, host and device, alone and together.
+
+    Attributes:
+        load_s: one expert from host memory over the link.
+        host_s, host_token_s: one expert on the host for one token, and each further token.
+        device_s, device_token_s: the same on the device.
+        layer_s: the device's time between the experts of two layers.
+        start_s: moving rows to the host and back, for an event with experts there.
+        link_share, host_share: rates of link and host while both work, relative to each alone.
+        disk_s: one expert from disk to host memory, before either.
+
+    Raises:
+        UsageError: a cost is negative, or a share is not above 0 and at most 1.
+    """
+
+    load_s: float
+    host_s: float
+    host_token_s: float = 0.0
+    device_s: float = 0.0
+    device_token_s: float = 0.0
+    layer_s: float = 0.0
+    start_s: float = 0.0
+    link_share: float = 1.0
+    host_share: float = 1.0
+    disk_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        seconds = [name for name in self.__dataclass_fields__ if name.endswith("_s")]
+        require_within(self, "costs of the split: ", **dict.fromkeys(seconds, Span(0)))
+        require_within(self, "costs of the split: ", load_s=POSITIVE, host_s=POSITIVE)
+        require_within(self, "costs of the split: ", link_share=SHARE, host_share=SHARE)
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the costs, by which logs name them."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def missed_s(self) -> float:
+        """Return the least seconds of a miss, of one token, at the rates of link and host together."""
+        return 1 / (self.link_share / self.load_s + self.host_share / self.host_s)
+
+    def together(self, link_s: float, host_s: float) -> tuple[float, float]:
+        """Return the ends of link and host, which begin together and take these seconds alone."""
+        link, host = link_s / self.link_share, host_s / self.host_share
+        if link <= host:
+            return link, link + host_s - link * self.host_share
+        return host + link_s - host * self.link_share, host
+
+
+@dataclass(slots=True, kw_only=True)
+class EventWork:
+    """The work of one event, with its misses in the order in which to load them.
+
+    Attributes:
+        costs: those of the machine.
+        resident_s: seconds of the experts in slots on the device.
+        link_s: seconds of the transfers that go before the misses: the running one, and those of late prefetches.
+        waiting_s: seconds of the transfers that go after them.
+        host_N, device_N: seconds of each miss on the host and on the device.
+        on_disk_N: whether each must be read from disk first. Reads go one after the other, in this order.
+    """
+
+    costs: SplitCosts
+    resident_s: float = 0.0
+    link_s: float = 0.0
+    waiting_s: float = 0.0
+    host_N: Sequence[float]
+    device_N: Sequence[float]
+    on_disk_N: Sequence[bool] = ()
+
+    def loaded(self) -> list[int]:
+        """Return the misses to load so that the event ends first, the others on the host; a tie: more loads.
+
+        A load takes equally long for every miss, so loads take those with most tokens from the host. Experts on disk
+        go to the side that finishes them first.
+        """
+        here = [i for i in range(len(self.host_N)) if not (self.on_disk_N and self.on_disk_N[i])]
+        on_disk = [i for i in range(len(self.host_N)) if self.on_disk_N and self.on_disk_N[i]]
+        best: list[int] = []
+        least = float("inf")
+        load_s = self.costs.load_s
+        link_s, host_s, device_s = self.link_s, sum(self.host_N[i] for i in here), self.resident_s
+        for count in range(len(here) + 1):
+            if count:
+                link_s += load_s
+                host_s -= self.host_N[here[count - 1]]
+                device_s += self.device_N[here[count - 1]]
+            if not on_disk:
+                end = self._ends(link_s, host_s if count < len(here) else 0.0, device_s)[0]
+                if end <= least:
+                    best, least = here[:count], end
+                continue
+            for shares in ((1.0, 1.0), (self.costs.link_share, self.costs.host_share), (0.0, 1.0), (1.0, 0.0)):
+                loaded = [*here[:count], *self._loaded_from_disk(on_disk, link_s, host_s, shares)]
+                end = self.ends(loaded)[0]
+                if end <= least:
+                    best, least = loaded, end
+        return self._improved(best, least) if on_disk and len(self.host_N) <= _FEW else best
+
+    def _improved(self, best: list[int], least: float) -> list[int]:
+        """Move one expert to the other side, or change two, as long as the event ends sooner."""
+        places = range(len(self.host_N))
+        moves = [{i} for i in places] + [{i, j} for i in places for j in range(i)]
+        while True:
+            ends = [(self.ends(set(best) ^ move)[0], number) for number, move in enumerate(moves)]
+            end, number = min(ends)
+            if end >= least:
+                return best
+            best, least = sorted(set(best) ^ moves[number]), end
+
+    def ends(self, loaded: Collection[int]) -> tuple[float, float]:
+        """Return the seconds until the event ends, and until the host ends, if these misses are loaded."""
+        chosen = set(loaded)
+        if any(self.on_disk_N):
+            return self._ends_with_reads(chosen)
+        host_s = sum(seconds for i, seconds in enumerate(self.host_N) if i not in chosen)
+        device_s = self.resident_s + sum(self.device_N[i] for i in chosen)
+        return self._ends(self.link_s + self.costs.load_s * len(chosen), host_s, device_s)
+
+    def _ends_with_reads(self, loaded: Collection[int]) -> tuple[float, float]:
+        """Like `ends`, from one change of a side to the next: each waits for reads and is slower beside the other."""
+        costs, num = self.costs, len(self.host_N)
+        reads = list(accumulate(costs.disk_s * on_disk for on_disk in self.on_disk_N))
+        ready_N = [read if on_disk else 0.0 for read, on_disk in zip(reads, self.on_disk_N, strict=True)]
+        order = sorted(range(num), key=ready_N.__getitem__)
+        link = deque([(0.0, self.link_s), *((ready_N[i], costs.load_s) for i in order if i in loaded)])
+        host = deque((ready_N[i], self.host_N[i]) for i in order if i not in loaded)
+        if host:
+            host.appendleft((0.0, costs.start_s))
+        sides = ((link, costs.link_share), (host, costs.host_share))
+        now, ends = 0.0, [0.0, 0.0]
+        while link or host:
+            together = all(queue and queue[0][0] <= now for queue, _ in sides)
+            rates = [share if together else 1.0 for _, share in sides]
+            nexts = [
+                queue[0][1] / rate if queue[0][0] <= now else queue[0][0] - now
+                for (queue, _), rate in zip(sides, rates, strict=True)
+                if queue
+            ]
+            passed = min(nexts)
+            for side, ((queue, _), rate) in enumerate(zip(sides, rates, strict=True)):
+                if queue and queue[0][0] <= now:
+                    at, left = queue.popleft()
+                    if left / rate > passed:
+                        queue.appendleft((at, left - passed * rate))
+                    else:
+                        ends[side] = now + passed
+            now += passed
+        device_s = self.resident_s + sum(self.device_N[i] for i in loaded)
+        arrived = ends[0] + costs.device_s if loaded or self.link_s else 0.0
+        return max(device_s, arrived, ends[1]), ends[1]
+
+    def _ends(self, link_s: float, host_s: float, device_s: float) -> tuple[float, float]:
+        """Return the ends of the event and of the host, with the work of each side alone."""
+        costs = self.costs
+        arrived, host_end = link_s, 0.0
+        if host_s:
+            arrived, host_end = costs.together(link_s, host_s + costs.start_s)
+            if self.waiting_s:
+                host_end = costs.together(link_s + self.waiting_s, host_s + costs.start_s)[1]
+        return max(device_s, arrived + costs.device_s if link_s else 0.0, host_end), host_end
+
+    def _loaded_from_disk(
+        self, on_disk: Sequence[int], link_s: float, host_s: float, shares: tuple[float, float]
+    ) -> list[int]:
+        """Return the experts on disk that link rather than host would finish first, at these shares of their rates."""
+        if not all(shares):
+            return list(on_disk) if shares[0] else []
+        costs, read_s, loaded = self.costs, 0.0, []
+        link_s, host_s = link_s / shares[0], (host_s + costs.start_s) / shares[1]
+        for i in on_disk:
+            read_s += costs.disk_s
+            by_link, by_host = max(link_s, read_s) + costs.load_s, max(host_s, read_s) + self.host_N[i]
+            if by_link <= by_host:
+                link_s = by_link
+                loaded.append(i)
+            else:
+                host_s = by_host
+        return loaded
+
+
+class MachineSplit:
+    """Splits the misses of a pool's events, and models link, host and device.
+
+    Args:
+        mode: of `MODES`.
+        host_experts: experts that host memory holds; None: all. The model keeps those that were read last.
+
+    Effects: `choose` and `note` advance the model, event by event.
+    """
+
+    def __init__(self, spec: ModelSpec, costs: SplitCosts, mode: str = "both", host_experts: int | None = None) -> None:
+        if mode not in MODES:
+            raise unknown_name("place of misses", mode, MODES)
+        self.spec, self.costs, self.mode = spec, costs, mode
+        self._queue: OrderedDict[int, float] = OrderedDict()  # seconds of transfers by key; the first one runs
+        self._memory: OrderedDict[int, None] | None = None if host_experts is None else OrderedDict()
+        self._host_experts = host_experts or 0
+
+    @property
+    def admits(self) -> bool:
+        """Whether the link has room for the transfer of an expert that the host has computed."""
+        return len(self._queue) < _WAITING
+
+    def choose(
+        self, event: GateEvent, hits: Collection[int], misses: Sequence[int], worth: Sequence[float]
+    ) -> set[int]:
+        """Return the misses that the host computes.
+
+        Args:
+            worth: what residency of each miss is worth. Those with most tokens are loaded first, then the most worthy.
+        """
+        costs, queue, base = self.costs, self._queue, event.layer * self.spec.num_experts
+        self._advance(costs.layer_s, 0.0)
+        tokens = tokens_of(event, self.spec) if len(event.experts_TK) > 1 else None
+        order = sorted(range(len(misses)), key=lambda i: -worth[i])
+        resident_s = costs.device_s * len(hits)
+        further = [0] * len(order)
+        if tokens is not None:
+            order.sort(key=lambda i: -tokens[misses[i] - base])
+            further = [tokens[misses[i] - base] - 1 for i in order]
+            resident_s += costs.device_token_s * sum(tokens[key - base] - 1 for key in hits)
+        running = next(iter(queue), -1)
+        late = [key for key in hits if key in queue and key != running]
+        ranked = [misses[i] for i in order]
+        work = EventWork(
+            costs=costs,
+            resident_s=resident_s,
+            link_s=queue.get(running, 0.0) + costs.load_s * len(late),
+            waiting_s=costs.load_s * max(0, len(queue) - len(late) - 1),
+            host_N=[costs.host_s + costs.host_token_s * number for number in further],
+            device_N=[costs.device_s + costs.device_token_s * number for number in further],
+            on_disk_N=self._read(ranked),
+        )
+        loaded = work.loaded() if self.mode == "both" else []
+        waiting = [key for key in queue if key != running and key not in late]
+        queue.update((ranked[i], costs.load_s) for i in loaded)
+        for key in waiting:
+            queue.move_to_end(key)
+        self._advance(*work.ends(loaded))
+        return {ranked[i] for i in set(range(len(ranked))).difference(loaded)}
+
+    def note(self, steps: Iterable[tuple[int, int, int, int]]) -> None:
+        """Add the prefetches of a program (`moetool.caching.residency.Step`) to the link's queue."""
+        queue = self._queue
+        for kind, key, _, evicted in steps:
+            if kind == _PREFETCH:
+                if evicted in queue and evicted != next(iter(queue)):
+                    del queue[evicted]
+                queue[key] = self.costs.load_s
+                self._read([key])
+
+    def _advance(self, seconds: float, host_s: float) -> None:
+        """Let the link work for these seconds, in the first `host_s` of which the host works too."""
+        queue = self._queue
+        left = seconds - min(host_s, seconds) * (1 - self.costs.link_share)
+        while queue and left > 0:
+            key, rest = next(iter(queue.items()))
+            if rest > left:
+                queue[key] = rest - left
+                return
+            left -= rest
+            del queue[key]
+
+    def _read(self, keys: Sequence[int]) -> Sequence[bool]:
+        """Bring experts into host memory; return whether each was on disk only."""
+        memory = self._memory
+        if memory is None:
+            return ()
+        on_disk = [key not in memory for key in keys]
+        for key in keys:
+            memory.pop(key, None)
+            memory[key] = None
+        while len(memory) > self._host_experts:
+            memory.popitem(last=False)
+        return on_disk

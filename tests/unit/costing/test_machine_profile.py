@@ -1,0 +1,74 @@
+"""Profiles of named machines: against the measured times of an H100, and their own arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+
+from moetool.base.errors import MismatchError, UsageError
+from moetool.base.types import UNKNOWN_BYTES, ModelSpec
+from moetool.costing.machine_profile import machine_profile
+from moetool.costing.machines import read_named_machine, read_named_model
+from moetool.costing.pricing import Prices, TimelineOptions
+
+
+def _spec(name: str, layers: int = 0) -> ModelSpec:
+    model = read_named_model(name)
+    return replace(model, layers=layers or model.layers).spec()
+
+
+@pytest.mark.parametrize(
+    ("name", "milliseconds", "bound"),
+    [
+        ("deepseek-v2-lite", 4.5, 0),
+        ("deepseek-v2-lite", 11.8, 5.2),
+        ("deepseek-v2-lite", 13.3, 4.6),
+        ("deepseek-v2-lite", 14.0, 8.3),
+        ("deepseek-v2-lite", 17.9, 11.7),
+        ("deepseek-v2-lite", 22.6, 15.5),
+        ("qwen3-30b-a3b", 3.8, 0),
+        ("qwen3-30b-a3b", 9.3, 2.8),
+        ("qwen3-30b-a3b", 10.5, 4.0),
+        ("qwen3-30b-a3b", 15.2, 8.5),
+    ],
+)
+def test_times_of_the_h100_table(name: str, milliseconds: float, bound: float) -> None:
+    # eight MoE layers in `moetool guide speed`: time per token, and the time of the moved bytes on the link
+    profile = machine_profile(read_named_machine("h100"), _spec(name, layers=8))
+    seconds = profile.decode_s(32, "cuda") + 1e-3 * bound + (8 * profile.miss_s if bound else 0.0)
+    assert milliseconds / 1.3 < 1e3 * seconds < milliseconds * 1.3
+
+
+def test_link_and_host_share_the_bandwidth_of_host_memory() -> None:
+    spec = _spec("deepseek-v2-lite")
+    for name in ("pc-rtx-3090-ddr4", "pc-rtx-4090-ddr5", "h100"):
+        machine = read_named_machine(name)
+        profile = machine_profile(machine, spec)
+        rates = [
+            spec.slot_bytes / profile.on("cpu").expert(1),
+            spec.slot_bytes / profile.tier("pinned").seconds(spec.slot_bytes),
+        ]
+        assert profile.link_share * sum(rates) == pytest.approx(0.75 * machine.host_memory_bytes_s)
+        costs = Prices(profile, spec, TimelineOptions(device="cuda", tier="pinned")).split_costs()
+        assert costs is not None and costs.link_share == profile.link_share
+        assert (costs.load_s, costs.host_s) == pytest.approx(
+            [spec.slot_bytes / rate for rate in reversed(rates)], rel=1e-3
+        )
+        on_disk = Prices(profile, spec, TimelineOptions(device="cuda", tier="disk")).split_costs()
+        assert on_disk is not None and on_disk.load_s == pytest.approx(costs.load_s)
+        assert on_disk.disk_s == pytest.approx(spec.slot_bytes / machine.disk_bytes_s, rel=1e-3)
+
+
+def test_a_model_without_a_recipe_is_assumed_to_be_in_16_bits() -> None:
+    machine, spec = read_named_machine("pc-rtx-4090-ddr5"), _spec("qwen3-30b-a3b")
+    known, unknown = (machine_profile(machine, replace(spec, name=name)) for name in (spec.name, "nobody/else"))
+    assert known.on("cuda").expert(1) == unknown.on("cuda").expert(1)
+    assert known.on("cuda").attention(1) != unknown.on("cuda").attention(1)
+
+
+def test_machines_and_models_without_figures_are_refused() -> None:
+    spec = _spec("deepseek-v2-lite")
+    for name in ("laptop-16gb", "rtx-3090"):
+        with pytest.raises(UsageError, match="host"):
+            machine_profile(read_named_machine(name), spec)
+    with pytest.raises(MismatchError, match="DeepSeek-V2-Lite"):
+        machine_profile(read_named_machine("h100"), replace(spec, expert_bytes_L=(UNKNOWN_BYTES,) * spec.num_layers))
