@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool.base import durable, tables
-from moetool.base.config import parse_bytes, parse_settings
+from moetool.base.config import parse, parse_bytes, parse_settings
 from moetool.base.errors import UsageError
 from moetool.cli.flags import (
     Jobs,
@@ -86,7 +86,10 @@ def replay(
     ] = "auto",
     settings: Annotated[
         list[str],
-        settable("Option of a policy or of the replay, e.g. lfu.forget=true, timeline.device=cuda, devices=2."),
+        settable(
+            "Option of a policy or of the replay, e.g. lfu.forget=true, timeline.device=cuda, devices=2, "
+            "batching.order=experts."
+        ),
     ] = [],
     draw: Annotated[
         Path | None,
@@ -98,6 +101,7 @@ def replay(
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
     from moetool.caching.policy import policy_class
     from moetool.trace.same_prompts import Overlap, trained_on
+    from moetool.tuning.batches import Batching
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import SERVED, ReplaySetup, replay_served, whole_bytes
     from moetool.tuning.replay_jobs import replay_with_jobs
@@ -123,6 +127,7 @@ def replay(
     devices = options.pop("devices", 1)
     if type(devices) is not int or devices < 1:
         raise UsageError(f"devices is {devices!r}, expected 1 or more")
+    batching = options.pop("batching", None)
     if machine is not None:
         costs, timeline = named_timeline(machine, profile, source.spec, options.pop("timeline", {}))
     else:
@@ -158,6 +163,7 @@ def replay(
             trained_on=seen.repeated,
             requests=unseen if held_out else None,
             sequential=orders[order],
+            batching=None if batching is None else parse(Batching, batching, "batching"),
             options=options,
             pool=pool,
             pool_unit=pool_unit,

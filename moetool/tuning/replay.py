@@ -34,6 +34,7 @@ from moetool.costing.timing import Timing
 from moetool.trace.events import gate_events
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
+from moetool.tuning.batches import Batching, batched_forwards
 
 SERVED = "served"
 """Name for the policies of the server that wrote the log, each from its forward on."""
@@ -154,6 +155,7 @@ class ReplaySetup:
         trained_on: requests that the predictor was trained on (`moetool.trace.same_prompts`), which the rows count.
         sequential: one request after the other, or the recorded forwards (default: recorded for the log of a server).
         requests: requests to include (default: all).
+        batching: batches to form instead of the trace's forwards (not for `SERVED`).
         warm_tokens: tokens at the start that fill pools and memories and count in no row, in whole forwards. The digest
             includes them, and a timeline does not permit them.
         options: values for the `Options` of policies, by policy name. A profile sets the costs of host and link for
@@ -182,6 +184,7 @@ class ReplaySetup:
     trained_on: Collection[int] = ()
     sequential: bool | None = None
     requests: frozenset[int] | None = None
+    batching: Batching | None = None
     warm_tokens: int = 0
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pool: str = "one"
@@ -373,7 +376,8 @@ class _Source:
         logged = trace.manifest["composition"]["kind"] == "log"
         self._sequential = not logged if setup.sequential is None else setup.sequential
         self._requests = setup.requests
-        self.late_ends = [] if self._sequential else _late_ends(trace)
+        self._batching = setup.batching
+        self.late_ends = [] if self._sequential or self._batching else _late_ends(trace)
 
     def requests(self) -> set[int]:
         """Return the requests to replay."""
@@ -391,11 +395,20 @@ class _Source:
         table, late = self.trace.requests, {request for _, request in self.late_ends} | self.trace.running
         left = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
         trace = self.trace
-        for info, rows in trace.forward_rows(sequential=self._sequential, columns=columns, requests=self._requests):
+        for info, rows in self._forward_rows(columns):
             for request in info.request_T:
                 left[request] -= 1
             ended = [request for request in dict.fromkeys(info.request_T) if not left[request]]
             yield _Forward(trace.spec, info, rows, [request for request in ended if request not in late])
+
+    def _forward_rows(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, TokenBatch]]:
+        trace, requests = self.trace, self._requests
+        if self._batching is None:
+            return trace.forward_rows(sequential=self._sequential, columns=columns, requests=requests)
+        whole = (
+            rows for rows in trace.whole_requests(columns) if requests is None or int(rows.request_T[0]) in requests
+        )
+        return batched_forwards(trace.spec, whole, self._batching)
 
 
 class _Run:
@@ -542,10 +555,10 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
     """
     if setup.devices > 1:
         raise UsageError(f"the server had one device; leave out devices={setup.devices} to replay it")
-    if setup.sequential:
+    if setup.sequential or setup.batching:
         raise UsageError(
             f"policy {SERVED} replays the forwards in the order in which the server ran them; "
-            "leave out --order sequential"
+            "leave out --order sequential and batching"
         )
     made = trace.manifest["provenance"]
     name, options, prefetch = made.get("policy"), made.get("options"), made.get("prefetch")
@@ -664,6 +677,9 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
     options = with_host_costs(policies, setup.options, prices)
     split = _split_costs(setup, prices)
     for name, kind in kinds.items():
+        used = kind.needs | (predictor.needs if predictor is not None and kind.uses(predictor) else frozenset())
+        if setup.batching is not None and "embeddings" in used:
+            raise UsageError(f"{name} needs embeddings, recorded for the trace's own batches; leave out batching")
         source.trace.require(kind.needs, f"policy {name}")
         if not kind.lossless:
             require_substitutable(spec.name, name)
